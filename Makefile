@@ -1,0 +1,58 @@
+# Everything runs in .venv, which is made once and again only when pyproject.toml or constraints.txt change.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
+RUNTIME := $(VENV)/.runtime-installed
+DEV := $(VENV)/.dev-installed
+DECLARED := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types format bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(RUNTIME) ## train a small language model on every device, and prove each step (under two minutes)
+	@$(BIN)/python -m instep demo
+
+test: $(DEV) lint types ## lint, types, and every test
+	@$(BIN)/python -m pytest
+
+lint: $(DEV) ## check style and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(DEV) ## check types
+	@$(BIN)/mypy
+
+format: $(DEV) ## format, and fix what can be fixed by itself
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(RUNTIME) ## run every benchmark
+	@set -e; for script in $(sort $(wildcard benchmarks/*/*.py)); do \
+		echo "== $$script"; $(BIN)/python $$script; \
+	done
+
+clean: ## remove .venv and everything that is made
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis instep-demo.pt
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "instep needs Python 3.10 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: whatever else is installed then finds the pinned one in place and brings no other.
+$(RUNTIME): $(DECLARED) | $(BIN)/python
+	@echo "setting up $(VENV), once"
+	@$(PIP) install -c constraints.txt torch
+	@$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	@echo "adding the development tools to $(VENV), once"
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,38 @@
+"""instep: run a PyTorch module on several devices in step, and get back what one device would have given."""
+
+from __future__ import annotations
+
+from instep.engines.pool import stop_all as shutdown
+from instep.errors import BridgeError, EngineError, InstepError, MergeError, StateError, StructureError, WrapError
+from instep.functional import data_parallel, gather, parallel_apply, replicate, scatter
+from instep.parallel import DataParallel
+from instep.structure.marks import Shards, whole
+from instep.structure.merge import merge
+from instep.structure.register import register
+from instep.structure.rules import weighted_by
+from instep.structure.split import split
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BridgeError",
+    "DataParallel",
+    "EngineError",
+    "InstepError",
+    "MergeError",
+    "Shards",
+    "StateError",
+    "StructureError",
+    "WrapError",
+    "data_parallel",
+    "gather",
+    "merge",
+    "parallel_apply",
+    "register",
+    "replicate",
+    "scatter",
+    "shutdown",
+    "split",
+    "weighted_by",
+    "whole",
+]

@@ -1,0 +1,150 @@
+"""The one autograd node that joins the caller's graph to the replicas' graphs.
+
+Its inputs are the source's tensors that take a gradient and the shards that need one; its outputs are every replica's
+output tensors. So parameter hooks fire, `.grad` accumulates, and `torch.autograd.grad` and `retain_graph` work: to the
+caller's graph a call is one operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from instep.errors import BridgeError
+from instep.replicas.tensors import Guard
+
+Gradients = list[Tensor | None]
+
+_keep_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+class Entry(torch.autograd.Function):
+    """Lets tensors into a replica as outputs of a node: neither leaves nor views, so that a first layer may write in place."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.data for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return gradients
+
+
+@dataclass
+class Side:
+    """One replica's end of the bridge."""
+
+    leaves: list[Tensor]
+    """The replica's own leaves, in the order of the sources."""
+    inputs: list[Tensor]
+    """Leaves that stand for the shards that need a gradient."""
+    outputs: list[Tensor | None]
+    """Output tensors that need a gradient; None once their graph was given up."""
+    guard: Guard
+
+
+class Backward(Protocol):
+    """What the bridge asks of an engine."""
+
+    def backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> tuple[Gradients, list[Gradients]]:
+        """Run every replica's backward; the sum of the leaves' gradients, and each replica's input gradients."""
+        ...
+
+
+@dataclass
+class Span:
+    """One call as the bridge sees it, kept as long as the caller's graph."""
+
+    engine: Backward
+    sides: list[Side]
+    sources: list[Tensor]
+    versions: list[int] = field(default_factory=list)
+    watched: list[tuple[Tensor, int, list[Tensor]]] = field(default_factory=list)
+    """(tensor of the caller, its version, shards that share its memory)."""
+
+    def note_versions(self) -> None:
+        self.versions = [source._version for source in self.sources]
+
+    def tell_changes(self) -> None:
+        """Let torch see what was written since the forward, as it would on one device.
+
+        Shards and private copies have version counters of their own; whatever moved on the caller's side moves theirs.
+        """
+        for position, (source, version) in enumerate(zip(self.sources, self.versions, strict=True)):
+            if source._version != version:
+                for side in self.sides:
+                    leaf = side.leaves[position]
+                    if leaf.data_ptr() != source.data_ptr():  # an alias shares the counter
+                        torch.autograd.graph.increment_version(leaf)
+        for tensor, version, shards in self.watched:
+            if tensor._version != version:
+                torch.autograd.graph.increment_version(shards)
+
+
+class Bridge(torch.autograd.Function):
+    """The node itself. Forward only hands over what the replicas have made; backward runs theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, span: Span, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.span = span
+        return tuple(output.detach() for side in span.sides for output in side.outputs if output is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        span: Span = ctx.span
+        if torch.is_grad_enabled():
+            raise BridgeError(
+                "create_graph=True cannot pass through the replicas' separate graphs.\n"
+                "Either compute the penalty inside the module and run it with model.call('penalty', ...), or use "
+                "DataParallel(..., engine='serial'), which builds one joint graph."
+            )
+        keep = bool(_keep_graph())
+        per_side: list[Gradients] = []
+        at = 0
+        for side in span.sides:
+            count = len(side.outputs)
+            per_side.append(list(gradients[at : at + count]))
+            at += count
+        for side, grads in zip(span.sides, per_side, strict=True):
+            if any(o is None and g is not None for o, g in zip(side.outputs, grads, strict=True)):
+                raise RuntimeError(_SECOND_TIME)
+        span.tell_changes()
+        total, inputs = span.engine.backward(span, per_side, keep)
+        if not keep:
+            for side, grads in zip(span.sides, per_side, strict=True):
+                side.outputs = [None if g is not None else o for o, g in zip(side.outputs, grads, strict=True)]
+        return (None, *total, *(gradient for side in inputs for gradient in side))
+
+
+_SECOND_TIME = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
+    "freed). Specify retain_graph=True if you need to backward through the graph a second time."
+)
+
+
+def collect(outputs: Sequence[Tensor], gradients: Sequence[Tensor], keep: bool) -> None:
+    """A backward inside the replicas: gradients accumulate on their leaves."""
+    if outputs:
+        torch.autograd.backward(outputs, gradients, retain_graph=keep)
+
+
+def live(side: Side, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs that a gradient has arrived for, with it."""
+    pairs = [(o, g) for o, g in zip(side.outputs, gradients, strict=True) if o is not None and g is not None]
+    return [o for o, _ in pairs], [g for _, g in pairs]
+
+
+def take(tensors: Sequence[Tensor]) -> Gradients:
+    """The gradients that a backward left on these leaves, which are clear again afterwards."""
+    found: Gradients = []
+    for tensor in tensors:
+        found.append(tensor.grad)
+        tensor.grad = None
+    return found

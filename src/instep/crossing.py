@@ -1,0 +1,169 @@
+"""One call across the bridge: shards in, every replica's output out, joined to the caller's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.bridge import Bridge, Entry, Side, Span
+from instep.engines.protocol import Engine, Job
+from instep.replicas.ambient import Ambient
+from instep.replicas.replica import Outcome, Replica
+from instep.replicas.watch import Changes
+from instep.structure.tree import map_tensors, tensors_in
+
+
+@dataclass
+class Crossing:
+    """What goes in: the active replicas, each one's arguments, and what surrounds the call."""
+
+    engine: Engine
+    replicas: Sequence[Replica]
+    method: str
+    ambient: Ambient
+    follow: bool
+
+    def run(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[Outcome]:
+        """Every replica's outcome, with outputs that belong to the caller's graph."""
+        ways = [_Way() for _ in shards]
+        grad = self.ambient.grad and not self.ambient.inference
+        if self.engine.joint:
+            entered = [_own_memory(values) for values in shards] if grad else shards
+        else:
+            entered = [way.enter(values) if grad else values for way, values in zip(ways, shards, strict=True)]
+        arguments = [
+            (list(values[:positional]), dict(zip(names[positional:], values[positional:], strict=True)))
+            for values in entered
+        ]
+        outcomes = self.engine.forward(Job(self.replicas, arguments, self.method, self.ambient, self.follow))
+        if grad and not self.engine.joint:
+            self._join(ways, outcomes)
+        return outcomes
+
+    def _join(self, ways: Sequence[_Way], outcomes: list[Outcome]) -> None:
+        """Replace the replicas' tensors that need a gradient by their counterparts in the caller's graph."""
+        found = [[tensor for tensor in _tensors_of(outcome) if tensor.requires_grad] for outcome in outcomes]
+        if not any(found):
+            return
+        pairs = [replica.trainable for replica in self.replicas]
+        sources, leaves = _connected(pairs, found)
+        sides = [
+            Side(mine, way.leaves, list(outputs), replica.tensors.guard)
+            for mine, way, outputs, replica in zip(leaves, ways, found, self.replicas, strict=True)
+        ]
+        span = Span(self.engine, sides, sources, watched=[entry for way in ways for entry in way.watched])
+        span.note_versions()
+        shards = [shard for way in ways for shard in way.outside]
+        made = iter(Bridge.apply(span, *sources, *shards))
+        for outcome, outputs in zip(outcomes, found, strict=True):
+            _replace(outcome, dict(zip(map(id, outputs), _take(made, len(outputs)), strict=True)))
+
+
+def _take(items: Iterator[Tensor], count: int) -> list[Tensor]:
+    return [next(items) for _ in range(count)]
+
+
+@dataclass
+class _Way:
+    """How one replica's shards enter its graph."""
+
+    outside: list[Tensor] = field(default_factory=list)
+    """Shards that need a gradient, in the caller's graph."""
+    leaves: list[Tensor] = field(default_factory=list)
+    """What stands for them inside."""
+    watched: list[tuple[Tensor, int, list[Tensor]]] = field(default_factory=list)
+
+    def enter(self, values: Sequence[Any]) -> list[Any]:
+        """The values as the replica sees them: memory shared, version counters and graph their own."""
+        needing = [tensor for value in values for tensor in tensors_in(value) if tensor.requires_grad]
+        self.outside = list({id(tensor): tensor for tensor in needing}.values())
+        self.leaves = [tensor.detach().requires_grad_() for tensor in self.outside]
+        dense = [leaf for leaf in self.leaves if _is_plain(leaf)]
+        inner = iter(Entry.apply(*dense)) if dense else iter(())
+        table = {
+            id(outside): next(inner) if _is_plain(leaf) else leaf
+            for outside, leaf in zip(self.outside, self.leaves, strict=True)
+        }
+        for outside in self.outside:
+            self._watch(outside, table[id(outside)])
+        return [map_tensors(lambda tensor: self._let_in(tensor, table), value) for value in values]
+
+    def _let_in(self, tensor: Tensor, table: dict[int, Tensor]) -> Tensor:
+        made = table.get(id(tensor))
+        if made is not None:
+            return made
+        if not _is_plain(tensor) or tensor.is_inference():
+            return tensor
+        made = table[id(tensor)] = tensor.data
+        self._watch(tensor, made)
+        return made
+
+    def _watch(self, shard: Tensor, inside: Tensor) -> None:
+        owner = shard._base if shard._base is not None else shard
+        if not owner.is_inference():
+            self.watched.append((owner, owner._version, [inside]))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _own_memory(values: Sequence[Any]) -> list[Any]:
+    """Shards of a joint graph, copied: what one replica writes in place is no business of the others."""
+    return [map_tensors(lambda tensor: tensor.clone(), value) for value in values]
+
+
+def _tensors_of(outcome: Outcome) -> list[Tensor]:
+    """Output tensors of a replica, and tensors that it set on itself; each once."""
+    found = list(tensors_in(outcome.output))
+    for change in outcome.changes.attributes:
+        found.extend(tensors_in(change.new))
+    return list({id(tensor): tensor for tensor in found}.values())
+
+
+def _replace(outcome: Outcome, table: dict[int, Tensor]) -> None:
+    def swap(tensor: Tensor) -> Tensor:
+        return table.get(id(tensor), tensor)
+
+    outcome.output = map_tensors(swap, outcome.output)
+    if any(id(t) in table for change in outcome.changes.attributes for t in tensors_in(change.new)):
+        attributes = [change._replace(new=map_tensors(swap, change.new)) for change in outcome.changes.attributes]
+        outcome.changes = Changes(outcome.changes.structure, attributes)
+
+
+def _connected(
+    pairs: Sequence[Sequence[tuple[Tensor, Tensor]]], outputs: Sequence[Sequence[Tensor]]
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """The sources that belong to the bridge, and each replica's leaves for them.
+
+    A tensor that an earlier call left on the module belongs to that call's graph, which may be gone; it takes part only
+    where this call has really used it.
+    """
+    doubtful = [index for index, (source, _) in enumerate(pairs[0]) if not source.is_leaf]
+    unused: set[int] = set()
+    if doubtful:
+        used = set().union(*(_leaves_below(tensors) for tensors in outputs))
+        unused = {index for index in doubtful if not any(id(side[index][1]) in used for side in pairs)}
+    kept = [index for index in range(len(pairs[0])) if index not in unused]
+    return [pairs[0][index][0] for index in kept], [[side[index][1] for index in kept] for side in pairs]
+
+
+def _leaves_below(tensors: Sequence[Tensor]) -> set[int]:
+    """The ids of the leaves that a graph leads to."""
+    pending = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    found = {id(tensor) for tensor in tensors if tensor.grad_fn is None}
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.add(id(variable))
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                pending.append(below)
+    return found

@@ -1,0 +1,46 @@
+"""Which engine runs, by a fixed rule, and why in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from instep.engines.protocol import Engine
+from instep.engines.serial import SerialEngine
+from instep.engines.threads import ThreadsEngine
+from instep.errors import EngineError
+from instep.settings import ENGINES, engine_from_environment
+
+
+class Choice(NamedTuple):
+    """An engine's name and the reason for it."""
+
+    name: str
+    why: str
+
+
+def choose(asked: str, devices: Sequence[torch.device]) -> Choice:
+    """The engine for these devices. A name given in code wins over `INSTEP_ENGINE`, which wins over the rule."""
+    _check(asked, "engine")
+    if asked != "auto":
+        return Choice(asked, "it was asked for")
+    environment = engine_from_environment()
+    if environment is not None:
+        _check(environment, "INSTEP_ENGINE")
+        if environment != "auto":
+            return Choice(environment, f"INSTEP_ENGINE={environment}")
+    if len(devices) == 1:
+        return Choice("serial", "one device needs no parallel engine")
+    return Choice("threads", f"{len(devices)} replicas in one process need no pickling and no start-up")
+
+
+def start(choice: Choice, devices: Sequence[torch.device]) -> Engine:
+    """The chosen engine; it takes threads only when it is first used."""
+    return SerialEngine() if choice.name == "serial" else ThreadsEngine(devices)
+
+
+def _check(name: str, what: str) -> None:
+    if name not in ENGINES:
+        raise EngineError(f"{what}={name!r} is no engine: write one of {', '.join(ENGINES)}.")

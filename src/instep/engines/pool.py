@@ -1,0 +1,151 @@
+"""Replica threads: they belong to the process, are shared by all wrappers, and end with the last one."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from instep.errors import EngineError
+
+_here = threading.local()
+
+
+def inside_replica() -> bool:
+    """Whether this thread is running a replica's part of a call."""
+    return getattr(_here, "inside", False)
+
+
+class ReplicaThread:
+    """A thread that does what it is handed, in order."""
+
+    def __init__(self, name: str) -> None:
+        self.inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.pid = os.getpid()
+        self.users = 0
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        _here.inside = True
+        while (task := self.inbox.get()) is not None:
+            task()
+            del task  # a finished call must not be kept until the next one comes
+
+    def alive(self) -> bool:
+        return self.pid == os.getpid() and self._thread.is_alive()
+
+    def stop(self) -> None:
+        self.inbox.put(None)
+        if self.alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+_threads: dict[tuple[str, int], ReplicaThread] = {}
+_lock = threading.RLock()
+
+
+class Lease:
+    """The threads for a list of devices, one each, held until `close`."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._keys: list[tuple[str, int]] = []
+        self._share = 0
+        seen: Counter[str] = Counter()
+        for device in devices:
+            self._keys.append((str(device), seen[str(device)]))
+            seen[str(device)] += 1
+        self._closed = False
+        with _lock:
+            self._threads = [self._take(key) for key in self._keys]
+
+    @staticmethod
+    def _take(key: tuple[str, int]) -> ReplicaThread:
+        thread = _threads.get(key)
+        if thread is None or not thread.alive():
+            thread = _threads[key] = ReplicaThread(f"instep-{key[0]}-{key[1]}")
+        thread.users += 1
+        return thread
+
+    def run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        """The results of one task a thread, in order; tasks must not raise."""
+        if self._closed:
+            raise EngineError("this engine was closed.")
+        self._revive()
+        self._share_cores(len(tasks))
+        done: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        with _lock:  # calls of several wrappers reach every thread in the same order
+            for index, task in enumerate(tasks):
+                self._threads[index].inbox.put(_Task(index, task, done))
+        results: list[Any] = [None] * len(tasks)
+        for _ in tasks:
+            index, result = done.get()
+            results[index] = result
+        return results
+
+    def _revive(self) -> None:
+        """A forked child has none of its parent's threads: it starts its own."""
+        if all(thread.alive() for thread in self._threads):
+            return
+        with _lock:
+            self._threads = [self._take(key) for key in self._keys]
+            self._share = 0
+
+    def _share_cores(self, active: int) -> None:
+        """Give each thread its share of the intra-op threads; the caller keeps its own count.
+
+        torch hands the count set last to every new thread, so the caller sets its own again.
+        """
+        mine = torch.get_num_threads()
+        share = max(1, mine // max(1, active))
+        if share == self._share:
+            return
+        self._share = share
+        done: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        for index, thread in enumerate(self._threads):
+            thread.inbox.put(_Task(index, lambda: torch.set_num_threads(share), done))
+        for _ in self._threads:
+            done.get()
+        torch.set_num_threads(mine)
+
+    def close(self) -> None:
+        """Give the threads back; those that nobody else uses end."""
+        with _lock:
+            if self._closed:
+                return
+            self._closed = True
+            for key, thread in zip(self._keys, self._threads, strict=True):
+                thread.users -= 1
+                if thread.users <= 0:
+                    if _threads.get(key) is thread:
+                        del _threads[key]
+                    thread.stop()
+
+
+class _Task:
+    """A task with the place its result goes to."""
+
+    __slots__ = ("done", "index", "task")
+
+    def __init__(self, index: int, task: Callable[[], Any], done: SimpleQueue[tuple[int, Any]]) -> None:
+        self.index, self.task, self.done = index, task, done
+
+    def __call__(self) -> None:
+        self.done.put((self.index, self.task()))
+
+
+def stop_all() -> None:
+    """End every replica thread of this process; wrappers start new ones when they are called again."""
+    with _lock:
+        for thread in _threads.values():
+            thread.stop()
+        _threads.clear()
+
+
+atexit.register(stop_all)

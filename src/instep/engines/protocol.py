@@ -1,0 +1,67 @@
+"""What an engine is: the place where replicas run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from instep.bridge import Gradients, Span
+from instep.replicas.ambient import Ambient
+from instep.replicas.replica import Outcome, Replica, run
+
+
+@dataclass
+class Job:
+    """One call, ready to run: the active replicas and each one's arguments."""
+
+    replicas: Sequence[Replica]
+    arguments: Sequence[tuple[list[Any], dict[str, Any]]]
+    method: str
+    ambient: Ambient
+    follow: bool
+    """Whether buffers and other state are brought up to the source first."""
+
+
+class Engine(Protocol):
+    """Runs jobs. `joint` engines build the caller's own graph; the others are reached through the bridge."""
+
+    name: str
+    joint: bool
+
+    def forward(self, job: Job) -> list[Outcome]: ...
+
+    def backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> tuple[Gradients, list[Gradients]]: ...
+
+    def release(self) -> None:
+        """Bring home what `no_sync` held back."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def perform(job: Job, index: int) -> Outcome:
+    """One replica's part of a job, in whatever thread it runs; an exception becomes part of the outcome."""
+    replica = job.replicas[index]
+    args, kwargs = job.arguments[index]
+    try:
+        if job.follow:
+            replica.follow_state()
+        with job.ambient.enter():
+            return run(replica, job.method, args, kwargs)
+    except BaseException as error:
+        return Outcome(error=error)
+
+
+def raise_first(replicas: Sequence[Replica | str], outcomes: Sequence[Outcome]) -> None:
+    """Raise the first replica's exception, with its own type and traceback, saying where it happened."""
+    failed = [(r, o.error) for r, o in zip(replicas, outcomes, strict=True) if o.error is not None]
+    if not failed:
+        return
+    replica, error = failed[0]
+    others = "" if len(failed) == 1 else f" (and in {len(failed) - 1} more)"
+    note = f"raised in {replica!s}{others}"
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+        raise error
+    raise error from RuntimeError(note)  # Python 3.10 has no notes

@@ -1,0 +1,34 @@
+"""Everything instep raises by itself.
+
+An exception raised inside the user's module is never turned into one of these: it keeps its own type.
+"""
+
+from __future__ import annotations
+
+
+class InstepError(Exception):
+    """The parent of every error that instep raises by itself."""
+
+
+class StructureError(InstepError, ValueError):
+    """An input cannot be split without guessing; the message names the leaf and the line to write."""
+
+
+class MergeError(InstepError, ValueError):
+    """The replicas' outputs cannot be joined without guessing; the message names the leaf and the line to write."""
+
+
+class StateError(InstepError, RuntimeError):
+    """`forward` changed the module differently on the replicas and no rule says what that means for the whole."""
+
+
+class BridgeError(InstepError, RuntimeError):
+    """A gradient was asked for that cannot pass between the caller's graph and the replicas' graphs."""
+
+
+class EngineError(InstepError, RuntimeError):
+    """An engine cannot run, or was asked to do what it cannot do."""
+
+
+class WrapError(InstepError, TypeError):
+    """A module cannot be wrapped the way it was asked for."""

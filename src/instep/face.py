@@ -1,0 +1,161 @@
+"""A wrapper that looks like the module it wraps: the same names, the same attributes, the same registries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from instep.errors import WrapError
+
+Self = TypeVar("Self", bound="Transparent")
+
+# Looked up by DistributedDataParallel on the module that it is given, before anything else.
+_DDP_MARK = "_ddp_params_and_buffers_to_ignore"
+
+
+def _shared(name: str) -> Any:
+    """A registry of the wrapper that is the wrapped module's own."""
+
+    def read(self: Transparent) -> Any:
+        return self.__dict__["module"].__dict__[name]
+
+    def write(self: Transparent, value: Any) -> None:
+        """`nn.Module.__init__` makes empty registries: the wrapper has none of its own."""
+
+    return property(read, write)
+
+
+class Transparent(nn.Module):
+    """Shows `module` through: reading, setting and deleting attributes, parameters, buffers and submodules.
+
+    Registries are the module's own, so every name is the bare module's and nothing needs renaming.
+    """
+
+    module: nn.Module
+    _parameters = _shared("_parameters")
+    _buffers = _shared("_buffers")
+    _modules = _shared("_modules")
+    _non_persistent_buffers_set = _shared("_non_persistent_buffers_set")
+    training = _shared("training")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.__dict__["module"] = module
+        super().__init__()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == _DDP_MARK:
+            raise WrapError(
+                "instep.DataParallel was given to DistributedDataParallel: both would split the batch.\n"
+                "Wrap the bare module with one of them: model.module is it."
+            )
+        if "module" not in self.__dict__:
+            raise AttributeError(name)
+        try:
+            return getattr(self.__dict__["module"], name)
+        except AttributeError:
+            raise AttributeError(
+                f"neither {type(self).__name__} nor {type(self.module).__name__} has an attribute {name!r}"
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_own(name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.__dict__["module"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            object.__delattr__(self, name)
+        else:
+            delattr(self.__dict__["module"], name)
+
+    def _is_own(self, name: str) -> bool:
+        return name in self.__dict__ or name.startswith("_instep_")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.module)})
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)  # type: ignore[call-overload, no-any-return]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def train(self: Self, mode: bool = True) -> Self:
+        self.module.train(mode)
+        return self
+
+    def apply(self: Self, fn: Callable[[nn.Module], None]) -> Self:
+        self.module.apply(fn)
+        return self
+
+    def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
+        self.module._apply(fn, recurse)
+        return self
+
+    def to(self: Self, *args: Any, **kwargs: Any) -> Self:
+        self.module.to(*args, **kwargs)
+        return self
+
+    def requires_grad_(self: Self, requires_grad: bool = True) -> Self:
+        self.module.requires_grad_(requires_grad)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.module.zero_grad(set_to_none)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As `nn.Module.load_state_dict`; keys may also carry the `module.` of nn.DataParallel and
+        DistributedDataParallel or the `_orig_mod.` of torch.compile."""
+        return self.module.load_state_dict(bare_keys(state_dict, self.module), strict=strict, assign=assign)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self.module._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.module._load_from_state_dict(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        return self.module.named_modules(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.module.named_buffers(*args, **kwargs)
+
+    def _replicate_for_data_parallel(self: Self) -> Self:
+        raise WrapError(GIVEN_TO_DATA_PARALLEL)
+
+
+GIVEN_TO_DATA_PARALLEL = (
+    "instep.DataParallel was given to torch.nn.DataParallel: both would split the batch.\n"
+    "Wrap the bare module with one of them: model.module is it."
+)
+
+
+def bare_keys(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """A state dict with wrappers' prefixes taken off, where the module does not have such names itself."""
+    wanted = module.state_dict().keys()
+    for prefix in ("module.", "_orig_mod.") * 3:
+        if state and all(key.startswith(prefix) for key in state) and not any(key.startswith(prefix) for key in wanted):
+            stripped = {key.removeprefix(prefix): value for key, value in state.items()}
+            metadata = getattr(state, "_metadata", None)
+            state = type(state)(stripped) if metadata is not None else stripped
+            if metadata is not None:
+                state._metadata = {  # type: ignore[attr-defined]
+                    name.removeprefix(prefix.rstrip(".")).lstrip("."): value for name, value in metadata.items() if name
+                }
+    return state

@@ -1,0 +1,119 @@
+"""The verbs of `torch.nn.parallel`, with the same arguments, over any structure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.devices import DeviceLike, device_of, devices_of, move, on_output_device
+from instep.engines.pool import Lease
+from instep.engines.protocol import raise_first
+from instep.parallel import DataParallel
+from instep.replicas.ambient import Ambient
+from instep.replicas.replica import Outcome, Replica
+from instep.structure.dims import AUTO
+from instep.structure.merge import merge
+from instep.structure.plan import Planner
+from instep.structure.split import Parts, apply_plan
+
+
+def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0, *, in_dims: Any = AUTO) -> Parts:
+    """Split any structure over devices: one part for each device that gets samples, on that device.
+
+    >>> import torch
+    >>> scatter({"x": torch.arange(3), "id": ["a", "b", "c"]}, ["cpu", "cpu"])
+    [{'x': tensor([0, 1]), 'id': ['a', 'b']}, {'x': tensor([2]), 'id': ['c']}]
+    """
+    devices = [device_of(target) for target in target_gpus]
+    spec = in_dims if in_dims is None or isinstance(in_dims, (int, str)) else {"inputs": in_dims}
+    plan = Planner(len(devices), dim, spec).plan(("inputs",), (inputs,))
+    parts = apply_plan(plan, (inputs,))
+    return Parts([move(part[0], device) for part, device in zip(parts, devices, strict=False)], plan)
+
+
+def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0, *, rules: Any = AUTO) -> Any:
+    """Join the replicas' outputs on one device, by the rules of `DataParallel`'s `merge`.
+
+    >>> import torch
+    >>> gather([{"y": torch.tensor([0, 1])}, {"y": torch.tensor([2])}], "cpu")
+    {'y': tensor([0, 1, 2])}
+    """
+    device = device_of(target_device)
+    moved = [on_output_device(output, device) for output in outputs]
+    if isinstance(outputs, Parts):
+        moved = Parts(moved, outputs.plan)
+    return merge(moved, merge=rules, dim=dim)
+
+
+class _Copies(nn.Module):
+    """Keeps differentiable copies beside the module that uses them."""
+
+
+def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = False) -> list[nn.Module]:
+    """Copies of a module on each device whose parameters pass gradients back to `network`, unless `detach`."""
+    made = []
+    for index, spec in enumerate(devices):
+        replica = Replica(index, network, device_of(spec), alias=False, share=False)
+        if detach:
+            for _, leaf in replica.trainable:
+                leaf.requires_grad_(False)
+        else:
+            replica.link()
+        made.append(replica.module)
+    return made
+
+
+def parallel_apply(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None = None,
+    devices: Sequence[DeviceLike] | None = None,
+) -> list[Any]:
+    """Call each module on its input at the same time, each in a thread of its own; outputs in order."""
+    keywords = list(kwargs_tup) if kwargs_tup is not None else [{} for _ in modules]
+    if not len(modules) == len(inputs) == len(keywords):
+        raise ValueError(f"{len(modules)} modules, {len(inputs)} inputs and {len(keywords)} kwargs: give one of each.")
+    places = [device_of(d) for d in devices] if devices is not None else [_device_of(m, x) for m, x in zip(modules, inputs, strict=True)]
+    ambient = Ambient.capture(frozenset(place.type for place in places))
+
+    def task(index: int) -> Outcome:
+        value = inputs[index]
+        args = value if isinstance(value, (list, tuple)) else (value,)
+        try:
+            with ambient.enter():
+                return Outcome(modules[index](*args, **keywords[index]))
+        except BaseException as error:
+            return Outcome(error=error)
+
+    lease = Lease(places)
+    try:
+        outcomes = lease.run([lambda index=index: task(index) for index in range(len(modules))])
+    finally:
+        lease.close()
+    raise_first([f"replica {i} on {place}" for i, place in enumerate(places)], outcomes)
+    return [outcome.output for outcome in outcomes]
+
+
+def _device_of(module: nn.Module, value: Any) -> torch.device:
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return value.device if isinstance(value, Tensor) else torch.device("cpu")
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    output_device: DeviceLike | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """One parallel call of a module, without keeping replicas; `options` are those of `DataParallel`."""
+    args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    devices = devices_of(device_ids, module)
+    with DataParallel(module, devices, output_device, dim, **options) as model:
+        return model(*args, **(module_kwargs or {}))

@@ -1,0 +1,341 @@
+"""`DataParallel`: a whole batch in, a whole batch out, computed on several devices in step."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from instep.crossing import Crossing
+from instep.devices import DeviceLike, device_of, devices_of, home_of, on_output_device, place, rng_states, stays_on_host
+from instep.engines.choose import Choice, choose, start
+from instep.engines.pool import inside_replica
+from instep.engines.protocol import Engine
+from instep.errors import WrapError
+from instep.explain import Explanation, explain
+from instep.face import GIVEN_TO_DATA_PARALLEL, Transparent
+from instep.replicas.ambient import Ambient
+from instep.replicas.crew import Crew
+from instep.replicas.settle import Settler, check_state_rule
+from instep.structure.dims import AUTO
+from instep.structure.marks import bare
+from instep.structure.merge import Merger
+from instep.structure.plan import Planner, SplitPlan, named_arguments
+from instep.structure.split import apply_plan
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that was asked for when a module was wrapped."""
+
+    device_ids: tuple[DeviceLike, ...] | None = None
+    output_device: DeviceLike | None = None
+    dim: int = 0
+    engine: str = "auto"
+    in_dims: Any = AUTO
+    out_dims: Any = AUTO
+    merge: Any = AUTO
+    state: Mapping[str, Any] = field(default_factory=dict)
+    methods: tuple[str, ...] = ()
+    min_shard: int = 1
+    place: Mapping[str, DeviceLike] = field(default_factory=dict)
+    on_unmerged_state: str = "error"
+    private_copies: bool = False
+
+
+class Method:
+    """What is known about one method of the module: the names of its arguments, and how its calls were read."""
+
+    def __init__(self, function: Callable[..., Any], options: Options, replicas: int) -> None:
+        self.parameters, self.rest = _parameter_names(function)
+        self.planner = Planner(replicas, options.dim, options.in_dims, options.min_shard)
+        self.merger = Merger.of(options.merge, options.out_dims, options.dim)
+
+    def name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        return named_arguments(self.parameters, self.rest, args, kwargs)
+
+
+def _parameter_names(function: Callable[..., Any]) -> tuple[list[str], str | None]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return [], None
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+    return names, rest
+
+
+class DataParallel(Transparent):
+    """Runs `module` on several devices and gives back what one device would have given.
+
+    The first four arguments are those of `torch.nn.DataParallel`. `device_ids` also takes `"cpu"` and repeats
+    (`["cpu"] * 4`, `[0, 0]`); left out, it is every accelerator, or the one place where the module is.
+
+    >>> import torch, instep
+    >>> net = torch.nn.Linear(3, 2)
+    >>> with instep.DataParallel(net, device_ids=["cpu", "cpu"]) as model:
+    ...     x = torch.randn(5, 3)
+    ...     bool(torch.allclose(model(x), net(x)))
+    True
+
+    Args:
+        engine: `"threads"`, `"serial"`, or `"auto"`, which says in `repr(model)` what it chose and why.
+        in_dims: where the batch is in the arguments, as `torch.vmap` takes it, or by argument name.
+        out_dims: likewise for outputs.
+        merge: what outputs that are not joined along the batch mean: `{"loss": "mean"}`.
+        state: what state that `forward` changes means: `{"steps": "sum"}`.
+        methods: other methods that run in parallel when they are called on the wrapper.
+        min_shard: the fewest samples that a replica is given.
+        place: leaves that go to another device than their replica's: `{"lengths": "cpu"}`.
+        on_unmerged_state: `"error"`, or `"warn"` to keep the first replica's state where no rule is given.
+        private_copies: give every replica memory of its own even on the source's device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+        *,
+        engine: str = "auto",
+        in_dims: Any = AUTO,
+        out_dims: Any = AUTO,
+        merge: Any = AUTO,
+        state: Mapping[str, Any] | None = None,
+        methods: Sequence[str] = (),
+        min_shard: int = 1,
+        place: Mapping[str, DeviceLike] | None = None,
+        on_unmerged_state: str = "error",
+        private_copies: bool = False,
+    ) -> None:
+        options = Options(
+            device_ids=None if device_ids is None else tuple(device_ids),
+            output_device=output_device,
+            dim=dim,
+            engine=engine,
+            in_dims=in_dims,
+            out_dims=out_dims,
+            merge=merge,
+            state=dict(state or {}),
+            methods=tuple(methods),
+            min_shard=min_shard,
+            place=dict(place or {}),
+            on_unmerged_state=on_unmerged_state,
+            private_copies=private_copies,
+        )
+        super().__init__(_accept(module))
+        self._set_up(options)
+
+    def _set_up(self, options: Options) -> None:
+        for pattern, rule in options.state.items():
+            check_state_rule(pattern, rule)
+        if options.on_unmerged_state not in ("error", "warn"):
+            raise WrapError(f"on_unmerged_state={options.on_unmerged_state!r}: write 'error' or 'warn'.")
+        devices = devices_of(options.device_ids, self.module)
+        if home_of(self.module) != devices[0]:
+            self.module.to(devices[0])
+        self._instep_options = options
+        self._instep_devices = devices
+        self._instep_output = devices[0] if options.output_device is None else device_of(options.output_device)
+        self._instep_choice: Choice = choose(options.engine, devices)
+        self._instep_engine: Engine = start(self._instep_choice, devices)
+        self._instep_crew = Crew(
+            self.module, devices, private=options.private_copies, joint=self._instep_engine.joint
+        )
+        self._instep_settler = Settler(options.state, Merger.of(options.merge, AUTO, options.dim), options.on_unmerged_state)
+        self._instep_methods: dict[str, Method] = {}
+        self._instep_called = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("forward", args, kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run another method of the module in parallel: `model.call("generate", ids)`."""
+        return self._run(method, args, kwargs)
+
+    def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not self._instep_called:
+            _refuse_outer_wrapper()
+            self._instep_called = True
+        if len(self._instep_devices) == 1 or inside_replica() or self._is_lazy():
+            return self._alone(method, args, kwargs)
+        known = self._method(method)
+        names, values = known.name(args, kwargs)
+        plan = known.planner.plan(names, values)
+        if plan.parts == 1:
+            return self._alone(method, args, kwargs)
+        with self._unharmed():
+            return self._together(method, known, plan, values, len(args))
+
+    def _together(self, method: str, known: Method, plan: SplitPlan, values: Sequence[Any], positional: int) -> Any:
+        """The algorithm: split, place, cross, merge, settle."""
+        replicas = self._instep_crew.ready()[: plan.parts]
+        shards = self._place(plan, apply_plan(plan, values))
+        ambient = Ambient.capture(frozenset(device.type for device in self._instep_devices))
+        crossing = Crossing(self._instep_engine, replicas, method, ambient, not self._instep_crew.frozen)
+        outcomes = crossing.run(shards, positional, plan.names)
+        outputs = [on_output_device(outcome.output, self._instep_output) for outcome in outcomes]
+        inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
+        merged = known.merger.merge(outputs, plan.sizes, inputs)
+        self._instep_settler.settle(self.module, replicas, outcomes, plan.sizes)
+        return merged
+
+    def _alone(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The module itself, on the first device."""
+        function = self.module if method == "forward" else getattr(self.module, method)
+        args, kwargs = bare(tuple(args)), bare(dict(kwargs))
+        device = self._instep_devices[0]
+        if device.type != "cpu" and not inside_replica():
+            values = (*args, *kwargs.values())
+            keep = stays_on_host(values)
+            args = [place(value, (), device, keep, {}) for value in args]
+            kwargs = {name: place(value, (), device, keep, {}) for name, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+    def _place(self, plan: SplitPlan, shards: list[list[Any]]) -> list[list[Any]]:
+        """Each replica's shards on its device; leaves that are there already are not touched."""
+        rules = self._instep_options.place
+        keep = stays_on_host(shards[0]) if any(d.type != "cpu" for d in self._instep_devices) else False
+        return [
+            [
+                place(value, (name,), device, keep, rules)
+                for name, value in zip(plan.names, values, strict=True)
+            ]
+            for values, device in zip(shards, self._instep_devices, strict=False)
+        ]
+
+    @contextmanager
+    def _unharmed(self) -> Iterator[None]:
+        """A call that fails leaves the random state as it was, and its replicas are not used again."""
+        restore = rng_states(self._instep_devices)
+        try:
+            yield
+        except BaseException:
+            self._instep_crew.discard()
+            restore()
+            raise
+
+    def _method(self, name: str) -> Method:
+        known = self._instep_methods.get(name)
+        if known is None:
+            function = getattr(self.module, name)
+            known = self._instep_methods[name] = Method(function, self._instep_options, len(self._instep_devices))
+        return known
+
+    def _is_lazy(self) -> bool:
+        """A lazy module's first call runs on the source, where its parameters come to be."""
+        if not getattr(self, "_instep_maybe_lazy", True):
+            return False
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        self._instep_maybe_lazy = any(isinstance(tensor, UninitializedTensorMixin) for tensor in tensors)
+        return self._instep_maybe_lazy
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """What happens to each leaf of such a call, and why; nothing runs. `print(model.explain(batch))`."""
+        known = self._method("forward")
+        names, values = known.name(args, kwargs)
+        plan = known.planner.plan(names, values)
+        return explain(plan, values, self._instep_devices, self._instep_choice, known.merger)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients on the replicas while inside; they are reduced once, on the way out."""
+        engine = self._instep_engine
+        outer = getattr(engine, "holding", False)
+        if hasattr(engine, "holding"):
+            engine.holding = True
+        try:
+            yield
+        finally:
+            if hasattr(engine, "holding"):
+                engine.holding = outer
+                if not outer:
+                    engine.release()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Promise that no value of the module changes while inside: nothing is sent to the replicas again."""
+        crew = self._instep_crew
+        outer = crew.frozen
+        crew.ready()
+        for replica in crew.replicas:
+            replica.follow_state()
+        crew.frozen = True
+        try:
+            yield
+        finally:
+            crew.frozen = outer
+
+    def close(self) -> None:
+        """Give the threads back; the wrapper starts anew if it is called again."""
+        self._instep_engine.close()
+        self._instep_crew.discard()
+
+    def __enter__(self) -> DataParallel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        options = self.__dict__.get("_instep_options")
+        if options is not None and name in options.methods:
+            return partial(self.call, name)
+        return super().__getattr__(name)
+
+    def __repr__(self) -> str:
+        devices = ", ".join(str(device) for device in self._instep_devices)
+        choice = self._instep_choice
+        inner = repr(self.module).replace("\n", "\n  ")
+        return f"DataParallel(\n  engine={choice.name} ({choice.why}), devices=[{devices}]\n  {inner}\n)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        hooks = {name: value for name, value in self.__dict__.items() if name.endswith("_hooks") and value}
+        return {"module": self.module, "options": self._instep_options, "hooks": hooks}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Transparent.__init__(self, state["module"])
+        self.__dict__.update(state["hooks"])
+        self._set_up(state["options"])
+
+
+def _accept(module: nn.Module) -> nn.Module:
+    """The module to wrap, or the reason why it cannot be."""
+    if isinstance(module, DataParallel):
+        module.close()
+        return module.module
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        name = type(module).__name__
+        raise WrapError(f"this module is wrapped by {name} already: wrap the bare one, instep.DataParallel(model.module).")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise WrapError(
+            "a ScriptModule's code is bound to its own parameters, so it has no replicas.\n"
+            "Wrap the nn.Module that it was made from; torch.compile it instead of scripting it."
+        )
+    if not isinstance(module, nn.Module):
+        raise WrapError(f"instep.DataParallel wraps an nn.Module, not a {type(module).__name__}.")
+    return module
+
+
+def _refuse_outer_wrapper() -> None:
+    """Being called by nn.DataParallel means that the batch was split once already."""
+    frame = sys._getframe(2)
+    for _ in range(6):
+        if frame is None:
+            return
+        if isinstance(frame.f_locals.get("self"), nn.DataParallel) and frame.f_code.co_name == "forward":
+            raise WrapError(GIVEN_TO_DATA_PARALLEL)
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+__all__ = ["DataParallel", "Options", "warnings"]

@@ -1,0 +1,113 @@
+"""Many tensors as a few flat ones: for sending parameters to another device and gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BUCKET_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors of one dtype and device that travel as one."""
+
+    indices: tuple[int, ...]
+    dtype: torch.dtype
+    numel: int
+
+
+def buckets_of(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[Bucket]:
+    """Dense tensors grouped by dtype and device, in order, up to `limit` bytes a bucket."""
+    found: list[Bucket] = []
+    open_: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+
+    def close(key: tuple[torch.dtype, torch.device]) -> None:
+        indices = open_.pop(key)
+        found.append(Bucket(tuple(indices), key[0], sum(tensors[index].numel() for index in indices)))
+
+    for index, tensor in enumerate(tensors):
+        key = (tensor.dtype, tensor.device)
+        held = open_.setdefault(key, [])
+        held.append(index)
+        if sum(tensors[i].numel() for i in held) * tensor.element_size() >= limit:
+            close(key)
+    for key in list(open_):
+        close(key)
+    return found
+
+
+def pack(tensors: Sequence[Tensor], bucket: Bucket) -> Tensor:
+    """The bucket's tensors as one flat tensor on their device."""
+    return torch.cat([tensors[index].detach().reshape(-1) for index in bucket.indices])
+
+
+def unpack(flat: Tensor, like: Sequence[Tensor], bucket: Bucket) -> list[Tensor]:
+    """The tensors of a bucket as views of a flat tensor, in the shapes of `like`."""
+    sizes = [like[index].numel() for index in bucket.indices]
+    parts = flat.split(sizes)
+    return [part.view(like[index].shape) for part, index in zip(parts, bucket.indices, strict=True)]
+
+
+def send(tensors: Sequence[Tensor], into: Sequence[Sequence[Tensor]]) -> None:
+    """Write the values of `tensors` into each list of counterparts, in flat buckets where devices differ.
+
+    Version counters of the counterparts do not move: a graph that was built on them meets the new values exactly as a
+    graph on one device meets a parameter that was changed without notice.
+    """
+    with torch.no_grad(), torch.inference_mode(False):
+        for bucket in buckets_of(tensors):
+            flat: Tensor | None = None
+            for targets in into:
+                mine = [targets[index].data for index in bucket.indices]
+                if mine[0].device == tensors[bucket.indices[0]].device:
+                    torch._foreach_copy_(mine, [tensors[index].detach() for index in bucket.indices])
+                    continue
+                if flat is None:
+                    flat = pack(tensors, bucket)
+                there = flat.to(mine[0].device, non_blocking=mine[0].device.type != "cpu")
+                torch._foreach_copy_(mine, unpack(there, tensors, bucket))
+
+
+def gather(gradients: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
+    """Gradients on `device`; those that lie elsewhere travel in flat buckets, sparse ones by themselves."""
+    result = list(gradients)
+    far = [index for index, g in enumerate(gradients) if g is not None and g.device != device]
+    dense = [index for index in far if gradients[index].layout is torch.strided]  # type: ignore[union-attr]
+    for index in set(far) - set(dense):
+        gradient = gradients[index]
+        assert gradient is not None
+        result[index] = gradient.to(device)
+    tensors = [g for g in (gradients[index] for index in dense) if g is not None]
+    for bucket in buckets_of(tensors):
+        there = pack(tensors, bucket).to(device, non_blocking=device.type != "cpu")
+        for place, value in zip(bucket.indices, unpack(there, tensors, bucket), strict=True):
+            result[dense[place]] = value
+    return result
+
+
+def add_up(columns: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    """The sum over replicas of each gradient, in the order of the replicas; None where no replica has one.
+
+    The first replica's gradients are added into: the caller must own them.
+    """
+    total = list(columns[0])
+    for column in columns[1:]:
+        left, right = [], []
+        for index, gradient in enumerate(column):
+            held = total[index]
+            if gradient is None:
+                continue
+            if held is None:
+                total[index] = gradient
+            elif held.layout is torch.strided and gradient.layout is torch.strided and held.dtype == gradient.dtype:
+                left.append(held)
+                right.append(gradient)
+            else:
+                total[index] = held + gradient
+        if left:
+            torch._foreach_add_(left, right)
+    return total

@@ -1,0 +1,238 @@
+"""Making a replica: the module once more, around other tensors.
+
+What is not a tensor or a module is shared by reference, so that an edit deep inside (`model.config.x = 1`) reaches every
+replica. What holds a tensor or a module of the source (a list, a closure, a bound method, a helper object) is rebuilt
+around the replica's own, so that nothing in a replica leads back to the source.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.structure.tree import SCALARS, shallow_copy
+
+TensorMaker = Callable[[Tensor], Tensor]
+
+# Seen as they are: nothing of the source can hang below them.
+_OPAQUE = (*SCALARS, type, types.ModuleType, types.CodeType, torch.dtype, torch.device, torch.Generator, torch.Size)
+_MAX_VISITS = 200_000
+
+
+class Cloner:
+    """Rebuilds objects of one source module for one replica; the same object is always rebuilt as the same object."""
+
+    def __init__(self, tensor: TensorMaker) -> None:
+        self._tensor = tensor
+        self._memo: dict[int, tuple[Any, Any]] = {}  # holds the sources too, so that no id is used again
+        self._plain: dict[int, Any] = {}
+        self._depth = 0
+        self.containers: list[tuple[Any, tuple[Any, ...], Any]] = []
+        """Containers of the source that were rebuilt, with the items they had and what was made of them."""
+
+    def clone(self, value: Any) -> Any:
+        """The replica's counterpart of a value of the source; the value itself where it holds nothing of the source."""
+        known = self._memo.get(id(value))
+        if known is not None:
+            return known[1]
+        if isinstance(value, _OPAQUE):
+            return value
+        self._depth += 1
+        try:
+            return self._make(value)
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._plain.clear()
+
+    def _make(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._note(value, self._tensor(value))
+        if isinstance(value, nn.Module):
+            return self._module(value)
+        return self._rebuild(value) if self._reaches(value) else value
+
+    def forget(self, value: Any) -> None:
+        """Make a value anew the next time it is met."""
+        self._memo.pop(id(value), None)
+
+    def _note(self, source: Any, made: Any) -> Any:
+        self._memo[id(source)] = (source, made)
+        return made
+
+    def _module(self, source: nn.Module) -> nn.Module:
+        made = self._note(source, source.__class__.__new__(source.__class__))
+        for name, value in source.__dict__.items():
+            made.__dict__[name] = self.attribute(name, value)
+        return made  # type: ignore[no-any-return]
+
+    def attribute(self, name: str, value: Any) -> Any:
+        """The counterpart of one entry of a module's `__dict__`; registries of the module are always its own."""
+        if name in REGISTRIES or name.endswith("_hooks"):
+            return _refill(value, [(key, self.clone(item)) for key, item in value.items()])
+        if name == "_non_persistent_buffers_set" or name.startswith("_forward_hooks_"):
+            return value.copy()
+        return self.clone(value)
+
+    def _rebuild(self, value: Any) -> Any:
+        maker = _MAKERS.get(type(value))
+        if maker is not None:
+            return maker(self, value)
+        for base in (dict, list, set, deque):
+            if isinstance(value, base):
+                return _MAKERS[base](self, value)
+        if isinstance(value, tuple):
+            return self._tuple(value)
+        return self._object(value)
+
+    def _list(self, value: Any) -> Any:
+        made = self._note(value, _empty_like(value))
+        self.containers.append((value, tuple(value), made))
+        made.extend(self.clone(item) for item in tuple(value))
+        return made
+
+    def _set(self, value: Any) -> Any:
+        made = self._note(value, _empty_like(value))
+        self.containers.append((value, tuple(value), made))
+        made.update(self.clone(item) for item in tuple(value))
+        return made
+
+    def _dict(self, value: Any) -> Any:
+        made = self._note(value, _empty_like(value))
+        self.containers.append((value, tuple(value.values()), made))
+        for key, item in tuple(value.items()):
+            dict.__setitem__(made, self.clone(key), self.clone(item))
+        return made
+
+    def _tuple(self, value: Any) -> Any:
+        items = [self.clone(item) for item in value]
+        cls = type(value)
+        made = cls._make(items) if hasattr(cls, "_make") else cls(items)
+        return self._note(value, made)
+
+    def _function(self, value: types.FunctionType) -> Any:
+        """A function whose cells or defaults hold something of the source, around the replica's own."""
+        cells = tuple(types.CellType() for _ in value.__closure__ or ())
+        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, cells or None)
+        self._note(value, made)
+        for cell, old in zip(cells, value.__closure__ or (), strict=True):
+            content = _content(old)
+            if content is not _UNKNOWN:
+                cell.cell_contents = self.clone(content)
+        made.__defaults__ = self.clone(value.__defaults__)
+        made.__kwdefaults__ = self.clone(value.__kwdefaults__)
+        made.__dict__.update({name: self.clone(item) for name, item in value.__dict__.items()})
+        made.__qualname__, made.__doc__, made.__module__ = value.__qualname__, value.__doc__, value.__module__
+        return made
+
+    def _method(self, value: types.MethodType) -> Any:
+        return self._note(value, types.MethodType(self.clone(value.__func__), self.clone(value.__self__)))
+
+    def _partial(self, value: functools.partial[Any]) -> Any:
+        args = [self.clone(item) for item in value.args]
+        keywords = {name: self.clone(item) for name, item in value.keywords.items()}
+        return self._note(value, functools.partial(self.clone(value.func), *args, **keywords))
+
+    def _weakref(self, value: weakref.ref[Any]) -> Any:
+        target = value()
+        return self._note(value, value if target is None else weakref.ref(self.clone(target)))
+
+    def _object(self, value: Any) -> Any:
+        """Some object with attributes; one that does not let itself be copied is shared."""
+        try:
+            made = shallow_copy(value)
+        except TypeError:
+            return self._note(value, value)
+        self._note(value, made)
+        for name, item in _attributes(value):
+            object.__setattr__(made, name, self.clone(item))
+        return made
+
+    def _reaches(self, value: Any) -> bool:
+        """Whether a tensor or a module can be reached from a value."""
+        pending, seen = [value], {id(value)}
+        while pending:
+            item = pending.pop()
+            if isinstance(item, (Tensor, nn.Module)):
+                return True
+            if len(seen) > _MAX_VISITS:
+                return False
+            for child in _children(item):
+                if id(child) not in seen and id(child) not in self._plain and not isinstance(child, _OPAQUE):
+                    seen.add(id(child))
+                    pending.append(child)
+        self._plain[id(value)] = value
+        return False
+
+
+_UNKNOWN = object()
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+_MAKERS: dict[type, Callable[[Cloner, Any], Any]] = {
+    list: Cloner._list,
+    deque: Cloner._list,
+    set: Cloner._set,
+    dict: Cloner._dict,
+    OrderedDict: Cloner._dict,
+    defaultdict: Cloner._dict,
+    types.FunctionType: Cloner._function,
+    types.MethodType: Cloner._method,
+    functools.partial: Cloner._partial,
+    weakref.ref: Cloner._weakref,
+}
+
+
+def _children(item: Any) -> Iterable[Any]:
+    if isinstance(item, dict):
+        return (*item.keys(), *item.values())
+    if isinstance(item, (list, tuple, set, frozenset, deque)):
+        return item
+    if isinstance(item, types.FunctionType):
+        cells = [_content(cell) for cell in item.__closure__ or ()]
+        return (*cells, item.__defaults__, item.__kwdefaults__, item.__dict__)
+    if isinstance(item, types.MethodType):
+        return (item.__func__, item.__self__)
+    if isinstance(item, functools.partial):
+        return (item.func, *item.args, *item.keywords.values())
+    if isinstance(item, weakref.ref):
+        return (item(),)
+    return [child for _, child in _attributes(item)]
+
+
+def _attributes(item: Any) -> list[tuple[str, Any]]:
+    found = list(getattr(item, "__dict__", {}).items()) if not isinstance(item, types.BuiltinFunctionType) else []
+    for cls in type(item).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if slot not in ("__dict__", "__weakref__") and hasattr(item, slot):
+                found.append((slot, getattr(item, slot)))
+    return found
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return _UNKNOWN
+
+
+def _empty_like(value: Any) -> Any:
+    if isinstance(value, defaultdict):
+        return type(value)(value.default_factory)
+    if isinstance(value, deque):
+        return deque(maxlen=value.maxlen)
+    made = type(value).__new__(type(value))
+    if hasattr(value, "__dict__"):
+        made.__dict__.update(value.__dict__)
+    return made
+
+
+def _refill(registry: Any, items: list[tuple[Any, Any]]) -> Any:
+    return OrderedDict(items) if isinstance(registry, OrderedDict) else dict(items)

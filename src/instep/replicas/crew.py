@@ -1,0 +1,68 @@
+"""The replicas of one source module, made together and kept abreast of it together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from instep.reduce import send
+from instep.replicas.replica import Replica
+from instep.replicas.watch import Watch
+
+
+class Crew:
+    """One replica a device. `ready` makes them when they are first needed and follows the source at every call."""
+
+    def __init__(
+        self, source: nn.Module, devices: Sequence[torch.device], *, private: bool = False, joint: bool = False
+    ) -> None:
+        self.source = source
+        self.devices = list(devices)
+        self.private = private
+        self.joint = joint
+        """Whether replicas take part in the caller's own graph instead of having leaves of their own."""
+        self.frozen = False
+        """Whether values are taken as unchanged: nothing is sent or compared."""
+        self.replicas: list[Replica] = []
+        self._watch: Watch | None = None
+
+    def ready(self) -> list[Replica]:
+        """The replicas, with everything that changed on the source since the last call."""
+        changes = self._watch.look() if self._watch is not None else None
+        if changes is None or changes.structure or not all(replica.aliases_hold() for replica in self.replicas):
+            self._make()
+        elif changes:
+            for replica in self.replicas:
+                replica.apply(changes)
+            assert self._watch is not None
+            self._watch.update(changes)
+        if not self.frozen:
+            self._send()
+        return self.replicas
+
+    def discard(self) -> None:
+        """Make the replicas anew at the next call: after a failure nobody knows what they hold."""
+        self._watch = None
+
+    def _make(self) -> None:
+        home = self.devices[0]
+        self.replicas = []
+        for index, device in enumerate(self.devices):
+            near = device == home and not self.private
+            self.replicas.append(
+                Replica(index, self.source, device, alias=near and not self.joint, share=near and self.joint)
+            )
+        containers = [(value, items) for value, items, _ in self.replicas[0].cloner.containers]
+        self._watch = Watch(self.source, containers)
+
+    def _send(self) -> None:
+        """Parameters to the replicas that have memory of their own."""
+        far = [replica for replica in self.replicas if not (replica.tensors.alias or replica.tensors.share)]
+        if self.joint:
+            for replica in far:
+                replica.link()
+        elif far:
+            sources: list[Tensor] = [source for source, _ in far[0].trainable]
+            send(sources, [[leaf for _, leaf in replica.trainable] for replica in far])

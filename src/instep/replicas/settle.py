@@ -1,0 +1,240 @@
+"""What `forward` changed on the replicas, brought together and set on the source: by equality, or by rule.
+
+Everything is decided before anything is written, so that a `StateError` leaves the source as it was.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.errors import MergeError, StateError
+from instep.replicas.replica import Outcome, Replica
+from instep.replicas.watch import MISSING, Changes
+from instep.structure.merge import Merger
+from instep.structure.rules import rule_for
+from instep.structure.tree import map_tensors, open_node, tensors_in
+
+StateRule = str | Callable[..., Any]
+RULES = ("sum", "mean", "max", "min", "first")
+Write = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """An attribute, buffer or parameter of the source, by the index of its module and its name."""
+
+    module: int
+    name: str
+
+
+@dataclass
+class Settler:
+    """Brings state changes home for one source module."""
+
+    rules: Mapping[str, StateRule]
+    outputs: Merger
+    """The rules of outputs, for tensors that `forward` left on the module."""
+    unmerged: str = "error"
+
+    def settle(
+        self, source: nn.Module, replicas: Sequence[Replica], outcomes: Sequence[Outcome], sizes: Sequence[int]
+    ) -> None:
+        """Set on the source what `forward` changed; replicas are clean again afterwards."""
+        if not any(outcome.changes or outcome.written for outcome in outcomes):
+            return
+        names = module_names(source)
+        modules = list(source.modules())
+        if any(outcome.changes.structure for outcome in outcomes):
+            raise StateError(_STRUCTURE)
+        writes = [
+            *self._attributes(modules, names, replicas, outcomes, sizes),
+            *self._tensors(source, replicas, outcomes, sizes),
+        ]
+        for write in writes:
+            write()
+        for replica, outcome in zip(replicas, outcomes, strict=True):
+            replica.revert(outcome.changes, modules)
+
+    def _attributes(
+        self,
+        modules: list[nn.Module],
+        names: list[str],
+        replicas: Sequence[Replica],
+        outcomes: Sequence[Outcome],
+        sizes: Sequence[int],
+    ) -> list[Write]:
+        """Attributes and buffers that `forward` set to another object."""
+        tables = [{(c.module, c.name): c for c in outcome.changes.attributes} for outcome in outcomes]
+        writes = []
+        for key in dict.fromkeys(key for table in tables for key in table):
+            index, name = key
+            change = next(table[key] for table in tables if key in table)
+            holder = modules[index]._buffers if change.buffer else modules[index].__dict__
+            old = holder.get(name, MISSING)
+            new = [table[key].new if key in table else _held(replicas[r], change) for r, table in enumerate(tables)]
+            path = f"{names[index]}.{name}" if names[index] else name
+            value = self._merge(path, old, new, sizes)
+            writes.append(_setter(holder, name, _home(value, old)))
+        return writes
+
+    def _tensors(
+        self, source: nn.Module, replicas: Sequence[Replica], outcomes: Sequence[Outcome], sizes: Sequence[int]
+    ) -> list[Write]:
+        """State tensors that `forward` wrote in place."""
+        touched = {id(pair[0]): pair[0] for outcome in outcomes for pair in outcome.written}
+        copies = [{id(original): copy for original, copy in replica.tensors.state} for replica in replicas]
+        writes = []
+        for key, original in touched.items():
+            values = [table[key] for table in copies]
+            path = tensor_name(source, original)
+            if original.requires_grad:
+                raise StateError(_TRAINABLE.format(path=path))
+            merged = self._merge(path, original, values, sizes)
+            writes.append(_copier(original, merged))
+        return writes
+
+    def _merge(self, path: str, old: Any, new: list[Any], sizes: Sequence[int]) -> Any:
+        if all(same(value, new[0]) for value in new):
+            return new[0]
+        if self._is_output(path, new, sizes):
+            return self._merge_output(path, new, sizes)
+        rule = next((rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), None)
+        if rule is not None:
+            return apply_state_rule(rule, old, new, sizes, path)
+        if self.unmerged == "warn":
+            warnings.warn(f"{path} was changed differently by each replica; the first one's is kept.", stacklevel=2)
+            return new[0]
+        raise StateError(
+            f"forward changed {path!r} differently on each replica, and no rule says what the whole would have.\n"
+            f"Write one of:\n"
+            f"  state={{{path!r}: 'sum'}}    # old + the sum of the changes: counters, running totals\n"
+            f"  state={{{path!r}: 'mean'}}   # weighted by samples;  or 'max', 'min', 'first', a function (old, new, sizes)\n"
+            f"  on_unmerged_state='warn'   # keep the first replica's and say so"
+        )
+
+
+    def _is_output(self, path: str, new: list[Any], sizes: Sequence[int]) -> bool:
+        """Whether an attribute is one more output: it needs a gradient, follows the batch, or has an output's rule."""
+        if rule_for(self.outputs.rules, tuple(path.split("."))) is not None and path not in self.rules:
+            return True
+        tensors = [tensor for value in new for tensor in tensors_in(value)]
+        if any(tensor.requires_grad for tensor in tensors):
+            return True
+        dim = self.outputs.dim
+        return all(isinstance(v, Tensor) and v.ndim > dim and v.shape[dim] == n for v, n in zip(new, sizes, strict=True))
+
+    def _merge_output(self, path: str, new: list[Any], sizes: Sequence[int]) -> Any:
+        device = next((t.device for value in new for t in tensors_in(value)), None)
+        near = [map_tensors(lambda t: t.to(device), value) for value in new]
+        rules = {"*": rule for rule in (rule_for(self.outputs.rules, tuple(path.split("."))),) if rule is not None}
+        try:
+            return Merger(self.outputs.dim, rules=rules).merge(near, sizes)
+        except MergeError as error:
+            raise StateError(
+                f"forward left a tensor at {path!r} that cannot be merged: {error}\nName it as an output:  merge={{{path!r}: ...}}"
+            ) from error
+
+
+_STRUCTURE = (
+    "forward added, removed or replaced modules, parameters or hooks on a replica; that cannot be brought home.\n"
+    "Do it before the call, on the wrapped module."
+)
+_TRAINABLE = (
+    "forward wrote to the trainable parameter {path!r}.\n"
+    "Change it outside forward (after optimizer.step()), or make it a buffer and give it a state rule."
+)
+
+
+def apply_state_rule(rule: StateRule, old: Any, new: list[Any], sizes: Sequence[int], path: str) -> Any:
+    """The whole's new value under a rule."""
+    if callable(rule):
+        return rule(old, new, list(sizes))
+    if rule == "first":
+        return new[0]
+    if rule == "sum":
+        if old is MISSING:
+            raise StateError(f"state={{{path!r}: 'sum'}} needs a value from before the call: set it in __init__.")
+        device = old.device if isinstance(old, Tensor) else None
+        total = old
+        for value in new:
+            total = total + ((value.to(device) if device is not None else value) - old)
+        return total
+    try:
+        return Merger.of(rule).merge(_together(new), sizes)
+    except MergeError as error:
+        raise StateError(f"state={{{path!r}: {rule!r}}} cannot be applied: {error}") from error
+
+
+def check_state_rule(pattern: str, rule: Any) -> None:
+    """Refuse a rule that does not exist, when it is given."""
+    if not callable(rule) and rule not in RULES:
+        raise StateError(f"state={{{pattern!r}: {rule!r}}}: write one of {', '.join(RULES)} or a function (old, new, sizes).")
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two values that replicas hold are equal, through any structure."""
+    if left is right:
+        return True
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        alike = left.shape == right.shape and left.dtype == right.dtype
+        return alike and not left.requires_grad and torch.equal(left, right.to(left.device))
+    if type(left) is not type(right):
+        return False
+    one, two = open_node(left), open_node(right)
+    if one is not None and two is not None:
+        return list(one.keys) == list(two.keys) and all(map(same, one.children, two.children))
+    return isinstance(left, (int, float, complex, str, bytes, bool)) and left == right
+
+
+def _together(values: list[Any]) -> list[Any]:
+    device = values[0].device if isinstance(values[0], Tensor) else None
+    return values if device is None else [value.to(device) for value in values]
+
+
+def _held(replica: Replica, change: Any) -> Any:
+    module = replica.modules[change.module]
+    return (module._buffers if change.buffer else module.__dict__).get(change.name, MISSING)
+
+
+def _home(value: Any, old: Any) -> Any:
+    return value.to(old.device) if isinstance(value, Tensor) and isinstance(old, Tensor) else value
+
+
+def _setter(holder: dict[str, Any], name: str, value: Any) -> Write:
+    def write() -> None:
+        holder[name] = value
+
+    return write
+
+
+def _copier(original: Tensor, value: Tensor) -> Write:
+    def write() -> None:
+        with torch.no_grad(), torch.inference_mode(False):
+            original.data.copy_(value)
+
+    return write
+
+
+def module_names(source: nn.Module) -> list[str]:
+    """The dotted name of each module, in the order of `source.modules()`."""
+    return [name for name, _ in source.named_modules()]
+
+
+def tensor_name(source: nn.Module, tensor: Tensor) -> str:
+    """The dotted name of a tensor that some module of the source holds."""
+    for prefix, module in source.named_modules():
+        for table in (module._parameters, module._buffers, module.__dict__):
+            for name, value in table.items():
+                if value is tensor:
+                    return f"{prefix}.{name}" if prefix else name
+    return "a tensor that no module holds by name"
+
+
+__all__ = ["Changes", "Settler", "apply_state_rule", "check_state_rule", "same"]

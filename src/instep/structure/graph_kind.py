@@ -1,0 +1,349 @@
+"""How PyTorch Geometric's batches of graphs are cut into smaller batches and joined again.
+
+A `Batch` made by `from_data_list` remembers, on the CPU, where each graph's share of each attribute begins (slices) and
+by how much it was raised (increments: `edge_index` counts nodes from the first graph's). Cutting is narrowing by the
+slices and lowering by the increments, joining is the inverse, so both are exact and no graph is taken apart alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from instep.errors import MergeError, StructureError
+from instep.structure.torch_kinds import tensor_kind
+from instep.structure.tree import map_tensors
+from instep.structure.types import Kind, TensorMap
+
+
+class _Item(NamedTuple):
+    """A collated attribute, or one member of it where it is a list or a dictionary."""
+
+    value: Any
+    slices: Any
+    incs: Any
+
+
+CatDim = Callable[[Any], int]
+Inc = Callable[[Sequence[Any]], Any]
+
+_NODE_KEYS = ("x", "feat", "pos", "node_type", "n_id")
+"""Attributes by which PyTorch Geometric itself counts nodes."""
+
+
+def _size(batch: Any) -> int | None:
+    known = getattr(batch, "_num_graphs", None)
+    if known is not None:
+        return int(known)
+    for store in batch.stores:
+        if isinstance(store.get("ptr"), Tensor):
+            return int(store["ptr"].numel()) - 1
+    raise StructureError(f"a {type(batch).__name__} without `ptr` does not tell its graphs; use `Batch.from_data_list`")
+
+
+def _tables(batch: Any) -> tuple[Any, Any]:
+    slices, incs = getattr(batch, "_slice_dict", None), getattr(batch, "_inc_dict", None)
+    if slices is None or incs is None:
+        raise StructureError(f"a {type(batch).__name__} is split only if `Batch.from_data_list` made it")
+    return slices, incs
+
+
+def _table(table: Any, store: Any) -> Any:
+    """The slices or increments of one store: those of a kind of nodes or edges have a table of their own."""
+    return table if store._key is None else table.get(store._key, {})
+
+
+def _copy_table(table: Any) -> Any:
+    return {key: dict(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+
+
+def _cat_dim(batch: Any, key: str, store: Any) -> CatDim:
+    def dim(value: Any) -> int:
+        found = batch.__cat_dim__(key, value, store)
+        if isinstance(found, tuple) or tensor_kind(value) is not None:
+            raise StructureError(f"`{key}` is sparse or nested, which is not split; store edges as `edge_index`")
+        return found or 0
+
+    return dim
+
+
+def _members(items: Sequence[_Item]) -> list[tuple[Any, list[_Item]]] | None:
+    """The members of collated lists or dictionaries, by key, each over all items; None for anything else."""
+    first = items[0]
+    if isinstance(first.value, Mapping):
+        keys: Any = first.value.keys()
+    elif isinstance(first.slices, (list, tuple)):
+        keys = range(len(first.value))
+    else:
+        return None
+    return [(key, [_Item(item.value[key], item.slices[key], item.incs[key]) for item in items]) for key in keys]
+
+
+def _regroup(like: Any, keys: Sequence[Any], items: Sequence[_Item]) -> _Item:
+    columns: Any = zip(*items, strict=True)
+    if isinstance(like, Mapping):
+        return _Item(*(dict(zip(keys, column, strict=True)) for column in columns))
+    return _Item(*(list(column) for column in columns))
+
+
+# Cutting
+
+
+def _split(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    starts = accumulate(sizes[:-1], initial=0)
+    return [_cut(batch, start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _cut(batch: Any, start: int, stop: int) -> Any:
+    slices, incs = _tables(batch)
+    new, new_slices, new_incs = copy.copy(batch), _copy_table(slices), _copy_table(incs)
+    for old, store in zip(batch.stores, new.stores, strict=True):
+        for key in list(old.keys()):
+            if key in _table(slices, old):
+                item = _Item(old[key], _table(slices, old)[key], _table(incs, old)[key])
+                item = _cut_item(key, item, start, stop, _cat_dim(batch, key, old))
+                store[key], _table(new_slices, old)[key], _table(new_incs, old)[key] = item
+            elif key != "num_nodes":
+                store[key] = _cut_other(batch, old, key, start, stop)
+        counts = vars(old).get("_num_nodes")
+        if counts is not None:
+            store._num_nodes = counts[start:stop]
+            store["num_nodes"] = sum(store._num_nodes)
+    new._num_graphs, new._slice_dict, new._inc_dict = stop - start, new_slices, new_incs
+    return new
+
+
+def _cut_item(key: str, item: _Item, start: int, stop: int, dim: CatDim) -> _Item:
+    members = _members([item])
+    if members is not None:
+        cut = [_cut_item(f"{key}.{name}", member[0], start, stop, dim) for name, member in members]
+        return _regroup(item.value, [name for name, _ in members], cut)
+    value, slices, incs = item
+    new_slices = slices[start : stop + 1] - slices[start]
+    if not isinstance(value, Tensor):
+        return _Item(value[start:stop], new_slices, None)
+    if value.shape[dim(value)] != int(slices[-1]):
+        raise StructureError(f"`{key}` was replaced after batching: its graphs cannot be told; set it before")
+    first, last = int(slices[start]), int(slices[stop])
+    new_value = value.narrow(dim(value), first, last - first)
+    if incs is None:
+        return _Item(new_value, new_slices, None)
+    return _Item(_raise(new_value, -incs[start]), new_slices, incs[start:stop] - incs[start])
+
+
+def _raise(value: Tensor, by: Tensor) -> Tensor:
+    """The value plus an increment; nothing to add leaves it as it is, a view."""
+    if by.dim() == 0 and int(by) == 0:
+        return value
+    return value + by.to(value.device)
+
+
+def _cut_other(batch: Any, store: Any, key: str, start: int, stop: int) -> Any:
+    """The share of an attribute that collating did not slice: a `batch` or `ptr` vector, or one added later."""
+    value = store[key]
+    if key == "ptr":
+        return value[start : stop + 1] - value[start]
+    if key == "batch":
+        nodes = _node_slices(batch, store)
+        return value[nodes[start] : nodes[stop]] - start
+    name, followed = _followed(batch, store, key)
+    if followed is not None:
+        return _cut_follower(value, followed, name, start, stop)
+    slices = _slices_of_level(batch, store, key, value)
+    if slices is None:
+        return value
+    first, last = int(slices[start]), int(slices[stop])
+    if isinstance(value, Tensor):
+        return value.narrow(_cat_dim(batch, key, store)(value), first, last - first)
+    return value[first:last]
+
+
+def _followed(batch: Any, store: Any, key: str) -> tuple[str, Any]:
+    """For `x_batch` and `x_ptr` of `follow_batch=["x"]`: which of the two it is, and the slices of `x`."""
+    name, _, suffix = key.rpartition("_")
+    slices = _table(_tables(batch)[0], store).get(name) if suffix in ("batch", "ptr") else None
+    return suffix, slices
+
+
+def _cut_follower(value: Any, slices: Any, suffix: str, start: int, stop: int) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _cut_follower(value[key], slices[key], suffix, start, stop) for key in value}
+    if isinstance(value, (list, tuple)):
+        return [_cut_follower(*member, suffix, start, stop) for member in zip(value, slices, strict=True)]
+    if suffix == "ptr":
+        return value[start : stop + 1] - value[start]
+    return value[int(slices[start]) : int(slices[stop])] - start
+
+
+def _node_slices(batch: Any, store: Any) -> list[int]:
+    counts = vars(store).get("_num_nodes")
+    if counts is not None:
+        return list(accumulate(counts, initial=0))
+    slices = _table(_tables(batch)[0], store)
+    for key in _NODE_KEYS:
+        if isinstance(slices.get(key), Tensor):
+            found: list[int] = slices[key].tolist()
+            return found
+    # Only the pointers are left to tell: on a device, this waits for it.
+    pointers: list[int] = store["ptr"].tolist()
+    return pointers
+
+
+def _slices_of_level(batch: Any, store: Any, key: str, value: Any) -> Sequence[int] | None:
+    """Where the graphs begin in an attribute that was added later; None for one that is the same for all graphs."""
+    if isinstance(value, Tensor) and value.dim():
+        length = value.shape[_cat_dim(batch, key, store)(value)]
+    elif isinstance(value, (list, tuple)):
+        length = len(value)
+    else:
+        return None
+    edges = _table(_tables(batch)[0], store).get("edge_index")
+    levels: list[Sequence[int]] = [range(batch.num_graphs + 1)]
+    if isinstance(edges, Tensor):
+        levels.append(edges.tolist())
+    if "batch" in store:
+        levels.append(_node_slices(batch, store))
+    fitting = [list(level) for level in levels if level[-1] == length]
+    counts_nodes = any(word in key for word in ("index", "face", "batch"))
+    if counts_nodes or not fitting or any(level != fitting[0] for level in fitting):
+        raise StructureError(f"`{key}` was added after batching: its graphs cannot be told; set it before")
+    return fitting[0]
+
+
+# Joining
+
+
+def _merge(parts: Sequence[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    first, tables = parts[0], [_tables(part) for part in parts]
+    # What the next part is raised by depends on the last graph of this one: its class may have a rule of its own.
+    lasts = [part.get_example(part.num_graphs - 1) for part in parts[:-1]]
+    new, slices, incs = copy.copy(first), _copy_table(tables[0][0]), _copy_table(tables[0][1])
+    for index, store in enumerate(new.stores):
+        stores = [part.stores[index] for part in parts]
+        for key in list(store.keys()):
+            if any(key not in other for other in stores):
+                raise MergeError(f"`{key}` is not in every part")
+            if key in _table(slices, store):
+                items = [
+                    _Item(other[key], _table(table[0], other)[key], _table(table[1], other)[key])
+                    for other, table in zip(stores, tables, strict=True)
+                ]
+                rules = [_inc_of(last, last.stores[index], key) for last in lasts]
+                item = _join_items(key, items, rules, _cat_dim(first, key, stores[0]))
+                store[key], _table(slices, store)[key], _table(incs, store)[key] = item
+            elif key != "num_nodes":
+                store[key] = _join_others(parts, stores, key)
+        if "_num_nodes" in vars(store):
+            store._num_nodes = [count for other in stores for count in other._num_nodes]
+            store["num_nodes"] = sum(store._num_nodes)
+    new._num_graphs, new._slice_dict, new._inc_dict = sum(part.num_graphs for part in parts), slices, incs
+    return new
+
+
+def _inc_of(graph: Any, store: Any, key: str) -> Inc:
+    """What one graph raises the graphs after it by, for the attribute or a member of it found by its path."""
+
+    def inc(path: Sequence[Any]) -> Any:
+        value, name = store[key], key
+        for step in path:
+            name = step if isinstance(value, Mapping) else name
+            value = value[step]
+        return graph.__inc__(name, value, store)
+
+    return inc
+
+
+def _join_items(key: str, items: Sequence[_Item], rules: Sequence[Inc], dim: CatDim, *path: Any) -> _Item:
+    members = _members(items)
+    if members is not None:
+        joined = [_join_items(f"{key}.{name}", member, rules, dim, *path, name) for name, member in members]
+        return _regroup(items[0].value, [name for name, _ in members], joined)
+    shifts = accumulate((item.slices[-1] for item in items[:-1]), initial=0)
+    slices = torch.cat(
+        [items[0].slices[:1], *(item.slices[1:] + shift for item, shift in zip(items, shifts, strict=True))]
+    )
+    first = items[0].value
+    if not isinstance(first, Tensor):
+        return _Item([one for item in items for one in item.value], slices, None)
+    if any(item.value.shape[dim(item.value)] != int(item.slices[-1]) for item in items):
+        raise MergeError(f"`{key}` was replaced in a part: its graphs cannot be told")
+    values = [item.value for item in items]
+    if items[0].incs is None:
+        return _Item(torch.cat(values, dim(first)), slices, None)
+    totals = [item.incs[-1] + torch.as_tensor(rule(path)) for item, rule in zip(items[:-1], rules, strict=True)]
+    raises = list(accumulate(totals, initial=torch.zeros_like(items[0].incs[0])))
+    return _Item(
+        torch.cat([_raise(value, by) for value, by in zip(values, raises, strict=True)], dim(first)),
+        slices,
+        torch.cat([item.incs + by for item, by in zip(items, raises, strict=True)]),
+    )
+
+
+def _join_others(parts: Sequence[Any], stores: Sequence[Any], key: str) -> Any:
+    values = [store[key] for store in stores]
+    if key in ("batch", "ptr"):
+        return _join_followers(values, key, [part.num_graphs for part in parts])
+    suffix, followed = _followed(parts[0], stores[0], key)
+    if followed is not None:
+        return _join_followers(values, suffix, [part.num_graphs for part in parts])
+    levels = [_slices_of_level(part, store, key, store[key]) for part, store in zip(parts, stores, strict=True)]
+    if any(level is None for level in levels):
+        if any(value is not values[0] and not _equal(value, values[0]) for value in values):
+            raise MergeError(f"`{key}` differs between the parts and does not follow the graphs")
+        return values[0]
+    if isinstance(values[0], Tensor):
+        return torch.cat(values, _cat_dim(parts[0], key, stores[0])(values[0]))
+    return type(values[0])(one for value in values for one in value)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other.to(one.device))
+    return bool(one == other)
+
+
+def _join_followers(values: Sequence[Any], suffix: str, graphs: Sequence[int]) -> Any:
+    first = values[0]
+    if isinstance(first, Mapping):
+        return {key: _join_followers([value[key] for value in values], suffix, graphs) for key in first}
+    if isinstance(first, (list, tuple)):
+        return [_join_followers(column, suffix, graphs) for column in zip(*values, strict=True)]
+    if suffix == "batch":
+        shifts: Any = accumulate(graphs[:-1], initial=0)
+        return torch.cat([value + shift for value, shift in zip(values, shifts, strict=True)])
+    shifts = accumulate((value[-1] for value in values[:-1]), initial=torch.zeros_like(first[0]))
+    return torch.cat([first[:1], *(value[1:] + shift for value, shift in zip(values, shifts, strict=True))])
+
+
+# One graph is a sample: it is copied around other tensors, never cut.
+
+
+def _map(fn: TensorMap, graph: Any) -> Any:
+    new = copy.copy(graph)
+    for store in new.stores:
+        for key, value in list(store.items()):
+            store[key] = map_tensors(fn, value)
+    return new
+
+
+def _no_size(_graph: Any) -> None:
+    return None
+
+
+def _no_split(graph: Any, _sizes: Sequence[int]) -> Any:
+    raise StructureError(f"a {type(graph).__name__} is one graph; batch graphs with `Batch.from_data_list`")
+
+
+def _no_merge(parts: Sequence[Any]) -> Any:
+    raise MergeError(f"each part holds one {type(parts[0]).__name__}; return a list of graphs or a `Batch`")
+
+
+GRAPH_BATCH = Kind(_size, _split, _merge, _map)
+GRAPH = Kind(_no_size, _no_split, _no_merge, _map)

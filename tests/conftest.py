@@ -1,0 +1,155 @@
+"""Every test starts from the same seeds and leaves the process as it found it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+SECONDS_TO_END = 2.0
+
+# Set by pytest for every phase, and by torch when it first needs its compiler or CUDA.
+FOREIGN_VARIABLES = frozenset(
+    {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_MODULE_LOADING"}
+)
+
+# Started once by a library for the whole process, and never meant to end before it does.
+FOREIGN_THREADS = ("tqdm", "hypothesis", "torch", "inductor", "pydevd", "ThreadPoolExecutor-compile")
+FOREIGN_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "compile_worker")
+
+
+class TorchRandom:
+    """Torch's generator in the shape that hypothesis seeds before every example."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+TORCH_RANDOM = TorchRandom()
+hypothesis.register_random(TORCH_RANDOM)
+hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_collection_finish() -> None:
+    # What is imported by now stays: a collection after every test need not walk through it.
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Every test draws the same numbers, alone or in any order."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_trace() -> Iterator[None]:
+    """Fails a test after which threads or processes live on, or the environment or torch's settings are changed.
+
+    Whatever was changed is put back, so that one culprit fails and not everything after it.
+    """
+    threads, processes = set(threading.enumerate()), _children()
+    variables, settings = _variables(), _torch_settings()
+    yield
+    gc.collect()
+    complaints = [
+        *(f"thread still runs: {name}" for name in _still_there(lambda: _thread_names(threads))),
+        *(f"process still runs: {name}" for name in _still_there(lambda: _process_names(processes))),
+        *_differences("os.environ", variables, _variables()),
+        *_differences("torch", settings, _torch_settings()),
+    ]
+    _put_back(variables, settings)
+    if complaints:
+        pytest.fail("the test left something behind:\n  " + "\n  ".join(complaints), pytrace=False)
+
+
+def _still_there(names: Callable[[], list[str]]) -> list[str]:
+    deadline = time.monotonic() + SECONDS_TO_END
+    while (found := names()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def _thread_names(before: set[threading.Thread]) -> list[str]:
+    new = set(threading.enumerate()) - before
+    return sorted(t.name for t in new if not (t.daemon and any(word in t.name for word in FOREIGN_THREADS)))
+
+
+def _children() -> set[int]:
+    """The ids of this process's children; empty where there is no /proc to tell."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").glob("*/children"):
+        try:
+            found.update(map(int, task.read_text().split()))
+        except OSError:  # the thread ended while it was looked at
+            continue
+    return found
+
+
+def _process_names(before: set[int]) -> list[str]:
+    named = []
+    for child in sorted(_children() - before):
+        try:
+            words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        command = b" ".join(words).decode(errors="replace").strip() or "ended, but nobody waited for it"
+        if not any(word in command for word in FOREIGN_PROCESSES):
+            named.append(f"{child} ({command})")
+    return named
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
+
+
+def _torch_settings() -> dict[str, Any]:
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "grad mode": torch.is_grad_enabled(),
+        "number of threads": torch.get_num_threads(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "deterministic warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def _differences(where: str, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    missing = "(not set)"
+    return [
+        f"{where}: {name} was {before.get(name, missing)}, is {after.get(name, missing)}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name, missing) != after.get(name, missing)
+    ]
+
+
+def _put_back(variables: dict[str, str], settings: dict[str, Any]) -> None:
+    for name in _variables().keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+    if settings == _torch_settings():
+        return
+    torch.set_default_dtype(settings["default dtype"])
+    torch.set_default_device(None if settings["default device"].type == "cpu" else settings["default device"])
+    torch.set_grad_enabled(settings["grad mode"])
+    torch.set_num_threads(settings["number of threads"])
+    torch.use_deterministic_algorithms(
+        settings["deterministic algorithms"], warn_only=settings["deterministic warn only"]
+    )
+    torch.set_float32_matmul_precision(settings["float32 matmul precision"])

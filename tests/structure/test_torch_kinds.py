@@ -1,0 +1,439 @@
+"""Packed sequences, nested and sparse tensors and distributions: cut, joined, and differentiated through both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch import distributions as D
+from torch.nn.utils import rnn
+
+from instep.errors import MergeError, StructureError
+from instep.structure import distribution_kind, torch_kinds
+from instep.structure.torch_kinds import DISTRIBUTION, PACKED_SEQUENCE, tensor_kind
+from instep.structure.types import Kind, kind_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant):UserWarning"),
+]
+
+SIZES = [(3, 2, 2), (7,), (1,) * 7, (1, 6), (4, 3)]
+sizes_of_seven = pytest.mark.parametrize("sizes", SIZES, ids=str)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> None:
+    torch_kinds.install()
+
+
+# Packed sequences
+
+
+def sequences(lengths: Sequence[int]) -> list[Tensor]:
+    return [torch.randn(length, 3, dtype=torch.float64, requires_grad=True) for length in lengths]
+
+
+def assert_packed_equal(one: rnn.PackedSequence, other: rnn.PackedSequence) -> None:
+    assert type(one) is type(other)
+    for name in one._fields:
+        left, right = getattr(one, name), getattr(other, name)
+        assert (left is None) == (right is None), name
+        if left is not None:
+            assert left.dtype == right.dtype, name
+            assert torch.equal(left, right), name
+    assert one.data.requires_grad == other.data.requires_grad
+    assert one.batch_sizes.device.type == "cpu"
+
+
+@sizes_of_seven
+@pytest.mark.parametrize("lengths", [(3, 5, 1, 5, 2, 2, 4), (2, 2, 2, 2, 2, 2, 2), (1, 1, 6, 1, 1, 1, 1)], ids=str)
+def test_parts_of_a_packed_sequence_are_what_packing_them_alone_gives(
+    lengths: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    samples = sequences(lengths)
+    packed = rnn.pack_sequence(samples, enforce_sorted=False)
+    assert PACKED_SEQUENCE.size(packed) == 7
+    parts = PACKED_SEQUENCE.split(packed, sizes)
+    for part, wanted in zip(parts, torch.arange(7).split(list(sizes)), strict=True):
+        assert_packed_equal(part, rnn.pack_sequence([samples[i] for i in wanted.tolist()], enforce_sorted=False))
+    assert_packed_equal(PACKED_SEQUENCE.merge(parts), packed)
+
+
+@given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=40), data=st.data())
+def test_merge_undoes_split_with_many_equal_lengths(lengths: list[int], data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(lengths) - 1)), max_size=4)))
+    bounds = [0, *(cut for cut in cuts if cut < len(lengths)), len(lengths)]
+    sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    packed = rnn.pack_sequence(sequences(lengths), enforce_sorted=False)
+    assert_packed_equal(PACKED_SEQUENCE.merge(PACKED_SEQUENCE.split(packed, sizes)), packed)
+
+
+@sizes_of_seven
+def test_sequences_packed_in_order_have_no_indices_in_parts_and_whole(sizes: tuple[int, ...]) -> None:
+    packed = rnn.pack_sequence(sequences((6, 5, 5, 3, 2, 1, 1)))
+    parts = PACKED_SEQUENCE.split(packed, sizes)
+    assert all(part.sorted_indices is None and part.unsorted_indices is None for part in parts)
+    assert_packed_equal(PACKED_SEQUENCE.merge(parts), packed)
+
+
+def test_parts_without_indices_that_are_out_of_order_together_get_them() -> None:
+    short, long = sequences((2, 1)), sequences((4, 3))
+    merged = PACKED_SEQUENCE.merge([rnn.pack_sequence(short), rnn.pack_sequence(long)])
+    assert_packed_equal(merged, rnn.pack_sequence([*short, *long], enforce_sorted=False))
+
+
+@sizes_of_seven
+def test_an_lstm_over_parts_gives_outputs_and_gradients_of_the_whole(sizes: tuple[int, ...]) -> None:
+    lstm = nn.LSTM(3, 4, batch_first=True).double()
+    samples = sequences((3, 5, 1, 5, 2, 2, 4))
+    packed = rnn.pack_sequence(samples, enforce_sorted=False)
+    whole, _ = lstm(packed)
+    weights = torch.randn_like(whole.data)
+    wanted = torch.autograd.grad((whole.data * weights).sum(), [*samples, *lstm.parameters()], retain_graph=True)
+    merged = PACKED_SEQUENCE.merge([lstm(part)[0] for part in PACKED_SEQUENCE.split(packed, sizes)])
+    torch.testing.assert_close(merged.data, whole.data)
+    torch.testing.assert_close(rnn.pad_packed_sequence(merged)[0], rnn.pad_packed_sequence(whole)[0])
+    found = torch.autograd.grad((merged.data * weights).sum(), [*samples, *lstm.parameters()])
+    torch.testing.assert_close(found, wanted)
+
+
+def test_mapping_a_packed_sequence_leaves_batch_sizes_alone() -> None:
+    packed = rnn.pack_sequence(sequences((1, 3)), enforce_sorted=False)
+    seen: list[Tensor] = []
+    new = PACKED_SEQUENCE.map(lambda tensor: (seen.append(tensor), tensor.clone())[1], packed)
+    assert [id(tensor) for tensor in seen] == [
+        id(packed.data),
+        id(packed.sorted_indices),
+        id(packed.unsorted_indices),
+    ]
+    assert new.batch_sizes is packed.batch_sizes
+    assert_packed_equal(new, packed)
+    assert PACKED_SEQUENCE.move is not None
+    moved = PACKED_SEQUENCE.move(packed, "meta")
+    assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
+
+
+# Nested tensors
+
+
+def nested(layout: torch.layout, requires_grad: bool = True) -> Tensor:
+    rows = [torch.randn(length, 3, dtype=torch.float64) for length in (2, 4, 1, 3, 3, 1, 5)]
+    return torch.nested.nested_tensor(rows, layout=layout, requires_grad=requires_grad)
+
+
+def kind_for(value: Tensor) -> Kind:
+    kind = tensor_kind(value)
+    assert kind is not None
+    return kind
+
+
+def assert_nested_equal(one: Tensor, other: Tensor) -> None:
+    assert one.layout == other.layout
+    assert one.requires_grad == other.requires_grad
+    assert one.dtype == other.dtype
+    torch.testing.assert_close(list(one.unbind()), list(other.unbind()), rtol=0, atol=0)
+
+
+@sizes_of_seven
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_round_trip(layout: torch.layout, requires_grad: bool, sizes: tuple[int, ...]) -> None:
+    value = nested(layout, requires_grad)
+    kind = kind_for(value)
+    assert kind.size(value) == 7
+    parts = kind.split(value, sizes)
+    assert [kind.size(part) for part in parts] == list(sizes)
+    for part, rows in zip(parts, torch.arange(7).split(list(sizes)), strict=True):
+        assert_nested_equal(part, kind.merge([kind.split(value, (1,) * 7)[row] for row in rows.tolist()]))
+    assert_nested_equal(kind.merge(parts), value)
+
+
+@sizes_of_seven
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_differentiable_through_split_and_merge(
+    layout: torch.layout, sizes: tuple[int, ...]
+) -> None:
+    linear = nn.Linear(3, 2).double()
+    value = nested(layout)
+    kind = kind_for(value)
+
+    def loss(out: Tensor) -> Tensor:
+        return torch.nested.to_padded_tensor(out, 0.0).square().sum()
+
+    def grads(out: Tensor) -> list[Tensor]:
+        leaf, *others = torch.autograd.grad(loss(out), [value, *linear.parameters()])
+        return [*leaf.unbind(), *others]
+
+    wanted = grads(linear(value))
+    found = grads(kind.merge([linear(part) for part in kind.split(value, sizes)]))
+    torch.testing.assert_close(found, wanted)
+
+
+@sizes_of_seven
+def test_jagged_tensors_that_fit_together_still_do(sizes: tuple[int, ...]) -> None:
+    value = nested(torch.jagged)
+    mask = torch.nested.nested_tensor_from_jagged((value.values() > 0).double(), value.offsets())
+    kind = kind_for(value)
+    parts = [part * gate for part, gate in zip(kind.split(value, sizes), kind.split(mask, sizes), strict=True)]
+    merged = kind.merge(parts)
+    assert_nested_equal(merged, value * mask)
+    assert_nested_equal(merged + value, value * mask + value)
+    unknown = [torch.nested.nested_tensor_from_jagged(part.values(), part.offsets().clone()) for part in parts]
+    assert_nested_equal(kind.merge(unknown) + kind.merge([part.sin() for part in unknown]), merged + merged.sin())
+
+
+def test_a_transposed_jagged_tensor_keeps_its_ragged_dim() -> None:
+    value = nested(torch.jagged).transpose(1, 2)
+    kind = kind_for(value)
+    parts = kind.split(value, (3, 4))
+    assert isinstance(parts[0].shape[1], int)
+    assert_nested_equal(kind.merge(parts), value)
+
+
+# Sparse tensors
+
+
+def sparse(coalesced: bool, requires_grad: bool = True, dense_dims: int = 0) -> Tensor:
+    indices = torch.tensor([[6, 0, 3, 3, 5, 0, 3], [1, 2, 0, 4, 2, 0, 0]])
+    values = torch.randn(7, *(2,) * dense_dims, dtype=torch.float64)
+    value = torch.sparse_coo_tensor(indices, values, (7, 5, *(2,) * dense_dims))
+    return (value.coalesce() if coalesced else value).requires_grad_(requires_grad)
+
+
+@sizes_of_seven
+@pytest.mark.parametrize("dense_dims", [0, 1])
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_sparse_tensors_round_trip(coalesced: bool, dense_dims: int, sizes: tuple[int, ...]) -> None:
+    value = sparse(coalesced, dense_dims=dense_dims)
+    kind = kind_for(value)
+    assert kind.size(value) == 7
+    parts = kind.split(value, sizes)
+    for part, wanted in zip(parts, value.detach().to_dense().split(list(sizes)), strict=True):
+        assert part.is_coalesced() == coalesced
+        assert torch.equal(part.detach().to_dense(), wanted)
+    merged = kind.merge(parts)
+    assert (merged.layout, merged.dtype, merged.shape) == (value.layout, value.dtype, value.shape)
+    assert merged.is_coalesced() == coalesced
+    assert merged.requires_grad
+    torch.testing.assert_close(merged.to_dense(), value.to_dense(), rtol=0, atol=0)
+    if coalesced:
+        assert torch.equal(merged._indices(), value._indices())
+        assert torch.equal(merged._values(), value._values())
+
+
+@sizes_of_seven
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_sparse_tensors_are_differentiable_through_split_and_merge(coalesced: bool, sizes: tuple[int, ...]) -> None:
+    value = sparse(coalesced)
+    kind = kind_for(value)
+    weight = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+
+    def grads(forward: Callable[[Tensor], Tensor], whole: Tensor) -> list[Tensor]:
+        return [
+            g.to_dense()
+            for g in torch.autograd.grad(forward(whole), [value, weight], allow_unused=True)
+            if g is not None
+        ]
+
+    for loss in (lambda x: torch.sparse.mm(x, weight).square().sum(), lambda x: x.to_dense().square().sum()):
+        wanted = grads(loss, value)
+        torch.testing.assert_close(grads(loss, kind.merge(kind.split(value, sizes))), wanted)
+        torch.testing.assert_close(grads(lambda x: sum(map(loss, kind.split(x, sizes))), value), wanted)  # noqa: B023
+
+
+def test_a_part_of_a_sparse_tensor_that_is_not_used_has_no_gradient() -> None:
+    value = sparse(coalesced=True)
+    part = kind_for(value).split(value, (3, 4))[1]
+    part.to_dense().sum().backward()
+    assert value.grad is not None
+    dense = value.grad.to_dense()
+    assert dense[:3].abs().sum() == 0
+    assert dense[3:].abs().sum() > 0
+
+
+def test_other_sparse_layouts_say_what_to_write() -> None:
+    value = torch.eye(3).to_sparse_csr()
+    kind = kind_for(value)
+    with pytest.raises(StructureError, match="to_sparse_coo"):
+        kind.split(value, (1, 2))
+    with pytest.raises(MergeError, match="to_sparse_coo"):
+        kind.merge([value])
+
+
+def test_ordinary_tensors_have_no_kind() -> None:
+    assert tensor_kind(torch.zeros(3)) is None
+    assert tensor_kind(nn.Parameter(torch.zeros(()))) is None
+
+
+# Distributions
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def tril(*batch: int) -> Tensor:
+    return torch.eye(7, dtype=torch.float64) + 0.1 * torch.randn(*batch, 7, 7, dtype=torch.float64).tril()
+
+
+Make = Callable[[], tuple[D.Distribution, list[Tensor]]]
+
+
+def made(build: Callable[..., D.Distribution], *inputs: Tensor) -> tuple[D.Distribution, list[Tensor]]:
+    return build(*inputs), list(inputs)
+
+
+MAKERS: dict[str, Make] = {
+    "normal": lambda: made(lambda m, s: D.Normal(m, s.exp()), draw(7, 2), draw(7, 1)),
+    "bernoulli logits": lambda: made(lambda x: D.Bernoulli(logits=x), draw(7, 3)),
+    "bernoulli probs": lambda: made(lambda x: D.Bernoulli(probs=x.sigmoid()), draw(7)),
+    "categorical logits": lambda: made(lambda x: D.Categorical(logits=x), draw(7, 7)),
+    "categorical probs": lambda: made(lambda x: D.Categorical(probs=x.softmax(-1)), draw(7, 4)),
+    "one hot": lambda: made(lambda x: D.OneHotCategorical(logits=x), draw(7, 4)),
+    "dirichlet": lambda: made(lambda x: D.Dirichlet(x.exp()), draw(7, 3)),
+    "beta": lambda: made(lambda a, b: D.Beta(a.exp(), b.exp()), draw(7), draw(7)),
+    "gamma": lambda: made(lambda a, b: D.Gamma(a.exp(), b.exp()), draw(7, 2), draw(7, 2)),
+    "student": lambda: made(lambda a, m: D.StudentT(a.exp(), m), draw(7), draw(7)),
+    "normal over one covariance": lambda: made(
+        lambda m, s: D.MultivariateNormal(m, scale_tril=tril() * s.exp()), draw(7, 7), draw(1, 1)
+    ),
+    "normal over covariances": lambda: made(
+        lambda m, s: D.MultivariateNormal(m, covariance_matrix=(t := tril(7) * s.exp()) @ t.mT),
+        draw(7, 7),
+        draw(7, 1, 1),
+    ),
+    "low rank": lambda: made(
+        lambda m, f, d: D.LowRankMultivariateNormal(m, f, d.exp()), draw(7, 7), draw(7, 2), draw(7)
+    ),
+    "independent": lambda: made(lambda m, s: D.Independent(D.Normal(m, s.exp()), 1), draw(7, 5), draw(7, 5)),
+    "transformed": lambda: made(
+        lambda m, loc, scale: D.TransformedDistribution(
+            D.Independent(D.Normal(m, 1.0), 1),
+            [D.AffineTransform(loc, scale.exp(), event_dim=1), D.TanhTransform(cache_size=1)],
+        ),
+        draw(7, 5),
+        draw(7, 5),
+        draw(5),
+    ),
+    "composed": lambda: made(
+        lambda m, loc: D.TransformedDistribution(
+            D.Normal(m, 1.0), D.ComposeTransform([D.AffineTransform(loc, 2.0).inv, D.SigmoidTransform()])
+        ),
+        draw(7, 7),
+        draw(7),
+    ),
+    "log normal": lambda: made(lambda m: D.LogNormal(m, 1.0), draw(7)),
+    "mixture": lambda: made(
+        lambda w, m: D.MixtureSameFamily(D.Categorical(logits=w), D.Normal(m, 1.0)), draw(7, 3), draw(7, 3)
+    ),
+}
+
+
+def tensors_of(value: D.Distribution) -> list[Tensor]:
+    found: list[Tensor] = []
+    DISTRIBUTION.map(lambda tensor: (found.append(tensor), tensor)[1], value)
+    return found
+
+
+def scored(value: D.Distribution, at: Tensor, inputs: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    score = value.log_prob(at)
+    weights = torch.arange(1.0, score.numel() + 1, dtype=torch.float64).reshape(score.shape)
+    return score, list(torch.autograd.grad((score * weights).sum(), inputs, retain_graph=True))
+
+
+@sizes_of_seven
+@pytest.mark.parametrize("name", MAKERS)
+def test_distributions_keep_type_parameters_and_gradients(name: str, sizes: tuple[int, ...]) -> None:
+    value, inputs = MAKERS[name]()
+    assert kind_of(type(value)) is DISTRIBUTION
+    assert DISTRIBUTION.size(value) == 7
+    at = value.sample()
+    whole, wanted = scored(value, at, inputs)
+    parts = DISTRIBUTION.split(value, sizes)
+    for part, some, score in zip(parts, at.split(list(sizes)), whole.split(list(sizes)), strict=True):
+        assert type(part) is type(value)
+        assert part.event_shape == value.event_shape
+        assert part.sample().shape == some.shape
+        torch.testing.assert_close(part.log_prob(some), score)
+    merged = DISTRIBUTION.merge(parts)
+    assert type(merged) is type(value)
+    assert (merged.batch_shape, merged.event_shape) == (value.batch_shape, value.event_shape)
+    assert vars(merged).keys() == vars(value).keys()
+    torch.testing.assert_close(tensors_of(merged), tensors_of(value), rtol=0, atol=0)
+    score, found = scored(merged, at, inputs)
+    torch.testing.assert_close(score, whole)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_mapping_a_distribution_makes_another_and_leaves_it_alone(name: str) -> None:
+    value, _ = MAKERS[name]()
+    before = tensors_of(value)
+    new = DISTRIBUTION.map(lambda tensor: tensor.detach().clone(), value)
+    assert type(new) is type(value)
+    assert all(one is two for one, two in zip(tensors_of(value), before, strict=True))
+    assert not any(tensor.requires_grad for tensor in tensors_of(new))
+    torch.testing.assert_close(tensors_of(new), before, rtol=0, atol=0)
+    at = value.sample()
+    torch.testing.assert_close(new.log_prob(at), value.log_prob(at))
+
+
+@pytest.mark.parametrize("name", ["normal over one covariance", "low rank", "transformed"])
+def test_what_the_samples_of_a_part_share_may_differ_between_parts(name: str) -> None:
+    value, _ = MAKERS[name]()
+    at = value.sample()
+    first, second = DISTRIBUTION.split(value, (3, 4))
+    second = DISTRIBUTION.map(lambda tensor: tensor * 1.5, second)
+    merged = DISTRIBUTION.merge([first, second])
+    assert merged.batch_shape == value.batch_shape
+    torch.testing.assert_close(merged.log_prob(at), torch.cat([first.log_prob(at[:3]), second.log_prob(at[3:])]))
+
+
+def test_weights_that_a_mixture_shares_between_samples_stay_shared_or_become_their_own() -> None:
+    def mixture(weights: Tensor, means: Tensor) -> D.Distribution:
+        return D.MixtureSameFamily(D.Categorical(logits=weights), D.Independent(D.Normal(means, 1.0), 1))
+
+    weights, means, at = draw(3), draw(7, 3, 2), draw(7, 2)
+    value = mixture(weights, means)
+    first, second = DISTRIBUTION.split(value, (3, 4))
+    merged = DISTRIBUTION.merge([first, second])
+    assert merged.mixture_distribution is value.mixture_distribution
+    torch.testing.assert_close(merged.log_prob(at), value.log_prob(at))
+    second = DISTRIBUTION.map(torch.sin, second)
+    merged = DISTRIBUTION.merge([first, second])
+    assert merged.batch_shape == value.batch_shape
+    torch.testing.assert_close(merged.log_prob(at), torch.cat([first.log_prob(at[:3]), second.log_prob(at[3:])]))
+
+
+def test_a_lazy_attribute_of_some_parts_is_forgotten() -> None:
+    value = D.Bernoulli(logits=draw(7))
+    parts = DISTRIBUTION.split(value, (3, 4))
+    _ = parts[0].probs
+    merged = DISTRIBUTION.merge(parts)
+    assert "probs" not in vars(merged)
+    torch.testing.assert_close(merged.probs, value.probs)
+
+
+def test_one_tensor_with_two_names_stays_one() -> None:
+    value = D.Categorical(logits=draw(7, 3))
+    for new in (*DISTRIBUTION.split(value, (3, 4)), DISTRIBUTION.map(torch.clone, value)):
+        assert new._param is new.logits
+    merged = DISTRIBUTION.merge(DISTRIBUTION.split(value, (3, 4)))
+    assert merged._param is merged.logits
+
+
+def test_a_distribution_without_batch_is_not_one() -> None:
+    assert DISTRIBUTION.size(D.Normal(0.0, 1.0)) is None
+    assert distribution_kind.DISTRIBUTION is kind_of(D.Normal)
+
+
+def test_settings_that_differ_are_refused() -> None:
+    parts: list[Any] = [D.Multinomial(count, logits=draw(2, 3)) for count in (4, 5)]
+    with pytest.raises(MergeError, match="total_count"):
+        DISTRIBUTION.merge(parts)
