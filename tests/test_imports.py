@@ -23,8 +23,8 @@ FLOORS = [
     {"replicas", "reduce"},
     {"bridge", "collectives"},
     {"engines"},
-    {"probe"},
-    {"parallel", "functional", "loader"},
+    {"crossing", "probe"},
+    {"explain", "face", "functional", "loader", "parallel"},
     {"check", "doctor"},
     {"__init__"},
     {"demo", "report", "cli", "__main__"},
@@ -83,10 +83,10 @@ def _absolute(node: ast.ImportFrom, package: str) -> str:
 
 def ours(module: str) -> Iterator[tuple[str, int]]:
     """The modules of the package that a module imports, each with the line."""
-    for name, line in imported(module):
-        if name.split(".")[0] == "instep":
-            # The last part of `from a import b` is a module or something inside one.
-            yield (name if name in modules() else name.rpartition(".")[0] or name), line
+    names = ((name, line) for name, line in imported(module) if name.split(".")[0] == "instep")
+    # The last part of `from a import b` is a module or something inside one.
+    found = ((name if name in modules() else name.rpartition(".")[0] or name, line) for name, line in names)
+    yield from dict.fromkeys(found)
 
 
 def place(module: str, line: int) -> str:

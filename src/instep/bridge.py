@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ _keep_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 
 
 class Entry(torch.autograd.Function):
-    """Lets tensors into a replica as outputs of a node: neither leaves nor views, so that a first layer may write in place."""
+    """Lets tensors into a replica as outputs of a node: no leaves and no views, so a first layer may write in place."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -32,7 +32,7 @@ class Entry(torch.autograd.Function):
         return tuple(tensor.data for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    def backward(_: Any, *gradients: Tensor | None) -> Any:
         return gradients
 
 
@@ -91,7 +91,7 @@ class Bridge(torch.autograd.Function):
     """The node itself. Forward only hands over what the replicas have made; backward runs theirs."""
 
     @staticmethod
-    def forward(ctx: Any, span: Span, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, span: Span, *_: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.span = span
         return tuple(output.detach() for side in span.sides for output in side.outputs if output is not None)
@@ -127,6 +127,11 @@ _SECOND_TIME = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
     "freed). Specify retain_graph=True if you need to backward through the graph a second time."
 )
+
+
+# torch leaves `Function.apply` without types.
+enter = cast(Callable[..., tuple[Tensor, ...]], Entry.apply)
+bridge = cast(Callable[..., tuple[Tensor, ...]], Bridge.apply)
 
 
 def collect(outputs: Sequence[Tensor], gradients: Sequence[Tensor], keep: bool) -> None:

@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         help="train a small model on every device and prove its steps against one",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    command.add_argument("--steps", type=positive, default=500, help="training steps")
+    command.add_argument("--steps", type=positive, default=400, help="training steps")
     command.add_argument("--replicas", type=positive, help="replicas of the module (default: one a device, at least 2)")
     command.add_argument("--engine", choices=ENGINES, default="auto", help="where the replicas live")
     command.add_argument("--out", type=Path, default=Path("instep-demo.pt"), help="where to save the weights")

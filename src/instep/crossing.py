@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from instep.bridge import Bridge, Entry, Side, Span
+from instep.bridge import Backward, Side, Span, bridge, enter
 from instep.engines.protocol import Engine, Job
 from instep.replicas.ambient import Ambient
 from instep.replicas.replica import Outcome, Replica
@@ -55,10 +55,12 @@ class Crossing:
             Side(mine, way.leaves, list(outputs), replica.tensors.guard)
             for mine, way, outputs, replica in zip(leaves, ways, found, self.replicas, strict=True)
         ]
-        span = Span(self.engine, sides, sources, watched=[entry for way in ways for entry in way.watched])
+        span = Span(
+            cast(Backward, self.engine), sides, sources, watched=[entry for way in ways for entry in way.watched]
+        )
         span.note_versions()
         shards = [shard for way in ways for shard in way.outside]
-        made = iter(Bridge.apply(span, *sources, *shards))
+        made = iter(bridge(span, *sources, *shards))
         for outcome, outputs in zip(outcomes, found, strict=True):
             _replace(outcome, dict(zip(map(id, outputs), _take(made, len(outputs)), strict=True)))
 
@@ -83,7 +85,7 @@ class _Way:
         self.outside = list({id(tensor): tensor for tensor in needing}.values())
         self.leaves = [tensor.detach().requires_grad_() for tensor in self.outside]
         dense = [leaf for leaf in self.leaves if _is_plain(leaf)]
-        inner = iter(Entry.apply(*dense)) if dense else iter(())
+        inner = iter(enter(*dense)) if dense else iter(())
         table = {
             id(outside): next(inner) if _is_plain(leaf) else leaf
             for outside, leaf in zip(self.outside, self.leaves, strict=True)

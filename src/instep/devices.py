@@ -34,10 +34,10 @@ def device_of(spec: DeviceLike) -> torch.device:
         kind = found[0].type if found else "cuda"
         return torch.device(kind, spec)
     device = torch.device(spec)
-    if device.type != "cpu" and device.index is None and device.type != "meta":
-        index = torch.get_device_module(device).current_device()
-        return torch.device(device.type, index)
-    return torch.device("cpu") if device.type == "cpu" else device
+    if device.type in ("cpu", "meta"):
+        return torch.device(device.type)
+    index: int | None = device.index  # None for "cuda", whatever its annotation says
+    return device if index is not None else torch.device(device.type, torch.get_device_module(device).current_device())
 
 
 def devices_of(specs: Sequence[DeviceLike] | None, module: nn.Module) -> list[torch.device]:

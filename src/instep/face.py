@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -76,7 +77,7 @@ class Transparent(nn.Module):
         return name in self.__dict__ or name.startswith("_instep_")
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.module)})
+        return sorted({*object.__dir__(self), *dir(self.module)})
 
     def __len__(self) -> int:
         return len(self.module)  # type: ignore[arg-type]
@@ -128,7 +129,7 @@ class Transparent(nn.Module):
         self.module._load_from_state_dict(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        return self.module.named_modules(*args, **kwargs)
+        yield from self.module.named_modules(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **kwargs)
@@ -151,11 +152,13 @@ def bare_keys(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
     wanted = module.state_dict().keys()
     for prefix in ("module.", "_orig_mod.") * 3:
         if state and all(key.startswith(prefix) for key in state) and not any(key.startswith(prefix) for key in wanted):
-            stripped = {key.removeprefix(prefix): value for key, value in state.items()}
-            metadata = getattr(state, "_metadata", None)
-            state = type(state)(stripped) if metadata is not None else stripped
-            if metadata is not None:
-                state._metadata = {  # type: ignore[attr-defined]
-                    name.removeprefix(prefix.rstrip(".")).lstrip("."): value for name, value in metadata.items() if name
-                }
+            bare: OrderedDict[str, Any] = OrderedDict((key.removeprefix(prefix), value) for key, value in state.items())
+            versions = getattr(state, "_metadata", None)
+            if versions is not None:  # how old each module's entry is
+                bare._metadata = {_bare_name(name, prefix): held for name, held in versions.items()}  # type: ignore[attr-defined]
+            state = bare
     return state
+
+
+def _bare_name(name: str, prefix: str) -> str:
+    return "" if name + "." == prefix else name.removeprefix(prefix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,10 +49,6 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0, *, r
     return merge(moved, merge=rules, dim=dim)
 
 
-class _Copies(nn.Module):
-    """Keeps differentiable copies beside the module that uses them."""
-
-
 def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = False) -> list[nn.Module]:
     """Copies of a module on each device whose parameters pass gradients back to `network`, unless `detach`."""
     made = []
@@ -76,7 +73,11 @@ def parallel_apply(
     keywords = list(kwargs_tup) if kwargs_tup is not None else [{} for _ in modules]
     if not len(modules) == len(inputs) == len(keywords):
         raise ValueError(f"{len(modules)} modules, {len(inputs)} inputs and {len(keywords)} kwargs: give one of each.")
-    places = [device_of(d) for d in devices] if devices is not None else [_device_of(m, x) for m, x in zip(modules, inputs, strict=True)]
+    places = (
+        [device_of(d) for d in devices]
+        if devices is not None
+        else [_device_of(m, x) for m, x in zip(modules, inputs, strict=True)]
+    )
     ambient = Ambient.capture(frozenset(place.type for place in places))
 
     def task(index: int) -> Outcome:
@@ -90,7 +91,7 @@ def parallel_apply(
 
     lease = Lease(places)
     try:
-        outcomes = lease.run([lambda index=index: task(index) for index in range(len(modules))])
+        outcomes = lease.run([partial(task, index) for index in range(len(modules))])
     finally:
         lease.close()
     raise_first([f"replica {i} on {place}" for i, place in enumerate(places)], outcomes)

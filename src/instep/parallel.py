@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from instep.crossing import Crossing
-from instep.devices import DeviceLike, device_of, devices_of, home_of, on_output_device, place, rng_states, stays_on_host
+from instep.devices import (
+    DeviceLike,
+    device_of,
+    devices_of,
+    home_of,
+    on_output_device,
+    place,
+    rng_states,
+    stays_on_host,
+)
 from instep.engines.choose import Choice, choose, start
 from instep.engines.pool import inside_replica
 from instep.engines.protocol import Engine
@@ -149,10 +158,10 @@ class DataParallel(Transparent):
         self._instep_output = devices[0] if options.output_device is None else device_of(options.output_device)
         self._instep_choice: Choice = choose(options.engine, devices)
         self._instep_engine: Engine = start(self._instep_choice, devices)
-        self._instep_crew = Crew(
-            self.module, devices, private=options.private_copies, joint=self._instep_engine.joint
+        self._instep_crew = Crew(self.module, devices, private=options.private_copies, joint=self._instep_engine.joint)
+        self._instep_settler = Settler(
+            options.state, Merger.of(options.merge, AUTO, options.dim), options.on_unmerged_state
         )
-        self._instep_settler = Settler(options.state, Merger.of(options.merge, AUTO, options.dim), options.on_unmerged_state)
         self._instep_methods: dict[str, Method] = {}
         self._instep_called = False
 
@@ -207,10 +216,7 @@ class DataParallel(Transparent):
         rules = self._instep_options.place
         keep = stays_on_host(shards[0]) if any(d.type != "cpu" for d in self._instep_devices) else False
         return [
-            [
-                place(value, (name,), device, keep, rules)
-                for name, value in zip(plan.names, values, strict=True)
-            ]
+            [place(value, (name,), device, keep, rules) for name, value in zip(plan.names, values, strict=True)]
             for values, device in zip(shards, self._instep_devices, strict=False)
         ]
 
@@ -237,7 +243,9 @@ class DataParallel(Transparent):
         if not getattr(self, "_instep_maybe_lazy", True):
             return False
         tensors = (*self.module.parameters(), *self.module.buffers())
-        self._instep_maybe_lazy = any(isinstance(tensor, UninitializedTensorMixin) for tensor in tensors)
+        self._instep_maybe_lazy = any(
+            isinstance(tensor, (UninitializedBuffer, UninitializedParameter)) for tensor in tensors
+        )
         return self._instep_maybe_lazy
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
@@ -250,17 +258,8 @@ class DataParallel(Transparent):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Leave gradients on the replicas while inside; they are reduced once, on the way out."""
-        engine = self._instep_engine
-        outer = getattr(engine, "holding", False)
-        if hasattr(engine, "holding"):
-            engine.holding = True
-        try:
+        with self._instep_engine.hold():
             yield
-        finally:
-            if hasattr(engine, "holding"):
-                engine.holding = outer
-                if not outer:
-                    engine.release()
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -316,26 +315,25 @@ def _accept(module: nn.Module) -> nn.Module:
         return module.module
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         name = type(module).__name__
-        raise WrapError(f"this module is wrapped by {name} already: wrap the bare one, instep.DataParallel(model.module).")
+        raise WrapError(
+            f"this module is wrapped by {name} already: wrap the bare one, instep.DataParallel(model.module)."
+        )
     if isinstance(module, torch.jit.ScriptModule):
         raise WrapError(
             "a ScriptModule's code is bound to its own parameters, so it has no replicas.\n"
             "Wrap the nn.Module that it was made from; torch.compile it instead of scripting it."
         )
-    if not isinstance(module, nn.Module):
+    if not isinstance(module, nn.Module):  # types do not hold at run time
         raise WrapError(f"instep.DataParallel wraps an nn.Module, not a {type(module).__name__}.")
     return module
 
 
 def _refuse_outer_wrapper() -> None:
     """Being called by nn.DataParallel means that the batch was split once already."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     for _ in range(6):
         if frame is None:
             return
         if isinstance(frame.f_locals.get("self"), nn.DataParallel) and frame.f_code.co_name == "forward":
             raise WrapError(GIVEN_TO_DATA_PARALLEL)
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-__all__ = ["DataParallel", "Options", "warnings"]
+        frame = frame.f_back

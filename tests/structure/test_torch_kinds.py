@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_parts_of_a_packed_sequence_are_what_packing_them_alone_gives(
 def test_merge_undoes_split_with_many_equal_lengths(lengths: list[int], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(lengths) - 1)), max_size=4)))
     bounds = [0, *(cut for cut in cuts if cut < len(lengths)), len(lengths)]
-    sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
     packed = rnn.pack_sequence(sequences(lengths), enforce_sorted=False)
     assert_packed_equal(PACKED_SEQUENCE.merge(PACKED_SEQUENCE.split(packed, sizes)), packed)
 
@@ -186,6 +187,16 @@ def test_jagged_tensors_that_fit_together_still_do(sizes: tuple[int, ...]) -> No
     assert_nested_equal(merged + value, value * mask + value)
     unknown = [torch.nested.nested_tensor_from_jagged(part.values(), part.offsets().clone()) for part in parts]
     assert_nested_equal(kind.merge(unknown) + kind.merge([part.sin() for part in unknown]), merged + merged.sin())
+
+
+def test_a_jagged_tensor_split_for_inference_can_be_trained_on_later() -> None:
+    value = nested(torch.jagged)
+    kind = kind_for(value)
+    with torch.inference_mode():
+        kind.merge([part.sin() for part in kind.split(value, (3, 4))])
+    merged = kind.merge([part.sin() for part in kind.split(value, (3, 4))])
+    (found,) = torch.autograd.grad(merged.values().sum(), value)
+    torch.testing.assert_close(found.values(), value.values().cos())
 
 
 def test_a_transposed_jagged_tensor_keeps_its_ragged_dim() -> None:

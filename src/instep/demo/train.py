@@ -125,10 +125,10 @@ def evaluate(model: nn.Module, corpus: Corpus) -> Evaluation:
 
 
 @torch.no_grad()
-def reload_differs(module: Reader, path: Path, batch: dict[str, Any]) -> bool:
-    """Loads a checkpoint into a fresh, bare module; true if that does not read the batch just as this one does."""
+def reads_the_same(module: Reader, path: Path, batch: dict[str, Any]) -> bool:
+    """Loads a checkpoint into a fresh, bare module and returns whether that reads the batch just as this one does."""
     device = next(module.parameters()).device
     bare = Reader().to(device)
     bare.load_state_dict(torch.load(path, map_location=device, weights_only=True))
     batch = moved(batch, device)
-    return not torch.equal(bare(batch).loss_sum, module(batch).loss_sum)
+    return torch.equal(bare(batch).loss_sum, module(batch).loss_sum)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from instep.bridge import Gradients, Span
 from instep.replicas.ambient import Ambient
 from instep.replicas.replica import Outcome, Replica, run
 
@@ -31,10 +31,8 @@ class Engine(Protocol):
 
     def forward(self, job: Job) -> list[Outcome]: ...
 
-    def backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> tuple[Gradients, list[Gradients]]: ...
-
-    def release(self) -> None:
-        """Bring home what `no_sync` held back."""
+    def hold(self) -> AbstractContextManager[None]:
+        """Leave gradients on the replicas while inside, and bring them home on the way out."""
         ...
 
     def close(self) -> None: ...

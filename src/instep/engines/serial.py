@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
-from instep.bridge import Gradients, Span
 from instep.engines.protocol import Job, perform, raise_first
-from instep.errors import BridgeError
 from instep.replicas.replica import Outcome
 
 
@@ -25,11 +23,9 @@ class SerialEngine:
         raise_first(job.replicas[: len(outcomes)], outcomes)
         return outcomes
 
-    def backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> tuple[Gradients, list[Gradients]]:
-        raise BridgeError("the serial engine has one joint graph: nothing passes through a bridge.")
-
-    def release(self) -> None:
+    def hold(self) -> AbstractContextManager[None]:
         """Nothing is ever held back: gradients go straight to the source."""
+        return nullcontext()
 
     def close(self) -> None:
         """Nothing is held."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -85,9 +87,7 @@ class ThreadsEngine:
         chunks = _chunks(columns[0], len(columns)) if home.type == "cpu" and self._on_host else []
         if len(chunks) < 2:
             return add_up(columns)
-        tasks: list[Callable[[], Gradients]] = [
-            partial(_add_chunk, columns, start, stop) for start, stop in chunks
-        ]
+        tasks: list[Callable[[], Gradients]] = [partial(_add_chunk, columns, start, stop) for start, stop in chunks]
         return [gradient for part in self.lease.run(tasks) for gradient in part]
 
     def _hold(self, span: Span) -> None:
@@ -99,7 +99,18 @@ class ThreadsEngine:
             if len(self._held[key].sides) < len(sides):
                 self._held[key] = Span(self, sides, span.sources)
 
-    def release(self) -> None:
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Leave gradients on the replicas while inside, and bring them home on the way out."""
+        outer, self.holding = self.holding, True
+        try:
+            yield
+        finally:
+            self.holding = outer
+            if not outer:
+                self._release()
+
+    def _release(self) -> None:
         """Bring home what was held back; gradients reach the source as a backward would bring them."""
         with self._lock:
             held, self._held = self._held, {}
@@ -158,5 +169,4 @@ def _chunks(column: Gradients, count: int) -> list[tuple[int, int]]:
             bounds.append(index)
         filled += size
     bounds.append(len(column))
-    return [(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
-
+    return list(pairwise(bounds))

@@ -63,9 +63,7 @@ class Ambient:
                 stack.enter_context(self.device)
             for cast in self.autocast:
                 if cast.enabled:
-                    stack.enter_context(
-                        torch.autocast(cast.device_type, cast.dtype, cache_enabled=self.autocast_cache)
-                    )
+                    stack.enter_context(torch.autocast(cast.device_type, cast.dtype, cache_enabled=self.autocast_cache))
             if self.saved_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_hooks))
             yield

@@ -1,8 +1,8 @@
 """Making a replica: the module once more, around other tensors.
 
-What is not a tensor or a module is shared by reference, so that an edit deep inside (`model.config.x = 1`) reaches every
-replica. What holds a tensor or a module of the source (a list, a closure, a bound method, a helper object) is rebuilt
-around the replica's own, so that nothing in a replica leads back to the source.
+What is not a tensor or a module is shared by reference, so that an edit deep inside (`model.config.x = 1`) reaches
+every replica. What holds a tensor or a module of the source (a list, a closure, a bound method, a helper object) is
+rebuilt around the replica's own, so that nothing in a replica leads back to the source.
 """
 
 from __future__ import annotations
@@ -228,7 +228,8 @@ def _empty_like(value: Any) -> Any:
         return type(value)(value.default_factory)
     if isinstance(value, deque):
         return deque(maxlen=value.maxlen)
-    made = type(value).__new__(type(value))
+    cls: Any = type(value)
+    made = cls.__new__(cls)
     if hasattr(value, "__dict__"):
         made.__dict__.update(value.__dict__)
     return made

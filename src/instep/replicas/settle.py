@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import MergeError, StateError
+from instep.replicas.derived import is_cache, is_derived
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.watch import MISSING, Changes
 from instep.structure.merge import Merger
@@ -75,12 +76,15 @@ class Settler:
         writes = []
         for key in dict.fromkeys(key for table in tables for key in table):
             index, name = key
+            if is_cache(modules[index], name):
+                continue
             change = next(table[key] for table in tables if key in table)
             holder = modules[index]._buffers if change.buffer else modules[index].__dict__
             old = holder.get(name, MISSING)
             new = [table[key].new if key in table else _held(replicas[r], change) for r, table in enumerate(tables)]
             path = f"{names[index]}.{name}" if names[index] else name
-            value = self._merge(path, old, new, sizes)
+            derived = is_derived(modules[index], name)
+            value = new[0] if derived else self._merge(path, old, new, sizes)
             writes.append(_setter(holder, name, _home(value, old)))
         return writes
 
@@ -115,10 +119,9 @@ class Settler:
             f"forward changed {path!r} differently on each replica, and no rule says what the whole would have.\n"
             f"Write one of:\n"
             f"  state={{{path!r}: 'sum'}}    # old + the sum of the changes: counters, running totals\n"
-            f"  state={{{path!r}: 'mean'}}   # weighted by samples;  or 'max', 'min', 'first', a function (old, new, sizes)\n"
+            f"  state={{{path!r}: 'mean'}}   # weighted by samples; or 'max', 'min', 'first', a function\n"
             f"  on_unmerged_state='warn'   # keep the first replica's and say so"
         )
-
 
     def _is_output(self, path: str, new: list[Any], sizes: Sequence[int]) -> bool:
         """Whether an attribute is one more output: it needs a gradient, follows the batch, or has an output's rule."""
@@ -128,17 +131,20 @@ class Settler:
         if any(tensor.requires_grad for tensor in tensors):
             return True
         dim = self.outputs.dim
-        return all(isinstance(v, Tensor) and v.ndim > dim and v.shape[dim] == n for v, n in zip(new, sizes, strict=True))
+        return all(
+            isinstance(v, Tensor) and v.ndim > dim and v.shape[dim] == n for v, n in zip(new, sizes, strict=True)
+        )
 
     def _merge_output(self, path: str, new: list[Any], sizes: Sequence[int]) -> Any:
         device = next((t.device for value in new for t in tensors_in(value)), None)
         near = [map_tensors(lambda t: t.to(device), value) for value in new]
-        rules = {"*": rule for rule in (rule_for(self.outputs.rules, tuple(path.split("."))),) if rule is not None}
+        rule = rule_for(self.outputs.rules, tuple(path.split(".")))
         try:
-            return Merger(self.outputs.dim, rules=rules).merge(near, sizes)
+            return Merger(self.outputs.dim, rules={} if rule is None else {"*": rule}).merge(near, sizes)
         except MergeError as error:
             raise StateError(
-                f"forward left a tensor at {path!r} that cannot be merged: {error}\nName it as an output:  merge={{{path!r}: ...}}"
+                f"forward left a tensor at {path!r} that cannot be merged: {error}\n"
+                f"Name it as an output:  merge={{{path!r}: ...}}"
             ) from error
 
 
@@ -175,7 +181,9 @@ def apply_state_rule(rule: StateRule, old: Any, new: list[Any], sizes: Sequence[
 def check_state_rule(pattern: str, rule: Any) -> None:
     """Refuse a rule that does not exist, when it is given."""
     if not callable(rule) and rule not in RULES:
-        raise StateError(f"state={{{pattern!r}: {rule!r}}}: write one of {', '.join(RULES)} or a function (old, new, sizes).")
+        raise StateError(
+            f"state={{{pattern!r}: {rule!r}}}: write one of {', '.join(RULES)} or a function (old, new, sizes)."
+        )
 
 
 def same(left: Any, right: Any) -> bool:

@@ -25,12 +25,12 @@ class Guard:
     def set(self, state: bool) -> None:
         self.open = state
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, _: Tensor) -> None:
         if not self.open:
             raise BridgeError(
-                "a gradient reached a replica's parameter from outside its call: a tensor made inside forward was kept by "
-                "another way than the outputs (a list, a hook, a global).\nReturn it from forward, or set it as an attribute "
-                "of the module, so that its gradient can find the way back."
+                "a gradient reached a replica's parameter from outside its call: a tensor made inside forward was kept "
+                "by another way than the outputs (a list, a hook, a global).\n"
+                "Return it from forward, or set it as an attribute of the module, so that its gradient finds the way."
             )
 
 

@@ -25,6 +25,7 @@ _QUANTIZED = ("_quantized_keys", "_quantized_values", "_quantized_key_cache", "_
 _CLASSES = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin")
 
 Visit = Callable[[str, Any], Any]
+Seen = dict[tuple[int, ...], Tensor]
 
 
 def _is_open(value: Any) -> bool:
@@ -75,11 +76,16 @@ def _split(value: Any, sizes: Sequence[int]) -> list[Any]:
     whole = sum(sizes)
 
     def cut(start: int, size: int) -> Visit:
+        # One tensor may have two names (a list's item that is also a buffer): it stays one tensor.
+        seen: dict[int, Tensor] = {}
+
         def visit(name: str, leaf: Any) -> Any:
             _refuse_quantized(name, leaf, value, StructureError)
             if isinstance(leaf, Tensor):
                 dim = _batch_dim(name, leaf)
-                return leaf.clone() if dim is None else leaf.narrow(dim, start, size)
+                if id(leaf) not in seen:
+                    seen[id(leaf)] = leaf.clone() if dim is None else leaf.narrow(dim, start, size)
+                return seen[id(leaf)]
             return size if name in _COUNTS and leaf == whole else leaf
 
         return visit
@@ -89,10 +95,10 @@ def _split(value: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def _merge(parts: Sequence[Any]) -> Any:
-    return _join("", parts, [_size(part) or 0 for part in parts], type(parts[0]).__name__)
+    return _join("", parts, [_size(part) or 0 for part in parts], type(parts[0]).__name__, {})
 
 
-def _join(name: str, parts: Sequence[Any], sizes: Sequence[int], path: str) -> Any:
+def _join(name: str, parts: Sequence[Any], sizes: Sequence[int], path: str, seen: Seen) -> Any:
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
         raise MergeError(f"{path} is of different types: {[type(part).__name__ for part in parts]}")
@@ -100,36 +106,44 @@ def _join(name: str, parts: Sequence[Any], sizes: Sequence[int], path: str) -> A
     if isinstance(first, dict):
         if any(part.keys() != first.keys() for part in parts):
             raise MergeError(f"{path} has different keys in the parts: {[list(part) for part in parts]}")
-        return type(first)((key, _join(name, [part[key] for part in parts], sizes, f"{path}.{key}")) for key in first)
+        return type(first)(
+            (key, _join(name, [part[key] for part in parts], sizes, f"{path}.{key}", seen)) for key in first
+        )
     if type(first) in (list, tuple):
         if any(len(part) != len(first) for part in parts):
             raise MergeError(f"{path} has different lengths in the parts: {[len(part) for part in parts]}")
         return type(first)(
-            _join(name, column, sizes, f"{path}.{i}") for i, column in enumerate(zip(*parts, strict=True))
+            _join(name, column, sizes, f"{path}.{i}", seen) for i, column in enumerate(zip(*parts, strict=True))
         )
     if _is_open(first):
         new = shallow_copy(first)
         for key in vars(first):
-            new.__dict__[key] = _join(key, [vars(part)[key] for part in parts], sizes, f"{path}.{key}")
+            new.__dict__[key] = _join(key, [vars(part)[key] for part in parts], sizes, f"{path}.{key}", seen)
         return new
-    return _join_leaf(name, parts, sizes, path)
+    if not isinstance(first, Tensor):
+        return _join_settings(name, parts, sizes, path)
+    same = tuple(id(part) for part in parts)
+    if same not in seen:
+        seen[same] = _join_tensors(name, parts, path)
+    return seen[same]
 
 
-def _join_leaf(name: str, parts: Sequence[Any], sizes: Sequence[int], path: str) -> Any:
-    first = parts[0]
-    if isinstance(first, Tensor):
-        dim = _batch_dim(name, first)
-        if dim is not None:
-            return _cat(parts, dim, path)
-        # Counters are read: a cache whose parts stand at different positions has no whole.
-        if not all(torch.equal(first, part.to(first.device)) for part in parts[1:]):
-            raise MergeError(f"{path} differs between the parts: {[part.tolist() for part in parts]}")
-        return first.clone()
+def _join_tensors(name: str, parts: Sequence[Tensor], path: str) -> Tensor:
+    first, dim = parts[0], _batch_dim(name, parts[0])
+    if dim is not None:
+        return _cat(parts, dim, path)
+    # Counters are read: a cache whose parts stand at different positions has no whole.
+    if not all(torch.equal(first, part.to(first.device)) for part in parts[1:]):
+        raise MergeError(f"{path} differs between the parts: {[part.tolist() for part in parts]}")
+    return first.clone()
+
+
+def _join_settings(name: str, parts: Sequence[Any], sizes: Sequence[int], path: str) -> Any:
     if name in _COUNTS and list(parts) == list(sizes):
         return sum(sizes)
-    if isinstance(first, SCALARS) and any(part != first for part in parts):
+    if isinstance(parts[0], SCALARS) and any(part != parts[0] for part in parts):
         raise MergeError(f"{path} differs between the parts: {list(parts)}")
-    return first
+    return parts[0]
 
 
 def _cat(parts: Sequence[Tensor], dim: int, path: str) -> Tensor:
@@ -151,7 +165,7 @@ def _map(fn: TensorMap, value: Any) -> Any:
             return leaf
         if id(leaf) not in seen:
             new = seen[id(leaf)] = fn(leaf)
-            if isinstance(new, Tensor) and leaf.dim() > 0:
+            if leaf.dim() > 0:
                 changes.setdefault(leaf.device, new.device)
                 changes.setdefault(leaf.dtype, new.dtype)
         return seen[id(leaf)]

@@ -5,8 +5,7 @@ Nested and sparse tensors are `torch.Tensor`s and cannot be told by their class:
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
+import functools
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -134,33 +133,15 @@ def _merge_strided(parts: Sequence[Tensor]) -> Tensor:
 # the offsets handed out are remembered by that identity.
 
 
-class _Recent:
-    """The last few values by key; a value that was pushed out is only made again."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._values: OrderedDict[Hashable, Any] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: Hashable) -> Any:
-        with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
-            return self._values.get(key)
-
-    def put(self, key: Hashable, value: Any) -> None:
-        with self._lock:
-            self._values[key] = value
-            if len(self._values) > self._limit:
-                self._values.popitem(last=False)
-
-
-_cut_offsets = _Recent(128)
-_whole_offsets = _Recent(128)
+@functools.lru_cache(maxsize=256)
+def _memory(*_key: Hashable) -> list[Any]:
+    """The place of the last few values by key, empty at first; a value that was pushed out is only made again."""
+    return []
 
 
 def _ragged_dim(value: Tensor) -> int:
-    return next(dim for dim, size in enumerate(value.shape) if not isinstance(size, int))
+    sizes: Sequence[Any] = value.shape
+    return next(dim for dim, size in enumerate(sizes) if not isinstance(size, int))
 
 
 def _ragged_size(value: Tensor) -> int:
@@ -170,6 +151,10 @@ def _ragged_size(value: Tensor) -> int:
 
 
 def _jagged(values: Tensor, offsets: Tensor, ragged_dim: int) -> Tensor:
+    if torch.is_inference_mode_enabled():
+        # Torch refuses to build one there around tensors that were made outside.
+        with torch.inference_mode(False), torch.no_grad():
+            return _jagged(values, offsets, ragged_dim)
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged_dim)
 
 
@@ -177,21 +162,22 @@ def _split_jagged(value: Any, sizes: Sequence[int]) -> list[Tensor]:
     if value.lengths() is not None:
         value = value.contiguous()
     dim, values, offsets = _ragged_dim(value), value.values(), value.offsets()
-    key = (_ragged_size(value), offsets.device, tuple(sizes))
-    known = _cut_offsets.get(key)
-    if known is None:
+    known = _memory("cut", _ragged_size(value), offsets.device, tuple(sizes))
+    if not known:
         firsts = [*_starts(sizes), sum(sizes)]
         # The rows of a part are as many as its offsets say: on a device, this waits for it.
         rows = offsets.tolist()
-        cuts = [rows[first] for first in firsts]
-        known = cuts, [offsets[a : b + 1] - rows[a] for a, b in pairwise(firsts)]
-        _cut_offsets.put(key, known)
-    cuts, parts_offsets = known
+        with torch.inference_mode(False):  # remembered, and perhaps met again in training
+            parts_offsets = [offsets[a : b + 1] - rows[a] for a, b in pairwise(firsts)]
+        known.append(([rows[first] for first in firsts], parts_offsets))
+    cuts, parts_offsets = known[0]
     parts = [
         _jagged(values.narrow(dim - 1, start, stop - start), part, dim)
         for (start, stop), part in zip(pairwise(cuts), parts_offsets, strict=True)
     ]
-    _whole_offsets.put(tuple(_ragged_size(part) for part in parts), offsets)
+    whole = _memory("whole", *(_ragged_size(part) for part in parts))
+    if not whole:
+        whole.append(offsets)
     return parts
 
 
@@ -199,14 +185,13 @@ def _merge_jagged(parts: Sequence[Any]) -> Tensor:
     parts = [part if part.lengths() is None else part.contiguous() for part in parts]
     dim = _ragged_dim(parts[0])
     values = torch.cat([part.values() for part in parts], dim - 1)
-    key = tuple(_ragged_size(part) for part in parts)
-    offsets = _whole_offsets.get(key)
-    if offsets is None:
-        shifts = list(_starts([part.values().shape[dim - 1] for part in parts]))
-        pieces = [part.offsets()[1:] + shift for part, shift in zip(parts, shifts, strict=True)]
-        offsets = torch.cat([parts[0].offsets()[:1], *pieces])
-        _whole_offsets.put(key, offsets)
-    return _jagged(values, _offsets_on(offsets, values.device, values.shape[dim - 1]), dim)
+    whole = _memory("whole", *(_ragged_size(part) for part in parts))
+    if not whole:
+        shifts = _starts([part.values().shape[dim - 1] for part in parts])
+        with torch.inference_mode(False):
+            pieces = [part.offsets()[1:] + shift for part, shift in zip(parts, shifts, strict=True)]
+            whole.append(torch.cat([parts[0].offsets()[:1], *pieces]))
+    return _jagged(values, _offsets_on(whole[0], values.device, values.shape[dim - 1]), dim)
 
 
 def _offsets_on(offsets: Tensor, device: torch.device, rows: int) -> Tensor:
