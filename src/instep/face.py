@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from instep.errors import WrapError
+from instep.replicas.clone import Wrapper
 
 Self = TypeVar("Self", bound="Transparent")
 
@@ -29,13 +30,12 @@ def _shared(name: str) -> Any:
     return property(read, write)
 
 
-class Transparent(nn.Module):
+class Transparent(Wrapper, nn.Module):
     """Shows `module` through: reading, setting and deleting attributes, parameters, buffers and submodules.
 
     Registries are the module's own, so every name is the bare module's and nothing needs renaming.
     """
 
-    module: nn.Module
     _parameters = _shared("_parameters")
     _buffers = _shared("_buffers")
     _modules = _shared("_modules")

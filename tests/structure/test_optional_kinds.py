@@ -120,11 +120,13 @@ def test_items_of_an_encoding_that_belong_to_no_sample_stay_whole(tokenizer: Any
     value = tokenizer(TEXTS, padding=True, return_tensors="pt")
     value["scale"], value["bias"], value["name"] = torch.tensor(2.0), torch.zeros(1, 4), "texts"
     value["labels"] = [f"label {i}" for i in range(7)]
+    value["targets"], value["sizes"] = list(range(7)), [224, 224]
     kind = kind_for(value)
     parts = kind.split(value, (3, 4))
     assert parts[1]["scale"] is value["scale"]
     assert parts[1]["bias"] is value["bias"]
     assert parts[1]["labels"] == value["labels"][3:]
+    assert (parts[1]["targets"], parts[1]["sizes"]) == ([3, 4, 5, 6], [224, 224])
     assert_same(kind.merge(parts).data, value.data)
     value["pixel_values"] = torch.zeros(2, 3)
     with pytest.raises(StructureError, match="pixel_values"):

@@ -79,7 +79,7 @@ class Reader(nn.Module):
 
 
 @torch.no_grad()
-def write_line(model: Reader, prompt: str, seed: int, *, longest: int = 72, temperature: float = 0.5) -> str:
+def write_line(model: Reader, prompt: str, seed: int, *, longest: int = 60, temperature: float = 0.7) -> str:
     """Continues the prompt to the end of its line. The same weights and seed give the same line."""
     device = next(model.parameters()).device
     draws = torch.Generator().manual_seed(seed)

@@ -95,7 +95,7 @@ def introduce(console: Console, corpus: Corpus, module: Reader, devices: list[in
 def show_proof(console: Console, proof: list[Step], replicas: int) -> None:
     """Shows the losses of both runs, and how far they, the gradients and the weights are apart."""
     table = Table(title="the first steps, taken twice: differences in")
-    for name in ("step", "one device", f"{replicas} replicas", "loss", "gradients", "weights"):
+    for name in ("step", "one device", f"{replicas} replica{'s' * (replicas > 1)}", "loss", "gradients", "weights"):
         table.add_column(name, justify="right")
     for number, step in enumerate(proof, start=1):
         apart = (f"{value:.0e}" for value in (step.loss, step.gradients, step.weights))

@@ -7,6 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -109,7 +110,7 @@ class Lease:
         self._share = share
         done: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         for index, thread in enumerate(self._threads):
-            thread.inbox.put(_Task(index, lambda: torch.set_num_threads(share), done))
+            thread.inbox.put(_Task(index, partial(_set_threads, share), done))
         for _ in self._threads:
             done.get()
         torch.set_num_threads(mine)
@@ -126,6 +127,11 @@ class Lease:
                     if _threads.get(key) is thread:
                         del _threads[key]
                     thread.stop()
+
+
+def _set_threads(count: int) -> None:
+    torch.get_num_threads()  # a thread that asks for the first time takes the process's count: ask before setting
+    torch.set_num_threads(count)
 
 
 class _Task:

@@ -26,6 +26,12 @@ _OPAQUE = (*SCALARS, type, types.ModuleType, types.CodeType, torch.dtype, torch.
 _MAX_VISITS = 200_000
 
 
+class Wrapper:
+    """A wrapper that stands where a module could; inside a replica there is only the module."""
+
+    module: nn.Module
+
+
 class Cloner:
     """Rebuilds objects of one source module for one replica; the same object is always rebuilt as the same object."""
 
@@ -34,6 +40,8 @@ class Cloner:
         self._memo: dict[int, tuple[Any, Any]] = {}  # holds the sources too, so that no id is used again
         self._plain: dict[int, Any] = {}
         self._depth = 0
+        self.modules: list[tuple[nn.Module, nn.Module]] = []
+        """Every module of the source that was met, registered or not, with what was made of it."""
         self.containers: list[tuple[Any, tuple[Any, ...], Any]] = []
         """Containers of the source that were rebuilt, with the items they had and what was made of them."""
 
@@ -55,6 +63,8 @@ class Cloner:
     def _make(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._note(value, self._tensor(value))
+        if isinstance(value, Wrapper):
+            return self._note(value, self.clone(value.module))
         if isinstance(value, nn.Module):
             return self._module(value)
         return self._rebuild(value) if self._reaches(value) else value
@@ -69,6 +79,7 @@ class Cloner:
 
     def _module(self, source: nn.Module) -> nn.Module:
         made = self._note(source, source.__class__.__new__(source.__class__))
+        self.modules.append((source, made))
         for name, value in source.__dict__.items():
             made.__dict__[name] = self.attribute(name, value)
         return made  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from instep.reduce import send
 from instep.replicas.replica import Replica
-from instep.replicas.watch import Watch
+from instep.replicas.watch import Changes, Watch
 
 
 class Crew:
@@ -34,13 +34,25 @@ class Crew:
         if changes is None or changes.structure or not all(replica.aliases_hold() for replica in self.replicas):
             self._make()
         elif changes:
-            for replica in self.replicas:
-                replica.apply(changes)
-            assert self._watch is not None
-            self._watch.update(changes)
+            self._apply(changes)
         if not self.frozen:
             self._send()
         return self.replicas
+
+    def _apply(self, changes: Changes) -> None:
+        """Set on every replica what was set on the source; modules or containers that are new need a new crew."""
+        assert self._watch is not None
+        before = self._extent()
+        for replica in self.replicas:
+            replica.apply(changes)
+        if self._extent() == before:
+            self._watch.update(changes)
+        else:
+            self._make()
+
+    def _extent(self) -> tuple[int, int]:
+        cloner = self.replicas[0].cloner
+        return len(cloner.modules), len(cloner.containers)
 
     def discard(self) -> None:
         """Make the replicas anew at the next call: after a failure nobody knows what they hold."""
@@ -54,8 +66,9 @@ class Crew:
             self.replicas.append(
                 Replica(index, self.source, device, alias=near and not self.joint, share=near and self.joint)
             )
-        containers = [(value, items) for value, items, _ in self.replicas[0].cloner.containers]
-        self._watch = Watch(self.source, containers)
+        first = self.replicas[0]
+        containers = [(value, items) for value, items, _ in first.cloner.containers]
+        self._watch = Watch(first.source_modules, containers)
 
     def _send(self) -> None:
         """Parameters to the replicas that have memory of their own."""

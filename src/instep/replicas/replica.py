@@ -29,12 +29,21 @@ class Replica:
         self.cloner = Cloner(self.tensors.make)
         with torch.inference_mode(False):
             self.module: nn.Module = self.cloner.clone(source)
-        self.modules: list[nn.Module] = [self.cloner.clone(module) for module in source.modules()]
         self._find_slots()
-        self._watch = Watch(self.module)
+        self._watch = Watch(self.modules)
 
     def __repr__(self) -> str:
         return f"replica {self.index} on {self.device}"
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Every module of the replica."""
+        return [made for _, made in self.cloner.modules]
+
+    @property
+    def source_modules(self) -> list[nn.Module]:
+        """The source's modules, in the same order."""
+        return [source for source, _ in self.cloner.modules]
 
     @property
     def trainable(self) -> list[tuple[Tensor, Tensor]]:
@@ -52,7 +61,7 @@ class Replica:
         for change in changes.attributes:
             if isinstance(change.old, Tensor):
                 self._drop(change.old)
-            module = self.modules[change.module]
+            module = self.cloner.modules[change.module][1]
             if change.buffer:
                 module._buffers[change.name] = self.cloner.clone(change.new)
             else:
@@ -112,7 +121,7 @@ class Replica:
                 with torch.no_grad():
                     copy.data.copy_(source.detach())
         if touched:
-            self._watch = Watch(self.module)
+            self._watch = Watch(self.modules)
 
     def link(self) -> None:
         """Hold differentiable copies of the source's trainable tensors: the replica joins the caller's graph."""
@@ -120,7 +129,7 @@ class Replica:
             new = source.to(self.device) if source.device != self.device else source.clone()
             self.put(held, new)
             self.tensors.trainable[position] = (source, new)
-        self._watch = Watch(self.module)
+        self._watch = Watch(self.modules)
 
     def changes(self) -> Changes:
         """What `forward` set on the replica since it was last brought up to date."""
@@ -142,10 +151,10 @@ class Replica:
         }
         return [pair for pair in self.tensors.state if pair[1]._version > 0 or id(pair[1]) in silent]
 
-    def revert(self, changes: Changes, source_modules: list[nn.Module]) -> None:
-        """Set back what `forward` set on the replica, to what the source has now."""
+    def revert(self, changes: Changes) -> None:
+        """Set back what `forward` set on the replica."""
         for change in changes.attributes:
-            module, source = self.modules[change.module], source_modules[change.module]
+            source, module = self.cloner.modules[change.module]
             table = source._buffers if change.buffer else source.__dict__
             held = module._buffers if change.buffer else module.__dict__
             if change.name not in table:

@@ -50,8 +50,8 @@ class Settler:
         """Set on the source what `forward` changed; replicas are clean again afterwards."""
         if not any(outcome.changes or outcome.written for outcome in outcomes):
             return
-        names = module_names(source)
-        modules = list(source.modules())
+        modules = replicas[0].source_modules
+        names = module_names(source, modules)
         if any(outcome.changes.structure for outcome in outcomes):
             raise StateError(_STRUCTURE)
         writes = [
@@ -61,7 +61,7 @@ class Settler:
         for write in writes:
             write()
         for replica, outcome in zip(replicas, outcomes, strict=True):
-            replica.revert(outcome.changes, modules)
+            replica.revert(outcome.changes)
 
     def _attributes(
         self,
@@ -207,7 +207,7 @@ def _together(values: list[Any]) -> list[Any]:
 
 
 def _held(replica: Replica, change: Any) -> Any:
-    module = replica.modules[change.module]
+    _, module = replica.cloner.modules[change.module]
     return (module._buffers if change.buffer else module.__dict__).get(change.name, MISSING)
 
 
@@ -230,9 +230,10 @@ def _copier(original: Tensor, value: Tensor) -> Write:
     return write
 
 
-def module_names(source: nn.Module) -> list[str]:
-    """The dotted name of each module, in the order of `source.modules()`."""
-    return [name for name, _ in source.named_modules()]
+def module_names(source: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
+    """The dotted name of each module; its class for one that is not registered."""
+    known = {id(module): name for name, module in source.named_modules()}
+    return [known.get(id(module), type(module).__name__) for module in modules]
 
 
 def tensor_name(source: nn.Module, tensor: Tensor) -> str:

@@ -55,12 +55,14 @@ def is_table(name: str, value: Any) -> bool:
 
 
 class Watch:
-    """A module tree as it was when the watch was made or last brought up to date."""
+    """Modules as they were when the watch was made or last brought up to date."""
 
-    def __init__(self, root: nn.Module, containers: Sequence[tuple[Any, Items]] = ()) -> None:
-        self.modules = list(root.modules())
+    def __init__(self, modules: Sequence[nn.Module], containers: Sequence[tuple[Any, Items]] = ()) -> None:
+        self.modules = list(modules)
         self._containers = list(containers)
-        self._parameters: list[Tensor] = list(root.parameters())
+        self._parameters: list[Tensor] = [
+            parameter for module in modules for parameter in module._parameters.values() if parameter is not None
+        ]
         self._take_stock()
 
     def _take_stock(self) -> None:

@@ -25,12 +25,17 @@ from instep.structure.types import Kind, TensorMap, add_kind, add_kind_of
 
 
 def _length(value: Any) -> int | None:
-    """How many samples an item holds, or None for one that belongs to no sample in particular."""
+    """How many samples an item tells of, or None for one that belongs to no sample in particular."""
     if isinstance(value, (Tensor, np.ndarray)):
         return value.shape[0] if value.ndim else None
     if isinstance(value, list) and value and not isinstance(value[0], (int, float, bool)):
         return len(value)
     return None
+
+
+def _follows(value: Any, size: int | None) -> bool:
+    """Whether an item has one entry for each of so many samples; a list of numbers may, but does not tell how many."""
+    return (len(value) if isinstance(value, list) else _length(value)) == size
 
 
 def _encoding_size(encoding: Any) -> int | None:
@@ -52,7 +57,7 @@ def _split_encoding(encoding: Any, sizes: Sequence[int]) -> list[Any]:
 
 def _cut_encoding(encoding: Any, start: int, stop: int, whole: int) -> Any:
     new = shallow_copy(encoding)
-    new.data = {key: value[start:stop] if _length(value) == whole else value for key, value in encoding.data.items()}
+    new.data = {key: value[start:stop] if _follows(value, whole) else value for key, value in encoding.data.items()}
     tokens = vars(encoding).get("_encodings")
     if tokens is not None and len(tokens) == whole:
         new._encodings = list(tokens[start:stop])
@@ -76,7 +81,7 @@ def _join_items(key: str, items: Sequence[Any], sizes: Sequence[int | None]) -> 
     first = items[0]
     if all(item is first for item in items):
         return first
-    if any(_length(item) is None or _length(item) != size for item, size in zip(items, sizes, strict=True)):
+    if not all(_follows(item, size) for item, size in zip(items, sizes, strict=True)):
         if all(_equal(first, item) for item in items[1:]):
             return first
         raise MergeError(f"`{key}` differs between the parts and does not follow the batch")

@@ -10,11 +10,12 @@ import copy
 import dataclasses
 import sys
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as torch_pytree
 
 from instep.structure.types import TensorMap, kind_of
@@ -24,14 +25,22 @@ Path = tuple[Any, ...]
 
 SCALARS = (int, float, complex, bool, str, bytes, type(None))
 
+T = TypeVar("T")
+
 
 def show_path(path: Path) -> str:
-    """A path as patterns see it: `("batch", "ids", 0)` is `batch.ids.0`.
+    """A path as patterns see it: `("batch", "ids", 0)` is `batch.ids.0`; a root without a name is not shown.
 
     >>> show_path(("batch", "ids", 0))
     'batch.ids.0'
     """
-    return ".".join(str(key) for key in path)
+    return ".".join([str(key) for key in (path[1:] if path and path[0] == "" else path)])
+
+
+def specific_first(patterns: Iterable[tuple[Any, T]]) -> dict[str, T]:
+    """Patterns in the order in which they are tried: as written, but `"*"`, which is meant for the rest, last."""
+    found = {str(pattern): meaning for pattern, meaning in patterns}
+    return {**{pattern: found[pattern] for pattern in found if pattern != "*"}, **found}
 
 
 class Node(NamedTuple):
@@ -67,21 +76,34 @@ def _open_tuple(value: Any) -> Node:
     return Node(range(len(value)), value, cls)
 
 
+def _open_struct(value: Any) -> Node:
+    """What torch returns from `max`, `topk` and others: a tuple whose entries also have names."""
+    cls = type(value)
+    return Node(cls.__match_args__, tuple(value), cls)
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether a value is a list or tuple without names for its entries: only these can hold one entry a sample."""
+    cls = type(value)
+    if cls is list or cls is tuple:
+        return True
+    return isinstance(value, (list, tuple)) and not (hasattr(cls, "_fields") or hasattr(cls, "n_sequence_fields"))
+
+
 def _open_dict(value: Any) -> Node:
     keys = tuple(value)
     cls = type(value)
     if cls is dict or cls is OrderedDict:
-        return Node(keys, tuple(value.values()), lambda children: cls(zip(keys, children)))
+        return Node(keys, tuple(value.values()), lambda children: cls(zip(keys, children, strict=True)))
     if cls is defaultdict:
         factory = value.default_factory
-        return Node(keys, tuple(value.values()), lambda children: defaultdict(factory, zip(keys, children)))
+        return Node(keys, tuple(value.values()), lambda children: defaultdict(factory, zip(keys, children, strict=True)))
 
     def close(children: Sequence[Any]) -> Any:
         new = copy.copy(value)
-        for key, child in zip(keys, children):
+        for key, child in zip(keys, children, strict=True):
             dict.__setitem__(new, key, child)
-        # A dictionary that also shows its items as attributes (`d.x`) keeps both in agreement.
-        for key, child in zip(keys, children):
+            # A dictionary that also shows its items as attributes (`d.x`) keeps both in agreement.
             if isinstance(key, str) and key in getattr(new, "__dict__", ()):
                 new.__dict__[key] = child
         return new
@@ -93,53 +115,78 @@ def _open_mapping(value: Any) -> Node:
     keys = tuple(value)
 
     def close(children: Sequence[Any]) -> Any:
-        items = dict(zip(keys, children))
+        items = dict(zip(keys, children, strict=True))
         if isinstance(value, UserDict):
             new = copy.copy(value)
             new.data = items
             return new
-        if isinstance(value, MutableMapping):
-            new = copy.copy(value)
-            if new is not value and _is_independent(new, value):
-                for key, child in items.items():
-                    new[key] = child
-                return new
-        return type(value)(items)  # type: ignore[call-arg]
+        if isinstance(value, MutableMapping) and hasattr(value, "__dict__"):
+            new = _copy_with_storage(value)
+            for key, child in items.items():
+                new[key] = child
+            return new
+        remade: Any = type(value)
+        return remade(items)
 
     return Node(keys, tuple(value[key] for key in keys), close)
 
 
-def _is_independent(new: Any, old: Any) -> bool:
-    """Whether a shallow copy has storage of its own, so that writing items into it leaves the old one alone."""
-    own = vars(new) if hasattr(new, "__dict__") else {}
-    return not any(
-        isinstance(item, (dict, list)) and vars(old).get(name) is item for name, item in own.items()
-    ) and bool(own)
+def _copy_with_storage(value: Any) -> Any:
+    """A copy whose dictionaries and lists are its own, so that writing items into it leaves the old one alone."""
+    new = copy.copy(value)
+    for name, item in vars(new).items():
+        if isinstance(item, (dict, list)) and vars(value).get(name) is item:
+            vars(new)[name] = copy.copy(item)
+    return new
 
 
 def _open_fields(value: Any, names: Sequence[str]) -> Node:
-    """A dataclass or attrs instance: closed without running `__init__`, so frozen and derived fields are kept."""
-    present = tuple(name for name in names if hasattr(value, name))
+    """A dataclass or attrs instance: closed without running `__init__`, so frozen and derived fields are kept.
+
+    Attributes beside the fields are children too, lest a tensor among them stay whole; cached properties are made anew.
+    """
+    cls = type(value)
+    present = [name for name in names if hasattr(value, name)]
+    cached = []
+    for name in getattr(value, "__dict__", ()):
+        if isinstance(getattr(cls, name, None), cached_property):
+            cached.append(name)
+        elif name not in present:
+            present.append(name)
 
     def close(children: Sequence[Any]) -> Any:
         new = shallow_copy(value)
-        for name, child in zip(present, children):
+        for name, child in zip(present, children, strict=True):
             object.__setattr__(new, name, child)
+        for name in cached:
+            del new.__dict__[name]
         return new
 
-    return Node(present, tuple(getattr(value, name) for name in present), close)
+    return Node(tuple(present), tuple([getattr(value, name) for name in present]), close)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Everything an object holds, in its dictionary and in its slots, by the name to set it with."""
+    found = dict(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            private = slot.startswith("__") and not slot.endswith("__")
+            name = f"_{cls.__name__.lstrip('_')}{slot}" if private else slot
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
 
 
 def shallow_copy(value: Any) -> Any:
     """A new object of the same class with the same attributes, made without calling any of the class's own code."""
     new = object.__new__(type(value))
-    if hasattr(value, "__dict__"):
-        new.__dict__.update(value.__dict__)
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
-                object.__setattr__(new, slot, getattr(value, slot))
+    own = getattr(new, "__dict__", None)
+    for name, item in attributes_of(value).items():
+        if own is not None and name in value.__dict__:
+            own[name] = item
+        else:
+            object.__setattr__(new, name, item)
     return new
 
 
@@ -155,7 +202,17 @@ def _open_model_output(value: Any) -> Node:
     """Hugging Face's `ModelOutput`: an ordered dictionary whose items are also fields."""
     keys = tuple(value.keys())
     cls = type(value)
-    return Node(keys, tuple(value.values()), lambda children: cls(**dict(zip(keys, children))))
+    fields = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+
+    def close(children: Sequence[Any]) -> Any:
+        items = dict(zip(keys, children, strict=True))
+        new = cls(**{key: child for key, child in items.items() if key in fields})
+        for key, child in items.items():
+            if key not in fields:
+                new[key] = child
+        return new
+
+    return Node(keys, tuple(value.values()), close)
 
 
 def _open_torch_pytree(value: Any) -> Node:
@@ -180,13 +237,15 @@ _openers: dict[type, Opener | None] = {list: _open_list, tuple: _open_tuple, dic
 
 
 def _opener_of(cls: type) -> Opener | None:
-    if issubclass(cls, (Tensor, *SCALARS)) or cls is torch.Size or kind_of(cls) is not None:
+    if issubclass(cls, (Tensor, nn.Module, *SCALARS)) or cls is torch.Size or kind_of(cls) is not None:
         return None
-    if cls in torch_pytree.SUPPORTED_NODES and cls not in (OrderedDict, defaultdict):
-        return _open_torch_pytree
     hugging_face = sys.modules.get("transformers.utils")
     if hugging_face is not None and issubclass(cls, hugging_face.ModelOutput):
         return _open_model_output
+    if issubclass(cls, tuple) and hasattr(cls, "n_sequence_fields") and hasattr(cls, "__match_args__"):
+        return _open_struct
+    if cls in torch_pytree.SUPPORTED_NODES and cls not in (OrderedDict, defaultdict):
+        return _open_torch_pytree
     for parent, opener in ((list, _open_list), (tuple, _open_tuple), (dict, _open_dict), (Mapping, _open_mapping)):
         if issubclass(cls, parent):
             return opener

@@ -1,0 +1,252 @@
+"""A replica is the module around other tensors, whatever the module is made of."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import types
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import instep
+from instep.replicas.replica import Replica
+
+CPU = torch.device("cpu")
+
+
+def replica_of(module: nn.Module, *, alias: bool = True) -> Replica:
+    return Replica(0, module, CPU, alias=alias, share=False)
+
+
+def assert_parity(net: nn.Module, x: Tensor, engine: str = "threads") -> None:
+    plain = copy.deepcopy(net)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        out, expected = model(x), plain(x)
+        torch.testing.assert_close(out, expected)
+        out.sum().backward()
+        expected.sum().backward()
+        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_parameters_are_real_leaves_that_share_memory() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    replica = replica_of(net)
+    for mine, theirs in zip(replica.module.parameters(), net.parameters(), strict=True):
+        assert isinstance(mine, nn.Parameter)
+        assert mine.is_leaf
+        assert mine is not theirs
+        assert mine.data_ptr() == theirs.data_ptr()
+
+
+def test_private_parameters_have_memory_of_their_own() -> None:
+    net = nn.Linear(3, 4)
+    replica = replica_of(net, alias=False)
+    assert replica.module.weight.data_ptr() != net.weight.data_ptr()
+    assert torch.equal(replica.module.weight, net.weight)
+
+
+def test_buffers_and_frozen_parameters_are_copies() -> None:
+    net = nn.BatchNorm1d(3)
+    net.bias.requires_grad_(False)
+    replica = replica_of(net)
+    assert replica.module.running_mean.data_ptr() != net.running_mean.data_ptr()
+    assert replica.module.bias.data_ptr() != net.bias.data_ptr()
+    assert isinstance(replica.module.bias, nn.Parameter)
+
+
+def test_tied_weights_stay_tied() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net[1].weight = net[0].weight
+    module = replica_of(net).module
+    assert module[0].weight is module[1].weight
+    assert_parity(net, torch.randn(5, 3))
+
+
+def test_attributes_of_a_parameter_are_kept() -> None:
+    net = nn.Linear(2, 2)
+    net.weight.no_decay = True
+    assert replica_of(net).module.weight.no_decay is True
+
+
+class Closed(nn.Module):
+    """A forward that was replaced by a closure over the module and its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = self.layer = nn.Linear(3, 3)
+        self.forward = lambda x: layer(x) * self.scale()
+
+    def scale(self) -> Tensor:
+        return self.layer.bias.sum()
+
+
+def test_closures_lead_to_the_replica() -> None:
+    net = Closed()
+    module = replica_of(net).module
+    cells = [cell.cell_contents for cell in module.forward.__closure__]
+    assert module in cells
+    assert net not in cells
+    assert net.layer not in cells
+    with instep.DataParallel(net, ["cpu"] * 2) as model:
+        x = torch.randn(4, 3)
+        expected = nn.functional.linear(x, net.layer.weight, net.layer.bias) * net.layer.bias.sum()
+        torch.testing.assert_close(model(x), expected)
+        model(x).sum().backward()
+        mine = net.layer.weight.grad.clone()
+        net.zero_grad()
+        expected.sum().backward()
+        torch.testing.assert_close(mine, net.layer.weight.grad)
+
+
+def test_hooks_that_hold_the_source_are_rebuilt() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net[0].register_forward_hook(lambda module, args, out: out + net[1].bias)
+    net[1].register_forward_pre_hook(functools.partial(shifted, net[0]))
+    with instep.DataParallel(net, ["cpu"] * 2) as model:
+        x = torch.randn(4, 3)
+        out, expected = model(x), net(x)
+        torch.testing.assert_close(out, expected)
+        out.sum().backward()
+        mine = [p.grad.clone() for p in net.parameters()]
+        net.zero_grad()
+        expected.sum().backward()
+        for grad, p in zip(mine, net.parameters(), strict=True):
+            torch.testing.assert_close(grad, p.grad)
+
+
+def shifted(layer: nn.Linear, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    return (args[0] + layer.bias,)
+
+
+class Owner:
+    """An object that is no module and points back at one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.reference = weakref.ref(module)
+        self.method = module.extra_repr
+        self.again = self
+
+
+def test_objects_that_point_at_the_module_point_at_the_replica() -> None:
+    net = nn.Linear(2, 2)
+    net.owner = Owner(net)
+    net.bound = net.owner.method
+    module = replica_of(net).module
+    assert module.owner is not net.owner
+    assert module.owner.module is module
+    assert module.owner.reference() is module
+    assert module.owner.again is module.owner
+    assert module.bound.__self__ is module
+
+
+def test_other_objects_are_shared() -> None:
+    net = nn.Linear(2, 2)
+    net.config = types.SimpleNamespace(nested={"a": [1, 2]})
+    module = replica_of(net).module
+    assert module.config is net.config
+
+
+def numbers() -> Iterator[int]:
+    yield 1
+
+
+def test_what_cannot_be_copied_is_shared(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    net.lock = threading.Lock()
+    net.numbers = numbers()
+    with (tmp_path / "log").open("w") as file, instep.DataParallel(net, ["cpu"] * 2) as model:
+        net.file = file
+        x = torch.randn(4, 2)
+        torch.testing.assert_close(model(x), net(x))
+        assert model._instep_crew.replicas[1].module.file is file
+
+
+class Guarded(nn.Module):
+    """Holds a lock in the same object as a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.store = types.SimpleNamespace(lock=threading.Lock(), bias=torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.store.lock:
+            return self.layer(x) + self.store.bias
+
+
+def test_an_object_with_a_lock_and_a_tensor() -> None:
+    net = Guarded()
+    with instep.DataParallel(net, ["cpu"] * 2) as model:
+        x = torch.randn(4, 2)
+        torch.testing.assert_close(model(x), net(x))
+        net.store.bias.add_(3)
+        torch.testing.assert_close(model(x), net(x))
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_parametrizations(engine: str) -> None:
+    net = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)), parametrizations.orthogonal(nn.Linear(4, 4)))
+    assert_parity(net.double(), torch.randn(5, 3).double(), engine)
+
+
+def test_a_user_parametrization() -> None:
+    class Symmetric(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.triu() + x.triu(1).transpose(-1, -2)
+
+    layer = nn.Linear(3, 3)
+    parametrize.register_parametrization(layer, "weight", Symmetric())
+    assert_parity(layer, torch.randn(5, 3))
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_parameter_lists_and_dicts_are_full(engine: str) -> None:
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.many = nn.ParameterList([nn.Parameter(torch.randn(3)) for _ in range(3)])
+            self.named = nn.ParameterDict({"a": nn.Parameter(torch.randn(3))})
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert len(list(self.parameters())) == 4
+            return x * sum(self.many) + self.named["a"]
+
+    assert_parity(Bag(), torch.randn(5, 3), engine)
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_lazy_modules_come_to_be_on_the_source(engine: str) -> None:
+    net = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2))
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        x = torch.randn(6, 3)
+        torch.testing.assert_close(model(x), net(x))
+        torch.testing.assert_close(model(x), net(x))
+        assert len(model._instep_crew.replicas) == 2
+
+
+def test_a_clone_made_in_inference_mode_trains_afterwards() -> None:
+    net = nn.BatchNorm1d(3).eval()
+    with instep.DataParallel(net, ["cpu"] * 2) as model:
+        x = torch.randn(4, 3)
+        with torch.inference_mode():
+            model(x)
+        model(x).sum().backward()
+        assert net.weight.grad is not None
+
+
+def test_two_lists_that_hold_each_other() -> None:
+    net = nn.Linear(2, 2)
+    net.ring = [net, []]
+    net.ring[1].append(net.ring)
+    module = replica_of(net).module
+    assert module.ring[0] is module
+    assert module.ring[1][0] is module.ring

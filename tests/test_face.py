@@ -1,0 +1,266 @@
+"""A wrapped module looks like the module."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("shift", torch.zeros(2))
+        self.name = "net"
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.layer(x) * scale + self.shift
+
+    def double_up(self, x: Tensor) -> Tensor:
+        """Says which replica's module it runs on by the size of what it gets."""
+        return torch.full((len(x),), len(x))
+
+    @property
+    def width(self) -> int:
+        return 3
+
+
+@pytest.fixture
+def net() -> Net:
+    return Net()
+
+
+@pytest.fixture
+def model(net: Net) -> Iterator[instep.DataParallel]:
+    with instep.DataParallel(net, ["cpu"] * 2) as wrapped:
+        yield wrapped
+
+
+def test_names_are_the_bare_modules(model: instep.DataParallel, net: Net) -> None:
+    assert list(model.state_dict()) == list(net.state_dict()) == ["shift", "layer.weight", "layer.bias"]
+    assert [name for name, _ in model.named_parameters()] == ["layer.weight", "layer.bias"]
+    assert [name for name, _ in model.named_buffers()] == ["shift"]
+    assert [name for name, _ in model.named_modules()] == ["", "layer"]
+    assert [name for name, _ in model.named_children()] == ["layer"]
+    assert next(iter(model.parameters())) is net.layer.weight
+    assert model.module is net
+    assert model.get_parameter("layer.weight") is net.layer.weight
+
+
+def test_attributes_and_methods_show_through(model: instep.DataParallel, net: Net) -> None:
+    assert model.name == "net"
+    assert model.width == 3
+    assert model.layer is net.layer
+    assert "double_up" in dir(model)
+    with pytest.raises(AttributeError, match="neither DataParallel nor Net has an attribute 'nothing'"):
+        model.nothing  # noqa: B018
+    assert not hasattr(model, "nothing")
+
+
+def test_other_methods_run_whole_or_in_parallel(model: instep.DataParallel, net: Net) -> None:
+    x = torch.randn(5, 3)
+    assert model.double_up(x).tolist() == [5] * 5
+    assert model.call("double_up", x).tolist() == [3, 3, 3, 2, 2]
+    with instep.DataParallel(net, ["cpu"] * 2, methods=("double_up",)) as parallel:
+        assert parallel.double_up(x).tolist() == [3, 3, 3, 2, 2]
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_prefixed_keys_load(model: instep.DataParallel, net: Net, prefix: str) -> None:
+    wanted = {name: torch.randn_like(value) for name, value in net.state_dict().items()}
+    model.load_state_dict({prefix + name: value for name, value in wanted.items()})
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, wanted[name])
+
+
+def test_a_state_dict_of_data_parallel_loads(model: instep.DataParallel) -> None:
+    other = nn.DataParallel(Net())
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model.layer.weight, other.module.layer.weight)
+
+
+def test_a_module_that_has_such_names_itself_keeps_them() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.module(x)
+
+    holder = Holder()
+    with instep.DataParallel(holder, ["cpu"] * 2) as model:
+        assert list(model.state_dict()) == ["module.weight", "module.bias"]
+        model.load_state_dict({name: torch.zeros_like(value) for name, value in holder.state_dict().items()})
+        assert model(torch.ones(4, 2)).eq(0).all()
+
+
+def test_wrong_keys_are_refused(model: instep.DataParallel) -> None:
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({"layer.weight": torch.zeros(2, 3)})
+
+
+def test_modes_and_dtypes(model: instep.DataParallel, net: Net) -> None:
+    assert model.eval() is model
+    assert not model.training
+    assert not net.layer.training
+    assert model.train().training
+    assert model.half() is model
+    assert net.layer.weight.dtype is torch.float16
+    assert model.to(torch.float64) is model
+    assert net.shift.dtype is torch.float64
+    assert model.requires_grad_(False) is model
+    assert not net.layer.weight.requires_grad
+
+
+def test_inside_another_module(net: Net) -> None:
+    outer = nn.Sequential(instep.DataParallel(net, ["cpu"] * 2), nn.Linear(2, 2))
+    assert list(outer.state_dict()) == ["0.shift", "0.layer.weight", "0.layer.bias", "1.weight", "1.bias"]
+    outer.load_state_dict({name: torch.zeros_like(value) for name, value in outer.state_dict().items()})
+    assert net.layer.weight.eq(0).all()
+    assert len(list(outer.parameters())) == 4
+    outer.eval()
+    assert not net.layer.training
+    outer(torch.randn(4, 3)).sum().backward()
+    assert net.layer.weight.grad is not None
+    outer[0].close()
+
+
+def test_a_wrapper_inside_a_wrapped_module_runs_plainly(net: Net) -> None:
+    inner = instep.DataParallel(net, ["cpu"] * 2)
+    outer = nn.Sequential(inner, nn.Linear(2, 2))
+    plain = nn.Sequential(copy.deepcopy(net), copy.deepcopy(outer[1]))
+    with instep.DataParallel(outer, ["cpu"] * 2) as model:
+        x = torch.randn(5, 3)
+        out = model(x)
+        torch.testing.assert_close(out, plain(x))
+        out.sum().backward()
+        plain(x).sum().backward()
+        torch.testing.assert_close(net.layer.weight.grad, plain[0].layer.weight.grad)
+
+
+def test_deepcopy_pickle_and_save(model: instep.DataParallel, net: Net) -> None:
+    x = torch.randn(5, 3)
+    expected = model(x)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        assert isinstance(other, instep.DataParallel)
+        assert other.module is not net
+        torch.testing.assert_close(other(x), expected)
+        other.layer.weight.data.zero_()
+        torch.testing.assert_close(model(x), expected)
+        other.close()
+
+
+def test_wrapping_again_wraps_the_module(model: instep.DataParallel, net: Net) -> None:
+    with instep.DataParallel(model, ["cpu"] * 3) as again:
+        assert again.module is net
+        torch.testing.assert_close(again(torch.ones(6, 3)), net(torch.ones(6, 3)))
+
+
+def test_repr_says_engine_devices_and_why(model: instep.DataParallel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "engine=threads (2 replicas in one process" in repr(model)
+    assert "devices=[cpu, cpu]" in repr(model)
+    assert "(layer): Linear" in repr(model)
+    assert "engine=serial (one device" in repr(instep.DataParallel(Net(), ["cpu"]))
+    monkeypatch.setenv("INSTEP_ENGINE", "serial")
+    assert "engine=serial (INSTEP_ENGINE=serial)" in repr(instep.DataParallel(Net(), ["cpu"] * 2))
+    assert "engine=threads (it was asked for)" in repr(instep.DataParallel(Net(), ["cpu"] * 2, engine="threads"))
+    monkeypatch.setenv("INSTEP_ENGINE", "turbo")
+    with pytest.raises(instep.EngineError, match="INSTEP_ENGINE='turbo' is no engine"):
+        instep.DataParallel(Net(), ["cpu"] * 2)
+
+
+def test_sequences_are_indexed_through(net: Net) -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with instep.DataParallel(layers, ["cpu"] * 2) as model:
+        assert model[0] is layers[0]
+        assert len(model) == 2
+        assert list(model) == list(layers)
+    assert bool(instep.DataParallel(nn.Sequential(), ["cpu"]))
+    with pytest.raises(TypeError):
+        len(instep.DataParallel(net, ["cpu"]))
+
+
+def test_hooks_on_the_wrapper_see_the_whole_batch(model: instep.DataParallel) -> None:
+    seen: list[tuple[int, ...]] = []
+    model.register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape)))
+    model(torch.randn(5, 3))
+    assert seen == [(5, 2)]
+
+
+def test_one_replica_is_the_module_itself(net: Net) -> None:
+    one = instep.DataParallel(net, ["cpu"])
+    x = torch.randn(4, 3)
+    assert torch.equal(one(x), net(x))
+
+    class Odd(nn.Module):
+        def forward(self, x: Tensor, other: object) -> object:
+            return other
+
+    thing = iter([1, 2])
+    assert instep.DataParallel(Odd(), ["cpu"])(x, thing) is thing
+    assert instep.DataParallel(Odd(), ["cpu"])(x, {"a": [instep.whole(3)]}) == {"a": [3]}
+
+
+def test_without_an_accelerator_the_default_is_the_module_itself(net: Net) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is an accelerator")
+    assert instep.DataParallel(net)._instep_devices == [torch.device("cpu")]
+
+
+def test_it_refuses_to_be_wrapped(model: instep.DataParallel, tmp_path: object) -> None:
+    with pytest.raises(instep.WrapError, match=r"torch\.nn\.DataParallel: both would split"):
+        nn.DataParallel(instep.DataParallel(Net(), ["cpu"] * 2))(torch.randn(4, 3))
+    store = torch.distributed.FileStore(f"{tmp_path}/store", 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(instep.WrapError, match="DistributedDataParallel: both would split"):
+            nn.parallel.DistributedDataParallel(model)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_it_refuses_what_cannot_be_wrapped() -> None:
+    with pytest.raises(instep.WrapError, match="wraps an nn.Module, not a int"):
+        instep.DataParallel(3)
+    with pytest.raises(instep.WrapError, match=r"wrapped by DataParallel already.*model\.module"):
+        instep.DataParallel(nn.DataParallel(Net()))
+    with pytest.raises(instep.WrapError, match="device_ids is empty"):
+        instep.DataParallel(Net(), [])
+    with pytest.raises(instep.WrapError, match="on_unmerged_state='shrug'"):
+        instep.DataParallel(Net(), ["cpu"], on_unmerged_state="shrug")
+    with pytest.raises(instep.EngineError, match="engine='rocket' is no engine: write one of auto, serial, threads"):
+        instep.DataParallel(Net(), ["cpu"], engine="rocket")
+    with pytest.raises(instep.MergeError, match="there is no merge rule 'average'"):
+        instep.DataParallel(Net(), ["cpu"] * 2, merge={"loss": "average"})(torch.randn(4, 3))
+    with pytest.raises(instep.StateError, match="state={'steps': 'add'}"):
+        instep.DataParallel(Net(), ["cpu"] * 2, state={"steps": "add"})
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_script_module_is_refused() -> None:
+    with pytest.raises(instep.WrapError, match="ScriptModule"):
+        instep.DataParallel(torch.jit.script(nn.Linear(2, 2)))
+
+
+def test_explain_tells_what_happens_to_each_leaf(model: instep.DataParallel) -> None:
+    x = torch.randn(5, 3)
+    text = str(model.explain(x, scale=2.0))
+    assert "a batch of 5: 3 on cpu, 2 on cpu (threads" in text
+    assert "x      Tensor [5, 3]  split along dim 0" in text
+    assert "scale  float          whole (float)" in text
+    assert "outputs: known after the first call" in text
+    model(x, scale=2.0)
+    assert "joined along dim 0" in str(model.explain(x, scale=2.0))
+    assert "nothing is batched" in str(model.explain(3.0))
