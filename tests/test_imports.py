@@ -21,7 +21,7 @@ FLOORS = [
     {"structure"},
     {"devices", "random"},
     {"replicas", "reduce"},
-    {"bridge", "collectives"},
+    {"bridge", "collectives", "hooks"},
     {"engines"},
     {"crossing", "probe"},
     {"explain", "face", "functional", "loader", "parallel"},

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from instep.errors import BridgeError
+from instep.hooks import spare_hooks
 from instep.replicas.tensors import Guard
 
 Gradients = list[Tensor | None]
@@ -58,33 +59,31 @@ class Backward(Protocol):
 
 
 @dataclass
+class Notes:
+    """Tensors of the caller whose memory or values replicas use under version counters of their own."""
+
+    entries: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
+
+    def add(self, outside: Tensor, inside: Tensor) -> None:
+        """Watch a tensor of the caller for the sake of the one that a replica has in its place."""
+        if not outside.is_inference():
+            self.entries.append((outside, outside._version, inside))
+
+    def tell(self) -> None:
+        """Let torch see what was written since the forward, as it would on one device."""
+        for outside, version, inside in self.entries:
+            if outside._version != version:
+                torch.autograd.graph.increment_version(inside)
+
+
+@dataclass
 class Span:
     """One call as the bridge sees it, kept as long as the caller's graph."""
 
     engine: Backward
     sides: list[Side]
     sources: list[Tensor]
-    versions: list[int] = field(default_factory=list)
-    watched: list[tuple[Tensor, int, list[Tensor]]] = field(default_factory=list)
-    """(tensor of the caller, its version, shards that share its memory)."""
-
-    def note_versions(self) -> None:
-        self.versions = [source._version for source in self.sources]
-
-    def tell_changes(self) -> None:
-        """Let torch see what was written since the forward, as it would on one device.
-
-        Shards and private copies have version counters of their own; whatever moved on the caller's side moves theirs.
-        """
-        for position, (source, version) in enumerate(zip(self.sources, self.versions, strict=True)):
-            if source._version != version:
-                for side in self.sides:
-                    leaf = side.leaves[position]
-                    if leaf.data_ptr() != source.data_ptr():  # an alias shares the counter
-                        torch.autograd.graph.increment_version(leaf)
-        for tensor, version, shards in self.watched:
-            if tensor._version != version:
-                torch.autograd.graph.increment_version(shards)
+    notes: Notes = field(default_factory=Notes)
 
 
 class Bridge(torch.autograd.Function):
@@ -105,6 +104,11 @@ class Bridge(torch.autograd.Function):
                 "Either compute the penalty inside the module and run it with model.call('penalty', ...), or use "
                 "DataParallel(..., engine='serial'), which builds one joint graph."
             )
+        if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients):
+            raise BridgeError(
+                "a batched backward (is_grads_batched=True, jacobian(vectorize=True)) cannot pass through the replicas' "
+                "separate graphs.\nUse DataParallel(..., engine='serial'), which builds one joint graph."
+            )
         keep = bool(_keep_graph())
         per_side: list[Gradients] = []
         at = 0
@@ -115,11 +119,14 @@ class Bridge(torch.autograd.Function):
         for side, grads in zip(span.sides, per_side, strict=True):
             if any(o is None and g is not None for o, g in zip(side.outputs, grads, strict=True)):
                 raise RuntimeError(_SECOND_TIME)
-        span.tell_changes()
+        span.notes.tell()
         total, inputs = span.engine.backward(span, per_side, keep)
         if not keep:
             for side, grads in zip(span.sides, per_side, strict=True):
                 side.outputs = [None if g is not None else o for o, g in zip(side.outputs, grads, strict=True)]
+        for source, gradient in zip(span.sources, total, strict=True):
+            if gradient is None and source.is_leaf:
+                spare_hooks(source)
         return (None, *total, *(gradient for side in inputs for gradient in side))
 
 

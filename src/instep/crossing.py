@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from instep.bridge import Backward, Side, Span, bridge, enter
+from instep.bridge import Backward, Notes, Side, Span, bridge, enter
 from instep.engines.protocol import Engine, Job
 from instep.replicas.ambient import Ambient
 from instep.replicas.replica import Outcome, Replica
@@ -40,9 +40,25 @@ class Crossing:
             for values in entered
         ]
         outcomes = self.engine.forward(Job(self.replicas, arguments, self.method, self.ambient, self.follow))
-        if grad and not self.engine.joint:
+        if grad and self.engine.joint:
+            self._watch_joint(shards, entered, outcomes)
+        elif grad:
             self._join(ways, outcomes)
         return outcomes
+
+    def _watch_joint(self, shards: Sequence[Any], entered: Sequence[Any], outcomes: list[Outcome]) -> None:
+        """In a joint graph, look for writes of the caller just before a backward enters a replica."""
+        notes = Notes()
+        for replica in self.replicas:
+            for source, held in replica.trainable:
+                if held is not source:
+                    notes.add(source, held)
+        for outside, inside in zip(tensors_in(list(shards)), tensors_in(list(entered)), strict=True):
+            notes.add(_owner(outside), inside)
+        for outcome in outcomes:
+            for tensor in _tensors_of(outcome):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(lambda _: notes.tell())
 
     def _join(self, ways: Sequence[_Way], outcomes: list[Outcome]) -> None:
         """Replace the replicas' tensors that need a gradient by their counterparts in the caller's graph."""
@@ -55,10 +71,13 @@ class Crossing:
             Side(mine, way.leaves, list(outputs), replica.tensors.guard)
             for mine, way, outputs, replica in zip(leaves, ways, found, self.replicas, strict=True)
         ]
-        span = Span(
-            cast(Backward, self.engine), sides, sources, watched=[entry for way in ways for entry in way.watched]
-        )
-        span.note_versions()
+        span = Span(cast(Backward, self.engine), sides, sources)
+        for way in ways:
+            span.notes.entries += way.notes.entries
+        for source, *mine in zip(sources, *leaves, strict=True):
+            for leaf in mine:
+                if leaf.data_ptr() != source.data_ptr():  # an alias shares the counter itself
+                    span.notes.add(source, leaf)
         shards = [shard for way in ways for shard in way.outside]
         made = iter(bridge(span, *sources, *shards))
         for outcome, outputs in zip(outcomes, found, strict=True):
@@ -77,7 +96,7 @@ class _Way:
     """Shards that need a gradient, in the caller's graph."""
     leaves: list[Tensor] = field(default_factory=list)
     """What stands for them inside."""
-    watched: list[tuple[Tensor, int, list[Tensor]]] = field(default_factory=list)
+    notes: Notes = field(default_factory=Notes)
 
     def enter(self, values: Sequence[Any]) -> list[Any]:
         """The values as the replica sees them: memory shared, version counters and graph their own."""
@@ -91,7 +110,7 @@ class _Way:
             for outside, leaf in zip(self.outside, self.leaves, strict=True)
         }
         for outside in self.outside:
-            self._watch(outside, table[id(outside)])
+            self.notes.add(_owner(outside), table[id(outside)])
         return [map_tensors(lambda tensor: self._let_in(tensor, table), value) for value in values]
 
     def _let_in(self, tensor: Tensor, table: dict[int, Tensor]) -> Tensor:
@@ -101,13 +120,13 @@ class _Way:
         if not _is_plain(tensor) or tensor.is_inference():
             return tensor
         made = table[id(tensor)] = tensor.data
-        self._watch(tensor, made)
+        self.notes.add(_owner(tensor), made)
         return made
 
-    def _watch(self, shard: Tensor, inside: Tensor) -> None:
-        owner = shard._base if shard._base is not None else shard
-        if not owner.is_inference():
-            self.watched.append((owner, owner._version, [inside]))
+
+def _owner(shard: Tensor) -> Tensor:
+    """The tensor of the caller that a shard is a view of."""
+    return shard._base if shard._base is not None else shard
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -52,7 +52,7 @@ def devices_of(specs: Sequence[DeviceLike] | None, module: nn.Module) -> list[to
 
 def home_of(module: nn.Module) -> torch.device:
     """The one device that holds a module's parameters and buffers (the CPU for a module without any)."""
-    places = {tensor.device for tensor in (*module.parameters(), *module.buffers()) if tensor.device.type != "meta"}
+    places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if len(places) > 1:
         names = ", ".join(sorted(str(place) for place in places))
         raise WrapError(

@@ -79,14 +79,24 @@ class Transparent(Wrapper, nn.Module):
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.module)})
 
+    def _indexed(self) -> Any:
+        """The module as the sequence or mapping that it may be."""
+        return self.module
+
     def __len__(self) -> int:
-        return len(self.module)  # type: ignore[arg-type]
+        return len(self._indexed())
 
     def __getitem__(self, key: Any) -> Any:
-        return self.module[key]  # type: ignore[index]
+        return self._indexed()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._indexed()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._indexed()[key]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.module)  # type: ignore[call-overload, no-any-return]
+        return iter(self._indexed())
 
     def __bool__(self) -> bool:
         return True

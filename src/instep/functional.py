@@ -78,13 +78,13 @@ def parallel_apply(
         if devices is not None
         else [_device_of(m, x) for m, x in zip(modules, inputs, strict=True)]
     )
-    ambient = Ambient.capture(frozenset(place.type for place in places))
+    ambient = Ambient.capture(places)
 
     def task(index: int) -> Outcome:
         value = inputs[index]
         args = value if isinstance(value, (list, tuple)) else (value,)
         try:
-            with ambient.enter():
+            with ambient.enter(places[index]):
                 return Outcome(modules[index](*args, **keywords[index]))
         except BaseException as error:
             return Outcome(error=error)

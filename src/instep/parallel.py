@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from instep.crossing import Crossing
@@ -176,7 +177,7 @@ class DataParallel(Transparent):
         if not self._instep_called:
             _refuse_outer_wrapper()
             self._instep_called = True
-        if len(self._instep_devices) == 1 or inside_replica() or self._is_lazy():
+        if len(self._instep_devices) == 1 or inside_replica() or self._is_lazy() or self._is_transformed():
             return self._alone(method, args, kwargs)
         known = self._method(method)
         names, values = known.name(args, kwargs)
@@ -190,7 +191,7 @@ class DataParallel(Transparent):
         """The algorithm: split, place, cross, merge, settle."""
         replicas = self._instep_crew.ready()[: plan.parts]
         shards = self._place(plan, apply_plan(plan, values))
-        ambient = Ambient.capture(frozenset(device.type for device in self._instep_devices))
+        ambient = Ambient.capture(self._instep_devices)
         crossing = Crossing(self._instep_engine, replicas, method, ambient, not self._instep_crew.frozen)
         outcomes = crossing.run(shards, positional, plan.names)
         outputs = [on_output_device(outcome.output, self._instep_output) for outcome in outcomes]
@@ -247,6 +248,12 @@ class DataParallel(Transparent):
             isinstance(tensor, (UninitializedBuffer, UninitializedParameter)) for tensor in tensors
         )
         return self._instep_maybe_lazy
+
+    def _is_transformed(self) -> bool:
+        """Whether `torch.func` or forward-mode differentiation is at work: they follow one thread's operations only."""
+        if self._instep_engine.joint:
+            return False
+        return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """What happens to each leaf of such a call, and why; nothing runs. `print(model.explain(batch))`."""

@@ -342,6 +342,18 @@ def test_parameter_hooks_fire_once_with_the_whole_gradient(pair: Maker) -> None:
     assert_same_gradients(both)
 
 
+def test_parameter_hooks_do_not_fire_without_a_gradient(pair: Maker) -> None:
+    both = pair(TwoHeads)
+    x = normal(7, 3)
+    for module in both:
+        for layer in (*module.heads, *module.apart):
+            layer.weight.register_hook(lambda gradient: gradient * 2)
+            layer.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 2))
+        weighted(module(x)[0]).backward()
+        weighted(module(x)[3]).backward()
+    assert_same_gradients(both)
+
+
 def test_optimizer_that_steps_inside_the_backward(pair: Maker) -> None:
     both = pair(mlp)
     for module in both:
@@ -446,7 +458,7 @@ def test_deepcopy_in_the_middle_of_training(pair: Maker) -> None:
     def learn(module: Any, seed: int) -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         for step in range(3):
-            torch.manual_seed(100 * seed + step)
+            torch.default_generator.manual_seed(100 * seed + step)
             optimizer.zero_grad()
             weighted(module(normal(7, 3))).backward()
             optimizer.step()

@@ -206,7 +206,7 @@ def test_lazy_modules(pair: Maker) -> None:
     x = normal(7, 3)
     outs = []
     for module in both:
-        torch.manual_seed(3)
+        torch.default_generator.manual_seed(3)
         outs.append(module(x))
     assert_same(outs[1], outs[0], EXACT)
     learn(both)
@@ -229,6 +229,7 @@ class Complex(nn.Module):
         return (torch.tanh(self.layers(x.to(torch.complex128))) * self.phase).abs()
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
 def test_complex_parameters(pair: Maker) -> None:
     learn(pair(Complex))
 
@@ -251,9 +252,10 @@ def test_replacing_what_the_module_is_made_of_between_steps(pair: Maker) -> None
     both = pair(mlp)
     learn(both, (7,))
     for module in both:
-        torch.manual_seed(5)
-        module[2] = nn.Linear(8, 6).double()
-        module[4] = nn.Linear(6, 2, bias=False).double()
+        torch.default_generator.manual_seed(5)
+        module.add_module("2", nn.Linear(8, 6).double())
+        module.append(nn.Linear(2, 2, bias=False).double())
+        setattr(module, "4", nn.Linear(6, 2, bias=False).double())
     learn(both, (7, 2))
     state = {name: value * 0.5 for name, value in both.plain.state_dict().items()}
     for module in both:

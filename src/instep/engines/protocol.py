@@ -45,10 +45,13 @@ def perform(job: Job, index: int) -> Outcome:
     try:
         if job.follow:
             replica.follow_state()
-        with job.ambient.enter():
+        replica.tensors.guard.set(True)  # gradients taken inside forward are forward's own business
+        with job.ambient.enter(replica.device):
             return run(replica, job.method, args, kwargs)
     except BaseException as error:
         return Outcome(error=error)
+    finally:
+        replica.tensors.guard.set(False)
 
 
 def raise_first(replicas: Sequence[Replica | str], outcomes: Sequence[Outcome]) -> None:

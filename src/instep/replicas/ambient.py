@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,27 +31,31 @@ class Ambient:
     autocast_cache: bool
     device: torch.device | None
     saved_hooks: tuple[Any, Any] | None
-    context: contextvars.Context
+    streams: Mapping[torch.device, Any]
+    """The stream that the caller works on, for each accelerator."""
 
     @classmethod
-    def capture(cls, device_types: frozenset[str]) -> Ambient:
-        """The caller's state, for replicas on devices of these types."""
+    def capture(cls, devices: Iterable[torch.device]) -> Ambient:
+        """The caller's state, for replicas on these devices."""
+        places = set(devices)
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple(
                 Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in sorted(device_types)
+                for kind in sorted({place.type for place in places})
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
             device=_default_device(),
             saved_hooks=torch._C._autograd._top_saved_tensors_default_hooks(False),
-            context=contextvars.copy_context(),
+            streams={
+                place: torch.get_device_module(place).current_stream(place) for place in places if place.type != "cpu"
+            },
         )
 
     @contextmanager
-    def enter(self) -> Iterator[None]:
-        """The captured state, for the length of a `with` block in any thread.
+    def enter(self, device: torch.device) -> Iterator[None]:
+        """The captured state, for the length of a `with` block in any thread, with `device` as the current one.
 
         Autocast is entered and left by its context manager: a thread that only sets the flags keeps a stale
         cache of cast weights.
@@ -64,9 +68,23 @@ class Ambient:
             for cast in self.autocast:
                 if cast.enabled:
                     stack.enter_context(torch.autocast(cast.device_type, cast.dtype, cache_enabled=self.autocast_cache))
+            if device in self.streams:
+                backend = torch.get_device_module(device)
+                _greet(backend, device)
+                stack.enter_context(backend.stream(self.streams[device]))
             if self.saved_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_hooks))
             yield
+
+
+_met = threading.local()
+
+
+def _greet(backend: Any, device: torch.device) -> None:
+    """Let a thread make a device's context its own before it first works there; cuBLAS warns if it has none."""
+    if device not in _met.__dict__.setdefault("devices", set()):
+        _met.devices.add(device)
+        backend.mem_get_info(device)
 
 
 def _default_device() -> torch.device | None:

@@ -29,6 +29,8 @@ class Replica:
         self.cloner = Cloner(self.tensors.make)
         with torch.inference_mode(False):
             self.module: nn.Module = self.cloner.clone(source)
+        if not (alias or share):
+            self._flatten_weights()
         self._find_slots()
         self._watch = Watch(self.modules)
 
@@ -49,6 +51,12 @@ class Replica:
     def trainable(self) -> list[tuple[Tensor, Tensor]]:
         """(source, leaf) for each tensor that takes a gradient."""
         return self.tensors.trainable
+
+    def _flatten_weights(self) -> None:
+        """Lay recurrent weights out as cuDNN wants them, once, where they have memory of their own."""
+        for module in self.modules:
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
 
     def aliases_hold(self) -> bool:
         """Whether every leaf still is the source's memory; `p.data = x` on either side breaks that."""
@@ -125,10 +133,12 @@ class Replica:
 
     def link(self) -> None:
         """Hold differentiable copies of the source's trainable tensors: the replica joins the caller's graph."""
-        for position, (source, held) in enumerate(self.tensors.trainable):
-            new = source.to(self.device) if source.device != self.device else source.clone()
-            self.put(held, new)
-            self.tensors.trainable[position] = (source, new)
+        grad = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(grad):
+            for position, (source, held) in enumerate(self.tensors.trainable):
+                new = source.to(self.device) if source.device != self.device else source.clone()
+                self.put(held, new)
+                self.tensors.trainable[position] = (source, new)
         self._watch = Watch(self.modules)
 
     def changes(self) -> Changes:
@@ -175,6 +185,10 @@ def same_values(source: Tensor, copy: Tensor) -> bool:
     return torch.equal(source.detach(), copy.detach())
 
 
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 @dataclass
 class Outcome:
     """What one replica did in a call."""
@@ -182,6 +196,9 @@ class Outcome:
     output: Any = None
     changes: Changes = field(default_factory=lambda: Changes(False))
     written: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """State tensors that were written in place, as (source, copy)."""
+    trampled: list[Tensor] = field(default_factory=list)
+    """Trainable tensors of the source whose counterparts were written in place."""
     error: BaseException | None = None
 
 
@@ -189,7 +206,12 @@ def run(replica: Replica, method: str, args: list[Any], kwargs: dict[str, Any]) 
     """One replica's part of a call, and what it changed on the replica."""
     outcome = Outcome()
     function: Callable[..., Any] = replica.module if method == "forward" else getattr(replica.module, method)
+    versions = [_version(leaf) for _, leaf in replica.trainable]
     outcome.output = function(*args, **kwargs)
+    now = [_version(leaf) for _, leaf in replica.trainable]
+    if now != versions:
+        pairs = zip(replica.trainable, versions, now, strict=True)
+        outcome.trampled = [source for (source, _), before, after in pairs if before != after]
     outcome.changes = replica.changes()
     outcome.written = replica.written()
     return outcome

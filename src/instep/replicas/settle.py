@@ -48,8 +48,11 @@ class Settler:
         self, source: nn.Module, replicas: Sequence[Replica], outcomes: Sequence[Outcome], sizes: Sequence[int]
     ) -> None:
         """Set on the source what `forward` changed; replicas are clean again afterwards."""
-        if not any(outcome.changes or outcome.written for outcome in outcomes):
+        if not any(outcome.changes or outcome.written or outcome.trampled for outcome in outcomes):
             return
+        for outcome in outcomes:
+            if outcome.trampled:
+                raise StateError(_TRAINABLE.format(path=tensor_name(source, outcome.trampled[0])))
         modules = replicas[0].source_modules
         names = module_names(source, modules)
         if any(outcome.changes.structure for outcome in outcomes):
@@ -98,8 +101,6 @@ class Settler:
         for key, original in touched.items():
             values = [table[key] for table in copies]
             path = tensor_name(source, original)
-            if original.requires_grad:
-                raise StateError(_TRAINABLE.format(path=path))
             merged = self._merge(path, original, values, sizes)
             writes.append(_copier(original, merged))
         return writes
@@ -153,7 +154,7 @@ _STRUCTURE = (
     "Do it before the call, on the wrapped module."
 )
 _TRAINABLE = (
-    "forward wrote to the trainable parameter {path!r}.\n"
+    "forward wrote to the trainable parameter {path!r}, which every replica would do once more.\n"
     "Change it outside forward (after optimizer.step()), or make it a buffer and give it a state rule."
 )
 

@@ -9,16 +9,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from instep.structure.dims import Declared
+from instep.errors import StructureError
+from instep.structure.dims import SAMPLES, Declared
 from instep.structure.marks import Shards, Whole
-from instep.structure.messages import two_readings, unusable
+from instep.structure.messages import structured_dims, two_readings, unusable
 from instep.structure.roles import Column, Custom, Cut, Inside, Keep, Ready, Role, is_batched
 from instep.structure.torch_kinds import tensor_kind
-from instep.structure.tree import SCALARS, Node, Path, open_node
+from instep.structure.tree import SCALARS, Node, Path, attributes_of, is_sequence, open_node
 from instep.structure.types import Kind, kind_of
 
 Memory = dict[Path, str]
 """How the list or tuple at a path was read when it was first met: "column", "inside" or "whole"."""
+
+
+NUMBERS = (int, float, complex, np.generic)
 
 
 class Proposal(NamedTuple):
@@ -28,6 +32,8 @@ class Proposal(NamedTuple):
     size: int
     path: Path
     what: str
+    spec: Any
+    """What to declare for this place if it is right."""
 
 
 class Misfit(Exception):
@@ -45,6 +51,15 @@ class Fit:
     roles: tuple[Role, ...] = ()
     leaves: list[tuple[Path, Role]] = field(default_factory=list)
     readings: Memory = field(default_factory=dict)
+    doubts: list[StructureError] = field(default_factory=list)
+    """Lists that fit under both readings; an error unless another size fits without doubt."""
+
+
+def own_kind(value: Any) -> Kind | None:
+    """The rule of a value's type, where it has one; an ordinary tensor has none."""
+    cls = type(value)
+    kind = None if cls is Tensor else kind_of(cls)
+    return tensor_kind(value) if kind is None and isinstance(value, Tensor) else kind
 
 
 def propose(
@@ -52,7 +67,7 @@ def propose(
 ) -> list[Proposal]:
     """Every size that some argument proposes."""
     found: list[Proposal] = []
-    for name, value, spec in zip(names, values, declared):
+    for name, value, spec in zip(names, values, declared, strict=True):
         found.extend(_proposals(value, (name,), spec, memory))
     return found
 
@@ -60,72 +75,70 @@ def propose(
 def _proposals(value: Any, path: Path, spec: Declared, memory: Memory) -> Iterator[Proposal]:
     if spec.spec is None or isinstance(value, (Whole, Shards)):
         return
-    measured = _measure(value, spec)
-    if measured is not None:
-        size, shape = measured
-        if not (spec.auto and shape == (1,)):  # one lone number broadcasts: a temperature, a scale
-            yield Proposal(0, size, path, f"size {size} along dim {spec.batch_dim}")
-        return
-    kind = kind_of(type(value))
+    kind = own_kind(value)
     if kind is not None:
         count = kind.size(value)
         if count is not None:
-            yield Proposal(0, count, path, f"{type(value).__name__} of {count} samples")
+            yield Proposal(0, count, path, f"{type(value).__name__} of {count} samples", spec.spec)
+        return
+    if isinstance(value, (Tensor, np.ndarray)):
+        size = size_along(value, spec.batch_dim)
+        lone = spec.auto and tuple(value.shape) == (1,)  # one lone number broadcasts: a temperature, a scale
+        if size is not None and not lone:
+            yield Proposal(0, size, path, f"size {size} along dim {spec.batch_dim}", spec.batch_dim)
         return
     node = open_node(value)
     if node is None:
         return
-    reading = memory.get(path)
-    below = [
-        proposal
-        for key, child in zip(node.keys, node.children)
-        for proposal in _proposals(child, (*path, key), spec.below(key, (*path, key)), memory)
-    ]
-    if isinstance(value, (list, tuple)) and reading != "inside" and not spec.is_dim:
-        yield from _sequence_proposals(value, path, spec, reading)
-        if reading in ("column", "whole") or spec.samples:
-            return
-        if not _holds_tensors(node):
-            below = [Proposal(2, *proposal[1:]) for proposal in below]
-    yield from below
-
-
-def _sequence_proposals(value: Any, path: Path, spec: Declared, reading: str | None) -> Iterator[Proposal]:
-    what = f"{type(value).__name__} of {len(value)}"
-    if spec.samples:
-        yield Proposal(0, len(value), path, what)
-    elif reading == "whole" or not value:
+    if is_sequence(value):
+        yield from _sequence_proposals(value, node, path, spec, memory)
         return
-    elif isinstance(value, list):
-        holds = any(holds_tensors(item) for item in value)
-        yield Proposal(0 if holds else 1, len(value), path, what)
-    elif _is_record_of_samples(value):
-        yield Proposal(2, len(value), path, what)
+    for key, child, below in zip(node.keys, node.children, spec.children(node.keys, path), strict=True):
+        yield from _proposals(child, (*path, key), below, memory)
 
 
-def _measure(value: Any, spec: Declared) -> tuple[int, tuple[int, ...]] | None:
-    """Size along the batch dim and shape, for a dense tensor or array that has that dim."""
-    if isinstance(value, Tensor):
-        kind = tensor_kind(value)
-        if kind is not None:
-            count = kind.size(value)
-            return None if count is None else (count, (count, -1))
-    elif not isinstance(value, np.ndarray):
-        return None
-    dim, shape = spec.batch_dim, tuple(value.shape)
-    return (shape[dim], shape) if -len(shape) <= dim < len(shape) else None
+def _sequence_proposals(value: Any, node: Node, path: Path, spec: Declared, memory: Memory) -> Iterator[Proposal]:
+    declared = spec.children(node.keys, path)
+    entries = f"{type(value).__name__} of {len(value)}"
+    if spec.samples:
+        yield Proposal(0, len(value), path, entries, SAMPLES)
+        return
+    holds = any(holds_tensors(child) for child in node.children)
+    auto = _is_auto(spec, declared)
+    reading = memory.get(path) if auto else None
+    if reading == "whole":
+        return
+    if value and reading != "inside" and (auto or (spec.is_dim and not holds)):
+        if isinstance(value, list):
+            yield Proposal(0 if holds else 1, len(value), path, entries, SAMPLES)
+        elif is_record_of_samples(value):
+            yield Proposal(2, len(value), path, entries, SAMPLES)
+    if reading == "column":
+        return
+    for key, child, below in zip(node.keys, node.children, declared, strict=True):
+        for proposal in _proposals(child, (*path, key), below, memory):
+            yield proposal if holds else proposal._replace(rank=2)
+
+
+def _is_auto(spec: Declared, below: Sequence[Declared]) -> bool:
+    """Whether nothing is declared for a list nor for any of its entries."""
+    return spec.auto and all(child.auto for child in below)
+
+
+def size_along(value: Any, dim: int) -> int | None:
+    """The size of a tensor or array along a dim, or None if it has no such dim."""
+    rank = value.ndim
+    return int(value.shape[dim]) if -rank <= dim < rank else None
 
 
 def fit(
     names: Sequence[str], values: Sequence[Any], declared: Sequence[Declared], batch: int | None, memory: Memory
 ) -> Fit:
     """Roles for every argument under a batch of this size (None: nothing is batched); `Misfit` if there are none."""
-    result = Fit()
-    fitting = _Fitting(batch, memory, result)
-    result.roles = tuple(
-        fitting.role(value, (name,), spec) for name, value, spec in zip(names, values, declared)
-    )
-    return result
+    fitting = _Fitting(batch, memory, Fit())
+    triples = zip(names, values, declared, strict=True)
+    fitting.result.roles = tuple([fitting.role(value, (name,), spec) for name, value, spec in triples])
+    return fitting.result
 
 
 @dataclass
@@ -144,35 +157,33 @@ class _Fitting:
         if isinstance(value, Whole):
             return Keep("marked whole")
         if isinstance(value, Shards):
-            return Ready(tuple(_part_size(part, spec.dim) for part in value.parts))
+            return Ready(tuple([samples_in(part, spec.dim) for part in value.parts]))
         if spec.spec is None:
             return Keep("in_dims is None")
-        if isinstance(value, (Tensor, np.ndarray)):
-            return self._dense(value, path, spec)
-        kind = kind_of(type(value))
+        kind = own_kind(value)
         if kind is not None:
             return self._custom(value, path, kind)
         node = open_node(value)
         if node is not None:
-            return self._container(value, node, path, spec)
-        if isinstance(value, SCALARS) or callable(value) and not isinstance(value, nn.Module):
+            return self._sequence(value, node, path, spec) if is_sequence(value) else self._inside(node, path, spec)
+        if not spec.is_plain:
+            raise structured_dims(value, path, spec.spec)
+        if isinstance(value, (Tensor, np.ndarray)):
+            return self._dense(value, path, spec)
+        if isinstance(value, SCALARS) or (callable(value) and not isinstance(value, nn.Module)):
             return Keep(type(value).__name__)
         if isinstance(value, (nn.Module, Iterator)) or holds_tensors(value):
             raise unusable(value, path)
         return Keep("an object without tensors")
 
-    def _dense(self, value: Tensor | np.ndarray, path: Path, spec: Declared) -> Role:
-        kind = tensor_kind(value) if isinstance(value, Tensor) else None
-        if kind is not None:
-            return self._custom(value, path, kind)
-        measured = _measure(value, spec)
-        if measured is None:
-            if value.ndim == 0 and spec.auto:
+    def _dense(self, value: Tensor | np.ndarray[Any, Any], path: Path, spec: Declared) -> Role:
+        size = size_along(value, spec.batch_dim)
+        if size is None:
+            if value.ndim == 0 and (spec.auto or spec.inherited):
                 return Keep("0-d")
             raise Misfit(path, value, f"it has no dim {spec.batch_dim}")
-        size, shape = measured
         if size == self.batch:
-            return Cut(spec.batch_dim % len(shape))
+            return Cut(spec.batch_dim % value.ndim)
         if spec.auto and size == 1:
             return Keep("size 1 broadcasts")
         raise Misfit(path, value, f"its size along dim {spec.batch_dim} is {size}")
@@ -185,86 +196,91 @@ class _Fitting:
             return Custom(kind)
         raise Misfit(path, value, f"it holds {count} samples")
 
-    def _container(self, value: Any, node: Node, path: Path, spec: Declared) -> Role:
-        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-            return self._sequence(value, node, path, spec)
-        return self._inside(node, path, spec)
-
     def _inside(self, node: Node, path: Path, spec: Declared) -> Inside:
-        roles = [
-            self.role(child, (*path, key), spec.below(key, (*path, key)))
-            for key, child in zip(node.keys, node.children)
-        ]
-        return Inside(tuple(node.keys), tuple(roles))
+        declared = spec.children(node.keys, path)
+        triples = zip(node.keys, node.children, declared, strict=True)
+        return Inside(tuple(node.keys), tuple([self.role(child, (*path, key), below) for key, child, below in triples]))
 
     def _sequence(self, value: Any, node: Node, path: Path, spec: Declared) -> Role:
         """A list has two readings, one entry a sample or a structure of batched leaves; a tuple mostly the second."""
+        if spec.samples:
+            return self._read(path, "column", self._column(value, path))
+        if not _is_auto(spec, spec.children(node.keys, path)):
+            return self._declared_sequence(value, node, path, spec)
         reading = self.memory.get(path)
-        declared = not spec.auto
-        if spec.samples or (reading == "column" and not declared):
-            if len(value) != self.batch:
-                raise Misfit(path, value, f"it has {len(value)} entries" + ("" if declared else ", and was first read as one entry a sample"))
-            return self._read(path, "column", Column())
-        if reading == "whole" and not declared:
+        if reading == "column":
+            return self._read(path, "column", self._column(value, path, ", and was first read as one entry a sample"))
+        if reading == "whole":
             return self._read(path, "whole", Keep("read as whole when it was first met"))
-        column = len(value) == self.batch and (isinstance(value, list) or _is_record_of_samples(value))
-        if declared or reading == "inside" or (isinstance(value, tuple) and not column):
-            return self._read(path, "inside", self._inside(node, path, spec))
-        inside, why = self._try_inside(node, path, spec)
-        batched = inside is not None and is_batched(inside)
-        if column and batched:
-            raise two_readings(value, path)
+        column = len(value) == self.batch and (isinstance(value, list) or is_record_of_samples(value))
+        if reading == "inside" or (isinstance(value, tuple) and not column):
+            plain = isinstance(value, tuple) and all(isinstance(child, SCALARS) for child in value)
+            whole = Keep(f"a tuple of {len(value)}, no tensors") if plain else None
+            return self._read(path, "inside", whole or self._inside(node, path, spec))
+        return self._undeclared_list(value, node, path, spec, column)
+
+    def _undeclared_list(self, value: Any, node: Node, path: Path, spec: Declared, column: bool) -> Role:
+        before = len(self.result.leaves), len(self.result.doubts), dict(self.result.readings)
+        inside: Inside | None = None
+        batched = False
+        try:
+            inside = self._inside(node, path, spec)
+            batched = is_batched(inside)
+        except (Misfit, StructureError):
+            if not column:
+                raise
         if column:
+            del self.result.leaves[before[0] :], self.result.doubts[before[1] :]
+            self.result.readings = before[2]
+            if batched:
+                self.result.doubts.append(two_readings(value, path, spec.batch_dim))
             return self._read(path, "column", Column())
-        if inside is None:
-            assert why is not None
-            raise why
+        assert inside is not None
         if batched or any(holds_tensors(child) for child in node.children):
             return self._read(path, "inside", inside)
+        del self.result.leaves[before[0] :]
         return self._read(path, "whole", Keep(f"a {type(value).__name__} of {len(value)}, no tensors"))
 
-    def _try_inside(self, node: Node, path: Path, spec: Declared) -> tuple[Inside | None, Misfit | None]:
-        before = len(self.result.leaves), dict(self.result.readings)
-        try:
-            return self._inside(node, path, spec), None
-        except Misfit as misfit:
-            del self.result.leaves[before[0] :]
-            self.result.readings = before[1]
-            return None, misfit
+    def _declared_sequence(self, value: Any, node: Node, path: Path, spec: Declared) -> Role:
+        """A dim speaks of the tensors inside; without any, of the entries themselves."""
+        sliceable = isinstance(value, list) or is_record_of_samples(value)
+        if spec.is_dim and sliceable and not any(holds_tensors(child) for child in node.children):
+            if len(value) == self.batch or not spec.inherited:
+                return self._column(value, path)
+            return Keep(f"a {type(value).__name__} of {len(value)}, no tensors")
+        return self._inside(node, path, spec)
+
+    def _column(self, value: Any, path: Path, why: str = "") -> Column:
+        if len(value) != self.batch:
+            raise Misfit(path, value, f"it has {len(value)} entries{why}")
+        return Column()
 
     def _read(self, path: Path, reading: str, role: Role) -> Role:
         self.result.readings[path] = reading
         return role
 
 
-def _is_record_of_samples(value: Sequence[Any]) -> bool:
-    """A tuple of strings or objects, such as a collate function leaves; a tuple with numbers or tensors is a structure."""
-    return not any(isinstance(item, (int, float, complex, type(None))) or holds_tensors(item) for item in value)
+def is_record_of_samples(value: Sequence[Any]) -> bool:
+    """A tuple of strings or objects, such as a collate function leaves; one with numbers or tensors is a structure."""
+    return not any(isinstance(item, NUMBERS) or item is None or holds_tensors(item) for item in value)
 
 
-def _part_size(part: Any, dim: int) -> int:
-    """How many samples one ready-made shard holds, by its first leaf that can be measured."""
-    if isinstance(part, (Tensor, np.ndarray)) and part.ndim > dim:
-        return int(part.shape[dim])
-    kind = kind_of(type(part))
+def samples_in(part: Any, dim: int, lists: bool = True) -> int | None:
+    """How many samples one ready-made shard holds, by its first leaf that can be measured; None if there is none."""
+    kind = own_kind(part)
     if kind is not None:
-        return kind.size(part) or 0
+        return kind.size(part)
+    if isinstance(part, (Tensor, np.ndarray)):
+        return size_along(part, dim)
     if isinstance(part, list):
-        return len(part)
+        return len(part) if lists else None
     node = open_node(part)
-    for child in node.children if node is not None else ():
-        size = _part_size(child, dim)
-        if size:
-            return size
-    return 0
-
-
-def _holds_tensors(node: Node) -> bool:
-    return any(holds_tensors(child) for child in node.children)
+    sizes = (samples_in(child, dim, lists) for child in (node.children if node is not None else ()))
+    return next((size for size in sizes if size is not None), None)
 
 
 def holds_tensors(value: Any, _seen: set[int] | None = None, depth: int = 8) -> bool:
-    """Whether a tensor can be reached from a value through containers and attributes."""
+    """Whether a tensor can be reached from a value through containers and, to a depth, through attributes."""
     if isinstance(value, (Tensor, np.ndarray)):
         return True
     if isinstance(value, (*SCALARS, type, Callable)) or depth == 0:  # type: ignore[arg-type]
@@ -276,13 +292,6 @@ def holds_tensors(value: Any, _seen: set[int] | None = None, depth: int = 8) -> 
     if kind_of(type(value)) is not None:
         return True
     node = open_node(value)
-    children: Sequence[Any]
     if node is not None:
-        children = node.children
-    else:
-        children = [*getattr(value, "__dict__", {}).values()]
-        for cls in type(value).__mro__:
-            slots = cls.__dict__.get("__slots__", ())
-            names = (slots,) if isinstance(slots, str) else slots
-            children += [getattr(value, name) for name in names if name != "__dict__" and hasattr(value, name)]
-    return any(holds_tensors(child, seen, depth - 1) for child in children)
+        return any(holds_tensors(child, seen, depth) for child in node.children)
+    return any(holds_tensors(child, seen, depth - 1) for child in attributes_of(value).values())

@@ -11,12 +11,21 @@ import torch
 from torch import Tensor
 
 from instep.errors import MergeError
-from instep.structure.dims import AUTO, Declared
-from instep.structure.messages import summary
-from instep.structure.rules import Rule, Scene, apply_rule, check_rule, is_leaf_rule, rule_for
+from instep.structure.dims import AUTO, Declared, check_dims, declared_root
+from instep.structure.fit import NUMBERS, holds_tensors, is_record_of_samples, own_kind, samples_in, size_along
+from instep.structure.merge_messages import cannot_merge, no_rule_for_type, other_entries, two_readings, unknown_sizes
+from instep.structure.rules import (
+    Rule,
+    Scene,
+    apply_rule,
+    check_rule,
+    is_leaf_rule,
+    mean_of_equals,
+    rule_for,
+    speaks_of,
+)
 from instep.structure.split import Parts, join, undo_plan
-from instep.structure.torch_kinds import tensor_kind
-from instep.structure.tree import SCALARS, Node, Path, open_node, show_path
+from instep.structure.tree import SCALARS, Node, Path, is_sequence, open_node, specific_first
 from instep.structure.types import Kind, kind_of
 
 
@@ -27,17 +36,26 @@ class Merger:
     dim: int = 0
     out_dims: Any = AUTO
     rules: Mapping[str, Rule] = field(default_factory=dict)
+    """By path or pattern; `"*"` is the rule of every leaf that no other rule names and to which it applies."""
     seen: dict[Path, str] = field(default_factory=dict)
     """What was done at each path at the last merge, in words."""
     readings: dict[Path, str] = field(default_factory=dict)
+    dims: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    """The rank of a leaf and the dim of it that followed the batch, which decides when two dims do."""
+
+    def __post_init__(self) -> None:
+        check_dims(self.out_dims, "out_dims")
+        self.declared = declared_root(self.out_dims, self.dim)
+        self.named = {pattern: rule for pattern, rule in self.rules.items() if pattern != "*"}
+        self.general = self.rules.get("*")
 
     @classmethod
     def of(cls, merge: Any = AUTO, out_dims: Any = AUTO, dim: int = 0) -> Merger:
         """A merger from what a user writes: `"auto"`, one rule for every leaf, or rules by path or pattern."""
         rules: dict[str, Rule] = {}
         if isinstance(merge, Mapping):
-            rules = {str(pattern): rule for pattern, rule in merge.items() if rule != AUTO}
-        elif not (isinstance(merge, str) and merge == AUTO):
+            rules = {pattern: rule for pattern, rule in specific_first(merge.items()).items() if not _is_auto(rule)}
+        elif not _is_auto(merge):
             rules = {"*": merge}
         for rule in rules.values():
             check_rule(rule)
@@ -45,14 +63,15 @@ class Merger:
 
     def merge(self, parts: Sequence[Any], sizes: Sequence[int], inputs: Sequence[Mapping[str, Any]] = ()) -> Any:
         """The whole output; `MergeError` where that would be a guess."""
-        patterns = tuple(self.out_dims.items()) if isinstance(self.out_dims, Mapping) else ()
-        spec = Declared(self.out_dims if not patterns or not _is_flat(self.out_dims) else AUTO, self.dim, patterns)
+        if len(parts) != len(sizes):
+            raise MergeError(f"there are {len(parts)} parts and {len(sizes)} sizes: give one size for each part.")
+        self.seen = {}
         scene = Scene(tuple(sizes), tuple(parts), tuple(inputs))
-        return _Merging(self, scene).node(list(parts), list(sizes), (), spec, None)
+        return _Merging(self).node(parts, scene, (), self.declared, None)
 
 
-def _is_flat(spec: Mapping[Any, Any]) -> bool:
-    return all(value is None or isinstance(value, (int, str)) for value in spec.values())
+def _is_auto(rule: Any) -> bool:
+    return isinstance(rule, str) and rule == AUTO
 
 
 def merge(
@@ -66,244 +85,289 @@ def merge(
     >>> merge([{"x": torch.tensor([0, 1]), "id": ["a", "b"]}, {"x": torch.tensor([2]), "id": ["c"]}], [2, 1])
     {'x': tensor([0, 1, 2]), 'id': ['a', 'b', 'c']}
     """
-    automatic = isinstance(merge, str) and merge == AUTO and isinstance(out_dims, str)
-    if isinstance(parts, Parts):
-        if automatic:
-            return undo_plan(parts.plan, [[part] for part in parts])[0]
-        sizes = parts.sizes
     if not parts:
         raise MergeError("there are no parts to merge.")
+    if isinstance(parts, Parts) and sizes is None:
+        if _is_auto(merge) and _is_auto(out_dims):
+            return undo_plan(parts.plan, [[part] for part in parts])[0]
+        sizes = parts.sizes
     if sizes is None:
-        sizes = [_samples(part, dim) for part in parts]
+        sizes = _sizes_seen(parts, dim)
     return Merger.of(merge, out_dims, dim).merge(parts, sizes)
 
 
-def _samples(part: Any, dim: int) -> int:
-    """The number of samples of a part, by its first tensor or list."""
-    if isinstance(part, (Tensor, np.ndarray)):
-        return int(part.shape[dim]) if part.ndim > dim else 0
+def _sizes_seen(parts: Sequence[Any], dim: int) -> list[int]:
+    """The number of samples of each part: by its tensors outside lists, else by its lists."""
+    sizes = [samples_in(part, dim, lists=False) for part in parts]
+    if all(size is None for size in sizes):
+        lists = [_first_list(part) for part in parts]
+        sizes = [None if items is None else len(items) for items in lists]
+        inner = [{size_along(item, dim) for item in items or () if isinstance(item, Tensor)} for items in lists]
+        if len(set(sizes)) == 1 and all(len(found) == 1 for found in inner):
+            raise unknown_sizes(sizes[0], inner)
+    return [0 if size is None else size for size in sizes]
+
+
+def _first_list(part: Any) -> list[Any] | None:
     if isinstance(part, list):
-        return len(part)
-    kind = kind_of(type(part))
-    if kind is not None:
-        return kind.size(part) or 0
+        return part
     node = open_node(part)
-    for child in node.children if node is not None else ():
-        found = _samples(child, dim)
-        if found:
-            return found
-    return 0
+    found = map(_first_list, node.children if node is not None else ())
+    return next((items for items in found if items is not None), None)
+
+
+_PLAIN_TYPES = frozenset(SCALARS)
 
 
 @dataclass
 class _Merging:
     merger: Merger
-    scene: Scene
 
-    def node(self, parts: list[Any], sizes: list[int], path: Path, spec: Declared, inherited: Rule | None) -> Any:
-        rule = rule_for(self.merger.rules, path) or inherited
-        if rule is not None and (not is_leaf_rule(rule) or not _is_container(parts)) and (
-            not (path == () and rule is self.merger.rules.get("*") and _is_container(parts))
-        ):
-            self._note(path, f"rule {rule if isinstance(rule, str) else getattr(rule, '__name__', rule)}")
-            scene = Scene(tuple(sizes), self.scene.outputs, self.scene.inputs)
-            return apply_rule(rule, parts, scene, path)
-        present = [index for index, part in enumerate(parts) if part is not None]
-        if not present:
-            return None
-        if len(present) < len(parts):
-            parts, sizes = [parts[index] for index in present], [sizes[index] for index in present]
+    def node(self, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared, inherited: Rule | None) -> Any:
+        known = self.merger.dims.get(path)
+        if known is not None and _join_as_before(parts, scene.sizes, *known):
+            self._note(path, f"joined along dim {known[1]}")
+            return torch.cat(tuple(parts), known[1])
+        rule = (rule_for(self.merger.named, path) if self.merger.named else None) or inherited
+        if rule is not None and not is_leaf_rule(rule):
+            return self._by_rule(rule, parts, scene, path, spec)
+        types = set(map(type, parts))
+        if type(None) in types:
+            present = [index for index, part in enumerate(parts) if part is not None]
+            if not present:
+                return None
+            parts, scene = [parts[index] for index in present], scene.only(present)
+            types.discard(type(None))
+        if rule is not None and not any(open_node(part) is not None for part in parts):
+            return self._by_rule(rule, parts, scene, path, spec)
+        general = self.merger.general
+        if general is not None and rule is None and speaks_of(general, parts):
+            return self._by_rule(general, parts, scene, path, spec)
+        first = parts[0]
         if len(parts) == 1:
-            return parts[0]
+            return first
         if spec.spec is None:
             self._note(path, "the first replica's (out_dims is None)")
-            return parts[0]
-        return self._together(parts, sizes, path, spec, rule)
-
-    def _together(self, parts: list[Any], sizes: list[int], path: Path, spec: Declared, rule: Rule | None) -> Any:
-        first = parts[0]
-        if all(part is first for part in parts) and not isinstance(first, (list, tuple)):
+            return first
+        if first is parts[-1] and all(part is first for part in parts):
             self._note(path, "the same on every replica")
             return first
-        if all(isinstance(part, Tensor) for part in parts):
-            return self._tensors(parts, sizes, path, spec)
-        if all(isinstance(part, np.ndarray) for part in parts):
-            return self._arrays(parts, sizes, path, spec)
-        if any(type(part) is not type(first) for part in parts) and not _are_numbers(parts):
+        if isinstance(first, Tensor) and (len(types) == 1 or all(isinstance(part, Tensor) for part in parts)):
+            return self._tensors(parts, scene, path, spec)
+        if len(types) > 1 and not all(isinstance(part, NUMBERS) for part in parts):
             names = [type(part).__name__ for part in parts]
-            raise self._error(path, parts, f"the replicas gave different types: {names}", sizes)
+            raise cannot_merge(path, parts, f"the replicas gave different types, {names}", scene.sizes)
+        return self._together(parts, scene, path, spec, rule)
+
+    def _by_rule(self, rule: Rule, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared) -> Any:
+        self._note(path, f"rule {rule if isinstance(rule, (str, tuple)) else getattr(rule, '__name__', rule)}")
+        return apply_rule(rule, parts, scene, path, spec.batch_dim)
+
+    def _together(self, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared, rule: Rule | None) -> Any:
+        first = parts[0]
+        if isinstance(first, np.ndarray) and first.ndim:
+            return self._arrays(parts, scene, path, spec)
         kind = kind_of(type(first))
         if kind is not None:
-            return self._custom(parts, sizes, path, kind)
-        nodes = [open_node(part) for part in parts]
-        if all(node is not None for node in nodes):
-            return self._container(parts, [n for n in nodes if n is not None], sizes, path, spec, rule)
-        return self._values(parts, sizes, path)
+            return self._custom(parts, scene, path, kind)
+        nodes = [node for node in map(open_node, parts) if node is not None]
+        if not nodes:
+            return self._values(parts, scene, path)
+        if is_sequence(first):
+            return self._sequence(parts, nodes, scene, path, spec, rule)
+        return self._inside(nodes, scene, path, spec, rule)
 
-    def _container(
-        self, parts: list[Any], nodes: list[Node], sizes: list[int], path: Path, spec: Declared, rule: Rule | None
-    ) -> Any:
-        if isinstance(parts[0], (list, tuple)) and not hasattr(parts[0], "_fields"):
-            return self._sequence(parts, nodes, sizes, path, spec, rule)
-        return self._inside(nodes, sizes, path, spec, rule)
-
-    def _inside(self, nodes: list[Node], sizes: list[int], path: Path, spec: Declared, rule: Rule | None) -> Any:
+    def _inside(self, nodes: list[Node], scene: Scene, path: Path, spec: Declared, rule: Rule | None) -> Any:
         keys = tuple(nodes[0].keys)
-        for index, node in enumerate(nodes):
-            if set(node.keys) != set(keys):
-                raise self._error(path, [n.keys for n in nodes], f"replica {index} has other entries", sizes)
-        tables = [dict(zip(node.keys, node.children, strict=True)) for node in nodes]
-        merged = [
-            self.node([t[key] for t in tables], sizes, (*path, key), spec.below(key, (*path, key)), rule) for key in keys
-        ]
-        return nodes[0].close(merged)
+        columns = [node.children for node in nodes]
+        for index, node in enumerate(nodes[1:], start=1):
+            if tuple(node.keys) != keys:
+                if set(node.keys) != set(keys):
+                    raise other_entries(path, keys, index, node.keys, scene.sizes)
+                table = dict(zip(node.keys, node.children, strict=True))
+                columns[index] = [table[key] for key in keys]
+        declared = spec.children(keys, path)
+        return nodes[0].close(
+            [
+                self.node(column, scene, (*path, key), below, rule)
+                for key, column, below in zip(keys, zip(*columns, strict=True), declared, strict=True)
+            ]
+        )
 
     def _sequence(
-        self, parts: list[Any], nodes: list[Node], sizes: list[int], path: Path, spec: Declared, rule: Rule | None
+        self, parts: Sequence[Any], nodes: list[Node], scene: Scene, path: Path, spec: Declared, rule: Rule | None
     ) -> Any:
         """The two readings of a list, as on the way in: one entry a sample, or a structure."""
-        column = all(len(part) == size for part, size in zip(parts, sizes, strict=True)) and (
-            isinstance(parts[0], list) or not any(_is_number(item) or _holds(item) for part in parts for item in part)
-        )
-        inside = len({len(part) for part in parts}) == 1 and not spec.samples
-        below = tuple(pattern for pattern in self.merger.rules if pattern.startswith(show_path((*path, ""))))
-        if below or spec.is_dim:
-            column = False
+        lengths, sizes = [len(part) for part in parts], list(scene.sizes)
+        column, inside = lengths == sizes and all(map(_is_sliceable, parts)), len(set(lengths)) == 1
         reading = self.merger.readings.get(path)
-        if column and inside and reading is None and isinstance(parts[0], list):
-            column, inside = self._settle_list(parts, sizes, path)
-        if column and (reading != "inside" or not inside):
-            if len(set(sizes)) > 1 or not inside:
+        if spec.samples or reading == "column":
+            inside = False
+        elif column and ((reading == "inside" and inside) or self._is_spoken_of_inside(parts, nodes, path, spec, rule)):
+            column = False
+        doubt = column and inside
+        if doubt:
+            inside = self._could_be_inside(parts, sizes, path)
+        if column:
+            if not inside and (doubt or len(set(sizes)) > 1):
                 self.merger.readings[path] = "column"
             self._note(path, "joined, one entry a sample")
             return join(parts)
         if inside:
-            if parts[0] and len(parts[0]) not in sizes:
+            if lengths != sizes:
                 self.merger.readings[path] = "inside"
-            return self._inside(nodes, sizes, path, spec, rule)
-        lengths = [len(part) for part in parts]
-        raise self._error(path, parts, f"lists of {lengths} entries from shards of {sizes} samples", sizes)
+            return self._inside(nodes, scene, path, spec, rule)
+        kept = ", read before as one entry a sample" if reading == "column" else ""
+        raise cannot_merge(path, parts, f"lists of {lengths} entries from shards of {sizes} samples{kept}", sizes)
 
-    def _settle_list(self, parts: list[Any], sizes: list[int], path: Path) -> tuple[bool, bool]:
-        """A list that could be read both ways: only a list of batched tensors is truly in doubt."""
-        batched = all(
-            isinstance(item, Tensor) and item.ndim > self.merger.dim and item.shape[self.merger.dim] == size
-            for part, size in zip(parts, sizes, strict=True)
-            for item in part
-        )
-        if not batched or not parts[0]:
-            return True, False
-        where = show_path(path)
-        raise MergeError(
-            f"cannot tell how to read the output {where or 'list'!r}: each replica gave a list as long as its shard, of tensors "
-            f"whose dim {self.merger.dim} is the shard's size too.\nWrite the line that is meant:\n"
-            f"  merge={{{where!r}: 'list'}}   # one entry a sample\n"
-            f"  merge={{{show_path((*path, '*'))!r}: 'cat'}}   # a structure of batched tensors"
-        )
+    def _is_spoken_of_inside(
+        self, parts: Sequence[Any], nodes: list[Node], path: Path, spec: Declared, rule: Rule | None
+    ) -> bool:
+        """Whether a rule or a dim is meant for the entries of a list, which is therefore a structure."""
+        keys, named, general = nodes[0].keys, self.merger.named, self.merger.general
+        if rule is not None or (named and any(rule_for(named, (*path, key)) is not None for key in keys)):
+            return True
+        if spec.is_dim:
+            return any(holds_tensors(part) for part in parts)
+        if general is not None and is_leaf_rule(general):
+            alike = len({len(part) for part in parts}) == 1
+            return alike and all(speaks_of(general, [item]) for part in parts for item in part)
+        return not spec.is_plain or (bool(spec.patterns) and any(not s.auto for s in spec.children(keys, path)))
 
-    def _tensors(self, parts: list[Tensor], sizes: list[int], path: Path, spec: Declared) -> Any:
-        kinds = [tensor_kind(part) for part in parts]
-        if kinds[0] is not None:
-            return self._custom(parts, sizes, path, kinds[0])
-        if len({part.ndim for part in parts}) > 1:
-            raise self._error(path, parts, f"tensors of shapes {[list(part.shape) for part in parts]}", sizes)
-        if parts[0].ndim == 0:
-            return self._scalars(parts, sizes, path)
-        dim = self._batch_dim([tuple(part.shape) for part in parts], sizes, path, spec)
+    def _could_be_inside(self, parts: Sequence[Any], sizes: Sequence[int], path: Path) -> bool:
+        """Whether a list as long as its shard could be a structure too; `MergeError` if its entries speak for that."""
+        if all(_PLAIN_TYPES.issuperset(map(type, part)) for part in parts):
+            return True
+        found = {_follows(item, size) for part, size in zip(parts, sizes, strict=True) for item in part}
+        if True in found and False not in found:
+            raise two_readings(path, self.merger.dim)
+        return False not in found
+
+    def _tensors(self, parts: Sequence[Tensor], scene: Scene, path: Path, spec: Declared) -> Any:
+        kinds = [own_kind(part) for part in parts]
+        if any(kinds):
+            return self._of_kinds(parts, kinds, scene, path)
+        shapes = [part.shape for part in parts]
+        if not any(shapes):
+            return self._scalars(parts, scene, path)
+        dim = self._batch_dim(shapes, scene.sizes, path, spec, parts)
         self._note(path, f"joined along dim {dim}")
-        return torch.cat(parts, dim)
+        return torch.cat(list(parts), dim)
 
-    def _arrays(self, parts: list[Any], sizes: list[int], path: Path, spec: Declared) -> Any:
-        if parts[0].ndim == 0:
-            return self._values(parts, sizes, path)
-        dim = self._batch_dim([part.shape for part in parts], sizes, path, spec)
+    def _of_kinds(self, parts: Sequence[Any], kinds: Sequence[Kind | None], scene: Scene, path: Path) -> Any:
+        named = list({kind for kind in kinds if kind is not None})
+        if len(named) > 1:
+            raise cannot_merge(path, parts, "the replicas gave tensors of different layouts", scene.sizes)
+        return self._custom(parts, scene, path, named[0])
+
+    def _arrays(self, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared) -> Any:
+        dim = self._batch_dim([part.shape for part in parts], scene.sizes, path, spec, parts)
         self._note(path, f"joined along dim {dim}")
         return np.concatenate(parts, dim)
 
     def _batch_dim(
-        self, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], path: Path, spec: Declared
+        self, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], path: Path, spec: Declared, parts: Sequence[Any]
     ) -> int:
         """The declared dim, or the one whose size is the shard's on every replica, the usual batch dim first."""
         rank = len(shapes[0])
-        if spec.is_dim:
-            return spec.batch_dim % rank if rank else 0
-        usual = self.merger.dim
-        order = [usual, *(dim for dim in range(rank) if dim != usual)]
-        matches = [
-            dim for dim in order if dim < rank and all(s[dim] == n for s, n in zip(shapes, sizes, strict=True))
-        ]
-        fitting = [dim for dim in matches if len({s[:dim] + s[dim + 1 :] for s in shapes}) == 1]
-        if fitting and (fitting[0] == usual or len(fitting) == 1):
-            return fitting[0]
+        if spec.is_dim and -rank <= spec.batch_dim < rank:
+            return spec.batch_dim % rank
+        usual = self.merger.dim % rank if -rank <= self.merger.dim < rank else -1
+        matches = [dim for dim in range(rank) if _follow(shapes, sizes, rank, dim)]
+        known = self.merger.dims.get(path)
+        if known is not None and known[0] == rank and known[1] in matches:
+            usual = known[1]
+        fitting = [dim for dim in matches if _join_along(shapes, sizes, rank, dim)]
+        if usual in fitting or len(fitting) == 1:
+            dim = usual if usual in fitting else fitting[0]
+            self.merger.dims[path] = rank, dim
+            return dim
         why = f"tensors of shapes {[list(shape) for shape in shapes]} from shards of {list(sizes)} samples"
-        raise self._error(path, shapes, why, sizes, two_dims=len(matches) > 1)
+        raise cannot_merge(path, parts, why, sizes, two_dims=len(matches) > 1)
 
-    def _scalars(self, parts: list[Tensor], sizes: list[int], path: Path) -> Any:
-        if _equal_scalars(parts):
-            self._note(path, "equal on every replica")
-            return parts[0]
-        raise self._error(path, parts, f"a 0-d tensor that differs between replicas ({_few(parts)})", sizes)
+    def _scalars(self, parts: Sequence[Tensor], scene: Scene, path: Path) -> Any:
+        if not _equal_scalars(parts):
+            raise cannot_merge(path, parts, f"a 0-d tensor that differs between replicas ({_few(parts)})", scene.sizes)
+        self._note(path, "equal on every replica")
+        if any(part.requires_grad for part in parts):
+            return mean_of_equals(parts, scene.sizes)
+        return parts[0]
 
-    def _custom(self, parts: list[Any], sizes: list[int], path: Path, kind: Kind) -> Any:
+    def _custom(self, parts: Sequence[Any], scene: Scene, path: Path, kind: Kind) -> Any:
         counts = [kind.size(part) for part in parts]
-        if counts == list(sizes):
+        if counts == list(scene.sizes):
             self._note(path, "joined by its type's rule")
             return kind.merge(parts)
-        raise self._error(path, parts, f"{type(parts[0]).__name__} of {counts} from shards of {sizes} samples", sizes)
+        why = f"{type(parts[0]).__name__} of {counts} samples from shards of {list(scene.sizes)}"
+        raise cannot_merge(path, parts, why, scene.sizes)
 
-    def _values(self, parts: list[Any], sizes: list[int], path: Path) -> Any:
+    def _values(self, parts: Sequence[Any], scene: Scene, path: Path) -> Any:
         first = parts[0]
-        if isinstance(first, (*SCALARS, np.generic, np.ndarray, type)):
-            if all(bool(np.all(part == first)) for part in parts):
-                self._note(path, "equal on every replica")
-                return first
-            raise self._error(path, parts, f"a value that differs between replicas ({_few(parts)})", sizes)
-        name = type(first).__name__
-        raise MergeError(
-            f"cannot merge the output {show_path(path) or name!r}: instep has not been told how to merge a {name}.\n"
-            f"Write, once:\n"
-            f"  instep.register({name}, size=lambda v: ..., split=lambda v, sizes: [...], merge=lambda parts: ...)\n"
-            f"or choose: merge={{{show_path(path) or '*'!r}: 'first'}}  or 'list', 'drop', a function (parts, sizes)."
-        )
-
-    def _error(
-        self, path: Path, parts: Sequence[Any], why: str, sizes: Sequence[int], two_dims: bool = False
-    ) -> MergeError:
-        where = show_path(path)
-        scalar = not _is_container(parts) and not getattr(parts[0], "shape", ())
-        choices = "'mean', 'sum', 'max', 'min', 'stack'" if scalar else "'pad', 'nested', 'list', 'unique', 'sum', 'mean'"
-        lines = [
-            f"cannot merge the output {where or summary(parts[0])!r}: {why} (shards of {list(sizes)} samples).",
-            f"Write what it means:  merge={{{where or '*'!r}: ...}}  with {choices}, 'first', 'drop',",
-            "  instep.weighted_by(...) for a mean over something else than samples, or a function (parts, sizes) -> value.",
-        ]
-        if two_dims:
-            lines.append("Where an entry depends on the whole batch, call instep.all_gather(...) inside forward.")
-        return MergeError("\n".join(lines))
+        if not isinstance(first, (*SCALARS, np.generic, np.ndarray)):
+            raise no_rule_for_type(path, first)
+        if all(_equal_values(part, first) for part in parts):
+            self._note(path, "equal on every replica")
+            return first
+        raise cannot_merge(path, parts, f"a value that differs between replicas ({_few(parts)})", scene.sizes)
 
     def _note(self, path: Path, what: str) -> None:
         self.merger.seen[path] = what
 
 
-def _is_container(parts: Sequence[Any]) -> bool:
-    return any(open_node(part) is not None for part in parts)
+def _follow(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: int, dim: int) -> bool:
+    """Whether a dim has the shard's size in every shape."""
+    return all(len(shape) == rank and shape[dim] == size for shape, size in zip(shapes, sizes, strict=True))
 
 
-def _holds(item: Any) -> bool:
-    return isinstance(item, (Tensor, np.ndarray))
+def _join_as_before(parts: Sequence[Any], sizes: Sequence[int], rank: int, dim: int) -> bool:
+    """Whether ordinary tensors, each replica its own, follow the batch in the dim that was seen before."""
+    for part in parts:
+        if type(part) is not Tensor or part.layout is not torch.strided or part.is_nested:
+            return False
+    return parts[0] is not parts[-1] and _join_along([part.shape for part in parts], sizes, rank, dim)
 
 
-def _is_number(item: Any) -> bool:
-    return isinstance(item, (int, float, complex, type(None)))
+def _join_along(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: int, dim: int) -> bool:
+    """Whether tensors of these shapes follow the batch along a dim and agree in the others."""
+    first = shapes[0]
+    for shape, size in zip(shapes, sizes, strict=True):
+        if len(shape) != rank or shape[dim] != size:
+            return False
+        if shape != first and shape[:dim] + shape[dim + 1 :] != first[:dim] + first[dim + 1 :]:
+            return False
+    return True
 
 
-def _are_numbers(parts: Sequence[Any]) -> bool:
-    return all(isinstance(part, (int, float)) for part in parts)
+def _is_sliceable(part: Any) -> bool:
+    return isinstance(part, list) or is_record_of_samples(part)
+
+
+def _follows(item: Any, size: int) -> bool | None:
+    """Whether an entry of a list holds `size` samples; None if it says neither."""
+    kind = own_kind(item)
+    if kind is not None:
+        count = kind.size(item)
+        return None if count is None else count == size
+    if isinstance(item, (Tensor, np.ndarray)):
+        return True if size in item.shape else None if item.ndim == 0 or item.shape[0] == 1 else False
+    node = open_node(item)
+    if node is None:
+        return None
+    if is_sequence(item) and len(item) == size and not holds_tensors(item):
+        return True
+    below = {_follows(child, size) for child in node.children}
+    return False if False in below else True if True in below else None
 
 
 def _equal_scalars(parts: Sequence[Tensor]) -> bool:
     first = parts[0]
-    return all(part is first or (part.dtype == first.dtype and torch.equal(part, first)) for part in parts)
+    return all(part.dtype == first.dtype and torch.equal(part, first) for part in parts) or all(
+        part.dtype == first.dtype and bool(torch.isnan(part)) for part in parts
+    )
+
+
+def _equal_values(one: Any, other: Any) -> bool:
+    return bool(np.all(one == other)) or (one != one and other != other)
 
 
 def _few(parts: Sequence[Any]) -> str:

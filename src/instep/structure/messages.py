@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 
 from instep.errors import StructureError
-from instep.structure.tree import Path, show_path
+from instep.structure.tree import Path, is_sequence, open_node, show_path
+
+SHOWN = 12
 
 
 def summary(value: Any) -> str:
@@ -23,7 +25,13 @@ def summary(value: Any) -> str:
 
 
 def _line(path: Path, spec: object) -> str:
-    return f"in_dims={{{show_path(path)!r}: {spec!r}}}"
+    where = show_path(path)
+    return f"in_dims={{{where!r}: {spec!r}}}" if where else f"in_dims={spec!r}"
+
+
+def _place(path: Path) -> str:
+    where = show_path(path)
+    return repr(where) if where else "the value"
 
 
 def misfit_message(
@@ -31,12 +39,13 @@ def misfit_message(
 ) -> StructureError:
     """No size fits every argument: say what each proposes, which leaf stands out, and what to write."""
     votes = Counter(proposal.size for proposal in proposals if proposal.size in misfits)
-    size = max(votes, key=lambda candidate: (votes[candidate], candidate != 1, -list(misfits).index(candidate)))
+    # Most leaves have the batch, and the first argument more often than the others.
+    size = max(votes, key=lambda candidate: (votes[candidate], candidate != 1))
     misfit = misfits[size]
     lines = [
-        f"cannot share out this call: {show_path(misfit.path)!r} ({summary(misfit.value)}) does not fit a batch of "
+        f"cannot share out this call: {_place(misfit.path)} ({summary(misfit.value)}) does not fit a batch of "
         f"{size}: {misfit.why}.",
-        "Sizes seen: " + "; ".join(f"{show_path(p.path)}: {p.what}" for p in proposals) + ".",
+        "Sizes seen: " + _cut_short([f"{_place(p.path)}: {p.what}" for p in proposals], "; ") + ".",
         "Write one of:",
         f"  {_line(misfit.path, None)}   # every replica gets it whole (or pass instep.whole(...))",
     ]
@@ -44,67 +53,80 @@ def misfit_message(
     for other, length in enumerate(shape):
         if length == size and other != dim:
             lines.append(f"  {_line(misfit.path, other)}   # its batch is in dim {other}, whose size is {size}")
-    if isinstance(misfit.value, (list, tuple)) or _inside_sequence(misfit.path, values, names):
-        owner = _sequence_above(misfit.path, values, names) or misfit.path
+    owner = misfit.path if is_sequence(misfit.value) else _sequence_above(misfit.path, values, names)
+    if owner is not None:
         lines.append(f"  {_line(owner, 'samples')}   # it has one entry a sample")
     return StructureError("\n".join(lines))
 
 
+def _cut_short(items: Sequence[str], between: str) -> str:
+    more = [f"and {len(items) - SHOWN} more"] if len(items) > SHOWN else []
+    return between.join([*items[:SHOWN], *more])
+
+
 def _sequence_above(path: Path, values: Sequence[Any], names: Sequence[str]) -> Path | None:
     """The list or tuple nearest above a leaf, where there is one."""
-    value = dict(zip(names, values)).get(path[0])
-    above: Path | None = (path[0],) if isinstance(value, (list, tuple)) and len(path) > 1 else None
+    value = dict(zip(names, values, strict=True)).get(path[0])
+    above = None
     for depth, key in enumerate(path[1:], start=1):
-        try:
-            value = value[key]  # type: ignore[index]
-        except (TypeError, KeyError, IndexError):
-            value = getattr(value, str(key), None)
-        if isinstance(value, (list, tuple)) and depth + 1 < len(path):
-            above = path[: depth + 1]
+        if is_sequence(value):
+            above = path[:depth]
+        node = open_node(value)
+        assert node is not None
+        value = dict(zip(node.keys, node.children, strict=True))[key]
     return above
 
 
-def _inside_sequence(path: Path, values: Sequence[Any], names: Sequence[str]) -> bool:
-    return _sequence_above(path, values, names) is not None
-
-
-def ambiguous_sizes(proposals: Sequence[Any], fits: Mapping[int, Any]) -> StructureError:
+def ambiguous_sizes(
+    proposals: Sequence[Any], fits: Mapping[int, Any], values: Sequence[Any], names: Sequence[str]
+) -> StructureError:
     """More than one size fits every argument: show where each comes from and the line that decides."""
-    lines = [f"cannot tell the batch: {' and '.join(str(size) for size in fits)} both fit every argument."]
+    each = "both" if len(fits) == 2 else "all"
+    lines = [f"cannot tell the batch: {' and '.join(str(size) for size in fits)} {each} fit every argument."]
+    lines.append("Write the line that is meant:")
     for proposal in proposals:
         if proposal.size in fits:
-            entry = "samples" if " of " in proposal.what else 0
-            line = _line(proposal.path, entry)
-            lines.append(f"  {line}   # a batch of {proposal.size}: {show_path(proposal.path)} is a {proposal.what}")
-    lines.insert(1, "Write the line that is meant:")
-    return StructureError("\n".join(dict.fromkeys(lines)))
+            # What decides is how the list is read, not one of its entries.
+            owner = _sequence_above(proposal.path, values, names) or proposal.path
+            line = _line(owner, proposal.spec)
+            lines.append(f"  {line}   # a batch of {proposal.size}: {_place(owner)}, {proposal.what}")
+    unique = {line.partition("   #")[0]: line for line in reversed(lines)}
+    return StructureError("\n".join(list(unique.values())[::-1]))
 
 
-def two_readings(value: Any, path: Path) -> StructureError:
+def two_readings(value: Any, path: Path, dim: int) -> StructureError:
     """A list that fits both as samples and as a structure of batched leaves."""
     return StructureError(
-        f"cannot tell how to read {show_path(path)!r} ({summary(value)}): it fits as one entry a sample and as a structure "
+        f"cannot tell how to read {_place(path)} ({summary(value)}): it fits as one entry a sample and as a structure "
         f"of batched leaves.\nWrite the line that is meant:\n"
         f"  {_line(path, 'samples')}   # one entry a sample\n"
-        f"  {_line(path, 0)}   # every entry holds the whole batch in dim 0"
+        f"  {_line(path, dim)}   # every entry holds the whole batch in dim {dim}"
+    )
+
+
+def structured_dims(value: Any, path: Path, spec: Any) -> StructureError:
+    """A structure of dims where the argument has none."""
+    return StructureError(
+        f"in_dims has {spec!r} for {_place(path)}, which is a {summary(value)}.\n"
+        f"Write one dim for it, as in:\n  {_line(path, 0)}"
     )
 
 
 def unusable(value: Any, path: Path) -> StructureError:
     """An argument of a type that cannot be shared out or handed over."""
-    where, name = show_path(path), type(value).__name__
+    where, name = _place(path), type(value).__name__
     if isinstance(value, nn.Module):
         return StructureError(
-            f"{where!r} is a module ({name}): a module passed as an argument would stay on one device.\n"
+            f"{where} is a module ({name}): a module passed as an argument would stay on one device.\n"
             f"Make it a submodule of the wrapped module, or wrap it in instep.DataParallel by itself."
         )
     if isinstance(value, Iterator):
         return StructureError(
-            f"{where!r} is an iterator ({name}): it can be read only once, so it cannot be shared out.\n"
+            f"{where} is an iterator ({name}): it can be read only once, so it cannot be shared out.\n"
             f"Write list(...) around it."
         )
     return StructureError(
-        f"{where!r} is a {name}, which holds tensors, and instep has not been told how to split it.\n"
+        f"{where} is a {name}, which holds tensors, and instep has not been told how to split it.\n"
         f"Write, once:\n"
         f"  instep.register({name}, size=lambda v: ..., split=lambda v, sizes: [...], merge=lambda parts: ...)\n"
         f"or hand it to every replica with instep.whole(...)."
@@ -114,6 +136,14 @@ def unusable(value: Any, path: Path) -> StructureError:
 def wrong_shards(path: Path, given: int, wanted: int) -> StructureError:
     """A `Shards` whose number of entries does not match the replicas."""
     return StructureError(
-        f"{show_path(path)!r} is Shards of {given} entries, but this call uses {wanted} replica(s): "
+        f"{_place(path)} is Shards of {given} entries, but this call uses {wanted} replica(s): "
         f"give one entry for each replica."
+    )
+
+
+def unequal_shards(path: Path, given: Sequence[Any], other: Path, wanted: Sequence[Any]) -> StructureError:
+    """Two `Shards` of one call that were not split alike."""
+    return StructureError(
+        f"{_place(path)} is Shards of {list(given)} samples, but {_place(other)} is Shards of {list(wanted)}: "
+        f"split them alike."
     )

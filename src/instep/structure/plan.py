@@ -5,21 +5,19 @@ Planning looks at types, keys and sizes only. It never reads tensor data, so it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from instep.structure.dims import AUTO, Declared, declared_below, declared_dims
-from instep.structure.fit import Fit, Memory, Misfit, fit, propose
+from instep.structure.dims import AUTO, Declared, check_dims, declared_below, declared_dims
+from instep.structure.fit import Fit, Memory, Misfit, fit, holds_tensors, own_kind, propose
 from instep.structure.marks import Shards, Whole
-from instep.structure.messages import ambiguous_sizes, misfit_message, wrong_shards
+from instep.structure.messages import ambiguous_sizes, misfit_message, unequal_shards, wrong_shards
 from instep.structure.roles import Ready, Role
-from instep.structure.torch_kinds import tensor_kind
-from instep.structure.tree import open_node
-from instep.structure.types import kind_of
+from instep.structure.tree import SCALARS, Path, open_node
 
 
 @dataclass(frozen=True)
@@ -66,38 +64,44 @@ class Planner:
     memory: Memory = field(default_factory=dict)
     _plans: dict[Any, SplitPlan] = field(default_factory=dict, repr=False)
     _dims: tuple[int, ...] = field(init=False, repr=False)
+    _read: dict[Any, Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        check_dims(self.in_dims, "in_dims")
         # Only these dims decide anything: batches that differ in a length elsewhere share one plan.
         self._dims = tuple({self.dim, *declared_dims(self.in_dims)})
+        self._read = _by_key(self.memory)
 
     def plan(self, names: Sequence[str], values: Sequence[Any]) -> SplitPlan:
         """The plan for these arguments; `StructureError` where it would have to guess."""
-        signature = (tuple(names), tuple([_sign(value, self._dims) for value in values]))
-        plan = self._plans.get(signature)
+        plan = self._plans.get(self._signature(names, values))
         if plan is None:
             plan = self._decide(tuple(names), values)
             if len(self._plans) >= 256:  # lists of samples of many shapes: begin again rather than grow
                 self._plans.clear()
-            self._plans[signature] = plan
+            # Signed anew: a list that has been read now is signed by that reading.
+            self._plans[self._signature(names, values)] = plan
         return plan
+
+    def _signature(self, names: Sequence[str], values: Sequence[Any]) -> Any:
+        read, dims = self._read, self._dims
+        return (*names, *[_sign(value, dims, read.get(name)) for name, value in zip(names, values, strict=True)])
 
     def _decide(self, names: tuple[str, ...], values: Sequence[Any]) -> SplitPlan:
         declared = declared_below(self.in_dims, names, self.dim)
         batch, chosen = self._choose(names, values, declared)
-        if chosen is None:
-            chosen = fit(names, values, declared, None, self.memory)
         sizes = (0,) if batch is None else balanced(batch, self.replicas, self.min_shard)
         ready = [(path, role) for path, role in chosen.leaves if isinstance(role, Ready)]
         if ready:
             sizes, batch = self._follow_shards(ready, sizes, batch)
         if batch is not None and batch > 1:
             self.memory.update(chosen.readings)
+            self._read = _by_key(self.memory)
         return SplitPlan(batch, sizes, names, chosen.roles)
 
     def _choose(
         self, names: tuple[str, ...], values: Sequence[Any], declared: Sequence[Declared]
-    ) -> tuple[int | None, Fit | None]:
+    ) -> tuple[int | None, Fit]:
         """The one size that fits every argument, looked for among tensors first, then lists, then tuples."""
         proposals = propose(names, values, declared, self.memory)
         for rank in (0, 1, 2):
@@ -108,48 +112,96 @@ class Planner:
                     fits[size] = fit(names, values, declared, size, self.memory)
                 except Misfit as misfit:
                     misfits[size] = misfit
-            if len(fits) == 1:
-                return next(iter(fits.items()))
             if len(fits) > 1:
-                raise ambiguous_sizes(proposals, fits)
+                raise ambiguous_sizes(proposals, fits, values, names)
+            if fits:
+                size, found = next(iter(fits.items()))
+                if found.doubts:
+                    raise found.doubts[0]
+                return size, found
             if misfits:
                 raise misfit_message(proposals, misfits, values, names, self.dim)
-        return None, None
+        return None, fit(names, values, declared, None, self.memory)
 
     def _follow_shards(
-        self, ready: Sequence[tuple[Any, Ready]], sizes: tuple[int, ...], batch: int | None
+        self, ready: Sequence[tuple[Path, Ready]], sizes: tuple[int, ...], batch: int | None
     ) -> tuple[tuple[int, ...], int]:
         """Sizes when some argument came already split: its number of parts decides."""
-        path, first = ready[0]
-        counts = {role.sizes for _, role in ready}
-        if len({len(count) for count in counts}) > 1 or len(first.sizes) > self.replicas:
-            raise wrong_shards(path, len(first.sizes), self.replicas)
-        if batch is None:
-            return first.sizes, sum(first.sizes)
-        if len(first.sizes) != len(sizes):
-            raise wrong_shards(path, len(first.sizes), len(sizes))
-        return (first.sizes if sum(first.sizes) == batch else sizes), batch
+        count = len(ready[0][1].sizes) if batch is None else len(sizes)
+        for where, role in ready:
+            if len(role.sizes) != count or count > self.replicas:
+                raise wrong_shards(where, len(role.sizes), min(count, self.replicas))
+        measured = [(where, _whole_sizes(role)) for where, role in ready]
+        known = [(where, given) for where, given in measured if given and (batch is None or sum(given) == batch)]
+        for where, given in known[1:]:
+            if given != known[0][1]:
+                raise unequal_shards(where, given, *known[0])
+        if known:
+            return known[0][1], sum(known[0][1])
+        # Nothing that can be counted: each part counts as one sample.
+        return (sizes, batch) if batch is not None else ((1,) * count, count)
 
 
-def _sign(value: Any, dims: tuple[int, ...]) -> Any:
-    """What planning depends on, hashable: the same signature gives the same plan."""
+def _whole_sizes(role: Ready) -> tuple[int, ...]:
+    """The sizes of ready-made parts, or none at all if one of them cannot be measured."""
+    sizes = tuple([size for size in role.sizes if size is not None])
+    return sizes if len(sizes) == len(role.sizes) else ()
+
+
+def _by_key(memory: Memory) -> dict[Any, Any]:
+    """The lists whose entries decide nothing any more, by key within key."""
+    tree: dict[Any, Any] = {}
+    for path, reading in memory.items():
+        if reading != "inside":
+            level = tree
+            for key in path[:-1]:
+                level = level.setdefault(key, {})
+            level[path[-1]] = reading
+    return tree
+
+
+_PLAIN_TYPES = frozenset(SCALARS)
+
+
+def _sign(value: Any, dims: tuple[int, ...], read: Any = None) -> Any:
+    """What planning depends on, hashable: the same signature gives the same plan. `read` is what is known of a list."""
     cls = type(value)
-    if isinstance(value, Tensor):
-        kind = tensor_kind(value)
-        return _sign_shape(value.shape, dims) if kind is None else (kind, kind.size(value))
-    if cls is np.ndarray:
-        return (cls, *_sign_shape(value.shape, dims))
+    if cls in _PLAIN_TYPES:
+        return cls
+    if isinstance(value, (Tensor, np.ndarray)):
+        kind = own_kind(value)
+        return _sign_shape(value.shape, dims) if kind is None else (cls, kind, kind.size(value))
+    if cls is dict:
+        return (cls, tuple(value), _sign_all(value, value.values(), dims, read))
+    if cls is list or cls is tuple:
+        if isinstance(read, str):
+            return (cls, read, len(value))
+        types = tuple(map(type, value))
+        if _PLAIN_TYPES.issuperset(types):
+            return (cls, types)
+        return (cls, _sign_all(range(len(value)), value, dims, read))
+    return _sign_other(value, dims, read)
+
+
+def _sign_all(keys: Iterable[Any], children: Iterable[Any], dims: tuple[int, ...], read: Any) -> tuple[Any, ...]:
+    if not read or isinstance(read, str):
+        return tuple([_sign(child, dims) for child in children])
+    return tuple([_sign(child, dims, read.get(key)) for key, child in zip(keys, children, strict=True)])
+
+
+def _sign_other(value: Any, dims: tuple[int, ...], read: Any) -> Any:
+    cls = type(value)
     if cls is Whole:
         return cls
     if cls is Shards:
-        return (cls, tuple(_sign(part, dims) for part in value.parts))
-    kind = kind_of(cls)
+        return (cls, tuple([_sign(part, dims) for part in value.parts]))
+    kind = own_kind(value)
     if kind is not None:
-        return (cls, kind.size(value))
+        return (cls, kind, kind.size(value))
     node = open_node(value)
     if node is None:
-        return cls
-    return (cls, tuple(node.keys), tuple([_sign(child, dims) for child in node.children]))
+        return (cls, holds_tensors(value))
+    return (cls, tuple(node.keys), _sign_all(node.keys, node.children, dims, read))
 
 
 def _sign_shape(shape: Sequence[int], dims: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from instep.structure.tree import forget_types, map_tensors, shallow_copy
+from instep.structure.tree import attributes_of, forget_types, map_tensors, shallow_copy
 from instep.structure.types import Kind, TensorMap, add_kind
 
 
@@ -19,7 +17,7 @@ def register(
     merge: Callable[[Sequence[Any]], Any],
     map: Callable[[TensorMap, Any], Any] | None = None,
 ) -> None:
-    """Teach instep how many samples a value of `cls` holds, how to cut it into parts of given sizes, and how to join parts.
+    """Teach instep how many samples a value of `cls` holds, how to cut it into parts of given sizes, and to join them.
 
     `map(fn, value)` makes a new value with each tensor `t` replaced by `fn(t)`; left out, every attribute that holds
     tensors is mapped. It is how such a value moves between devices and how gradients pass through it.
@@ -44,20 +42,10 @@ def register(
 def map_attributes(fn: TensorMap, value: Any) -> Any:
     """A copy of an object in which the tensors held by its attributes are mapped."""
     made = shallow_copy(value)
-    for name, item in _attributes(value):
-        if not isinstance(item, Tensor) and item is value:
+    for name, item in attributes_of(value).items():
+        if item is value:
             continue
         new = map_tensors(fn, item)
         if new is not item:
             object.__setattr__(made, name, new)
     return made
-
-
-def _attributes(value: Any) -> list[tuple[str, Any]]:
-    found = list(getattr(value, "__dict__", {}).items())
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
-                found.append((slot, getattr(value, slot)))
-    return found

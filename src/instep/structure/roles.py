@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, TypeAlias
 
 from instep.structure.types import Kind
 
@@ -36,9 +36,9 @@ class Custom:
 
 @dataclass(frozen=True)
 class Ready:
-    """Already split by the caller, into parts of these sizes."""
+    """Already split by the caller, into parts of these sizes; None for one that cannot be measured."""
 
-    sizes: tuple[int, ...]
+    sizes: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Inside:
     """A container: each child has a role of its own."""
 
     keys: tuple[Any, ...]
-    roles: tuple["Role", ...]
+    roles: tuple[Role, ...]
 
 
-Role = Union[Keep, Cut, Column, Custom, Ready, Inside]
+Role: TypeAlias = Keep | Cut | Column | Custom | Ready | Inside
 
 
 def is_batched(role: Role) -> bool:

@@ -13,53 +13,58 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instep.errors import MergeError
+from instep.errors import MergeError, StructureError
 from instep.structure.dims import AUTO
 from instep.structure.marks import Shards, Whole
 from instep.structure.plan import Planner, SplitPlan
-from instep.structure.roles import Column, Custom, Cut, Inside, Ready, Role
-from instep.structure.tree import open_node
+from instep.structure.roles import Column, Custom, Cut, Inside, Keep, Ready, Role
+from instep.structure.tree import Path, open_node, show_path
 
 
 def apply_plan(plan: SplitPlan, values: Sequence[Any]) -> list[list[Any]]:
     """For each active replica, its part of every argument; tensors are views and differentiable."""
-    columns = [cut(role, value, plan.sizes) for role, value in zip(plan.roles, values, strict=True)]
+    sizes = list(plan.sizes)
+    columns = [cut(role, value, sizes) for role, value in zip(plan.roles, values, strict=True)]
     return [[column[index] for column in columns] for index in range(plan.parts)]
 
 
-def cut(role: Role, value: Any, sizes: Sequence[int]) -> Sequence[Any]:
+def cut(role: Role, value: Any, sizes: list[int]) -> Sequence[Any]:
     """The parts of one value under its role."""
-    if isinstance(role, Cut):
-        if isinstance(value, Tensor):
-            return value.split(list(sizes), role.dim)
-        return np.split(value, list(accumulate(sizes))[:-1], role.dim)
+    kind = type(role)
+    if kind is Cut:
+        return _cut_dense(value, sizes, role.dim)  # type: ignore[union-attr]
+    if kind is Keep:
+        return [value.value if type(value) is Whole else value] * len(sizes)
     if isinstance(role, Inside):
         node = open_node(value)
         assert node is not None
         columns = [cut(below, child, sizes) for below, child in zip(role.roles, node.children, strict=True)]
-        return [node.close([column[index] for column in columns]) for index in range(len(sizes))]
-    if isinstance(role, Column):
+        return [node.close(part) for part in zip(*columns, strict=True)] or [node.close(()) for _ in sizes]
+    if kind is Column:
         return _slices(value, sizes)
     if isinstance(role, Custom):
-        return role.kind.split(value, sizes)
-    if isinstance(role, Ready):
-        return list(value.parts)
-    return [value.value if isinstance(value, Whole) else value] * len(sizes)
+        parts = role.kind.split(value, sizes)
+        if len(parts) != len(sizes):
+            raise StructureError(f"the split of {type(value).__name__} gave {len(parts)} parts for sizes {sizes}.")
+        return parts
+    return list(value.parts)
+
+
+def _cut_dense(value: Any, sizes: list[int], dim: int) -> Sequence[Any]:
+    if isinstance(value, Tensor):
+        parts: Sequence[Tensor] = value.split_with_sizes(sizes, dim)
+        return parts
+    return np.split(value, list(accumulate(sizes))[:-1], dim)
 
 
 def _slices(value: Any, sizes: Sequence[int]) -> list[Any]:
-    ends = list(accumulate(sizes))
-    node = open_node(value)
-    assert node is not None
-    plain = type(value) in (list, tuple)
-    parts = [value[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    return parts if plain else [_like(value, part) for part in parts]
+    starts = accumulate(sizes[:-1], initial=0)
+    parts = [value[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    return parts if type(value) in (list, tuple) else [_like(value, part) for part in parts]
 
 
 def _like(value: Any, items: Any) -> Any:
     """A list or tuple of the class of `value` around other items."""
-    if type(items) is type(value):
-        return items
     node = open_node(value)
     assert node is not None
     return node.close(list(items))
@@ -67,23 +72,25 @@ def _like(value: Any, items: Any) -> Any:
 
 def undo_plan(plan: SplitPlan, parts: Sequence[Sequence[Any]]) -> list[Any]:
     """The arguments that `apply_plan` cut into these parts."""
-    return [uncut(role, column) for role, column in zip(plan.roles, zip(*parts, strict=True), strict=True)]
+    columns = zip(*parts, strict=True)
+    triples = zip(plan.roles, columns, plan.names, strict=True)
+    return [uncut(role, column, (name,)) for role, column, name in triples]
 
 
-def uncut(role: Role, parts: Sequence[Any]) -> Any:
+def uncut(role: Role, parts: Sequence[Any], path: Path = ()) -> Any:
     """The inverse of `cut`."""
     if isinstance(role, Cut):
         if isinstance(parts[0], Tensor):
             return torch.cat(list(parts), role.dim) if len(parts) > 1 else parts[0]
         return np.concatenate(parts, role.dim)
     if isinstance(role, Inside):
-        nodes = [open_node(part) for part in parts]
-        if any(node is None or tuple(node.keys) != role.keys for node in nodes):
-            raise MergeError("these parts do not have the structure that was split.")
-        columns = zip(*[node.children for node in nodes if node is not None], strict=True)
-        first = nodes[0]
-        assert first is not None
-        return first.close([uncut(below, column) for below, column in zip(role.roles, columns, strict=True)])
+        nodes = [node for node in map(open_node, parts) if node is not None and tuple(node.keys) == role.keys]
+        if len(nodes) < len(parts):
+            where = show_path(path)
+            raise MergeError(f"{repr(where) if where else 'a part'} does not have the structure that was split.")
+        columns = zip(*[node.children for node in nodes], strict=True)
+        triples = zip(role.roles, columns, role.keys, strict=True)
+        return nodes[0].close([uncut(below, column, (*path, key)) for below, column, key in triples])
     if isinstance(role, Column):
         return join(parts)
     if isinstance(role, Custom):
@@ -125,10 +132,11 @@ def split(value: Any, parts: int, dim: int = 0, *, in_dims: Any = AUTO, min_shar
     >>> parts.sizes
     (3, 2)
     """
-    nested = {"value": in_dims} if not _is_plain(in_dims) else in_dims
-    plan = Planner(parts, dim, nested, min_shard).plan(("value",), (value,))
+    plan = plan_value(value, parts, dim, in_dims=in_dims, min_shard=min_shard)
     return Parts([part[0] for part in apply_plan(plan, (value,))], plan)
 
 
-def _is_plain(in_dims: Any) -> bool:
-    return in_dims is None or isinstance(in_dims, (int, str))
+def plan_value(value: Any, parts: int, dim: int = 0, *, in_dims: Any = AUTO, min_shard: int = 1) -> SplitPlan:
+    """A plan for one structure that has no name; `in_dims` speaks of what is inside it."""
+    spec = (in_dims,) if isinstance(in_dims, (list, tuple)) else in_dims
+    return Planner(parts, dim, spec, min_shard).plan(("",), (value,))

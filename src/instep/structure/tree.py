@@ -79,7 +79,8 @@ def _open_tuple(value: Any) -> Node:
 def _open_struct(value: Any) -> Node:
     """What torch returns from `max`, `topk` and others: a tuple whose entries also have names."""
     cls = type(value)
-    return Node(cls.__match_args__, tuple(value), cls)
+    named = len(cls.__match_args__) == len(value)
+    return Node(cls.__match_args__ if named else range(len(value)), tuple(value), cls)
 
 
 def is_sequence(value: Any) -> bool:
@@ -97,7 +98,9 @@ def _open_dict(value: Any) -> Node:
         return Node(keys, tuple(value.values()), lambda children: cls(zip(keys, children, strict=True)))
     if cls is defaultdict:
         factory = value.default_factory
-        return Node(keys, tuple(value.values()), lambda children: defaultdict(factory, zip(keys, children, strict=True)))
+        return Node(
+            keys, tuple(value.values()), lambda children: defaultdict(factory, zip(keys, children, strict=True))
+        )
 
     def close(children: Sequence[Any]) -> Any:
         new = copy.copy(value)

@@ -1,0 +1,119 @@
+"""What instep itself costs: one replica against the bare module, the structure layer, and looking for changes.
+
+Both sides of a ratio run in turns in one process; every number is a median over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.replicas.crew import Crew
+from instep.structure.merge import Merger
+from instep.structure.plan import Planner
+from instep.structure.split import apply_plan
+
+
+def seconds(work: Callable[[], Any], count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        work()
+    return (time.perf_counter() - start) / count
+
+
+def in_turns(sides: list[Callable[[], Any]], rounds: int, count: int) -> list[list[float]]:
+    """Seconds of each side, round by round; the first round warms up."""
+    taken: list[list[float]] = [[] for _ in sides]
+    for turn in range(rounds + 1):
+        for side, times in zip(sides, taken, strict=True):
+            spent = seconds(side, count)
+            if turn:
+                times.append(spent)
+    return taken
+
+
+def one_replica(rounds: int) -> None:
+    """A training step of an encoder layer, bare and through a wrapper with one device."""
+    bare = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    wrapped = instep.DataParallel(copy.deepcopy(bare), ["cpu"])
+    x = torch.randn(8, 16, 64)
+
+    def step(model: nn.Module) -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+
+    ours, theirs = in_turns([lambda: step(wrapped), lambda: step(bare)], rounds, 20)
+    ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    print(
+        f"one replica / bare module        {ratio:8.3f}        ({statistics.median(theirs) * 1e6:.0f} us a bare step)"
+    )
+
+
+def nested_batch() -> dict[str, Any]:
+    """Twenty leaves: seventeen tensors and three lists, three levels deep."""
+    return {
+        "views": [{"image": torch.randn(8, 4), "mask": torch.ones(8, 4), "names": list("abcdefgh")} for _ in range(3)],
+        "text": {"ids": torch.ones(8, 6), "mask": torch.ones(8, 6), "more": (torch.ones(8), torch.ones(8))},
+        "targets": {name: torch.ones(8, 2) for name in "tuvwxyz"},
+    }
+
+
+def structure_layer(rounds: int) -> None:
+    """Plan, split and merge of a nested batch for two replicas, the plan being warm."""
+    batch = nested_batch()
+    planner, merger = Planner(2), Merger.of()
+
+    def there_and_back() -> Any:
+        plan = planner.plan(("batch",), (batch,))
+        parts = apply_plan(plan, (batch,))
+        return merger.merge([part[0] for part in parts], plan.sizes)
+
+    (taken,) = in_turns([there_and_back], rounds, 200)
+    print(f"plan, split, merge, 20 leaves    {statistics.median(taken) * 1e6:8.0f} us")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(9)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def looking(rounds: int, replicas: int, blocks: int) -> None:
+    """What is asked at every call: has anything changed on the source, or on a replica since its forward."""
+    net = nn.Sequential(*[Block() for _ in range(blocks)])
+    modules = len(list(net.modules()))
+    crew = Crew(net, [torch.device("cpu")] * replicas)
+    crew.ready()
+
+    def look() -> None:
+        crew.ready()
+        for replica in crew.replicas:
+            replica.changes()
+
+    (taken,) = in_turns([look], rounds, 50)
+    each = statistics.median(taken) / modules / replicas * 1e6
+    print(f"looking, {modules:5} modules x {replicas}       {each:8.2f} us      a module and replica")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=31)
+    rounds = parser.parse_args().rounds
+    one_replica(rounds)
+    structure_layer(rounds)
+    for replicas in (2, 4):
+        looking(rounds, replicas, 13)
+        looking(rounds, replicas, 91)

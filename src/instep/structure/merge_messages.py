@@ -1,0 +1,86 @@
+"""The words of merge errors: the path, what each replica gave, and the line to write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from instep.errors import MergeError
+from instep.structure.tree import Path, open_node, show_path
+
+
+def _place(path: Path) -> str:
+    where = show_path(path)
+    return f"the output {where!r}" if where else "the output"
+
+
+def _line(path: Path, rule: str) -> str:
+    where = show_path(path)
+    return f"merge={{{where!r}: {rule}}}" if where else f"merge={rule}"
+
+
+def cannot_merge(
+    path: Path, parts: Sequence[Any], why: str, sizes: Sequence[int], two_dims: bool = False
+) -> MergeError:
+    """Parts that could mean several things: what they are, and the rules to choose from."""
+    if any(open_node(part) is not None for part in parts):
+        choices = "'list', 'first', 'drop'"
+    elif any(len(getattr(part, "shape", ())) for part in parts):
+        choices = "'pad', 'nested', 'list', 'unique', 'stack', 'sum', 'mean', 'first', 'drop'"
+    else:
+        choices = "'mean', 'sum', 'max', 'min', 'stack', 'list', 'first', 'drop'"
+    lines = [
+        f"cannot merge {_place(path)}: {why} (shards of {list(sizes)} samples).",
+        f"Write what it means:  {_line(path, '...')}  with {choices},",
+        "  instep.weighted_by(...) for a mean over something else than samples, or a function (parts, sizes) -> value.",
+    ]
+    if two_dims:
+        lines.append("Where an entry depends on the whole batch, call instep.all_gather(...) inside forward.")
+    return MergeError("\n".join(lines))
+
+
+def other_entries(
+    path: Path, keys: Sequence[Any], index: int, other: Sequence[Any], sizes: Sequence[int]
+) -> MergeError:
+    """A container whose entries differ between replicas."""
+    missing = [key for key in keys if key not in set(other)]
+    added = [key for key in other if key not in set(keys)]
+    said = [f"has no {missing}"] * bool(missing) + [f"has {added} besides"] * bool(added)
+    return MergeError(
+        f"cannot merge {_place(path)}: the first replica has the entries {list(keys)}, replica {index} "
+        f"{' and '.join(said)} (shards of {list(sizes)} samples).\n"
+        f"Return the same entries always, None where there is nothing, or write what it means:\n"
+        f"  {_line(path, '...')}  with 'list', 'first', 'drop' or a function (parts, sizes) -> value."
+    )
+
+
+def two_readings(path: Path, dim: int) -> MergeError:
+    """A list that fits both as samples and as a structure of batched leaves."""
+    return MergeError(
+        f"cannot tell how to read {_place(path)}: each replica gave a list as long as its shard, whose entries hold as "
+        f"many samples as the shard too.\nWrite the line that is meant:\n"
+        f"  {_line(path, repr('list'))}   # one entry a sample\n"
+        f"  {_line((*path, '*'), repr('cat'))}   # a structure of batched tensors, in dim {dim}"
+    )
+
+
+def no_rule_for_type(path: Path, value: Any) -> MergeError:
+    """An object of a type that instep was not told about."""
+    name = type(value).__name__
+    return MergeError(
+        f"cannot merge {_place(path)}: instep has not been told how to merge a {name}.\n"
+        f"Write, once:\n"
+        f"  instep.register({name}, size=lambda v: ..., split=lambda v, sizes: [...], merge=lambda parts: ...)\n"
+        f"or choose:  {_line(path, repr('first'))}  or 'list', 'drop', a function (parts, sizes) -> value."
+    )
+
+
+def unknown_sizes(length: int | None, inner: Sequence[set[int | None]]) -> MergeError:
+    """Parts that are lists of tensors, and nothing that tells how many samples they hold."""
+    batched = [next(iter(sizes)) for sizes in inner]
+    return MergeError(
+        f"cannot tell how many samples the parts hold: each has a list of {length} tensors.\n"
+        f"Write the line that is meant:\n"
+        f"  merge(parts, {[length] * len(batched)})   # one entry a sample\n"
+        f"  merge(parts, {batched})   # a structure of batched tensors"
+    )

@@ -1,0 +1,159 @@
+"""Planning reads no data, always decides alike, and refuses what does not fit by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from instep.errors import StructureError
+from instep.structure.plan import Planner, SplitPlan
+from instep.structure.split import split
+from instep.structure.tree import map_tensors
+
+from .structures import Blueprint, Frozen, Pair, Plain, assert_same, blueprints, leaves
+
+batches = st.integers(2, 7)
+
+
+class NothingRuns(TorchDispatchMode):
+    """Fails when any operation runs on any tensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"planning ran {func}")
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[int, Blueprint]:
+    batch = draw(batches)
+    return batch, draw(blueprints(batch))
+
+
+def plan(planner: Planner, value: Any) -> SplitPlan:
+    return planner.plan(("batch",), (value,))
+
+
+@given(case=cases(), parts=st.integers(1, 5))
+def test_planning_runs_no_operation(case: tuple[int, Blueprint], parts: int) -> None:
+    batch, blueprint = case
+    value = blueprint(slice(0, batch))
+    planner = Planner(parts)
+    with NothingRuns():
+        first = plan(planner, value)
+        assert plan(planner, value) is first
+    assert first.batch == batch
+
+
+@given(case=cases(), parts=st.integers(1, 5))
+def test_tensors_without_data_are_planned_alike(case: tuple[int, Blueprint], parts: int) -> None:
+    batch, blueprint = case
+    value = blueprint(slice(0, batch))
+    bare = map_tensors(lambda tensor: tensor.to("meta"), value)
+    assert plan(Planner(parts), bare) == plan(Planner(parts), value)
+
+
+@given(case=cases(), parts=st.integers(1, 5))
+def test_the_same_structure_has_the_same_plan(case: tuple[int, Blueprint], parts: int) -> None:
+    batch, blueprint = case
+    planner = Planner(parts)
+    first = plan(planner, blueprint(slice(0, batch)))
+    copies = map_tensors(torch.clone, blueprint(slice(0, batch)))
+    assert plan(planner, copies) is first
+    assert plan(Planner(parts), copies) == first
+
+
+@given(batch=batches, length=st.integers(1, 9), other=st.integers(1, 9))
+def test_lengths_beside_the_batch_share_a_plan(batch: int, length: int, other: int) -> None:
+    planner = Planner(2)
+    first = plan(planner, {"ids": torch.zeros(batch, length), "mask": torch.ones(batch, length, length)})
+    assert plan(planner, {"ids": torch.zeros(batch, other), "mask": torch.ones(batch, other, other)}) is first
+
+
+@given(batch=batches, data=st.data())
+def test_samples_of_any_shapes_share_a_plan_once_their_list_was_read(batch: int, data: st.DataObject) -> None:
+    lengths = st.lists(st.integers(batch + 1, 30), min_size=batch, max_size=batch)
+    planner = Planner(2)
+    plans = [
+        plan(planner, {"y": torch.zeros(batch), "images": [torch.zeros(size, 3) for size in data.draw(lengths)]})
+        for _ in range(3)
+    ]
+    assert plans[0] is plans[1] is plans[2]
+
+
+# What does not fit
+
+Wrap = Callable[[Any, Any], tuple[Any, Any]]
+"""A container around a value and something else, with the key of the value."""
+
+WRAPS: list[Wrap] = [
+    lambda value, other: ({"odd": value, "even": other}, "odd"),
+    lambda value, other: ({"even": other, 7: value}, 7),
+    lambda value, other: ((other, value), 1),
+    lambda value, other: (Pair(value, other), "left"),
+    lambda value, other: (Plain(other, value), "right"),
+    lambda value, other: (Frozen(value, other), "left"),
+    lambda value, other: ([value], 0),
+]
+
+
+@st.composite
+def misfits(draw: st.DrawFn) -> tuple[dict[str, Any], str, Tensor]:
+    """A structure with one leaf that does not fit, and where that is."""
+    batch = draw(batches)
+    size = draw(st.integers(0, 12).filter(lambda size: size not in (1, batch)))
+    odd = torch.zeros(size, draw(st.integers(0, 3).filter(lambda width: width != batch)))
+    value: Any = odd
+    keys: list[Any] = []
+    for wrap in draw(st.lists(st.sampled_from(WRAPS), max_size=4)):
+        value, key = wrap(value, draw(leaves(batch))(slice(0, batch)))
+        keys.insert(0, key)
+    return {"x": torch.zeros(batch, 2), "more": value}, ".".join(map(str, ["more", *keys])), odd
+
+
+@given(case=misfits(), parts=st.integers(2, 4))
+def test_what_does_not_fit_is_named(case: tuple[dict[str, Any], str, Tensor], parts: int) -> None:
+    value, path, odd = case
+    with pytest.raises(StructureError) as caught:
+        split(value, parts)
+    message = str(caught.value)
+    assert f"{path!r} (Tensor {list(odd.shape)})" in message
+    assert f"does not fit a batch of {len(value['x'])}" in message
+    assert f"its size along dim 0 is {len(odd)}" in message
+    assert f"in_dims={{{path!r}: None}}" in message
+
+
+@given(case=misfits(), parts=st.integers(2, 4))
+def test_the_line_to_write_works(case: tuple[dict[str, Any], str, Tensor], parts: int) -> None:
+    value, path, odd = case
+    found = split(value, parts, in_dims={path: None})
+    for part in found:
+        inside = [tensor for tensor in _tensors(part["more"]) if tensor is odd]
+        assert inside == [odd]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(lambda tensor: found.append(tensor) or tensor, value)
+    return found
+
+
+@given(case=cases(), parts=st.integers(2, 4), size=st.integers(8, 12))
+def test_a_declared_size_is_held_to(case: tuple[int, Blueprint], parts: int, size: int) -> None:
+    batch, blueprint = case
+    value = {**blueprint(slice(0, batch)), "names": [f"{index}" for index in range(size)]}
+    assert split(value, parts)[0]["names"] is value["names"]
+    with pytest.raises(StructureError, match="'names' .list of"):
+        split(value, parts, in_dims={"names": "samples"})
+
+
+def test_equal_structures_compare_equal_and_others_do_not() -> None:
+    assert_same({"a": [torch.ones(2)]}, {"a": [torch.ones(2)]})
+    for other in ({"a": (torch.ones(2),)}, {"a": [torch.zeros(2)]}, {"a": [torch.ones(2, requires_grad=True)]}):
+        with pytest.raises(AssertionError):
+            assert_same({"a": [torch.ones(2)]}, other)
