@@ -106,8 +106,8 @@ class Bridge(torch.autograd.Function):
             )
         if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients):
             raise BridgeError(
-                "a batched backward (is_grads_batched=True, jacobian(vectorize=True)) cannot pass through the replicas' "
-                "separate graphs.\nUse DataParallel(..., engine='serial'), which builds one joint graph."
+                "a batched backward (is_grads_batched=True, jacobian(vectorize=True)) cannot pass through the "
+                "replicas' separate graphs.\nUse DataParallel(..., engine='serial'), which builds one joint graph."
             )
         keep = bool(_keep_graph())
         per_side: list[Gradients] = []

@@ -51,7 +51,7 @@ class Crossing:
         notes = Notes()
         for replica in self.replicas:
             for source, held in replica.trainable:
-                if held is not source:
+                if held is not source and source.is_leaf:  # what an earlier call left behind must not be kept alive
                     notes.add(source, held)
         for outside, inside in zip(tensors_in(list(shards)), tensors_in(list(entered)), strict=True):
             notes.add(_owner(outside), inside)

@@ -1,7 +1,7 @@
 """Keeping a parameter's hooks from being called where no gradient passes.
 
-On one device autograd does not come by a parameter that gets no gradient. The bridge has an edge to every parameter, and
-autograd calls the hooks along it even when nothing passes.
+On one device autograd does not come by a parameter that gets no gradient. The bridge has an edge to every parameter,
+and autograd calls the hooks along it even when nothing passes.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from instep.explain import Explanation, explain
 from instep.face import GIVEN_TO_DATA_PARALLEL, Transparent
 from instep.replicas.ambient import Ambient
 from instep.replicas.crew import Crew
-from instep.replicas.settle import Settler, check_state_rule
+from instep.replicas.settle import Settler, check_state_rule, refuse_writes
 from instep.structure.dims import AUTO
 from instep.structure.marks import bare
 from instep.structure.merge import Merger
@@ -165,6 +166,7 @@ class DataParallel(Transparent):
         )
         self._instep_methods: dict[str, Method] = {}
         self._instep_called = False
+        self._instep_lock = threading.RLock()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("forward", args, kwargs)
@@ -184,7 +186,7 @@ class DataParallel(Transparent):
         plan = known.planner.plan(names, values)
         if plan.parts == 1:
             return self._alone(method, args, kwargs)
-        with self._unharmed():
+        with self._instep_lock, self._unharmed():
             return self._together(method, known, plan, values, len(args))
 
     def _together(self, method: str, known: Method, plan: SplitPlan, values: Sequence[Any], positional: int) -> Any:
@@ -194,6 +196,7 @@ class DataParallel(Transparent):
         ambient = Ambient.capture(self._instep_devices)
         crossing = Crossing(self._instep_engine, replicas, method, ambient, not self._instep_crew.frozen)
         outcomes = crossing.run(shards, positional, plan.names)
+        refuse_writes(self.module, self._instep_crew.written())
         outputs = [on_output_device(outcome.output, self._instep_output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
         merged = known.merger.merge(outputs, plan.sizes, inputs)

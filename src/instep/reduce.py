@@ -107,7 +107,7 @@ def add_up(columns: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
                 left.append(held)
                 right.append(gradient)
             else:
-                total[index] = held + gradient
+                total[index] = held + gradient if held.layout is torch.strided else gradient + held
         if left:
             torch._foreach_add_(left, right)
     return total

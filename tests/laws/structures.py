@@ -217,9 +217,11 @@ def _records(inner: st.SearchStrategy[Blueprint]) -> st.SearchStrategy[Blueprint
 
 
 def _sequences(inner: st.SearchStrategy[Blueprint], batch: int, lists: bool) -> st.SearchStrategy[Blueprint]:
+    if not lists:  # a tuple with a tensor in it, which is never a column
+        return st.builds(lambda first, more: _in_sequence(tuple, [first, *more]), anchors(batch), st.lists(inner))
     # One as long as the batch could be a column instead.
     items = st.lists(inner, max_size=4).filter(lambda found: len(found) != batch)
-    return st.builds(_in_sequence, st.sampled_from([list, tuple] if lists else [tuple]), items)
+    return st.builds(_in_sequence, st.sampled_from([list, tuple]), items)
 
 
 def containers(inner: st.SearchStrategy[Blueprint], batch: int, lists: bool = True) -> st.SearchStrategy[Blueprint]:

@@ -69,7 +69,7 @@ def squares(out: Tensor) -> Tensor:
 def weighted(out: Tensor) -> Tensor:
     """A loss whose gradient is different for each sample."""
     weights = torch.linspace(0.5, 1.5, out.shape[0], dtype=out.dtype)
-    return (weights * out.sin().flatten(1).sum(1)).mean()
+    return (weights * out[:, None].sin().flatten(1).sum(1)).mean()
 
 
 def tokens(size: int) -> Tensor:
@@ -128,7 +128,9 @@ def ragged_loss(out: list[Tensor]) -> Tensor:
     return sum((index + 1) * squares(y) for index, y in enumerate(out)) / len(out)
 
 
-def _adversarial(case: Case, modules: Modules, arguments: Arguments, optimizers: Optimizers) -> tuple[Any, list[Tensor]]:
+def _adversarial(
+    case: Case, modules: Modules, arguments: Arguments, optimizers: Optimizers
+) -> tuple[Any, list[Tensor]]:
     """The discriminator learns; then the generator, through a discriminator that is frozen meanwhile."""
     generator, discriminator = modules
     (noise, real), _ = arguments

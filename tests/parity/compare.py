@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 
@@ -40,3 +40,13 @@ def _assert_same_tensor(actual: Tensor, expected: Tensor, tolerance: float, path
     if expected.is_sparse:  # the order of the entries is nobody's promise
         actual, expected = actual.to_dense(), expected.to_dense()
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{path}: {text}")
+
+
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def assert_same_gradients(both: Any, tolerance: float) -> None:
+    """The gradients of a pair: the plain module's first."""
+    plain, model = both
+    assert_same(gradients(model), gradients(plain), tolerance, "gradient")

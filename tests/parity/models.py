@@ -214,3 +214,28 @@ class InnerLoss(nn.Module):
     def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
         logits = self.layer(x)
         return {"loss": nn.functional.cross_entropy(logits, target), "logits": logits}
+
+
+class TwoHeads(nn.Module):
+    """Two outputs from one trunk, and two that share nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(3, 4)
+        self.heads = nn.ModuleList(nn.Linear(4, 2) for _ in range(2))
+        self.apart = nn.ModuleList(nn.Linear(3, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = torch.tanh(self.trunk(x))
+        return (*(torch.tanh(head(h)) for head in self.heads), *(torch.tanh(layer(x)) for layer in self.apart))
+
+
+class Each(nn.Module):
+    """A list of tensors in, each one's projection out: nothing between the input, the layer and the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, samples: list[Tensor]) -> list[Tensor]:
+        return [self.layer(sample) for sample in samples]

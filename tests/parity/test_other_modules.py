@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from .cases import normal, weighted
-from .compare import assert_same
+from .compare import assert_same, assert_same_gradients
 from .conftest import Maker, Pair
 from .models import mlp
 
@@ -30,8 +30,7 @@ def learn(both: Pair, sizes: tuple[int, ...] = (7, 3, 8, 1), width: int = 3) -> 
             weighted(outs[-1]).backward()
             optimizer.step()
         assert_same(outs[1], outs[0], EXACT, "output")
-        found = [[parameter.grad for parameter in module.parameters()] for module in both]
-        assert_same(found[1], found[0], EXACT, "gradient")
+        assert_same_gradients(both, EXACT)
         assert_same(both.model.state_dict(), both.plain.state_dict(), EXACT, "state")
 
 
@@ -191,10 +190,9 @@ def test_recurrent_layer_whose_weight_is_computed(pair: Maker) -> None:
         x = normal(n, 5, 3)
         outs = [module(x) for module in both]
         assert_same(outs[1], outs[0], EXACT, "output")
-        for module, (out, last) in zip(both, outs, strict=True):
+        for out, last in outs:
             (weighted(out) + weighted(last.transpose(0, 1))).backward()
-        found = [[parameter.grad for parameter in module.parameters()] for module in both]
-        assert_same(found[1], found[0], EXACT, "gradient")
+        assert_same_gradients(both, EXACT)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
@@ -272,8 +270,7 @@ def test_batch_in_dim_1(pair: Maker) -> None:
     assert_same(outs[1], outs[0], EXACT)
     for out, last in outs:
         (weighted(out.transpose(0, 1)) + weighted(last.transpose(0, 1))).backward()
-    found = [[parameter.grad for parameter in module.parameters()] for module in both]
-    assert_same(found[1], found[0], EXACT)
+    assert_same_gradients(both, EXACT)
 
 
 class Fails(nn.Module):

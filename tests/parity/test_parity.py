@@ -1,9 +1,9 @@
 """Training with replicas gives the outputs, the losses, the gradients and the weights of the plain module.
 
 Everything is in float64, where a sum over samples that is taken shard by shard differs from the plain one in the last
-bits: about 1e-16 of a gradient of order one. Five steps of SGD keep that below 1e-12. AdamW divides a gradient by its own
-size and at least 1e-8, so that where the true gradient is zero (a key's bias in attention) noise of 1e-17 moves a weight
-by up to 1e-9 times the learning rate: 1e-10 is above that, and far below what any lost or doubled sample would do.
+bits: about 1e-16 of a gradient of order one. Five steps of SGD keep that below 1e-12. AdamW divides a gradient by its
+own size and at least 1e-8, so that where the true gradient is zero (a key's bias in attention) noise of 1e-17 moves a
+weight by 1e-9 times the learning rate: 1e-10 is above that, and far below what any lost or doubled sample would do.
 """
 
 from __future__ import annotations

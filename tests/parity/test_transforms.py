@@ -14,7 +14,7 @@ from torch.autograd.functional import jacobian
 from instep.errors import BridgeError
 
 from .cases import normal, weighted
-from .compare import assert_same
+from .compare import assert_same, assert_same_gradients
 from .conftest import Maker
 from .models import mlp
 
@@ -87,8 +87,7 @@ def test_transforms_inside_the_module(pair: Maker) -> None:
     assert_same(found[1], found[0], EXACT)
     for per_sample in found:
         sum(weighted(value) for value in per_sample.values()).backward()
-    gradients = [[parameter.grad for parameter in module.parameters()] for module in both]
-    assert_same(gradients[1], gradients[0], EXACT)
+    assert_same_gradients(both, EXACT)
 
 
 def test_functional_call_leads_to_the_given_weights(pair: Maker) -> None:
@@ -138,8 +137,7 @@ def test_saved_tensors_hooks_see_what_replicas_save(pair: Maker) -> None:
             out = module(x)
         assert packed
         weighted(out).backward()
-    gradients = [[parameter.grad for parameter in module.parameters()] for module in both]
-    assert_same(gradients[1], gradients[0], EXACT)
+    assert_same_gradients(both, EXACT)
 
 
 class Refuses(torch.autograd.Function):
@@ -173,8 +171,7 @@ def test_backward_that_raises_leaves_no_gradient_behind(pair: Maker) -> None:
         with pytest.raises(KeyError, match="too steep"):
             (module(x)[6] * 100).sum().backward()
         weighted(module(x)).backward()
-    gradients = [[parameter.grad for parameter in module.parameters()] for module in both]
-    assert_same(gradients[1], gradients[0], EXACT)
+    assert_same_gradients(both, EXACT)
 
 
 def built_in_inference_mode() -> nn.Module:
@@ -221,5 +218,4 @@ def test_empty_batch(pair: Maker) -> None:
         assert_same(outs[1], outs[0], EXACT)
         for out in outs:
             out.sum().backward()
-    gradients = [[parameter.grad for parameter in module.parameters()] for module in both]
-    assert_same(gradients[1], gradients[0], EXACT)
+    assert_same_gradients(both, EXACT)

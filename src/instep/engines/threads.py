@@ -40,10 +40,11 @@ class ThreadsEngine:
 
     @property
     def lease(self) -> Lease:
-        if self._lease is None:
-            self._lease = Lease(self._devices)
-            self._finalizer = weakref.finalize(self, self._lease.close)
-        return self._lease
+        with self._lock:
+            if self._lease is None:
+                self._lease = Lease(self._devices)
+                weakref.finalize(self, self._lease.close)
+            return self._lease
 
     def forward(self, job: Job) -> list[Outcome]:
         outcomes: list[Outcome] = self.lease.run([partial(perform, job, index) for index in range(len(job.replicas))])

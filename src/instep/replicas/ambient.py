@@ -47,7 +47,7 @@ class Ambient:
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
             device=_default_device(),
-            saved_hooks=torch._C._autograd._top_saved_tensors_default_hooks(False),
+            saved_hooks=_saved_tensor_hooks(),
             streams={
                 place: torch.get_device_module(place).current_stream(place) for place in places if place.type != "cpu"
             },
@@ -75,6 +75,18 @@ class Ambient:
             if self.saved_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_hooks))
             yield
+
+
+def _saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The caller's hooks on saved tensors, except those of checkpointing around the call.
+
+    Checkpointing matches tensors by the order in which they are saved, which replicas do not have; without its hooks
+    the call is recomputed as a whole.
+    """
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
+        return None
+    return hooks
 
 
 _met = threading.local()

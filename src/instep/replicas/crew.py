@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.reduce import send
+from instep.replicas.memory import Lay, Writes
 from instep.replicas.replica import Replica
 from instep.replicas.watch import Changes, Watch
 
@@ -31,13 +32,18 @@ class Crew:
     def ready(self) -> list[Replica]:
         """The replicas, with everything that changed on the source since the last call."""
         changes = self._watch.look() if self._watch is not None else None
-        if changes is None or changes.structure or not all(replica.aliases_hold() for replica in self.replicas):
+        if changes is None or changes.structure or not self._lay.holds():
             self._make()
         elif changes:
             self._apply(changes)
         if not self.frozen:
             self._send()
+        self._writes.begin()
         return self.replicas
+
+    def written(self) -> list[Tensor]:
+        """Trainable tensors of the source that were written since the replicas were last ready."""
+        return self._writes.found()
 
     def _apply(self, changes: Changes) -> None:
         """Set on every replica what was set on the source; modules or containers that are new need a new crew."""
@@ -47,6 +53,7 @@ class Crew:
             replica.apply(changes)
         if self._extent() == before:
             self._watch.update(changes)
+            self._note_writes()
         else:
             self._make()
 
@@ -69,6 +76,11 @@ class Crew:
         first = self.replicas[0]
         containers = [(value, items) for value, items, _ in first.cloner.containers]
         self._watch = Watch(first.source_modules, containers)
+        self._lay = Lay([] if self.joint else [source for source, _ in first.trainable])
+        self._note_writes()
+
+    def _note_writes(self) -> None:
+        self._writes = Writes([pair for replica in self.replicas for pair in replica.trainable])
 
     def _send(self) -> None:
         """Parameters to the replicas that have memory of their own."""
@@ -76,6 +88,8 @@ class Crew:
         if self.joint:
             for replica in far:
                 replica.link()
+            if far:
+                self._note_writes()
         elif far:
             sources: list[Tensor] = [source for source, _ in far[0].trainable]
             send(sources, [[leaf for _, leaf in replica.trainable] for replica in far])

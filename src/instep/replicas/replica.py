@@ -58,12 +58,6 @@ class Replica:
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
 
-    def aliases_hold(self) -> bool:
-        """Whether every leaf still is the source's memory; `p.data = x` on either side breaks that."""
-        return not self.tensors.alias or all(
-            leaf is source or leaf.is_set_to(source) for source, leaf in self.tensors.trainable if source.is_leaf
-        )
-
     def apply(self, changes: Changes) -> None:
         """Set on the replica what was set on the source."""
         for change in changes.attributes:
@@ -185,10 +179,6 @@ def same_values(source: Tensor, copy: Tensor) -> bool:
     return torch.equal(source.detach(), copy.detach())
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 @dataclass
 class Outcome:
     """What one replica did in a call."""
@@ -197,8 +187,6 @@ class Outcome:
     changes: Changes = field(default_factory=lambda: Changes(False))
     written: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """State tensors that were written in place, as (source, copy)."""
-    trampled: list[Tensor] = field(default_factory=list)
-    """Trainable tensors of the source whose counterparts were written in place."""
     error: BaseException | None = None
 
 
@@ -206,12 +194,7 @@ def run(replica: Replica, method: str, args: list[Any], kwargs: dict[str, Any]) 
     """One replica's part of a call, and what it changed on the replica."""
     outcome = Outcome()
     function: Callable[..., Any] = replica.module if method == "forward" else getattr(replica.module, method)
-    versions = [_version(leaf) for _, leaf in replica.trainable]
     outcome.output = function(*args, **kwargs)
-    now = [_version(leaf) for _, leaf in replica.trainable]
-    if now != versions:
-        pairs = zip(replica.trainable, versions, now, strict=True)
-        outcome.trampled = [source for (source, _), before, after in pairs if before != after]
     outcome.changes = replica.changes()
     outcome.written = replica.written()
     return outcome

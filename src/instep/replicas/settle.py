@@ -48,11 +48,8 @@ class Settler:
         self, source: nn.Module, replicas: Sequence[Replica], outcomes: Sequence[Outcome], sizes: Sequence[int]
     ) -> None:
         """Set on the source what `forward` changed; replicas are clean again afterwards."""
-        if not any(outcome.changes or outcome.written or outcome.trampled for outcome in outcomes):
+        if not any(outcome.changes or outcome.written for outcome in outcomes):
             return
-        for outcome in outcomes:
-            if outcome.trampled:
-                raise StateError(_TRAINABLE.format(path=tensor_name(source, outcome.trampled[0])))
         modules = replicas[0].source_modules
         names = module_names(source, modules)
         if any(outcome.changes.structure for outcome in outcomes):
@@ -106,13 +103,13 @@ class Settler:
         return writes
 
     def _merge(self, path: str, old: Any, new: list[Any], sizes: Sequence[int]) -> Any:
+        rule = next((rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), None)
+        if rule is not None:
+            return apply_state_rule(rule, old, new, sizes, path)
         if all(same(value, new[0]) for value in new):
             return new[0]
         if self._is_output(path, new, sizes):
             return self._merge_output(path, new, sizes)
-        rule = next((rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), None)
-        if rule is not None:
-            return apply_state_rule(rule, old, new, sizes, path)
         if self.unmerged == "warn":
             warnings.warn(f"{path} was changed differently by each replica; the first one's is kept.", stacklevel=2)
             return new[0]
@@ -157,6 +154,12 @@ _TRAINABLE = (
     "forward wrote to the trainable parameter {path!r}, which every replica would do once more.\n"
     "Change it outside forward (after optimizer.step()), or make it a buffer and give it a state rule."
 )
+
+
+def refuse_writes(source: nn.Module, written: Sequence[Tensor]) -> None:
+    """`StateError` if `forward` wrote to trainable tensors of the source."""
+    if written:
+        raise StateError(_TRAINABLE.format(path=tensor_name(source, written[0])))
 
 
 def apply_state_rule(rule: StateRule, old: Any, new: list[Any], sizes: Sequence[int], path: str) -> Any:

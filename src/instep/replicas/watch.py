@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from instep.replicas.clone import REGISTRIES
+from instep.replicas.identity import Holdings
 
 Items = tuple[Any, ...]
 Table = dict[Any, Any]
@@ -81,8 +81,7 @@ class Watch:
                         self._empty.append(table)
         self._held: list[Items] = [tuple(table.values()) for table in self._tables]
         self._names: list[Items] = [tuple(table) for table in self._tables]
-        self._sizes = [len(table) for table in self._tables]
-        self._flat = tuple(chain.from_iterable(self._held))
+        self._holdings = Holdings(self._tables)
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
 
     def _note(self, table: Table, index: int, name: str | None) -> None:
@@ -99,11 +98,7 @@ class Watch:
                 return STRUCTURE
         if any(self._empty):
             return STRUCTURE
-        tables = self._tables
-        same = list(map(len, tables)) == self._sizes
-        if same and all(map(is_, chain.from_iterable(map(dict.values, tables)), self._flat)):
-            return NOTHING
-        return self._look_closely()
+        return NOTHING if self._holdings.same() else self._look_closely()
 
     def _look_closely(self) -> Changes:
         found: list[Set] = []

@@ -34,6 +34,8 @@ class Proposal(NamedTuple):
     what: str
     spec: Any
     """What to declare for this place if it is right."""
+    declared: bool
+    """Whether that was declared already."""
 
 
 class Misfit(Exception):
@@ -79,13 +81,13 @@ def _proposals(value: Any, path: Path, spec: Declared, memory: Memory) -> Iterat
     if kind is not None:
         count = kind.size(value)
         if count is not None:
-            yield Proposal(0, count, path, f"{type(value).__name__} of {count} samples", spec.spec)
+            yield Proposal(0, count, path, f"{type(value).__name__} of {count} samples", spec.spec, not spec.auto)
         return
     if isinstance(value, (Tensor, np.ndarray)):
         size = size_along(value, spec.batch_dim)
         lone = spec.auto and tuple(value.shape) == (1,)  # one lone number broadcasts: a temperature, a scale
         if size is not None and not lone:
-            yield Proposal(0, size, path, f"size {size} along dim {spec.batch_dim}", spec.batch_dim)
+            yield Proposal(0, size, path, f"size {size} along dim {spec.batch_dim}", spec.batch_dim, not spec.auto)
         return
     node = open_node(value)
     if node is None:
@@ -101,7 +103,7 @@ def _sequence_proposals(value: Any, node: Node, path: Path, spec: Declared, memo
     declared = spec.children(node.keys, path)
     entries = f"{type(value).__name__} of {len(value)}"
     if spec.samples:
-        yield Proposal(0, len(value), path, entries, SAMPLES)
+        yield Proposal(0, len(value), path, entries, SAMPLES, not spec.auto)
         return
     holds = any(holds_tensors(child) for child in node.children)
     auto = _is_auto(spec, declared)
@@ -110,9 +112,9 @@ def _sequence_proposals(value: Any, node: Node, path: Path, spec: Declared, memo
         return
     if value and reading != "inside" and (auto or (spec.is_dim and not holds)):
         if isinstance(value, list):
-            yield Proposal(0 if holds else 1, len(value), path, entries, SAMPLES)
+            yield Proposal(0 if holds else 1, len(value), path, entries, SAMPLES, not spec.auto)
         elif is_record_of_samples(value):
-            yield Proposal(2, len(value), path, entries, SAMPLES)
+            yield Proposal(2, len(value), path, entries, SAMPLES, not spec.auto)
     if reading == "column":
         return
     for key, child, below in zip(node.keys, node.children, declared, strict=True):

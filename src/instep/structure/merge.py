@@ -165,11 +165,11 @@ class _Merging:
 
     def _together(self, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared, rule: Rule | None) -> Any:
         first = parts[0]
-        if isinstance(first, np.ndarray) and first.ndim:
-            return self._arrays(parts, scene, path, spec)
         kind = kind_of(type(first))
         if kind is not None:
             return self._custom(parts, scene, path, kind)
+        if isinstance(first, np.ndarray) and first.ndim:
+            return self._arrays(parts, scene, path, spec)
         nodes = [node for node in map(open_node, parts) if node is not None]
         if not nodes:
             return self._values(parts, scene, path)
@@ -218,7 +218,7 @@ class _Merging:
                 self.merger.readings[path] = "inside"
             return self._inside(nodes, scene, path, spec, rule)
         kept = ", read before as one entry a sample" if reading == "column" else ""
-        raise cannot_merge(path, parts, f"lists of {lengths} entries from shards of {sizes} samples{kept}", sizes)
+        raise cannot_merge(path, parts, f"lists of {lengths} entries{kept}", sizes)
 
     def _is_spoken_of_inside(
         self, parts: Sequence[Any], nodes: list[Node], path: Path, spec: Declared, rule: Rule | None
@@ -270,8 +270,13 @@ class _Merging:
     ) -> int:
         """The declared dim, or the one whose size is the shard's on every replica, the usual batch dim first."""
         rank = len(shapes[0])
-        if spec.is_dim and -rank <= spec.batch_dim < rank:
-            return spec.batch_dim % rank
+        why = f"tensors of shapes {[list(shape) for shape in shapes]}"
+        if spec.is_dim:
+            declared = spec.batch_dim % max(rank, 1)
+            ends = [len(shape) == rank and -rank <= spec.batch_dim < rank and shape[declared] for shape in shapes]
+            if not _join_along(shapes, ends, rank, declared):
+                raise cannot_merge(path, parts, f"{why} are not joined along dim {spec.batch_dim}", sizes)
+            return declared
         usual = self.merger.dim % rank if -rank <= self.merger.dim < rank else -1
         matches = [dim for dim in range(rank) if _follow(shapes, sizes, rank, dim)]
         known = self.merger.dims.get(path)
@@ -282,7 +287,7 @@ class _Merging:
             dim = usual if usual in fitting else fitting[0]
             self.merger.dims[path] = rank, dim
             return dim
-        why = f"tensors of shapes {[list(shape) for shape in shapes]} from shards of {list(sizes)} samples"
+        why = f"tensors of shapes {[list(shape) for shape in shapes]}"
         raise cannot_merge(path, parts, why, sizes, two_dims=len(matches) > 1)
 
     def _scalars(self, parts: Sequence[Tensor], scene: Scene, path: Path) -> Any:
@@ -298,8 +303,7 @@ class _Merging:
         if counts == list(scene.sizes):
             self._note(path, "joined by its type's rule")
             return kind.merge(parts)
-        why = f"{type(parts[0]).__name__} of {counts} samples from shards of {list(scene.sizes)}"
-        raise cannot_merge(path, parts, why, scene.sizes)
+        raise cannot_merge(path, parts, f"{type(parts[0]).__name__} of {counts} samples", scene.sizes)
 
     def _values(self, parts: Sequence[Any], scene: Scene, path: Path) -> Any:
         first = parts[0]

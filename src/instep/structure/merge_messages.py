@@ -30,7 +30,7 @@ def cannot_merge(
     else:
         choices = "'mean', 'sum', 'max', 'min', 'stack', 'list', 'first', 'drop'"
     lines = [
-        f"cannot merge {_place(path)}: {why} (shards of {list(sizes)} samples).",
+        f"cannot merge {_place(path)}: {why}, from shards of {list(sizes)} samples.",
         f"Write what it means:  {_line(path, '...')}  with {choices},",
         "  instep.weighted_by(...) for a mean over something else than samples, or a function (parts, sizes) -> value.",
     ]
@@ -48,7 +48,7 @@ def other_entries(
     said = [f"has no {missing}"] * bool(missing) + [f"has {added} besides"] * bool(added)
     return MergeError(
         f"cannot merge {_place(path)}: the first replica has the entries {list(keys)}, replica {index} "
-        f"{' and '.join(said)} (shards of {list(sizes)} samples).\n"
+        f"{' and '.join(said)}, from shards of {list(sizes)} samples.\n"
         f"Return the same entries always, None where there is nothing, or write what it means:\n"
         f"  {_line(path, '...')}  with 'list', 'first', 'drop' or a function (parts, sizes) -> value."
     )

@@ -38,9 +38,7 @@ def misfit_message(
     proposals: Sequence[Any], misfits: Mapping[int, Any], values: Sequence[Any], names: Sequence[str], dim: int
 ) -> StructureError:
     """No size fits every argument: say what each proposes, which leaf stands out, and what to write."""
-    votes = Counter(proposal.size for proposal in proposals if proposal.size in misfits)
-    # Most leaves have the batch, and the first argument more often than the others.
-    size = max(votes, key=lambda candidate: (votes[candidate], candidate != 1))
+    size = _likely_size([p for p in proposals if p.size in misfits], values, names)
     misfit = misfits[size]
     lines = [
         f"cannot share out this call: {_place(misfit.path)} ({summary(misfit.value)}) does not fit a batch of "
@@ -59,17 +57,31 @@ def misfit_message(
     return StructureError("\n".join(lines))
 
 
+def _likely_size(proposals: Sequence[Any], values: Sequence[Any], names: Sequence[str]) -> int:
+    """The declared size, else that of most arguments, in doubt of the first; inside a list may be samples: no vote."""
+    sure = [p for p in proposals if p.declared] or proposals
+    counted = [p for p in sure if _sequence_above(p.path, values, names, list) is None] or sure
+    votes: list[int] = []
+    for name in names:
+        sizes = Counter(proposal.size for proposal in counted if proposal.path[0] == name)
+        votes += [size for size, _ in sizes.most_common(1)]
+    counts = Counter(votes)
+    return max(counts, key=lambda size: (size != 1, counts[size]))
+
+
 def _cut_short(items: Sequence[str], between: str) -> str:
     more = [f"and {len(items) - SHOWN} more"] if len(items) > SHOWN else []
     return between.join([*items[:SHOWN], *more])
 
 
-def _sequence_above(path: Path, values: Sequence[Any], names: Sequence[str]) -> Path | None:
+def _sequence_above(
+    path: Path, values: Sequence[Any], names: Sequence[str], kind: type | tuple[type, ...] = (list, tuple)
+) -> Path | None:
     """The list or tuple nearest above a leaf, where there is one."""
     value = dict(zip(names, values, strict=True)).get(path[0])
     above = None
     for depth, key in enumerate(path[1:], start=1):
-        if is_sequence(value):
+        if is_sequence(value) and isinstance(value, kind):
             above = path[:depth]
         node = open_node(value)
         assert node is not None

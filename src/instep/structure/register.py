@@ -43,9 +43,7 @@ def map_attributes(fn: TensorMap, value: Any) -> Any:
     """A copy of an object in which the tensors held by its attributes are mapped."""
     made = shallow_copy(value)
     for name, item in attributes_of(value).items():
-        if item is value:
-            continue
-        new = map_tensors(fn, item)
+        new = made if item is value else map_tensors(fn, item)
         if new is not item:
             object.__setattr__(made, name, new)
     return made

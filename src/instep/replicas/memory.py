@@ -1,0 +1,70 @@
+"""Where trainable tensors lie in memory, and whether anybody moved them or wrote to them.
+
+`p.data = x` on the source leaves replicas with the old memory; a `forward` that writes to a trainable parameter does so
+once for every replica. Both are looked for at every call, so each look is one pass in C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_pointer = torch._C.TensorBase.data_ptr
+_shape = torch._C.TensorBase.size
+_is_contiguous = torch._C.TensorBase.is_contiguous
+_version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
+
+
+class Lay:
+    """How some tensors lay in memory when this was made."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
+        self._then = self._now()
+
+    def _now(self) -> list[Any]:
+        tensors = self._tensors
+        return [*map(_pointer, tensors), *map(_shape, tensors), *map(_is_contiguous, tensors)]
+
+    def holds(self) -> bool:
+        """Whether every tensor still has the same memory, read the same way."""
+        return self._now() == self._then
+
+
+Pair = tuple[Tensor, Tensor]
+"""A trainable tensor of the source, and what a replica holds in its place."""
+
+
+class Writes:
+    """Notices writes to what stands for trainable tensors of the source, between `begin` and `found`.
+
+    In-place operations move a version counter, which replicas that share memory with the source share too, so that one
+    of them is enough to see it. `p.data = x` moves none, but gives a leaf other memory.
+    """
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        leaves = [(source, held) for source, held in pairs if held is not source and held.is_leaf]
+        counters = {_counter(source, held): (source, held) for source, held in pairs if not held.is_inference()}
+        self._sources = [source for source, _ in (*counters.values(), *leaves)]
+        self._counted = [held for _, held in counters.values()]
+        self._leaves = [held for _, held in leaves]
+        self._pointers = list(map(_pointer, self._leaves))
+        self._before: list[int] = []
+
+    def begin(self) -> None:
+        self._before = [*map(_version, self._counted), *self._pointers]
+
+    def found(self) -> list[Tensor]:
+        """The sources of the tensors that were written in place or given other memory."""
+        now = [*map(_version, self._counted), *map(_pointer, self._leaves)]
+        if now == self._before:
+            return []
+        return [s for s, then, later in zip(self._sources, self._before, now, strict=True) if then != later]
+
+
+def _counter(source: Tensor, held: Tensor) -> int:
+    """A name for the version counter of what a replica holds."""
+    return id(source) if held.data_ptr() == source.data_ptr() else id(held)

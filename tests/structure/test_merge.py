@@ -1,0 +1,401 @@
+"""The merging table, row by row: joined where the batch can be seen, refused where it would be a guess."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils import _pytree as torch_pytree
+
+import instep
+from instep.errors import MergeError, StructureError
+from instep.structure.merge import Merger, merge
+from instep.structure.tree import open_node
+
+SIZES = [3, 2]
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass(frozen=True)
+class Record:
+    left: Any
+    right: Any
+
+
+def refused(parts: list[Any], sizes: list[int] = SIZES, **options: Any) -> str:
+    with pytest.raises(MergeError) as caught:
+        merge(parts, sizes, **options)
+    return str(caught.value)
+
+
+# Tensors and arrays
+
+
+def test_tensors_are_joined_along_the_batch() -> None:
+    x, y = torch.randn(3, 4), torch.randn(2, 4)
+    assert torch.equal(merge([x, y], SIZES), torch.cat([x, y]))
+    assert torch.equal(merge([x, y]), torch.cat([x, y]))
+    a, b = np.zeros((3, 4)), np.ones((2, 4))
+    assert np.array_equal(merge([a, b], SIZES), np.concatenate([a, b]))
+
+
+def test_the_dim_whose_size_is_the_shards() -> None:
+    assert merge([torch.zeros(7, 3, 4), torch.zeros(7, 2, 4)], SIZES).shape == (7, 5, 4)
+    assert merge([np.zeros((7, 3)), np.zeros((7, 2))], SIZES).shape == (7, 5)
+    assert merge([torch.zeros(2, 7), torch.zeros(2, 7)], [2, 2]).shape == (4, 7)
+    assert "two dims" not in refused([torch.zeros(7, 4), torch.zeros(7, 4)])
+
+
+def test_the_usual_dim_comes_first() -> None:
+    assert merge([torch.zeros(2, 2), torch.zeros(2, 2)], [2, 2]).shape == (4, 2)
+    assert merge([torch.zeros(2, 2), torch.zeros(2, 2)], [2, 2], dim=1).shape == (2, 4)
+    assert merge([torch.zeros(2, 2), torch.zeros(2, 2)], [2, 2], dim=-1).shape == (2, 4)
+    assert merge([torch.zeros(4, 3), torch.zeros(4, 2)], SIZES, dim=-1).shape == (4, 5)
+
+
+def test_the_dim_that_was_seen_decides_when_two_fit() -> None:
+    merger = Merger.of()
+    assert merger.merge([torch.zeros(7, 3), torch.zeros(7, 2)], SIZES).shape == (7, 5)
+    assert merger.merge([torch.zeros(3, 3), torch.zeros(3, 2)], SIZES).shape == (3, 5)
+    assert merger.merge([torch.zeros(2, 2), torch.zeros(2, 2)], [2, 2]).shape == (2, 4)
+    assert merger.merge([torch.zeros(2, 9), torch.zeros(2, 9)], [2, 2]).shape == (4, 9)
+
+
+def test_declared_dims() -> None:
+    parts = [{"h": torch.zeros(2, 2, 9), "y": torch.zeros(2)} for _ in range(2)]
+    assert merge(parts, [2, 2], out_dims={"h": 1})["h"].shape == (2, 4, 9)
+    assert merge(parts, [2, 2], out_dims={"h": -2})["h"].shape == (2, 4, 9)
+    assert merge(parts, [2, 2], out_dims={"h": None})["h"] is parts[0]["h"]
+    tuples = [tuple(part.values()) for part in parts]
+    assert merge(tuples, [2, 2], out_dims=(1, 0))[0].shape == (2, 4, 9)
+    assert merge(tuples, [2, 2], out_dims={0: 1})[0].shape == (2, 4, 9)
+    assert merge([{"d": part} for part in parts], [2, 2], out_dims={"d.h": 1})["d"]["h"].shape == (2, 4, 9)
+    assert merge([{"d": part} for part in parts], [2, 2], out_dims={"d": {"h": 1}})["d"]["h"].shape == (2, 4, 9)
+    assert merge([torch.zeros(3, 2), torch.zeros(3, 2)], [2, 2], out_dims=1).shape == (3, 4)
+    with pytest.raises(StructureError, match="out_dims has 'last'"):
+        merge(parts, [2, 2], out_dims={"h": "last"})
+
+
+def test_a_declared_dim_leaves_words_joined() -> None:
+    parts = [{"y": torch.zeros(2, 3), "names": ["a", "b"]}, {"y": torch.zeros(2, 3), "names": ["c", "d"]}]
+    assert merge(parts, [2, 2], out_dims=0)["names"] == ["a", "b", "c", "d"]
+
+
+def test_gradients_flow() -> None:
+    x = torch.randn(5, 2, requires_grad=True)
+    merge([x[:3] * 2, x[3:] * 3], SIZES).sum().backward()
+    assert x.grad is not None
+    assert x.grad[:, 0].tolist() == [2, 2, 2, 3, 3]
+
+
+def test_shapes_that_do_not_fit() -> None:
+    assert "[[3, 4], [2, 5]]" in refused([torch.zeros(3, 4), torch.zeros(2, 5)])
+    assert "[[3], [2, 1]]" in refused([torch.zeros(3), torch.zeros(2, 1)])
+    assert "[[], [1]]" in refused([torch.zeros(()), torch.zeros(1)])
+
+
+def test_two_dims_that_follow_the_batch() -> None:
+    assert "instep.all_gather" in refused([torch.zeros(3, 3), torch.zeros(2, 2)])
+
+
+def test_the_same_object_is_one_value() -> None:
+    weights, size = torch.zeros(2, 3), [224, 224]
+    found = merge([{"w": weights, "size": size}, {"w": weights, "size": size}], [2, 2])
+    assert found["w"] is weights
+    assert found["size"] is size
+
+
+# Scalars
+
+
+def test_an_equal_scalar_is_a_constant() -> None:
+    first = torch.tensor(2)
+    assert merge([first, torch.tensor(2)], SIZES) is first
+    assert merge([torch.tensor(2.5), torch.tensor(2.5)], SIZES) == 2.5
+    assert math.isnan(merge([torch.tensor(math.nan), torch.tensor(math.nan)], SIZES))
+    assert merge([torch.tensor(math.inf), torch.tensor(math.inf)], SIZES) == math.inf
+
+
+def test_an_unequal_scalar_is_refused() -> None:
+    assert "differs between replicas (1.0, 2.0)" in refused([torch.tensor(1.0), torch.tensor(2.0)])
+    assert "differs between replicas (2, 2.0)" in refused([torch.tensor(2), torch.tensor(2.0)])
+    assert "(0, 1, 2, 3, ...)" in refused([torch.tensor(n) for n in range(5)], [1] * 5)
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e30, math.inf])
+def test_an_equal_scalar_has_the_gradient_of_a_mean_and_of_a_constant(value: float) -> None:
+    parts = [torch.tensor(value, requires_grad=True) for _ in range(3)]
+    found = merge(parts, [4, 3, 3])
+    assert found == value
+    gradients = torch.autograd.grad(found, parts)
+    assert [round(float(gradient), 6) for gradient in gradients] == [0.4, 0.3, 0.3]
+
+
+def test_a_scalar_that_some_replicas_detached() -> None:
+    part = torch.tensor(2.0, requires_grad=True)
+    merge([torch.tensor(2.0), part], SIZES).backward()
+    assert part.grad is not None
+    assert float(part.grad) == pytest.approx(0.4)
+
+
+# Numbers, strings, None
+
+
+@pytest.mark.parametrize("value", [3, 2.5, True, "text", b"text", 1j, np.float32(2), np.int64(2), math.nan])
+def test_equal_values(value: Any) -> None:
+    found = merge([{"v": value}, {"v": value}], SIZES)["v"]
+    assert found is value
+    other = type(value)(value)
+    assert type(merge([(value,), (other,)], SIZES)[0]) is type(value)
+
+
+def test_unequal_values_are_refused() -> None:
+    assert "'v': a value that differs between replicas (1, 2)" in refused([{"v": 1}, {"v": 2}])
+    assert "'v': a value that differs between replicas ('a', 'b')" in refused([{"v": "a"}, {"v": "b"}])
+    assert "differs" in refused([np.array(1), np.array(2)])
+    assert merge([np.array(1), np.array(1)], SIZES) == 1
+    assert merge([1, 1.0], SIZES) == 1
+
+
+def test_none_on_some_replicas_is_merged_from_the_rest() -> None:
+    parts = [{"y": None, "s": None, "all": None}, {"y": torch.zeros(2, 4), "s": "a", "all": None}]
+    found = merge(parts, SIZES)
+    assert found["y"].shape == (2, 4)
+    assert (found["s"], found["all"]) == ("a", None)
+    three = [{"y": torch.zeros(3)}, {"y": None}, {"y": torch.zeros(1)}]
+    assert merge(three, [3, 2, 1])["y"].shape == (4,)
+    assert merge([{"l": None}, {"l": torch.tensor(2.0)}], SIZES, merge={"l": "mean"})["l"] == 2
+    losses = [{"l": torch.tensor(1.0)}, {"l": None}, {"l": torch.tensor(5.0)}]
+    assert merge(losses, [3, 9, 1], merge={"l": "mean"})["l"] == 2
+    assert merge([None, None], SIZES) is None
+
+
+def test_one_part_is_itself() -> None:
+    output = {"loss": torch.tensor(1.0), "thing": object()}
+    assert merge([output], [4]) is output
+
+
+# Lists and tuples
+
+
+def test_a_list_as_long_as_its_shard_is_joined() -> None:
+    assert merge([["a", "b", "c"], ["d", "e"]], SIZES) == ["a", "b", "c", "d", "e"]
+    assert merge([("a", "b", "c"), ("d", "e")], SIZES) == ("a", "b", "c", "d", "e")
+    assert merge([[1, 2], [3, 4]], [2, 2]) == [1, 2, 3, 4]
+    boxes = [[{"boxes": torch.zeros(n, 4)} for n in counts] for counts in ((5, 0, 2), (1, 7))]
+    assert [len(found["boxes"]) for found in merge(boxes, SIZES)] == [5, 0, 2, 1, 7]
+    assert merge([[], []], [0, 0]) == []
+
+
+def test_a_list_of_another_length_is_a_structure() -> None:
+    found = merge([[torch.zeros(3), torch.zeros(3)], [torch.ones(2), torch.ones(2)]], SIZES)
+    assert [tensor.tolist() for tensor in found] == [[0, 0, 0, 1, 1]] * 2
+    assert merge([[1, "a"], [1, "a"]], SIZES) == [1, "a"]
+    assert "lists of [4, 3] entries" in refused([["a"] * 4, ["b"] * 3])
+
+
+def test_a_tuple_with_tensors_is_a_structure() -> None:
+    """As many layers as samples, a tuple of keys and values each: cut and joined by layer."""
+    parts = [tuple((torch.zeros(2, 4), torch.zeros(2, 4)) for _ in range(2)) for _ in range(2)]
+    found = merge(parts, [2, 2])
+    assert [[tensor.shape for tensor in layer] for layer in found] == [[(4, 4), (4, 4)]] * 2
+
+
+def test_a_list_that_fits_both_ways_is_refused() -> None:
+    layers = [[torch.zeros(2, 9), torch.zeros(2, 9)] for _ in range(2)]
+    message = refused([{"f": part} for part in layers], [2, 2])
+    assert "merge={'f': 'list'}" in message
+    assert "merge={'f.*': 'cat'}" in message
+    for inner in (lambda t: {"k": t}, lambda t: (t, "text"), lambda t: [t]):
+        parts = [[inner(tensor) for tensor in part] for part in layers]
+        assert "one entry a sample" in refused(parts, [2, 2])
+    assert "one entry a sample" in refused([[[1, 2], [3, 4]], [[5, 6], [7, 8]]], [2, 2])
+
+
+def test_a_reading_stays() -> None:
+    merger = Merger.of()
+    layers = [[torch.zeros(n, 9), torch.zeros(n, 9)] for n in (3, 3)]
+    assert len(merger.merge(layers, [3, 3])) == 2
+    assert len(merger.merge([[torch.zeros(2, 9)] * 2, [torch.zeros(2, 9)] * 2], [2, 2])) == 2
+    merger = Merger.of()
+    assert len(merger.merge([[torch.zeros(5), torch.zeros(7)], [torch.zeros(8)]], [2, 1])) == 3
+    assert len(merger.merge([[torch.zeros(2)] * 2, [torch.zeros(2)] * 2], [2, 2])) == 4
+    with pytest.raises(MergeError, match="read before as one entry a sample"):
+        merger.merge([[torch.zeros(3)] * 2, [torch.zeros(3)] * 2], [3, 3])
+
+
+def test_out_dims_choose_a_reading() -> None:
+    layers = [{"f": [torch.zeros(2, 9), torch.zeros(2, 9)]} for _ in range(2)]
+    assert len(merge(layers, [2, 2], out_dims={"f": "samples"})["f"]) == 4
+    assert [len(tensor) for tensor in merge(layers, [2, 2], out_dims={"f": 0})["f"]] == [4, 4]
+    assert [len(tensor) for tensor in merge(layers, [2, 2], out_dims={"f.*": 0})["f"]] == [4, 4]
+
+
+def test_rules_for_other_outputs_leave_a_list_a_column() -> None:
+    assert merge([["a", "b"], ["c", "d"]], [2, 2], merge={"loss": "mean"}) == ["a", "b", "c", "d"]
+
+
+# Structures
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda left, right: (left, right),
+        lambda left, right: {"left": left, "right": right},
+        lambda left, right: OrderedDict(left=left, right=right),
+        lambda left, right: defaultdict(list, left=left, right=right),
+        lambda left, right: UserDict(left=left, right=right),
+        Pair,
+        Record,
+    ],
+)
+def test_structures_keep_their_type(make: Callable[[Any, Any], Any]) -> None:
+    parts = [make(torch.zeros(n, 2), make(["a"] * n, "same")) for n in SIZES]
+    found = merge(parts, SIZES)
+    assert type(found) is type(parts[0])
+    node = open_node(found)
+    assert node is not None
+    left, right = node.children
+    assert left.shape == (5, 2)
+    assert type(right) is type(parts[0])
+
+
+def test_entries_in_another_order_are_the_same_entries() -> None:
+    found = merge([{"a": torch.zeros(3), "b": 1}, {"b": 1, "a": torch.ones(2)}], SIZES)
+    assert list(found) == ["a", "b"]
+    assert found["a"].tolist() == [0, 0, 0, 1, 1]
+
+
+def test_other_entries_are_refused_by_path() -> None:
+    message = refused([{"out": {"a": 1}}, {"out": {"a": 1, "b": 2}}])
+    assert "the output 'out'" in message
+    assert "replica 1 has ['b'] besides" in message
+
+
+def test_results_of_torch() -> None:
+    x = torch.randn(5, 4)
+    found = merge([torch.max(x[:3], 1), torch.max(x[3:], 1)], SIZES)
+    assert isinstance(found, torch.return_types.max)
+    assert torch.equal(found.values, x.max(1).values)
+    tops = merge([{"t": torch.topk(x[:3], 2)}, {"t": torch.topk(x[3:], 2)}], SIZES, merge={"t.indices": "drop"})["t"]
+    assert tops.indices is None
+    assert tops.values.shape == (5, 2)
+
+
+def test_registered_pytrees() -> None:
+    class Points:
+        def __init__(self, xyz: Any, label: Any) -> None:
+            self.xyz, self.label = xyz, label
+
+    torch_pytree.register_pytree_node(Points, lambda p: ([p.xyz, p.label], None), lambda items, _: Points(*items))
+    try:
+        found = merge([Points(torch.zeros(3), "a"), Points(torch.zeros(2), "a")], SIZES)
+        assert isinstance(found, Points)
+        assert (len(found.xyz), found.label) == (5, "a")
+    finally:
+        torch_pytree._deregister_pytree_node(Points)
+
+
+def test_hugging_face_outputs() -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    parts = [
+        outputs.CausalLMOutput(
+            loss=torch.tensor(float(n)), logits=torch.zeros(n, 7, 5), hidden_states=(torch.zeros(n, 7, 4),) * 2
+        )
+        for n in SIZES
+    ]
+    found = merge(parts, SIZES, merge={"loss": "mean"})
+    assert type(found) is outputs.CausalLMOutput
+    assert found.loss == pytest.approx(2.6)
+    assert found["logits"].shape == (5, 7, 5)
+    assert [state.shape for state in found.hidden_states] == [(5, 7, 4)] * 2
+    assert found.attentions is None
+
+
+def test_types_with_a_rule_of_their_own() -> None:
+    sequences = [torch.randn(n, 2) for n in (5, 4, 3, 2, 1)]
+    found = merge([{"p": pack_sequence(sequences[:3])}, {"p": pack_sequence(sequences[3:])}], SIZES)["p"]
+    assert isinstance(found, PackedSequence)
+    assert torch.equal(found.data, pack_sequence(sequences).data)
+    sparse = merge([torch.eye(3).to_sparse(), torch.eye(2, 3).to_sparse()], SIZES)
+    assert sparse.is_sparse
+    assert sparse.shape == (5, 3)
+    parts = [torch.eye(3).to_sparse(), torch.eye(2, 3).to_sparse()]
+    assert "Tensor of [3, 2] samples, from shards of [1, 1]" in refused(parts, [1, 1])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_other_layouts_are_not_mixed() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])
+    assert "different layouts" in refused([torch.eye(3).to_sparse(), nested])
+
+
+def test_an_object_is_refused_with_the_line_to_write() -> None:
+    message = refused([object(), object()])
+    assert "instep.register(object" in message
+    thing = object()
+    assert merge([thing, thing], SIZES) is thing
+
+
+def test_types_that_differ_are_refused() -> None:
+    assert "['Tensor', 'list']" in refused([{"y": torch.zeros(3)}, {"y": [1, 2]}])
+    assert "['dict', 'OrderedDict']" in refused([{"y": 1}, OrderedDict(y=1)])
+
+
+# The merger
+
+
+def test_what_was_done_is_told() -> None:
+    merger = Merger.of({"loss": "mean", "top": max})
+    outputs: list[dict[str, Any]] = [
+        {"loss": torch.tensor(1.0), "top": 1, "y": torch.zeros(n, 2), "names": ["a"] * n, "k": 3.0 + 0 * n}
+        for n in SIZES
+    ]
+    merger.merge(outputs, SIZES)
+    assert {path[0]: what for path, what in merger.seen.items()} == {
+        "loss": "rule mean",
+        "top": "rule max",
+        "y": "joined along dim 0",
+        "names": "joined, one entry a sample",
+        "k": "equal on every replica",
+    }
+    merger.merge([torch.zeros(3), torch.zeros(2)], SIZES)
+    assert list(merger.seen) == [()]
+
+
+def test_parts_and_sizes_must_match() -> None:
+    assert "2 parts and 3 sizes" in refused([1, 1], [1, 1, 1])
+    with pytest.raises(MergeError, match="no parts"):
+        merge([])
+
+
+def test_sizes_are_seen_where_they_can_be() -> None:
+    assert merge([{"id": ["a", "b"]}, {"id": ["c"]}]) == {"id": ["a", "b", "c"]}
+    found = merge([{"n": 1, "f": [torch.zeros(4), torch.zeros(5)]}, {"n": 1, "f": [torch.zeros(6)]}])
+    assert len(found["f"]) == 3
+    with_tensor = [{"f": [torch.zeros(3, 1), torch.zeros(3, 2)], "y": torch.zeros(3)} for _ in range(2)]
+    assert [len(tensor) for tensor in merge(with_tensor)["f"]] == [6, 6]
+    assert merge(["a", "a"]) == "a"
+
+
+def test_merging_what_was_split_takes_rules_too() -> None:
+    parts = instep.split({"x": torch.arange(5), "n": 2}, 2)
+    found = instep.merge(parts, merge={"n": "sum"})
+    assert (found["x"].tolist(), found["n"]) == ([0, 1, 2, 3, 4], 4)
+
+
+def test_meta_tensors_are_joined_by_shape_alone() -> None:
+    parts = [torch.zeros(3, 2, device="meta"), torch.zeros(2, 2, device="meta")]
+    found: Tensor = merge(parts, SIZES)
+    assert found.is_meta
+    assert found.shape == (5, 2)

@@ -1,0 +1,480 @@
+"""The splitting table, row by row, and the splits that a size alone gets wrong."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils import _pytree as torch_pytree
+
+from instep.errors import StructureError
+from instep.structure.marks import Shards, whole
+from instep.structure.plan import Planner, SplitPlan, balanced, named_arguments
+from instep.structure.roles import Column, Custom, Cut, Inside, Keep, Ready, Role, describe
+
+B = 6
+x = torch.zeros(B, 2)
+
+
+def plan(planner: Planner | None = None, /, **arguments: Any) -> SplitPlan:
+    planner = planner or Planner(2)
+    return planner.plan(tuple(arguments), tuple(arguments.values()))
+
+
+def role_of(value: Any, **options: Any) -> Role:
+    """The role of a value beside a tensor of six samples."""
+    return plan(Planner(2, **options), x=x, value=value).roles[1]
+
+
+def refusal(planner: Planner | None = None, /, **arguments: Any) -> str:
+    with pytest.raises(StructureError) as caught:
+        plan(planner, **arguments)
+    return str(caught.value)
+
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Record:
+    left: Any
+    right: Any
+
+
+@attrs.frozen
+class Defined:
+    left: Any
+    right: Any
+
+
+class Opaque:
+    def __init__(self, held: Any = None) -> None:
+        self.held = held
+
+
+# Every row of the table
+
+
+@pytest.mark.parametrize(
+    ("value", "role"),
+    [
+        (torch.zeros(B), Cut(0)),
+        (torch.zeros(B, 1, 3), Cut(0)),
+        (np.zeros((B, 3)), Cut(0)),
+        (np.array(list("abcdef")), Cut(0)),
+        (nn.Parameter(torch.zeros(B)), Cut(0)),
+        (torch.tensor(1.0), Keep("0-d")),
+        (np.array(1.0), Keep("0-d")),
+        (torch.zeros(1), Keep("size 1 broadcasts")),
+        (torch.zeros(1, B), Keep("size 1 broadcasts")),
+        (whole(torch.zeros(B)), Keep("marked whole")),
+        (whole(torch.zeros(4)), Keep("marked whole")),
+        (Shards([torch.zeros(4), torch.zeros(2)]), Ready((4, 2))),
+        ([torch.zeros(3, n) for n in range(B)], Column()),
+        ([{"boxes": torch.zeros(n, 4)} for n in range(B)], Column()),
+        (list("abcdef"), Column()),
+        ([1, 2, 3, 4, 5, 6], Column()),
+        ([None] * B, Column()),
+        ([Opaque() for _ in range(B)], Column()),
+        ([Opaque(torch.zeros(3)) for _ in range(B)], Column()),
+        ([[1] * n for n in range(B)], Column()),
+        (tuple("abcdef"), Column()),
+        (tuple(Opaque() for _ in range(B)), Column()),
+        (3, Keep("int")),
+        (2.5, Keep("float")),
+        (True, Keep("bool")),
+        ("abcdef", Keep("str")),
+        (b"abcdef", Keep("bytes")),
+        (None, Keep("NoneType")),
+        (torch.relu, Keep("builtin_function_or_method")),
+        ((1, 2, 3, 4, 5, 6), Keep("a tuple of 6, no tensors")),
+        ((224, 224), Keep("a tuple of 2, no tensors")),
+        (("a", "b"), Keep("a tuple of 2, no tensors")),
+        ([224, 224], Keep("a list of 2, no tensors")),
+        (["a", "b"], Keep("a list of 2, no tensors")),
+        ([], Keep("a list of 0, no tensors")),
+        (torch.Size([B, 2]), Keep("an object without tensors")),
+        (torch.float32, Keep("an object without tensors")),
+        (Opaque("held"), Keep("an object without tensors")),
+        (np.float32(2), Keep("an object without tensors")),
+        (range(B), Keep("an object without tensors")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_leaves(value: Any, role: Role) -> None:
+    assert role_of(value) == role
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda left, right: (left, right),
+        lambda left, right: [left, right],
+        lambda left, right: {"left": left, "right": right},
+        lambda left, right: OrderedDict(left=left, right=right),
+        lambda left, right: defaultdict(list, left=left, right=right),
+        lambda left, right: UserDict(left=left, right=right),
+        Pair,
+        Record,
+        Defined,
+    ],
+)
+def test_structures_are_recursed_into(make: Callable[[Any, Any], Any]) -> None:
+    role = role_of(make(torch.zeros(B), make("text", list("abcdef"))))
+    assert isinstance(role, Inside)
+    outer, inner = role.roles
+    assert outer == Cut(0)
+    assert isinstance(inner, Inside)
+    assert inner.keys == role.keys
+    assert inner.roles == (Keep("str"), Column())
+
+
+def test_registered_pytrees_are_recursed_into() -> None:
+    class Points:
+        def __init__(self, xyz: Tensor, label: str) -> None:
+            self.xyz, self.label = xyz, label
+
+    torch_pytree.register_pytree_node(Points, lambda p: ([p.xyz, p.label], None), lambda items, _: Points(*items))
+    try:
+        assert role_of(Points(torch.zeros(B, 3), "a")) == Inside((0, 1), (Cut(0), Keep("str")))
+    finally:
+        torch_pytree._deregister_pytree_node(Points)
+
+
+def test_a_named_result_of_torch_is_a_structure() -> None:
+    assert role_of(torch.max(torch.zeros(B, 3), 1)) == Inside(("values", "indices"), (Cut(0), Cut(0)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: pack_sequence([torch.zeros(B - n, 2) for n in range(B)]),
+        lambda: torch.nested.nested_tensor([torch.zeros(n + 1) for n in range(B)]),
+        lambda: torch.nested.nested_tensor([torch.zeros(n + 1) for n in range(B)], layout=torch.jagged),
+        lambda: torch.zeros(B, 3).to_sparse(),
+    ],
+    ids=["packed", "nested", "jagged", "sparse"],
+)
+def test_types_with_a_rule_of_their_own(make: Callable[[], Any]) -> None:
+    assert isinstance(role_of(make()), Custom)
+
+
+def test_a_list_of_two_columns_is_a_structure() -> None:
+    pairs = [("a", "b", "c"), ("d", "e", "f")]
+    found = plan(x=torch.zeros(3), pairs=pairs)
+    assert found.roles[1] == Inside((0, 1), (Column(), Column()))
+
+
+@pytest.mark.parametrize("value", [iter([1]), (n for n in range(B)), map(str, range(B)), zip("ab", "cd", strict=True)])
+def test_an_iterator_is_refused(value: Any) -> None:
+    message = refusal(x=x, value={"deep": value})
+    assert "'value.deep' is an iterator" in message
+    assert "list(...)" in message
+
+
+def test_a_module_is_refused() -> None:
+    message = refusal(x=x, value=[nn.Linear(1, 1)])
+    assert "'value.0' is a module (Linear)" in message
+
+
+def test_an_object_that_holds_tensors_is_refused_with_the_line_to_write() -> None:
+    message = refusal(x=x, value={"deep": Opaque([{"t": torch.zeros(3)}])})
+    assert "'value.deep' is a Opaque, which holds tensors" in message
+    assert "instep.register(Opaque, size=" in message
+    assert "instep.whole(...)" in message
+
+
+def test_an_object_that_comes_to_hold_a_tensor_is_refused() -> None:
+    planner, held = Planner(2), Opaque("nothing")
+    plan(planner, x=x, value=held)
+    held.held = torch.zeros(B)
+    assert "holds tensors" in refusal(planner, x=x, value=held)
+
+
+def test_a_tensor_deep_inside_is_found() -> None:
+    value: Any = Opaque(torch.zeros(3))
+    for _ in range(20):
+        value = (value,)
+    assert "holds tensors" in refusal(x=x, value=value)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"a": 1, "b": "text"}, {"t": torch.tensor(1.0), "s": torch.zeros(1)}])
+def test_nothing_batched_runs_in_one_part(arguments: dict[str, Any]) -> None:
+    found = plan(Planner(4), **arguments)
+    assert found.batch is None
+    assert found.sizes == (0,)
+    assert all(isinstance(role, Keep) for role in found.roles)
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_no_sample_and_one_sample_run_in_one_part(size: int) -> None:
+    found = plan(Planner(4), x=torch.zeros(size, 3), y=["a"] * size, w=torch.zeros(1))
+    assert (found.batch, found.sizes) == (size, (size,))
+
+
+@pytest.mark.parametrize(
+    ("batch", "replicas", "least", "sizes"),
+    [
+        (10, 4, 1, (3, 3, 2, 2)),
+        (3, 4, 1, (1, 1, 1)),
+        (10, 4, 3, (4, 3, 3)),
+        (2, 4, 3, (2,)),
+        (36, 7, 1, (6, 5, 5, 5, 5, 5, 5)),
+    ],
+)
+def test_sizes(batch: int, replicas: int, least: int, sizes: tuple[int, ...]) -> None:
+    assert balanced(batch, replicas, least) == sizes
+    assert plan(Planner(replicas, min_shard=least), x=torch.zeros(batch)).sizes == sizes
+
+
+def test_lists_and_tuples_find_the_batch_where_no_tensor_does() -> None:
+    assert plan(texts=["a", "b", "c"], scale=2.0).batch == 3
+    assert plan(texts=("a", "b", "c"), scale=2.0).batch == 3
+    assert plan(items=[{"n": 1}, {"n": 2}]).batch == 2
+    assert plan(size=(224, 224)).batch is None
+
+
+def test_every_role_has_words() -> None:
+    found = plan(a=x, b=list("abcdef"), c=1, d=Shards([x, x]), e=(x,), f=x.to_sparse())
+    words = [describe(role) for role in found.roles]
+    assert words == [
+        "split along dim 0",
+        "one entry a sample",
+        "whole (int)",
+        "already split",
+        "structure",
+        "split by its type's rule",
+    ]
+
+
+# The two readings of a list
+
+
+def test_a_list_is_read_as_whatever_fits_the_rest() -> None:
+    features = [torch.zeros(8, 3), torch.zeros(8, 5)]
+    assert plan(y=torch.zeros(8), f=features).roles[1] == Inside((0, 1), (Cut(0), Cut(0)))
+    assert plan(y=torch.zeros(2), f=features).roles[1] == Column()
+
+
+def test_a_list_that_fits_both_ways_shows_both_lines() -> None:
+    both = [torch.zeros(2, 3), torch.zeros(2, 5)]
+    message = refusal(y=torch.zeros(2), f=both)
+    assert "'f' (list of 2)" in message
+    assert "in_dims={'f': 'samples'}" in message
+    assert "in_dims={'f': 0}" in message
+    assert plan(Planner(2, in_dims={"f": "samples"}), y=torch.zeros(2), f=both).roles[1] == Column()
+    assert plan(Planner(2, in_dims={"f": 0}), y=torch.zeros(2), f=both).roles[1] == Inside((0, 1), (Cut(0), Cut(0)))
+
+
+def test_a_lone_list_that_fits_two_sizes_shows_both_lines() -> None:
+    images = [torch.zeros(3, 8, 8) for _ in range(4)]
+    message = refusal(images=images)
+    assert "3 and 4 both fit" in message
+    lines = re.findall(r"in_dims=\{.*?\}", message)
+    assert sorted(lines) == ["in_dims={'images': 'samples'}", "in_dims={'images': 0}"]
+    assert plan(Planner(2, in_dims={"images": "samples"}), images=images).batch == 4
+    assert plan(Planner(2, in_dims={"images": 0}), images=images).batch == 3
+
+
+def test_a_doubt_inside_one_reading_does_not_stand_against_the_other() -> None:
+    """Two samples of two tensors: the first sample alone could be read both ways, the second not at all."""
+    samples = [[torch.zeros(2), torch.zeros(2)], [torch.zeros(5), torch.zeros(7), torch.zeros(1)]]
+    assert plan(y=torch.zeros(2), samples=samples).roles[1] == Column()
+
+
+def test_what_is_declared_inside_a_list_makes_it_a_structure() -> None:
+    pair = [torch.zeros(2, 3), torch.zeros(2, 5)]
+    found = plan(Planner(2, in_dims={"f.0": None}), y=torch.zeros(2), f=pair)
+    assert found.roles[1] == Inside((0, 1), (Keep("in_dims is None"), Cut(0)))
+
+
+# What a size alone gets wrong
+
+
+def test_detection_lists_of_three_images_of_three_channels() -> None:
+    images = [torch.zeros(3, 8, 8 + n) for n in range(3)]
+    targets = [{"boxes": torch.zeros(n, 4), "labels": torch.zeros(n)} for n in (1, 4, 2)]
+    message = refusal(images=images, targets=targets)
+    assert "in_dims={'images': 'samples'}" in message
+    found = plan(Planner(3, in_dims={"images": "samples"}), images=images, targets=targets)
+    assert found.roles == (Column(), Column())
+    assert found.sizes == (1, 1, 1)
+
+
+def test_detection_lists_of_four_images_need_no_word() -> None:
+    images = [torch.zeros(3, 8, 8) for _ in range(4)]
+    targets = [{"boxes": torch.zeros(n, 4), "labels": torch.zeros(n)} for n in (1, 4, 2, 3)]
+    planner = Planner(2)
+    assert plan(planner, images=images, targets=targets).roles == (Column(), Column())
+    # And then three of them need none either: the first reading stays.
+    assert plan(planner, images=images[:3], targets=targets[:3]).roles == (Column(), Column())
+
+
+def test_class_weights_are_refused_until_declared_whole() -> None:
+    weights = torch.ones(10)
+    message = refusal(x=torch.zeros(8, 3), weights=weights)
+    assert "'weights' (Tensor [10]) does not fit a batch of 8" in message
+    assert "'x': size 8 along dim 0; 'weights': size 10 along dim 0" in message
+    assert "in_dims={'weights': None}" in message
+    planner = Planner(2, in_dims={"weights": None})
+    for size in (8, 10):
+        assert plan(planner, x=torch.zeros(size, 3), weights=weights).roles == (Cut(0), Keep("in_dims is None"))
+
+
+def test_hidden_state_whose_batch_is_in_dim_1() -> None:
+    hx = (torch.zeros(4, 4, 5), torch.zeros(4, 4, 5))
+    found = plan(Planner(2, in_dims={"hx": 1}), x=torch.zeros(4, 7, 3), hx=hx)
+    assert found.roles == (Cut(0), Inside((0, 1), (Cut(1), Cut(1))))
+    message = refusal(x=torch.zeros(8, 7, 3), hx=(torch.zeros(4, 8, 5), torch.zeros(4, 8, 5)))
+    assert "in_dims={'hx.0': 1}   # its batch is in dim 1, whose size is 8" in message
+
+
+def test_an_image_size_stays_whole_at_a_batch_of_two() -> None:
+    planner = Planner(2)
+    assert isinstance(plan(planner, x=torch.zeros(8, 3), size=[224, 224]).roles[1], Keep)
+    found = plan(planner, x=torch.zeros(2, 3), size=[224, 224])
+    assert found.batch == 2
+    assert isinstance(found.roles[1], Keep)
+
+
+def test_a_temperature_as_first_argument() -> None:
+    found = plan(temperature=torch.ones(1), x=torch.zeros(8, 3))
+    assert found.batch == 8
+    assert found.roles == (Keep("size 1 broadcasts"), Cut(0))
+
+
+def test_edges_of_a_graph_are_refused() -> None:
+    message = refusal(x=torch.zeros(8, 3), edge_index=torch.zeros(2, 8, dtype=torch.long))
+    assert "'edge_index' (Tensor [2, 8])" in message
+    assert "in_dims={'edge_index': None}" in message
+    assert "in_dims={'edge_index': 1}   # its batch is in dim 1, whose size is 8" in message
+
+
+def test_a_mask_for_every_sample_of_any_batch_is_whole() -> None:
+    assert plan(x=torch.zeros(8, 4), mask=torch.zeros(1, 4)).roles[1] == Keep("size 1 broadcasts")
+
+
+# Readings stay
+
+
+def test_a_column_stays_a_column() -> None:
+    planner = Planner(2)
+    assert plan(planner, x=torch.zeros(3), f=[torch.zeros(n) for n in (2, 5, 7)]).roles[1] == Column()
+    assert plan(planner, x=torch.zeros(2), f=[torch.zeros(2), torch.zeros(2)]).roles[1] == Column()
+    message = refusal(planner, x=torch.zeros(3), f=[torch.zeros(3), torch.zeros(3)])
+    assert "'f' (list of 2)" in message
+    assert "first read as one entry a sample" in message
+
+
+def test_a_structure_stays_a_structure() -> None:
+    planner = Planner(2)
+    inside = Inside((0, 1), (Cut(0), Cut(0)))
+    assert plan(planner, x=torch.zeros(8), f=[torch.zeros(8), torch.zeros(8)]).roles[1] == inside
+    assert plan(planner, x=torch.zeros(2), f=[torch.zeros(2), torch.zeros(2)]).roles[1] == inside
+
+
+def test_words_stay_whole() -> None:
+    planner = Planner(2)
+    for size in (8, 2):
+        assert isinstance(plan(planner, x=torch.zeros(size), names=("left", "right")).roles[1], Keep)
+
+
+def test_a_batch_of_one_teaches_nothing() -> None:
+    planner = Planner(2)
+    plan(planner, x=torch.zeros(1, 3), names=["a"], size=[224, 224])
+    assert not planner.memory
+    found = plan(planner, x=torch.zeros(2), names=["a", "b"], size=[224, 224, 3])
+    assert found.roles[1] == Column()
+
+
+def test_what_is_refused_teaches_nothing() -> None:
+    planner = Planner(2)
+    refusal(planner, x=torch.zeros(2), names=["a", "b"], odd=torch.zeros(5))
+    assert not planner.memory
+
+
+def test_readings_are_kept_inside_structures_too() -> None:
+    planner = Planner(2)
+    plan(planner, batch={"x": torch.zeros(8), "deep": ([224, 224],)})
+    found = plan(planner, batch={"x": torch.zeros(2), "deep": ([224, 224],)})
+    assert found.roles == (
+        Inside(("x", "deep"), (Cut(0), Inside((0,), (Keep("read as whole when it was first met"),)))),
+    )
+
+
+# The cache
+
+
+def test_plans_are_kept_apart_where_they_differ() -> None:
+    planner = Planner(2)
+    first = plan(planner, x=torch.zeros(4, 3), y=1)
+    assert plan(planner, x=torch.zeros(4, 9), y=2) is first
+    assert plan(planner, x=torch.zeros(4, 3), z=1) is not first
+    assert plan(planner, x=torch.zeros(5, 3), y=1).batch == 5
+    assert plan(planner, x=torch.zeros(4), y=1) is not first
+    assert plan(planner, x=(torch.zeros(4, 3),), y=1) is not first
+
+
+def test_a_list_and_a_tuple_of_words_are_not_confused() -> None:
+    planner = Planner(2)
+    assert plan(planner, x=x, v=(1, 2, 3, 4, 5, 6)).roles[1] == Keep("a tuple of 6, no tensors")
+    assert plan(Planner(2), x=x, v=[1, 2, 3, 4, 5, 6]).roles[1] == Column()
+
+
+def test_subclasses_of_arrays_are_measured_each_time() -> None:
+    planner = Planner(2)
+    for size in (4, 6):
+        assert plan(planner, m=np.ma.masked_array(np.zeros(size))).batch == size
+
+
+def test_the_declared_dim_is_part_of_what_is_remembered() -> None:
+    planner = Planner(2, in_dims={"h": 1})
+    assert plan(planner, h=torch.zeros(2, 4)).batch == 4
+    assert plan(planner, h=torch.zeros(2, 6)).batch == 6
+
+
+def test_the_cache_does_not_grow_for_ever() -> None:
+    planner = Planner(2)
+    for size in range(2, 302):
+        plan(planner, x=torch.zeros(size, 0))
+    assert len(planner._plans) <= 256
+
+
+# Marks
+
+
+def test_shards_decide_the_sizes() -> None:
+    assert plan(Planner(3), x=x, s=Shards([torch.zeros(5), torch.zeros(1), torch.zeros(0)])).sizes == (5, 1, 0)
+    assert plan(Planner(2), s=Shards([{"y": torch.zeros(5)}, {"y": torch.zeros(2)}])).sizes == (5, 2)
+    assert plan(Planner(2), s=Shards([["a", "b"], ["c"]])).sizes == (2, 1)
+    # Whatever cannot be counted is one sample a part.
+    assert plan(Planner(2), seed=Shards([17, 18])).sizes == (1, 1)
+    assert plan(Planner(2), x=x, seed=Shards([17, 18])).sizes == (3, 3)
+
+
+def test_shards_that_do_not_match_the_replicas_are_refused() -> None:
+    assert "'s' is Shards of 3 entries, but this call uses 2" in refusal(x=x, s=Shards([1, 2, 3]))
+    assert "'s' is Shards of 3 entries, but this call uses 2" in refusal(s=Shards([1, 2, 3]))
+    assert "'t' is Shards of 1 entries" in refusal(s=Shards([1, 2]), t=Shards([1]))
+    message = refusal(s=Shards([x, x[:2]]), t=Shards([x[:2], x]))
+    assert "'t' is Shards of [2, 6] samples, but 's' is Shards of [6, 2]" in message
+
+
+# Names
+
+
+def test_arguments_have_the_names_of_the_signature() -> None:
+    names, values = named_arguments(["x", "y"], "rest", (1, 2, 3, 4), {"z": 5})
+    assert names == ("x", "y", "rest.0", "rest.1", "z")
+    assert values == (1, 2, 3, 4, 5)
+    assert named_arguments([], None, (1,), {}) == (("args.0",), (1,))
