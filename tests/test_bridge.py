@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import signal
 import threading
 import time
 import weakref
@@ -275,3 +276,31 @@ def test_wrappers_share_threads_and_shutdown_ends_them() -> None:
     for model in models:
         model.close()
     assert threading.active_count() == before
+
+
+class Slow(nn.Module):
+    """Is interrupted while it waits, the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.wait = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.wait)
+        return self.layer(x)
+
+
+def test_an_interrupted_call_does_not_answer_the_next_one() -> None:
+    net = Slow()
+    with instep.DataParallel(net, ["cpu"] * 2) as model:
+        timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        timer.start()
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.zeros(4, 3))
+        assert time.monotonic() - start < 0.4
+        timer.join()
+        net.wait = 0.0
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(model(x), net(x))

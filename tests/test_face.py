@@ -264,3 +264,10 @@ def test_explain_tells_what_happens_to_each_leaf(model: instep.DataParallel) -> 
     model(x, scale=2.0)
     assert "joined along dim 0" in str(model.explain(x, scale=2.0))
     assert "nothing is batched" in str(model.explain(3.0))
+
+
+def test_a_module_that_was_moved_away_is_noticed(model: instep.DataParallel, net: Net) -> None:
+    model(torch.randn(4, 3))
+    net.to("meta")
+    with pytest.raises(instep.WrapError, match="moved to meta after it was wrapped for cpu"):
+        model(torch.randn(4, 3))

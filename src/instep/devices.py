@@ -43,15 +43,15 @@ def device_of(spec: DeviceLike) -> torch.device:
 def devices_of(specs: Sequence[DeviceLike] | None, module: nn.Module) -> list[torch.device]:
     """The replicas' devices: those asked for, or every accelerator, or the one place where the module is."""
     if specs is None:
-        return accelerators() or [home_of(module)]
+        return accelerators() or [home_of(module) or torch.device("cpu")]
     devices = [device_of(spec) for spec in specs]
     if not devices:
         raise WrapError("device_ids is empty: name at least one device, or leave it out.")
     return devices
 
 
-def home_of(module: nn.Module) -> torch.device:
-    """The one device that holds a module's parameters and buffers (the CPU for a module without any)."""
+def home_of(module: nn.Module) -> torch.device | None:
+    """The one device that holds a module's parameters and buffers; None for a module without any."""
     places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if len(places) > 1:
         names = ", ".join(sorted(str(place) for place in places))
@@ -59,7 +59,7 @@ def home_of(module: nn.Module) -> torch.device:
             f"this module is spread over several devices ({names}); instep keeps a whole copy on each device. "
             f"Bring it to one device first: module.to({sorted(str(place) for place in places)[0]!r})."
         )
-    return places.pop() if places else torch.device("cpu")
+    return places.pop() if places else None
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -153,7 +153,7 @@ class DataParallel(Transparent):
         if options.on_unmerged_state not in ("error", "warn"):
             raise WrapError(f"on_unmerged_state={options.on_unmerged_state!r}: write 'error' or 'warn'.")
         devices = devices_of(options.device_ids, self.module)
-        if home_of(self.module) != devices[0]:
+        if home_of(self.module) not in (None, devices[0]):
             self.module.to(devices[0])
         self._instep_options = options
         self._instep_devices = devices

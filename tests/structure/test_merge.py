@@ -85,6 +85,13 @@ def test_declared_dims() -> None:
         merge(parts, [2, 2], out_dims={"h": "last"})
 
 
+def test_a_declared_dim_that_is_not_there() -> None:
+    message = refused([{"h": torch.zeros(2, 3)}, {"h": torch.zeros(2, 4)}], [2, 2], out_dims={"h": 0})
+    assert "'h': tensors of shapes [[2, 3], [2, 4]] cannot be joined along dim 0" in message
+    assert "cannot be joined" in refused([torch.zeros(2), torch.zeros(2)], [2, 2], out_dims=1)
+    assert "cannot be joined" in refused([torch.zeros(2), torch.zeros(2, 1)], [2, 2], out_dims=0)
+
+
 def test_a_declared_dim_leaves_words_joined() -> None:
     parts = [{"y": torch.zeros(2, 3), "names": ["a", "b"]}, {"y": torch.zeros(2, 3), "names": ["c", "d"]}]
     assert merge(parts, [2, 2], out_dims=0)["names"] == ["a", "b", "c", "d"]

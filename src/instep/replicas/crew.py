@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from instep.devices import home_of
+from instep.errors import WrapError
 from instep.reduce import send
 from instep.replicas.memory import Lay, Writes
 from instep.replicas.replica import Replica
@@ -66,7 +68,12 @@ class Crew:
         self._watch = None
 
     def _make(self) -> None:
-        home = self.devices[0]
+        home, now = self.devices[0], home_of(self.source)
+        if now not in (None, home):
+            raise WrapError(
+                f"the module was moved to {now} after it was wrapped for {home}.\n"
+                f"Wrap it anew: instep.DataParallel(model, device_ids=[...])."
+            )
         self.replicas = []
         for index, device in enumerate(self.devices):
             near = device == home and not self.private

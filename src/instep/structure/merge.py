@@ -270,13 +270,13 @@ class _Merging:
     ) -> int:
         """The declared dim, or the one whose size is the shard's on every replica, the usual batch dim first."""
         rank = len(shapes[0])
-        why = f"tensors of shapes {[list(shape) for shape in shapes]}"
+        shown = [list(shape) for shape in shapes]
         if spec.is_dim:
-            declared = spec.batch_dim % max(rank, 1)
-            ends = [len(shape) == rank and -rank <= spec.batch_dim < rank and shape[declared] for shape in shapes]
-            if not _join_along(shapes, ends, rank, declared):
-                raise cannot_merge(path, parts, f"{why} are not joined along dim {spec.batch_dim}", sizes)
-            return declared
+            same_rank = all(len(shape) == rank for shape in shapes) and -rank <= spec.batch_dim < rank
+            dim = spec.batch_dim % rank if rank else 0
+            if same_rank and _join_along(shapes, [shape[dim] for shape in shapes], rank, dim):
+                return dim
+            raise cannot_merge(path, parts, f"tensors of shapes {shown} cannot be joined along dim {dim}", sizes)
         usual = self.merger.dim % rank if -rank <= self.merger.dim < rank else -1
         matches = [dim for dim in range(rank) if _follow(shapes, sizes, rank, dim)]
         known = self.merger.dims.get(path)
@@ -287,8 +287,7 @@ class _Merging:
             dim = usual if usual in fitting else fitting[0]
             self.merger.dims[path] = rank, dim
             return dim
-        why = f"tensors of shapes {[list(shape) for shape in shapes]}"
-        raise cannot_merge(path, parts, why, sizes, two_dims=len(matches) > 1)
+        raise cannot_merge(path, parts, f"tensors of shapes {shown}", sizes, two_dims=len(matches) > 1)
 
     def _scalars(self, parts: Sequence[Tensor], scene: Scene, path: Path) -> Any:
         if not _equal_scalars(parts):

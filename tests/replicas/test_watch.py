@@ -1,0 +1,123 @@
+"""Looking for changes: what is seen, and that both ways of looking see the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from instep.replicas import identity
+from instep.replicas.identity import Holdings
+from instep.replicas.memory import Lay, Writes
+from instep.replicas.watch import Watch
+
+
+@pytest.fixture(params=[True, False], ids=["by address", "object by object"])
+def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param and not identity.FAST:
+        pytest.skip("this interpreter's tuples are laid out otherwise")
+    monkeypatch.setattr(identity, "FAST", request.param)
+    return bool(request.param)
+
+
+class Equal:
+    """Says that it equals everything."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [([1], [1]), (0, torch.tensor(0)), (torch.ones(3), torch.ones(3)), (Equal(), Equal()), (1.5, float("1.5"))],
+    ids=["equal lists", "a number and a tensor", "equal tensors", "always equal", "equal numbers"],
+)
+def test_holdings_compare_identity_not_equality(old: object, new: object) -> None:
+    table = {"a": old, "b": None}
+    holdings = Holdings([table, {}])
+    assert holdings.same()
+    table["a"] = new
+    assert not holdings.same()
+    table["a"] = old
+    assert holdings.same()
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table.update(c=1),
+        lambda table: table.pop("b"),
+        lambda table: table.update(a=table["b"], b=table["a"]),
+        lambda table: table.clear(),
+    ],
+    ids=["added", "removed", "swapped", "cleared"],
+)
+def test_holdings_see_the_shape_of_a_table(change: Callable[[dict[str, object]], object]) -> None:
+    table: dict[str, object] = {"a": object(), "b": object()}
+    holdings = Holdings([table])
+    change(table)
+    assert not holdings.same()
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_watch_lists_what_was_set_and_tells_structure() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    watch = Watch(list(net.modules()))
+    assert not watch.look()
+    net[0].note = [1]
+    net[1].running_mean = torch.ones(2)
+    changes = watch.look()
+    assert not changes.structure
+    assert [(c.module, c.name, c.buffer) for c in changes.attributes] == [(1, "note", False), (2, "running_mean", True)]
+    watch.update(changes)
+    assert not watch.look()
+    handle = net[0].register_forward_hook(lambda *_: None)
+    assert watch.look().structure
+    handle.remove()
+    assert not watch.look()
+    net[0].weight.requires_grad_(False)
+    assert watch.look().structure
+    net[0].weight.requires_grad_(True)
+    net[0] = nn.Linear(2, 2)
+    assert watch.look().structure
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: setattr(p, "data", p.data.clone()),
+        lambda p: setattr(p, "data", p.data.t()),
+        lambda p: setattr(p, "data", p.data[:2]),
+        lambda p: setattr(p, "data", p.data.view(9)),
+    ],
+    ids=["other memory", "transposed", "a part of it", "another shape"],
+)
+def test_memory_that_is_read_otherwise_is_seen(change: Callable[[nn.Parameter], None]) -> None:
+    parameter = nn.Parameter(torch.randn(3, 3))
+    lay = Lay([parameter])
+    assert lay.holds()
+    with torch.no_grad():
+        parameter.add_(1)
+    assert lay.holds()
+    change(parameter)
+    assert not lay.holds()
+
+
+def test_writes_to_leaves_are_seen() -> None:
+    source = nn.Parameter(torch.zeros(3))
+    alias, private = source.detach().requires_grad_(), source.detach().clone().requires_grad_()
+    writes = Writes([(source, alias), (source, private)])
+    writes.begin()
+    assert not writes.found()
+    with torch.no_grad():
+        alias.add_(1)
+    assert [tensor is source for tensor in writes.found()] == [True]
+    writes.begin()
+    private.data = torch.ones(3)
+    assert [tensor is source for tensor in writes.found()] == [True]
