@@ -179,7 +179,7 @@ class DataParallel(Transparent):
         if not self._instep_called:
             _refuse_outer_wrapper()
             self._instep_called = True
-        if len(self._instep_devices) == 1 or inside_replica() or self._is_lazy() or self._is_transformed():
+        if len(self._instep_devices) == 1 or inside_replica() or self._is_lazy() or _is_transformed():
             return self._alone(method, args, kwargs)
         known = self._method(method)
         names, values = known.name(args, kwargs)
@@ -252,12 +252,6 @@ class DataParallel(Transparent):
         )
         return self._instep_maybe_lazy
 
-    def _is_transformed(self) -> bool:
-        """Whether `torch.func` or forward-mode differentiation is at work: they follow one thread's operations only."""
-        if self._instep_engine.joint:
-            return False
-        return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """What happens to each leaf of such a call, and why; nothing runs. `print(model.explain(batch))`."""
         known = self._method("forward")
@@ -316,6 +310,11 @@ class DataParallel(Transparent):
         Transparent.__init__(self, state["module"])
         self.__dict__.update(state["hooks"])
         self._set_up(state["options"])
+
+
+def _is_transformed() -> bool:
+    """Whether `torch.func` or forward-mode differentiation is at work: they follow the operations of one thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _accept(module: nn.Module) -> nn.Module:

@@ -22,11 +22,9 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="session", autouse=True)
-def imported_for_good() -> None:
-    """The first optimizer imports a compiler: a collection after every test need not walk through it."""
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
-    gc.collect()
+@pytest.fixture(autouse=True)
+def survivors_stay() -> None:
+    """What outlived the tests before this one stays: the collection after it need not walk through it again."""
     gc.freeze()
 
 

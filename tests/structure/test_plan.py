@@ -101,7 +101,8 @@ class Opaque:
         (("a", "b"), Keep("a tuple of 2, no tensors")),
         ([224, 224], Keep("a list of 2, no tensors")),
         (["a", "b"], Keep("a list of 2, no tensors")),
-        ([], Keep("a list of 0, no tensors")),
+        ([], Keep("an empty list")),
+        ((), Keep("an empty tuple")),
         (torch.Size([B, 2]), Keep("an object without tensors")),
         (torch.float32, Keep("an object without tensors")),
         (Opaque("held"), Keep("an object without tensors")),
@@ -387,6 +388,20 @@ def test_words_stay_whole() -> None:
     planner = Planner(2)
     for size in (8, 2):
         assert isinstance(plan(planner, x=torch.zeros(size), names=("left", "right")).roles[1], Keep)
+
+
+def test_an_empty_list_teaches_nothing() -> None:
+    for empty, full in (([], ["a", "b"]), ((), ("a", "b")), ([], [torch.zeros(3), torch.zeros(4)])):
+        planner = Planner(2)
+        assert isinstance(plan(planner, x=torch.zeros(8), names=empty).roles[1], Keep)
+        assert plan(planner, x=torch.zeros(2), names=full).roles[1] == Column()
+
+
+def test_words_that_become_tensors_are_read_anew() -> None:
+    planner = Planner(2)
+    assert isinstance(plan(planner, x=torch.zeros(8), v=[1, 2]).roles[1], Keep)
+    found = plan(planner, x=torch.zeros(8), v=[torch.zeros(8), torch.zeros(8)])
+    assert found.roles[1] == Inside((0, 1), (Cut(0), Cut(0)))
 
 
 def test_a_batch_of_one_teaches_nothing() -> None:

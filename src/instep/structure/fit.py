@@ -108,7 +108,7 @@ def _sequence_proposals(value: Any, node: Node, path: Path, spec: Declared, memo
     holds = any(holds_tensors(child) for child in node.children)
     auto = _is_auto(spec, declared)
     reading = memory.get(path) if auto else None
-    if reading == "whole":
+    if reading == "whole" and not holds:
         return
     if value and reading != "inside" and (auto or (spec.is_dim and not holds)):
         if isinstance(value, list):
@@ -205,6 +205,8 @@ class _Fitting:
 
     def _sequence(self, value: Any, node: Node, path: Path, spec: Declared) -> Role:
         """A list has two readings, one entry a sample or a structure of batched leaves; a tuple mostly the second."""
+        if not value and not spec.samples:  # nothing can be learned from it
+            return Keep(f"an empty {type(value).__name__}")
         if spec.samples:
             return self._read(path, "column", self._column(value, path))
         if not _is_auto(spec, spec.children(node.keys, path)):
@@ -212,7 +214,7 @@ class _Fitting:
         reading = self.memory.get(path)
         if reading == "column":
             return self._read(path, "column", self._column(value, path, ", and was first read as one entry a sample"))
-        if reading == "whole":
+        if reading == "whole" and not any(holds_tensors(child) for child in node.children):
             return self._read(path, "whole", Keep("read as whole when it was first met"))
         column = len(value) == self.batch and (isinstance(value, list) or is_record_of_samples(value))
         if reading == "inside" or (isinstance(value, tuple) and not column):

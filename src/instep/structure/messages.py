@@ -61,12 +61,13 @@ def _likely_size(proposals: Sequence[Any], values: Sequence[Any], names: Sequenc
     """The declared size, else that of most arguments, in doubt of the first; inside a list may be samples: no vote."""
     sure = [p for p in proposals if p.declared] or proposals
     counted = [p for p in sure if _sequence_above(p.path, values, names, list) is None] or sure
+    counted = [p for p in counted if p.size != 1] or counted
     votes: list[int] = []
     for name in names:
         sizes = Counter(proposal.size for proposal in counted if proposal.path[0] == name)
         votes += [size for size, _ in sizes.most_common(1)]
     counts = Counter(votes)
-    return max(counts, key=lambda size: (size != 1, counts[size]))
+    return max(counts, key=lambda size: counts[size])
 
 
 def _cut_short(items: Sequence[str], between: str) -> str:

@@ -149,10 +149,10 @@ def _whole_sizes(role: Ready) -> tuple[int, ...]:
 
 
 def _by_key(memory: Memory) -> dict[Any, Any]:
-    """The lists whose entries decide nothing any more, by key within key."""
+    """The lists that were read as columns, whose entries decide nothing any more, by key within key."""
     tree: dict[Any, Any] = {}
     for path, reading in memory.items():
-        if reading != "inside":
+        if reading == "column":
             level = tree
             for key in path[:-1]:
                 level = level.setdefault(key, {})
