@@ -54,7 +54,9 @@ def seeds() -> None:
     """Every test draws the same numbers, alone or in any order."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # all devices at once would cost milliseconds a test
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +65,7 @@ def leaves_no_trace() -> Iterator[None]:
 
     Whatever was changed is put back, so that one culprit fails and not everything after it.
     """
+    gc.freeze()  # what outlived the tests before stays: the collection after this one need not walk through it
     threads, processes = set(threading.enumerate()), _children()
     variables, settings = _variables(), _torch_settings()
     yield

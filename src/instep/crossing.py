@@ -74,9 +74,9 @@ class Crossing:
         span = Span(cast(Backward, self.engine), sides, sources)
         for way in ways:
             span.notes.entries += way.notes.entries
-        for source, *mine in zip(sources, *leaves, strict=True):
-            for leaf in mine:
-                if leaf.data_ptr() != source.data_ptr():  # an alias shares the counter itself
+        for replica, mine in zip(self.replicas, leaves, strict=True):
+            if not replica.tensors.alias:  # an alias shares the counter itself
+                for source, leaf in zip(sources, mine, strict=True):
                     span.notes.add(source, leaf)
         shards = [shard for way in ways for shard in way.outside]
         made = iter(bridge(span, *sources, *shards))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,12 +19,6 @@ KINDS = {
     "threads": ("threads", False),
     "threads-private": ("threads", True),
 }
-
-
-@pytest.fixture(autouse=True)
-def survivors_stay() -> None:
-    """What outlived the tests before this one stays: the collection after it need not walk through it again."""
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

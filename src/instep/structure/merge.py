@@ -324,10 +324,17 @@ def _follow(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: int, 
 
 def _join_as_before(parts: Sequence[Any], sizes: Sequence[int], rank: int, dim: int) -> bool:
     """Whether ordinary tensors, each replica its own, follow the batch in the dim that was seen before."""
-    for part in parts:
+    first: tuple[int, ...] = ()
+    for part, size in zip(parts, sizes, strict=True):
         if type(part) is not Tensor or part.layout is not torch.strided or part.is_nested:
             return False
-    return parts[0] is not parts[-1] and _join_along([part.shape for part in parts], sizes, rank, dim)
+        shape = part.shape
+        if len(shape) != rank or shape[dim] != size:
+            return False
+        first = first or shape
+        if shape != first and shape[:dim] + shape[dim + 1 :] != first[:dim] + first[dim + 1 :]:
+            return False
+    return parts[0] is not parts[-1]
 
 
 def _join_along(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: int, dim: int) -> bool:

@@ -40,10 +40,12 @@ def misfit_message(
     """No size fits every argument: say what each proposes, which leaf stands out, and what to write."""
     size = _likely_size([p for p in proposals if p.size in misfits], values, names)
     misfit = misfits[size]
+    # Where there are many, those that speak for this size come first.
+    seen = sorted(proposals, key=lambda p: p.size != size) if len(proposals) > SHOWN else proposals
     lines = [
         f"cannot share out this call: {_place(misfit.path)} ({summary(misfit.value)}) does not fit a batch of "
         f"{size}: {misfit.why}.",
-        "Sizes seen: " + _cut_short([f"{_place(p.path)}: {p.what}" for p in proposals], "; ") + ".",
+        "Sizes seen: " + _cut_short([f"{_place(p.path)}: {p.what}" for p in seen], "; ") + ".",
         "Write one of:",
         f"  {_line(misfit.path, None)}   # every replica gets it whole (or pass instep.whole(...))",
     ]
