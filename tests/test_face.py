@@ -271,3 +271,22 @@ def test_a_module_that_was_moved_away_is_noticed(model: instep.DataParallel, net
     net.to("meta")
     with pytest.raises(instep.WrapError, match="moved to meta after it was wrapped for cpu"):
         model(torch.randn(4, 3))
+
+
+def test_explain_on_one_device(net: Net) -> None:
+    assert "the module itself runs on cpu" in str(instep.DataParallel(net, ["cpu"]).explain(torch.randn(4, 3), 2.0))
+
+
+def test_state_dict_hooks_of_the_wrapper_run(model: instep.DataParallel) -> None:
+    seen: list[str] = []
+    model.register_state_dict_pre_hook(lambda *_: seen.append("save"))
+    model.register_load_state_dict_post_hook(lambda *_: seen.append("load"))
+    model.load_state_dict(model.state_dict())
+    assert seen.count("load") == 1
+    assert "save" in seen
+
+
+def test_a_batch_of_one_is_placed_like_any_other(net: Net) -> None:
+    with instep.DataParallel(net, ["cpu"] * 2, output_device="meta") as model:
+        assert model(torch.randn(4, 3)).device.type == "meta"
+        assert model(torch.randn(1, 3)).device.type == "meta"

@@ -88,3 +88,22 @@ def test_data_parallel() -> None:
     torch.testing.assert_close(net.weight.grad, plain.weight.grad)
     torch.testing.assert_close(instep.data_parallel(net, (x,), ["cpu"] * 2, module_kwargs={}), plain(x))
     torch.testing.assert_close(instep.data_parallel(net, None, ["cpu"] * 2, module_kwargs={"input": x}), plain(x))
+
+
+def test_scatter_of_nothing_batched_gives_every_device_all_of_it() -> None:
+    assert instep.scatter({"scale": 2.0}, ["cpu", "cpu"]) == [{"scale": 2.0}, {"scale": 2.0}]
+
+
+def test_parallel_apply_inside_a_replica_does_not_wait_for_itself() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(instep.parallel_apply([self.left, self.right], [x, x]))
+
+    net = Pair()
+    x = torch.randn(4, 3)
+    with instep.DataParallel(net, ["cpu"] * 2) as model:
+        torch.testing.assert_close(model(x), net.left(x) + net.right(x))

@@ -17,11 +17,10 @@ from torch.autograd.function import FunctionCtx
 
 from instep.errors import BridgeError
 from instep.hooks import spare_hooks
+from instep.private import is_batched, keeps_graph
 from instep.replicas.tensors import Guard
 
 Gradients = list[Tensor | None]
-
-_keep_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class Entry(torch.autograd.Function):
@@ -48,6 +47,8 @@ class Side:
     outputs: list[Tensor | None]
     """Output tensors that need a gradient; None once their graph was given up."""
     guard: Guard
+    name: str
+    """The replica and its device, for messages."""
 
 
 class Backward(Protocol):
@@ -104,12 +105,12 @@ class Bridge(torch.autograd.Function):
                 "Either compute the penalty inside the module and run it with model.call('penalty', ...), or use "
                 "DataParallel(..., engine='serial'), which builds one joint graph."
             )
-        if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients):
+        if any(g is not None and is_batched(g) for g in gradients):
             raise BridgeError(
                 "a batched backward (is_grads_batched=True, jacobian(vectorize=True)) cannot pass through the "
                 "replicas' separate graphs.\nUse DataParallel(..., engine='serial'), which builds one joint graph."
             )
-        keep = bool(_keep_graph())
+        keep = keeps_graph()
         per_side: list[Gradients] = []
         at = 0
         for side in span.sides:
@@ -139,12 +140,6 @@ _SECOND_TIME = (
 # torch leaves `Function.apply` without types.
 enter = cast(Callable[..., tuple[Tensor, ...]], Entry.apply)
 bridge = cast(Callable[..., tuple[Tensor, ...]], Bridge.apply)
-
-
-def collect(outputs: Sequence[Tensor], gradients: Sequence[Tensor], keep: bool) -> None:
-    """A backward inside the replicas: gradients accumulate on their leaves."""
-    if outputs:
-        torch.autograd.backward(outputs, gradients, retain_graph=keep)
 
 
 def live(side: Side, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:

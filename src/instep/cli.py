@@ -12,9 +12,9 @@ from rich.text import Text
 import instep
 
 from .errors import InstepError
+from .settings import ENGINES
 
 INTERRUPTED = 130
-ENGINES = ("auto", "serial", "threads", "processes")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from instep.bridge import Backward, Notes, Side, Span, bridge, enter
 from instep.engines.protocol import Engine, Job
 from instep.replicas.ambient import Ambient
 from instep.replicas.replica import Outcome, Replica
+from instep.replicas.tensors import Way
 from instep.replicas.watch import Changes
 from instep.structure.tree import map_tensors, tensors_in
 
@@ -31,8 +32,9 @@ class Crossing:
         """Every replica's outcome, with outputs that belong to the caller's graph."""
         ways = [_Way() for _ in shards]
         grad = self.ambient.grad and not self.ambient.inference
+        notes = Notes()
         if self.engine.joint:
-            entered = [_own_memory(values) for values in shards] if grad else shards
+            entered = [_own_memory(values, notes) for values in shards] if grad else shards
         else:
             entered = [way.enter(values) if grad else values for way, values in zip(ways, shards, strict=True)]
         arguments = [
@@ -41,20 +43,19 @@ class Crossing:
         ]
         outcomes = self.engine.forward(Job(self.replicas, arguments, self.method, self.ambient, self.follow))
         if grad and self.engine.joint:
-            self._watch_joint(shards, entered, outcomes)
+            self._watch_joint(notes, outcomes)
         elif grad:
             self._join(ways, outcomes)
         return outcomes
 
-    def _watch_joint(self, shards: Sequence[Any], entered: Sequence[Any], outcomes: list[Outcome]) -> None:
+    def _watch_joint(self, notes: Notes, outcomes: list[Outcome]) -> None:
         """In a joint graph, look for writes of the caller just before a backward enters a replica."""
-        notes = Notes()
         for replica in self.replicas:
+            for source, copy in replica.tensors.state:
+                notes.add(source, copy)
             for source, held in replica.trainable:
                 if held is not source and source.is_leaf:  # what an earlier call left behind must not be kept alive
                     notes.add(source, held)
-        for outside, inside in zip(tensors_in(list(shards)), tensors_in(list(entered)), strict=True):
-            notes.add(_owner(outside), inside)
         for outcome in outcomes:
             for tensor in _tensors_of(outcome):
                 if tensor.requires_grad and not tensor.is_leaf:
@@ -68,14 +69,16 @@ class Crossing:
         pairs = [replica.trainable for replica in self.replicas]
         sources, leaves = _connected(pairs, found)
         sides = [
-            Side(mine, way.leaves, list(outputs), replica.tensors.guard)
+            Side(mine, way.leaves, list(outputs), replica.tensors.guard, str(replica))
             for mine, way, outputs, replica in zip(leaves, ways, found, self.replicas, strict=True)
         ]
         span = Span(cast(Backward, self.engine), sides, sources)
         for way in ways:
             span.notes.entries += way.notes.entries
         for replica, mine in zip(self.replicas, leaves, strict=True):
-            if not replica.tensors.alias:  # an alias shares the counter itself
+            for source, copy in replica.tensors.state:
+                span.notes.add(source, copy)
+            if replica.tensors.way is not Way.ALIAS:  # an alias shares the counter itself
                 for source, leaf in zip(sources, mine, strict=True):
                     span.notes.add(source, leaf)
         shards = [shard for way in ways for shard in way.outside]
@@ -133,9 +136,15 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _own_memory(values: Sequence[Any]) -> list[Any]:
+def _own_memory(values: Sequence[Any], notes: Notes) -> list[Any]:
     """Shards of a joint graph, copied: what one replica writes in place is no business of the others."""
-    return [map_tensors(lambda tensor: tensor.clone(), value) for value in values]
+
+    def copy(tensor: Tensor) -> Tensor:
+        made = tensor.clone()
+        notes.add(_owner(tensor), made)
+        return made
+
+    return [map_tensors(copy, value) for value in values]
 
 
 def _tensors_of(outcome: Outcome) -> list[Tensor]:

@@ -37,7 +37,10 @@ def device_of(spec: DeviceLike) -> torch.device:
     if device.type in ("cpu", "meta"):
         return torch.device(device.type)
     index: int | None = device.index  # None for "cuda", whatever its annotation says
-    return device if index is not None else torch.device(device.type, torch.get_device_module(device).current_device())
+    if index is None:
+        current = getattr(torch.get_device_module(device), "current_device", None)
+        index = 0 if current is None else current()
+    return torch.device(device.type, index)
 
 
 def devices_of(specs: Sequence[DeviceLike] | None, module: nn.Module) -> list[torch.device]:
@@ -73,7 +76,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
         stream = _copy_streams[device] = torch.cuda.Stream(device)
     current = torch.cuda.current_stream(device)
     with torch.cuda.stream(stream):
-        moved = tensor.to(device, non_blocking=True)
+        moved = tensor.to(device)  # waits for this copy alone: the caller may refill a pinned batch right away
     current.wait_stream(stream)
     moved.record_stream(current)
     return moved

@@ -30,6 +30,16 @@ def _shared(name: str) -> Any:
     return property(read, write)
 
 
+def _passed_on(name: str) -> Any:
+    """A method of the wrapper that is the wrapped module's own."""
+
+    def call(self: Transparent, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
 class Transparent(Wrapper, nn.Module):
     """Shows `module` through: reading, setting and deleting attributes, parameters, buffers and submodules.
 
@@ -146,6 +156,11 @@ class Transparent(Wrapper, nn.Module):
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return self.module.named_buffers(*args, **kwargs)
+
+    register_state_dict_pre_hook = _passed_on("register_state_dict_pre_hook")
+    register_state_dict_post_hook = _passed_on("register_state_dict_post_hook")
+    register_load_state_dict_pre_hook = _passed_on("register_load_state_dict_pre_hook")
+    register_load_state_dict_post_hook = _passed_on("register_load_state_dict_post_hook")
 
     def _replicate_for_data_parallel(self: Self) -> Self:
         raise WrapError(GIVEN_TO_DATA_PARALLEL)

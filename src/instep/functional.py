@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from instep.engines.protocol import raise_first
 from instep.parallel import DataParallel
 from instep.replicas.ambient import Ambient
 from instep.replicas.replica import Outcome, Replica
+from instep.replicas.tensors import Way
 from instep.structure.dims import AUTO
 from instep.structure.merge import merge
 from instep.structure.plan import Planner
@@ -31,6 +33,8 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0, *, in_
     devices = [device_of(target) for target in target_gpus]
     spec = in_dims if in_dims is None or isinstance(in_dims, (int, str)) else {"inputs": in_dims}
     plan = Planner(len(devices), dim, spec).plan(("inputs",), (inputs,))
+    if plan.batch is None:  # nothing to split: every device gets all of it
+        plan = replace(plan, sizes=(0,) * len(devices))
     parts = apply_plan(plan, (inputs,))
     return Parts([move(part[0], device) for part, device in zip(parts, devices, strict=False)], plan)
 
@@ -53,12 +57,10 @@ def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = 
     """Copies of a module on each device whose parameters pass gradients back to `network`, unless `detach`."""
     made = []
     for index, spec in enumerate(devices):
-        replica = Replica(index, network, device_of(spec), alias=False, share=False)
+        replica = Replica(index, network, device_of(spec), Way.PRIVATE if detach else Way.LINK)
         if detach:
             for _, leaf in replica.trainable:
                 leaf.requires_grad_(False)
-        else:
-            replica.link()
         made.append(replica.module)
     return made
 

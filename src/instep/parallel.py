@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from instep.crossing import Crossing
@@ -34,6 +33,7 @@ from instep.engines.protocol import Engine
 from instep.errors import WrapError
 from instep.explain import Explanation, explain
 from instep.face import GIVEN_TO_DATA_PARALLEL, Transparent
+from instep.private import follows_one_thread
 from instep.replicas.ambient import Ambient
 from instep.replicas.crew import Crew
 from instep.replicas.settle import Settler, check_state_rule, refuse_writes
@@ -179,7 +179,7 @@ class DataParallel(Transparent):
         if not self._instep_called:
             _refuse_outer_wrapper()
             self._instep_called = True
-        if len(self._instep_devices) == 1 or inside_replica() or self._is_lazy() or _is_transformed():
+        if len(self._instep_devices) == 1 or inside_replica() or self._is_lazy() or follows_one_thread():
             return self._alone(method, args, kwargs)
         known = self._method(method)
         names, values = known.name(args, kwargs)
@@ -194,26 +194,29 @@ class DataParallel(Transparent):
         replicas = self._instep_crew.ready()[: plan.parts]
         shards = self._place(plan, apply_plan(plan, values))
         ambient = Ambient.capture(self._instep_devices)
-        crossing = Crossing(self._instep_engine, replicas, method, ambient, not self._instep_crew.frozen)
+        crossing = Crossing(self._instep_engine, replicas, method, ambient, self._instep_crew.behind)
         outcomes = crossing.run(shards, positional, plan.names)
         refuse_writes(self.module, self._instep_crew.written())
         outputs = [on_output_device(outcome.output, self._instep_output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
         merged = known.merger.merge(outputs, plan.sizes, inputs)
-        self._instep_settler.settle(self.module, replicas, outcomes, plan.sizes)
+        self._instep_crew.changed = self._instep_settler.settle(self.module, replicas, outcomes, plan.sizes)
         return merged
 
     def _alone(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The module itself, on the first device."""
         function = self.module if method == "forward" else getattr(self.module, method)
         args, kwargs = bare(tuple(args)), bare(dict(kwargs))
-        device = self._instep_devices[0]
-        if device.type != "cpu" and not inside_replica():
-            values = (*args, *kwargs.values())
+        if inside_replica():
+            return function(*args, **kwargs)
+        device, rules = self._instep_devices[0], self._instep_options.place
+        if device.type != "cpu" or rules:
+            names, values = self._method(method).name(args, kwargs)
             keep = stays_on_host(values)
-            args = [place(value, (), device, keep, {}) for value in args]
-            kwargs = {name: place(value, (), device, keep, {}) for name, value in kwargs.items()}
-        return function(*args, **kwargs)
+            moved = [place(value, (name,), device, keep, rules) for name, value in zip(names, values, strict=True)]
+            args, kwargs = moved[: len(args)], dict(zip(names[len(args) :], moved[len(args) :], strict=True))
+        output = function(*args, **kwargs)
+        return output if self._instep_output == device else on_output_device(output, self._instep_output)
 
     def _place(self, plan: SplitPlan, shards: list[list[Any]]) -> list[list[Any]]:
         """Each replica's shards on its device; leaves that are there already are not touched."""
@@ -256,6 +259,8 @@ class DataParallel(Transparent):
         """What happens to each leaf of such a call, and why; nothing runs. `print(model.explain(batch))`."""
         known = self._method("forward")
         names, values = known.name(args, kwargs)
+        if len(self._instep_devices) == 1:
+            return Explanation(f"one device: the module itself runs on {self._instep_devices[0]}", (), ())
         plan = known.planner.plan(names, values)
         return explain(plan, values, self._instep_devices, self._instep_choice, known.merger)
 
@@ -270,9 +275,9 @@ class DataParallel(Transparent):
         """Promise that no value of the module changes while inside: nothing is sent to the replicas again."""
         crew = self._instep_crew
         outer = crew.frozen
-        crew.ready()
-        for replica in crew.replicas:
-            replica.follow_state()
+        if len(self._instep_devices) > 1:
+            for replica in crew.ready():
+                replica.follow_state()
         crew.frozen = True
         try:
             yield
@@ -310,11 +315,6 @@ class DataParallel(Transparent):
         Transparent.__init__(self, state["module"])
         self.__dict__.update(state["hooks"])
         self._set_up(state["options"])
-
-
-def _is_transformed() -> bool:
-    """Whether `torch.func` or forward-mode differentiation is at work: they follow the operations of one thread."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _accept(module: nn.Module) -> nn.Module:

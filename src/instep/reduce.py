@@ -23,20 +23,15 @@ class Bucket:
 def buckets_of(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[Bucket]:
     """Dense tensors grouped by dtype and device, in order, up to `limit` bytes a bucket."""
     found: list[Bucket] = []
-    open_: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-
-    def close(key: tuple[torch.dtype, torch.device]) -> None:
-        indices = open_.pop(key)
-        found.append(Bucket(tuple(indices), key[0], sum(tensors[index].numel() for index in indices)))
-
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for index, tensor in enumerate(tensors):
         key = (tensor.dtype, tensor.device)
-        held = open_.setdefault(key, [])
-        held.append(index)
-        if sum(tensors[i].numel() for i in held) * tensor.element_size() >= limit:
-            close(key)
-    for key in list(open_):
-        close(key)
+        filling.setdefault(key, []).append(index)
+        sizes[key] = sizes.get(key, 0) + tensor.numel()
+        if sizes[key] * tensor.element_size() >= limit:
+            found.append(Bucket(tuple(filling.pop(key)), tensor.dtype, sizes.pop(key)))
+    found += [Bucket(tuple(indices), key[0], sizes[key]) for key, indices in filling.items()]
     return found
 
 
@@ -92,11 +87,12 @@ def gather(gradients: Sequence[Tensor | None], device: torch.device) -> list[Ten
 def add_up(columns: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
     """The sum over replicas of each gradient, in the order of the replicas; None where no replica has one.
 
-    The first replica's gradients are added into: the caller must own them.
+    No gradient is written to: autograd may have left one tensor in several places.
     """
     total = list(columns[0])
+    own: set[int] = set()  # sums of ours, which later columns may be added into
     for column in columns[1:]:
-        left, right = [], []
+        dense: list[tuple[int, Tensor, Tensor]] = []
         for index, gradient in enumerate(column):
             held = total[index]
             if gradient is None:
@@ -104,10 +100,16 @@ def add_up(columns: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
             if held is None:
                 total[index] = gradient
             elif held.layout is torch.strided and gradient.layout is torch.strided and held.dtype == gradient.dtype:
-                left.append(held)
-                right.append(gradient)
+                dense.append((index, held, gradient))
             else:
                 total[index] = held + gradient if held.layout is torch.strided else gradient + held
-        if left:
-            torch._foreach_add_(left, right)
+        again = [(held, gradient) for index, held, gradient in dense if index in own]
+        fresh = [entry for entry in dense if entry[0] not in own]
+        if again:
+            torch._foreach_add_([held for held, _ in again], [gradient for _, gradient in again])
+        if fresh:
+            sums = torch._foreach_add([held for _, held, _ in fresh], [gradient for _, _, gradient in fresh])
+            for (index, _, _), value in zip(fresh, sums, strict=True):
+                total[index] = value
+                own.add(index)
     return total

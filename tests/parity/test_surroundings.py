@@ -147,6 +147,7 @@ def test_nothing_is_kept_of_earlier_calls(pair: Maker) -> None:
             (weighted(model(normal(n, 3))) + model.auxiliary).backward()
 
     live()
+    live()
     before = _live_tensors()
     for _ in range(5):
         live()

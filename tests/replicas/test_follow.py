@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -197,3 +198,95 @@ def test_an_attribute_set_on_the_wrapper_is_the_modules() -> None:
         assert not hasattr(net, "extra")
         x = torch.randn(4, 3)
         torch.testing.assert_close(model(x), net(x))
+
+
+class Hidden(nn.Module):
+    """Holds tensors where only a walk through everything finds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.helper = Helper()
+        self.register_buffer("shift", torch.zeros(2))
+        self.register_buffer("same", torch.ones(2))
+        self.again = self.same
+        self.pair = (self.shift, "note")
+        self.add = functools.partial(torch.add, self.shift)
+        self.register_buffer("sparse", torch.eye(2).to_sparse())
+        self.register_buffer("unknown", torch.tensor([float("nan"), 0.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) * self.helper.scale + self.pair[0] + self.again
+        return self.add(y) @ self.sparse.to_dense() + self.unknown.nan_to_num() * self.same
+
+
+class Helper:
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.tensor = torch.zeros(2)
+
+
+HIDDEN: dict[str, Callable[[Hidden], object]] = {
+    "nothing": lambda net: None,
+    "an attribute of an object that holds a tensor": lambda net: setattr(net.helper, "scale", 5.0),
+    "a buffer that is also in a tuple and a partial": lambda net: net.shift.add_(3),
+    "one of two names of a buffer": lambda net: setattr(net, "same", torch.full((2,), 7.0)),
+    "the tensor of two names": lambda net: net.same.add_(4),
+    "both": lambda net: (setattr(net, "same", torch.full((2,), 7.0)), net.again.mul_(9)),
+    "a sparse buffer": lambda net: setattr(net, "sparse", (torch.eye(2) * 3).to_sparse()),
+    "a buffer with a NaN": lambda net: net.unknown[1].fill_(6),
+}
+
+
+@pytest.mark.parametrize(("engine", "private"), ENGINES)
+@pytest.mark.parametrize("change", HIDDEN.values(), ids=HIDDEN.keys())
+def test_what_is_hidden_deep_inside_is_followed(engine: str, private: bool, change: Callable[[Hidden], object]) -> None:
+    net = Hidden()
+    x = torch.randn(5, 3)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, private_copies=private) as model:
+        model(x)
+        for _ in range(2):
+            change(net)
+            out, expected = model(x), net(x)
+            torch.testing.assert_close(out, expected)
+        gradients = torch.autograd.grad(out.sum(), list(net.parameters()))
+        for mine, theirs in zip(gradients, torch.autograd.grad(expected.sum(), list(net.parameters())), strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(("engine", "private"), ENGINES)
+def test_a_buffer_that_comes_to_need_a_gradient(engine: str, private: bool) -> None:
+    net = Hidden()
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, private_copies=private) as model:
+        model(torch.randn(4, 3))
+        net.shift.requires_grad_()
+        model(torch.randn(4, 3)).sum().backward()
+        torch.testing.assert_close(net.shift.grad, torch.full((2,), 8.0))
+
+
+class Stateful(nn.Module):
+    """Leaves containers with tensors on itself at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.hidden = (y.detach(), y.detach() * 2)
+        self.listed = [y.detach()]
+        return y
+
+
+@pytest.mark.parametrize(("engine", "private"), ENGINES)
+def test_containers_left_on_the_module_do_not_pile_up(engine: str, private: bool) -> None:
+    net = Stateful()
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, private_copies=private) as model:
+        sizes = []
+        for _ in range(12):
+            x = torch.randn(4, 3)
+            torch.testing.assert_close(model(x), net.layer(x))
+            torch.testing.assert_close(net.hidden[1], net.layer(x) * 2)
+            replica = model._instep_crew.replicas[1]
+            sizes.append((len(replica.tensors.state), len(replica.cloner.containers)))
+        assert sizes[-1] == sizes[2]

@@ -68,7 +68,7 @@ def test_holdings_see_the_shape_of_a_table(change: Callable[[dict[str, object]],
 @pytest.mark.usefixtures("fast")
 def test_a_watch_lists_what_was_set_and_tells_structure() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    watch = Watch(list(net.modules()))
+    watch = Watch(list(net.modules()), tensors=list(net.parameters()))
     assert not watch.look()
     net[0].note = [1]
     net[1].running_mean = torch.ones(2)

@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from instep.errors import EngineError
+
+T = TypeVar("T")
 
 _here = threading.local()
 
@@ -30,6 +32,8 @@ class ReplicaThread:
         self.inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.pid = os.getpid()
         self.users = 0
+        self.share = 0
+        """The intra-op threads it was given."""
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -57,7 +61,6 @@ class Lease:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._keys: list[tuple[str, int]] = []
-        self._share = 0
         seen: Counter[str] = Counter()
         for device in devices:
             self._keys.append((str(device), seen[str(device)]))
@@ -74,29 +77,27 @@ class Lease:
         thread.users += 1
         return thread
 
-    def run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The results of one task a thread, in order; tasks must not raise."""
+    def run(self, tasks: Sequence[Callable[[], T]], *, drain: bool = False) -> list[T]:
+        """The results of one task a thread, in order; the first error that a task raised is raised.
+
+        An interruption of the caller ends the wait at once, or with `drain` when no task runs any longer.
+        """
+        if inside_replica():  # a thread that waited for itself would wait for ever
+            return [task() for task in tasks]
         if self._closed:
             raise EngineError("this engine was closed.")
-        self._revive()
-        self._share_cores(len(tasks))
-        done: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
         with _lock:  # calls of several wrappers reach every thread in the same order
+            self._revive()
+            self._share_cores(len(tasks))
             for index, task in enumerate(tasks):
                 self._threads[index].inbox.put(_Task(index, task, done))
-        results: list[Any] = [None] * len(tasks)
-        for _ in tasks:
-            index, result = done.get()
-            results[index] = result
-        return results
+        return _collect(done, len(tasks), drain)
 
     def _revive(self) -> None:
         """A forked child has none of its parent's threads: it starts its own."""
-        if all(thread.alive() for thread in self._threads):
-            return
-        with _lock:
+        if not all(thread.alive() for thread in self._threads):
             self._threads = [self._take(key) for key in self._keys]
-            self._share = 0
 
     def _share_cores(self, active: int) -> None:
         """Give each thread its share of the intra-op threads; the caller keeps its own count.
@@ -105,18 +106,19 @@ class Lease:
         """
         mine = torch.get_num_threads()
         share = max(1, mine // max(1, active))
-        if share == self._share:
+        others = [thread for thread in self._threads[:active] if thread.share != share]
+        if not others:
             return
-        self._share = share
-        done: SimpleQueue[tuple[int, Any]] = SimpleQueue()
-        for index, thread in enumerate(self._threads):
+        done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+        for index, thread in enumerate(others):
+            thread.share = share
             thread.inbox.put(_Task(index, partial(_set_threads, share), done))
-        for _ in self._threads:
-            done.get()
+        _collect(done, len(others), drain=True)
         torch.set_num_threads(mine)
 
     def close(self) -> None:
         """Give the threads back; those that nobody else uses end."""
+        ended = []
         with _lock:
             if self._closed:
                 return
@@ -126,7 +128,33 @@ class Lease:
                 if thread.users <= 0:
                     if _threads.get(key) is thread:
                         del _threads[key]
-                    thread.stop()
+                    ended.append(thread)
+        for thread in ended:  # not under the lock: what a thread still does may need it
+            thread.stop()
+
+
+def _collect(done: SimpleQueue[tuple[int, Any, BaseException | None]], count: int, drain: bool) -> list[Any]:
+    results: list[Any] = [None] * count
+    errors: dict[int, BaseException] = {}
+    interrupted: BaseException | None = None
+    missing = count
+    while missing:
+        try:
+            index, result, error = done.get()
+        except BaseException as interruption:
+            if not drain:
+                raise
+            interrupted = interruption
+            continue
+        missing -= 1
+        results[index] = result
+        if error is not None:
+            errors[index] = error
+    if interrupted is not None:
+        raise interrupted
+    if errors:
+        raise errors[min(errors)]
+    return results
 
 
 def _set_threads(count: int) -> None:
@@ -139,19 +167,27 @@ class _Task:
 
     __slots__ = ("done", "index", "task")
 
-    def __init__(self, index: int, task: Callable[[], Any], done: SimpleQueue[tuple[int, Any]]) -> None:
+    def __init__(
+        self, index: int, task: Callable[[], Any], done: SimpleQueue[tuple[int, Any, BaseException | None]]
+    ) -> None:
         self.index, self.task, self.done = index, task, done
 
     def __call__(self) -> None:
-        self.done.put((self.index, self.task()))
+        try:
+            result = self.task()
+        except BaseException as error:
+            self.done.put((self.index, None, error))
+        else:
+            self.done.put((self.index, result, None))
 
 
 def stop_all() -> None:
     """End every replica thread of this process; wrappers start new ones when they are called again."""
     with _lock:
-        for thread in _threads.values():
-            thread.stop()
+        threads = list(_threads.values())
         _threads.clear()
+    for thread in threads:
+        thread.stop()
 
 
 atexit.register(stop_all)

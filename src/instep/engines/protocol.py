@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,13 +40,17 @@ class Engine(Protocol):
 
 def perform(job: Job, index: int) -> Outcome:
     """One replica's part of a job, in whatever thread it runs; an exception becomes part of the outcome."""
+    return job.ambient.context.copy().run(_perform, job, index)
+
+
+def _perform(job: Job, index: int) -> Outcome:
     replica = job.replicas[index]
     args, kwargs = job.arguments[index]
     try:
-        if job.follow:
-            replica.follow_state()
         replica.tensors.guard.set(True)  # gradients taken inside forward are forward's own business
         with job.ambient.enter(replica.device):
+            if job.follow:
+                replica.follow_state()
             return run(replica, job.method, args, kwargs)
     except BaseException as error:
         return Outcome(error=error)
@@ -57,12 +61,21 @@ def perform(job: Job, index: int) -> Outcome:
 def raise_first(replicas: Sequence[Replica | str], outcomes: Sequence[Outcome]) -> None:
     """Raise the first replica's exception, with its own type and traceback, saying where it happened."""
     failed = [(r, o.error) for r, o in zip(replicas, outcomes, strict=True) if o.error is not None]
-    if not failed:
-        return
-    replica, error = failed[0]
-    others = "" if len(failed) == 1 else f" (and in {len(failed) - 1} more)"
-    note = f"raised in {replica!s}{others}"
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-        raise error
-    raise error from RuntimeError(note)  # Python 3.10 has no notes
+    if failed:
+        replica, error = failed[0]
+        with name_replica(str(replica), len(failed) - 1):
+            raise error
+
+
+@contextmanager
+def name_replica(replica: str, others: int = 0) -> Iterator[None]:
+    """Says on an exception which replica it comes from; it keeps its type."""
+    try:
+        yield
+    except BaseException as error:
+        note = f"raised in {replica}" + (f" (and in {others} more)" if others else "")
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        elif error.__cause__ is None:  # Python 3.10 has no notes
+            raise error from RuntimeError(note)
+        raise

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from instep.bridge import Gradients, Side, Span, collect, live, take
+from instep.bridge import Gradients, Side, Span, live, take
 from instep.engines.pool import Lease
-from instep.engines.protocol import Job, perform, raise_first
+from instep.engines.protocol import Job, name_replica, perform, raise_first
+from instep.private import accumulates
 from instep.reduce import add_up, gather
 from instep.replicas.replica import Outcome
-from instep.replicas.tensors import Guard
 
 _SPREAD_BYTES = 2**18
 
@@ -34,9 +33,9 @@ class ThreadsEngine:
         self._on_host = all(device.type == "cpu" for device in devices)
         self._lease: Lease | None = None
         self._lock = threading.RLock()
-        self.holding = False
-        """Whether gradients stay on the replicas for now (`no_sync`)."""
-        self._held: dict[int, Span] = {}
+        self._holding = False
+        self._held: dict[int, tuple[list[Tensor], list[Gradients]]] = {}
+        """Gradients that `no_sync` holds back: by the sources they belong to, one column for each replica."""
 
     @property
     def lease(self) -> Lease:
@@ -47,79 +46,72 @@ class ThreadsEngine:
             return self._lease
 
     def forward(self, job: Job) -> list[Outcome]:
-        outcomes: list[Outcome] = self.lease.run([partial(perform, job, index) for index in range(len(job.replicas))])
+        outcomes = self.lease.run([partial(perform, job, index) for index in range(len(job.replicas))])
         raise_first(job.replicas, outcomes)
         return outcomes
 
     def backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> tuple[Gradients, list[Gradients]]:
         with self._lock:
-            pairs = [live(side, grads) for side, grads in zip(span.sides, gradients, strict=True)]
-            error = self._on_threads(span, pairs, keep) if self._on_host else self._at_once(span, pairs, keep)
-            inputs = [take(side.inputs) for side in span.sides]
-            if error is not None:
+            try:
+                self._run_backward(span, gradients, keep)
+            except BaseException:
                 for side in span.sides:
-                    take(side.leaves)
-                raise error
-            if self.holding:
-                self._hold(span)
+                    take([*side.leaves, *side.inputs])
+                raise
+            inputs = [take(side.inputs) for side in span.sides]
+            columns = [gather(take(side.leaves), self._devices[0]) for side in span.sides]
+            if self._holding and all(accumulates(source) for source in span.sources):
+                self._hold(span.sources, columns)
                 return [None] * len(span.sources), inputs
-            return self._reduce(span), inputs
+            return self._sum(columns), inputs
 
-    def _on_threads(self, span: Span, pairs: Sequence[Any], keep: bool) -> BaseException | None:
-        """Each replica's backward in its own thread: autograd runs a CPU graph in the thread that asks for it."""
-        tasks = [
-            partial(_attempt, side, outputs, grads, keep)
-            for side, (outputs, grads) in zip(span.sides, pairs, strict=True)
-        ]
-        errors = self.lease.run(tasks)
-        return next((error for error in errors if error is not None), None)
+    def _run_backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> None:
+        pairs = [live(side, grads) for side, grads in zip(span.sides, gradients, strict=True)]
+        if self._on_host:  # autograd runs a CPU graph in the thread that asks for it
+            tasks = [partial(_backward, [side], *pair, keep) for side, pair in zip(span.sides, pairs, strict=True)]
+            self.lease.run(tasks, drain=True)
+        else:  # autograd's own device threads run the replicas at the same time
+            outputs = [output for outs, _ in pairs for output in outs]
+            _backward(span.sides, outputs, [grad for _, grads in pairs for grad in grads], keep)
 
-    def _at_once(self, span: Span, pairs: Sequence[Any], keep: bool) -> BaseException | None:
-        """All replicas in one backward call: autograd's own device threads run them at the same time."""
-        outputs = [output for outs, _ in pairs for output in outs]
-        grads = [grad for _, gs in pairs for grad in gs]
-        guards = [side.guard for side in span.sides]
-        return _attempt(_Together(guards), outputs, grads, keep)
-
-    def _reduce(self, span: Span) -> Gradients:
-        """The sum over replicas on the source's device; large sums are spread over the replica threads."""
-        home = self._devices[0]
-        columns = [gather(take(side.leaves), home) for side in span.sides]
-        chunks = _chunks(columns[0], len(columns)) if home.type == "cpu" and self._on_host else []
+    def _sum(self, columns: Sequence[Gradients]) -> Gradients:
+        """The sum over replicas on the source's device; a large one is spread over the replica threads."""
+        chunks = _chunks(columns[0], len(columns)) if self._on_host else []
         if len(chunks) < 2:
             return add_up(columns)
-        tasks: list[Callable[[], Gradients]] = [partial(_add_chunk, columns, start, stop) for start, stop in chunks]
-        return [gradient for part in self.lease.run(tasks) for gradient in part]
+        parts = self.lease.run([partial(_add_chunk, columns, *chunk) for chunk in chunks])
+        return [gradient for part in parts for gradient in part]
 
-    def _hold(self, span: Span) -> None:
-        """Remember where gradients wait, but nothing of the call's graph."""
-        if span.sources:
-            sides = [Side(side.leaves, [], [], side.guard) for side in span.sides]
-            key = id(span.sides[0].leaves[0])  # the same leaves in every call of the same replicas
-            self._held.setdefault(key, Span(self, sides, span.sources))
-            if len(self._held[key].sides) < len(sides):
-                self._held[key] = Span(self, sides, span.sources)
+    def _hold(self, sources: list[Tensor], columns: list[Gradients]) -> None:
+        key = id(sources[0]) if sources else 0
+        known = self._held.get(key)
+        if known is None or len(known[0]) != len(sources):
+            self._release_held(known)
+            self._held[key] = (sources, columns)
+            return
+        both = [known[1][i : i + 1] + columns[i : i + 1] for i in range(max(len(known[1]), len(columns)))]
+        self._held[key] = (sources, [add_up(pair) for pair in both])
 
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Leave gradients on the replicas while inside, and bring them home on the way out."""
-        outer, self.holding = self.holding, True
+        outer, self._holding = self._holding, True
         try:
             yield
         finally:
-            self.holding = outer
+            self._holding = outer
             if not outer:
-                self._release()
+                with self._lock:
+                    held, self._held = self._held, {}
+                    for entry in held.values():
+                        self._release_held(entry)
 
-    def _release(self) -> None:
+    def _release_held(self, held: tuple[list[Tensor], list[Gradients]] | None) -> None:
         """Bring home what was held back; gradients reach the source as a backward would bring them."""
-        with self._lock:
-            held, self._held = self._held, {}
-            for span in held.values():
-                totals = self._reduce(span)
-                pairs = [(s, g) for s, g in zip(span.sources, totals, strict=True) if g is not None]
-                if pairs:
-                    torch.autograd.backward([s for s, _ in pairs], [g for _, g in pairs])
+        if held is not None:
+            pairs = [(s, g) for s, g in zip(held[0], self._sum(held[1]), strict=True) if g is not None]
+            if pairs:
+                torch.autograd.backward([source for source, _ in pairs], [gradient for _, gradient in pairs])
 
     def close(self) -> None:
         if self._lease is not None:
@@ -127,30 +119,16 @@ class ThreadsEngine:
             self._lease = None
 
 
-class _Together:
-    """Several replicas' guards, opened as one."""
-
-    def __init__(self, guards: Sequence[Guard]) -> None:
-        self._guards = guards
-
-    @property
-    def guard(self) -> _Together:
-        return self
-
-    def set(self, state: bool) -> None:
-        for guard in self._guards:
-            guard.set(state)
-
-
-def _attempt(side: Any, outputs: list[Tensor], grads: list[Tensor], keep: bool) -> BaseException | None:
-    side.guard.set(True)
-    try:
-        collect(outputs, grads, keep)
-    except BaseException as error:
-        return error
-    finally:
-        side.guard.set(False)
-    return None
+def _backward(sides: Sequence[Side], outputs: list[Tensor], grads: list[Tensor], keep: bool) -> None:
+    """A backward inside replicas: gradients accumulate on their leaves, which are open to it alone."""
+    with ExitStack() as stack:
+        for side in sides:
+            side.guard.set(True)
+            stack.callback(side.guard.set, False)
+        if len(sides) == 1:
+            stack.enter_context(name_replica(sides[0].name))
+        if outputs:
+            torch.autograd.backward(outputs, grads, retain_graph=keep)
 
 
 def _add_chunk(columns: Sequence[Gradients], start: int, stop: int) -> Gradients:
@@ -169,5 +147,4 @@ def _chunks(column: Gradients, count: int) -> list[tuple[int, int]]:
         if filled + size / 2 >= total * len(bounds) / count and len(bounds) < count:
             bounds.append(index)
         filled += size
-    bounds.append(len(column))
-    return list(pairwise(bounds))
+    return list(pairwise([*bounds, len(column)]))

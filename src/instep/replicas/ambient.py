@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -9,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._device import DeviceContext
+
+from instep.private import default_device, saved_tensor_hooks
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Ambient:
     saved_hooks: tuple[Any, Any] | None
     streams: Mapping[torch.device, Any]
     """The stream that the caller works on, for each accelerator."""
+    context: contextvars.Context
+    """The caller's context variables."""
 
     @classmethod
     def capture(cls, devices: Iterable[torch.device]) -> Ambient:
@@ -43,14 +47,15 @@ class Ambient:
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple(
                 Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in sorted({place.type for place in places})
+                for kind in sorted({"cpu", "cuda", "xpu", *(place.type for place in places)})
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
-            device=_default_device(),
-            saved_hooks=_saved_tensor_hooks(),
+            device=default_device(),
+            saved_hooks=saved_tensor_hooks(),
             streams={
                 place: torch.get_device_module(place).current_stream(place) for place in places if place.type != "cpu"
             },
+            context=contextvars.copy_context(),
         )
 
     @contextmanager
@@ -77,18 +82,6 @@ class Ambient:
             yield
 
 
-def _saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The caller's hooks on saved tensors, except those of checkpointing around the call.
-
-    Checkpointing matches tensors by the order in which they are saved, which replicas do not have; without its hooks
-    the call is recomputed as a whole.
-    """
-    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
-        return None
-    return hooks
-
-
 _met = threading.local()
 
 
@@ -96,12 +89,5 @@ def _greet(backend: Any, device: torch.device) -> None:
     """Let a thread make a device's context its own before it first works there; cuBLAS warns if it has none."""
     if device not in _met.__dict__.setdefault("devices", set()):
         _met.devices.add(device)
-        backend.mem_get_info(device)
-
-
-def _default_device() -> torch.device | None:
-    """The device that `torch.set_default_device` or `with torch.device(...)` chose in this thread, if any."""
-    for mode in reversed(torch.overrides._get_current_function_mode_stack()):
-        if isinstance(mode, DeviceContext):
-            return torch.device(mode.device)
-    return None
+        if device.type == "cuda":
+            backend.mem_get_info(device)

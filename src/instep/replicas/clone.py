@@ -12,12 +12,13 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from instep.structure.tree import SCALARS, shallow_copy
+from instep.structure.tree import SCALARS, attributes_of, shallow_copy
 
 TensorMaker = Callable[[Tensor], Tensor]
 
@@ -32,22 +33,36 @@ class Wrapper:
     module: nn.Module
 
 
+@dataclass
+class Layer:
+    """What was made for one value: it is forgotten together with it."""
+
+    memo: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    """By the id of the source: the source, held so that its id is not used again, and what was made of it."""
+    containers: list[tuple[Any, tuple[Any, ...], Any]] = field(default_factory=list)
+    """Containers of the source that were rebuilt, with the items they had and what was made of them."""
+
+
 class Cloner:
     """Rebuilds objects of one source module for one replica; the same object is always rebuilt as the same object."""
 
     def __init__(self, tensor: TensorMaker) -> None:
         self._tensor = tensor
-        self._memo: dict[int, tuple[Any, Any]] = {}  # holds the sources too, so that no id is used again
+        self._base = self._layer = Layer()
+        self._layers: dict[Any, Layer] = {}
         self._plain: dict[int, Any] = {}
         self._depth = 0
         self.modules: list[tuple[nn.Module, nn.Module]] = []
         """Every module of the source that was met, registered or not, with what was made of it."""
-        self.containers: list[tuple[Any, tuple[Any, ...], Any]] = []
-        """Containers of the source that were rebuilt, with the items they had and what was made of them."""
+
+    @property
+    def containers(self) -> list[tuple[Any, tuple[Any, ...], Any]]:
+        """Every container of the source that was rebuilt, with its items then and what was made of it."""
+        return [entry for layer in (self._base, *self._layers.values()) for entry in layer.containers]
 
     def clone(self, value: Any) -> Any:
         """The replica's counterpart of a value of the source; the value itself where it holds nothing of the source."""
-        known = self._memo.get(id(value))
+        known = self._known(value)
         if known is not None:
             return known[1]
         if isinstance(value, _OPAQUE):
@@ -60,6 +75,27 @@ class Cloner:
             if not self._depth:
                 self._plain.clear()
 
+    def _known(self, value: Any) -> tuple[Any, Any] | None:
+        known = self._base.memo.get(id(value)) or self._layer.memo.get(id(value))
+        if known is None and self._layers:
+            known = next((layer.memo[id(value)] for layer in self._layers.values() if id(value) in layer.memo), None)
+        return known
+
+    def renew(self, key: Any, name: str, value: Any) -> tuple[Any, list[Any]]:
+        """The counterpart of an attribute that was set after the clone was made, known by `key`.
+
+        Also returns what had been made for the value it had before, which nothing needs any longer.
+        """
+        before = self._layers.pop(key, Layer())
+        self._layer = Layer()
+        try:
+            made = self.attribute(name, value)
+            if self._layer.memo:
+                self._layers[key] = self._layer
+        finally:
+            self._layer = self._base
+        return made, [old for _, old in before.memo.values()]
+
     def _make(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._note(value, self._tensor(value))
@@ -69,12 +105,8 @@ class Cloner:
             return self._module(value)
         return self._rebuild(value) if self._reaches(value) else value
 
-    def forget(self, value: Any) -> None:
-        """Make a value anew the next time it is met."""
-        self._memo.pop(id(value), None)
-
     def _note(self, source: Any, made: Any) -> Any:
-        self._memo[id(source)] = (source, made)
+        self._layer.memo[id(source)] = (source, made)
         return made
 
     def _module(self, source: nn.Module) -> nn.Module:
@@ -105,19 +137,19 @@ class Cloner:
 
     def _list(self, value: Any) -> Any:
         made = self._note(value, _empty_like(value))
-        self.containers.append((value, tuple(value), made))
+        self._layer.containers.append((value, tuple(value), made))
         made.extend(self.clone(item) for item in tuple(value))
         return made
 
     def _set(self, value: Any) -> Any:
         made = self._note(value, _empty_like(value))
-        self.containers.append((value, tuple(value), made))
+        self._layer.containers.append((value, tuple(value), made))
         made.update(self.clone(item) for item in tuple(value))
         return made
 
     def _dict(self, value: Any) -> Any:
         made = self._note(value, _empty_like(value))
-        self.containers.append((value, tuple(value.values()), made))
+        self._layer.containers.append((value, tuple(value.values()), made))
         for key, item in tuple(value.items()):
             dict.__setitem__(made, self.clone(key), self.clone(item))
         return made
@@ -162,8 +194,13 @@ class Cloner:
         except TypeError:
             return self._note(value, value)
         self._note(value, made)
-        for name, item in _attributes(value):
-            object.__setattr__(made, name, self.clone(item))
+        for name, item in attributes_of(value).items():
+            if name in getattr(made, "__dict__", ()):
+                made.__dict__[name] = self.clone(item)
+            else:
+                object.__setattr__(made, name, self.clone(item))
+        if hasattr(value, "__dict__"):
+            self._layer.containers.append((value.__dict__, tuple(value.__dict__.values()), made.__dict__))
         return made
 
     def _reaches(self, value: Any) -> bool:
@@ -214,17 +251,7 @@ def _children(item: Any) -> Iterable[Any]:
         return (item.func, *item.args, *item.keywords.values())
     if isinstance(item, weakref.ref):
         return (item(),)
-    return [child for _, child in _attributes(item)]
-
-
-def _attributes(item: Any) -> list[tuple[str, Any]]:
-    found = list(getattr(item, "__dict__", {}).items()) if not isinstance(item, types.BuiltinFunctionType) else []
-    for cls in type(item).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            if slot not in ("__dict__", "__weakref__") and hasattr(item, slot):
-                found.append((slot, getattr(item, slot)))
-    return found
+    return () if isinstance(item, types.BuiltinFunctionType) else attributes_of(item).values()
 
 
 def _content(cell: types.CellType) -> Any:

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from instep.devices import home_of
 from instep.errors import WrapError
 from instep.reduce import send
+from instep.replicas.equal import equal_tensors
 from instep.replicas.memory import Lay, Writes
 from instep.replicas.replica import Replica
+from instep.replicas.tensors import Way
 from instep.replicas.watch import Changes, Watch
 
 
@@ -23,13 +25,14 @@ class Crew:
     ) -> None:
         self.source = source
         self.devices = list(devices)
-        self.private = private
-        self.joint = joint
-        """Whether replicas take part in the caller's own graph instead of having leaves of their own."""
+        self.ways = [_way(device == self.devices[0] and not private, joint) for device in self.devices]
         self.frozen = False
         """Whether values are taken as unchanged: nothing is sent or compared."""
+        self.changed = False
+        """Whether the last call changed state of the module."""
         self.replicas: list[Replica] = []
         self._watch: Watch | None = None
+        self._first_values: list[Tensor] | None = []
 
     def ready(self) -> list[Replica]:
         """The replicas, with everything that changed on the source since the last call."""
@@ -38,34 +41,47 @@ class Crew:
             self._make()
         elif changes:
             self._apply(changes)
+        self._renew_links()
         if not self.frozen:
             self._send()
         self._writes.begin()
         return self.replicas
 
+    @property
+    def behind(self) -> bool:
+        """Whether replicas have to look at the source's buffers and other state before they run."""
+        return self.changed or not self.frozen
+
     def written(self) -> list[Tensor]:
-        """Trainable tensors of the source that were written since the replicas were last ready."""
+        """Trainable tensors of the source that `forward` wrote to since the replicas were last ready.
+
+        Writes through `.data` move no version counter, so the first call of all is checked by value, and undone.
+        """
+        first, self._first_values = self._first_values, None
+        if first:
+            sources = [source for source, _ in self.replicas[0].trainable]
+            changed = [pair for pair in zip(sources, first, strict=True) if not equal_tensors(*pair)]
+            with torch.no_grad():
+                for source, value in changed:
+                    source.data.copy_(value)
+            if changed:
+                return [source for source, _ in changed]
         return self._writes.found()
-
-    def _apply(self, changes: Changes) -> None:
-        """Set on every replica what was set on the source; modules or containers that are new need a new crew."""
-        assert self._watch is not None
-        before = self._extent()
-        for replica in self.replicas:
-            replica.apply(changes)
-        if self._extent() == before:
-            self._watch.update(changes)
-            self._note_writes()
-        else:
-            self._make()
-
-    def _extent(self) -> tuple[int, int]:
-        cloner = self.replicas[0].cloner
-        return len(cloner.modules), len(cloner.containers)
 
     def discard(self) -> None:
         """Make the replicas anew at the next call: after a failure nobody knows what they hold."""
         self._watch = None
+        self.replicas = []
+
+    def _apply(self, changes: Changes) -> None:
+        """Set on every replica what was set on the source; modules that are new need a new crew."""
+        before = len(self.replicas[0].cloner.modules)
+        for replica in self.replicas:
+            replica.apply(changes)
+        if len(self.replicas[0].cloner.modules) == before:
+            self._take_stock()
+        else:
+            self._make()
 
     def _make(self) -> None:
         home, now = self.devices[0], home_of(self.source)
@@ -74,29 +90,40 @@ class Crew:
                 f"the module was moved to {now} after it was wrapped for {home}.\n"
                 f"Wrap it anew: instep.DataParallel(model, device_ids=[...])."
             )
-        self.replicas = []
-        for index, device in enumerate(self.devices):
-            near = device == home and not self.private
-            self.replicas.append(
-                Replica(index, self.source, device, alias=near and not self.joint, share=near and self.joint)
-            )
+        places = zip(self.devices, self.ways, strict=True)
+        self.replicas = [Replica(index, self.source, *place) for index, place in enumerate(places)]
+        if self._first_values is not None and self.ways[0] in (Way.ALIAS, Way.SHARE):
+            self._first_values = [source.detach().clone() for source, _ in self.replicas[0].trainable]
+        self._take_stock()
+
+    def _take_stock(self) -> None:
         first = self.replicas[0]
         containers = [(value, items) for value, items, _ in first.cloner.containers]
-        self._watch = Watch(first.source_modules, containers)
-        self._lay = Lay([] if self.joint else [source for source, _ in first.trainable])
+        tensors = [source for source, _ in (*first.trainable, *first.tensors.state)]
+        self._watch = Watch(first.source_modules, containers, tensors)
+        self._lay = Lay([source for source, _ in first.trainable] if Way.SHARE not in self.ways else [])
         self._note_writes()
 
     def _note_writes(self) -> None:
         self._writes = Writes([pair for replica in self.replicas for pair in replica.trainable])
 
+    def _renew_links(self) -> None:
+        """Replicas that are linked to the source's graph are made anew: their tensors belong to one call."""
+        for index, way in enumerate(self.ways):
+            if way is Way.LINK:
+                self.replicas[index] = Replica(index, self.source, self.devices[index], way)
+        if Way.LINK in self.ways:
+            self._note_writes()
+
     def _send(self) -> None:
         """Parameters to the replicas that have memory of their own."""
-        far = [replica for replica in self.replicas if not (replica.tensors.alias or replica.tensors.share)]
-        if self.joint:
-            for replica in far:
-                replica.link()
-            if far:
-                self._note_writes()
-        elif far:
-            sources: list[Tensor] = [source for source, _ in far[0].trainable]
+        far = [replica for replica, way in zip(self.replicas, self.ways, strict=True) if way is Way.PRIVATE]
+        if far:
+            sources = [source for source, _ in far[0].trainable]
             send(sources, [[leaf for _, leaf in replica.trainable] for replica in far])
+
+
+def _way(near: bool, joint: bool) -> Way:
+    if joint:
+        return Way.SHARE if near else Way.LINK
+    return Way.ALIAS if near else Way.PRIVATE

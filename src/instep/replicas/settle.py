@@ -16,23 +16,16 @@ from torch import Tensor, nn
 
 from instep.errors import MergeError, StateError
 from instep.replicas.derived import is_cache, is_derived
+from instep.replicas.equal import equal
 from instep.replicas.replica import Outcome, Replica
-from instep.replicas.watch import MISSING, Changes
+from instep.replicas.watch import MISSING
 from instep.structure.merge import Merger
 from instep.structure.rules import rule_for
-from instep.structure.tree import map_tensors, open_node, tensors_in
+from instep.structure.tree import map_tensors, tensors_in
 
 StateRule = str | Callable[..., Any]
 RULES = ("sum", "mean", "max", "min", "first")
 Write = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Place:
-    """An attribute, buffer or parameter of the source, by the index of its module and its name."""
-
-    module: int
-    name: str
 
 
 @dataclass
@@ -46,10 +39,10 @@ class Settler:
 
     def settle(
         self, source: nn.Module, replicas: Sequence[Replica], outcomes: Sequence[Outcome], sizes: Sequence[int]
-    ) -> None:
-        """Set on the source what `forward` changed; replicas are clean again afterwards."""
+    ) -> bool:
+        """Set on the source what `forward` changed, and say whether that was anything."""
         if not any(outcome.changes or outcome.written for outcome in outcomes):
-            return
+            return False
         modules = replicas[0].source_modules
         names = module_names(source, modules)
         if any(outcome.changes.structure for outcome in outcomes):
@@ -62,6 +55,7 @@ class Settler:
             write()
         for replica, outcome in zip(replicas, outcomes, strict=True):
             replica.revert(outcome.changes)
+        return True
 
     def _attributes(
         self,
@@ -106,7 +100,7 @@ class Settler:
         rule = next((rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), None)
         if rule is not None:
             return apply_state_rule(rule, old, new, sizes, path)
-        if all(same(value, new[0]) for value in new):
+        if all(equal(value, new[0]) for value in new):
             return new[0]
         if self._is_output(path, new, sizes):
             return self._merge_output(path, new, sizes)
@@ -125,12 +119,13 @@ class Settler:
         """Whether an attribute is one more output: it needs a gradient, follows the batch, or has an output's rule."""
         if rule_for(self.outputs.rules, tuple(path.split("."))) is not None and path not in self.rules:
             return True
-        tensors = [tensor for value in new for tensor in tensors_in(value)]
-        if any(tensor.requires_grad for tensor in tensors):
+        tensors = [list(tensors_in(value)) for value in new]
+        if any(tensor.requires_grad for mine in tensors for tensor in mine):
             return True
         dim = self.outputs.dim
         return all(
-            isinstance(v, Tensor) and v.ndim > dim and v.shape[dim] == n for v, n in zip(new, sizes, strict=True)
+            mine and all(tensor.ndim > dim and tensor.shape[dim] == size for tensor in mine)
+            for mine, size in zip(tensors, sizes, strict=True)
         )
 
     def _merge_output(self, path: str, new: list[Any], sizes: Sequence[int]) -> Any:
@@ -147,8 +142,9 @@ class Settler:
 
 
 _STRUCTURE = (
-    "forward added, removed or replaced modules, parameters or hooks on a replica; that cannot be brought home.\n"
-    "Do it before the call, on the wrapped module."
+    "forward added, removed or replaced modules, parameters or hooks on a replica, or entries of a list or "
+    "dictionary that holds tensors or modules; that cannot be brought home.\n"
+    "Do it before the call, on the wrapped module; or set a new list as an attribute instead of changing the old one."
 )
 _TRAINABLE = (
     "forward wrote to the trainable parameter {path!r}, which every replica would do once more.\n"
@@ -188,21 +184,6 @@ def check_state_rule(pattern: str, rule: Any) -> None:
         raise StateError(
             f"state={{{pattern!r}: {rule!r}}}: write one of {', '.join(RULES)} or a function (old, new, sizes)."
         )
-
-
-def same(left: Any, right: Any) -> bool:
-    """Whether two values that replicas hold are equal, through any structure."""
-    if left is right:
-        return True
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        alike = left.shape == right.shape and left.dtype == right.dtype
-        return alike and not left.requires_grad and torch.equal(left, right.to(left.device))
-    if type(left) is not type(right):
-        return False
-    one, two = open_node(left), open_node(right)
-    if one is not None and two is not None:
-        return list(one.keys) == list(two.keys) and all(map(same, one.children, two.children))
-    return isinstance(left, (int, float, complex, str, bytes, bool)) and left == right
 
 
 def _together(values: list[Any]) -> list[Any]:
@@ -248,6 +229,3 @@ def tensor_name(source: nn.Module, tensor: Tensor) -> str:
                 if value is tensor:
                     return f"{prefix}.{name}" if prefix else name
     return "a tensor that no module holds by name"
-
-
-__all__ = ["Changes", "Settler", "apply_state_rule", "check_state_rule", "same"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -41,39 +43,52 @@ def leaf_like(source: Tensor, data: Tensor) -> Tensor:
     return made
 
 
+class Way(Enum):
+    """How a replica comes by the source's tensors that take a gradient."""
+
+    ALIAS = "leaves of its own that share the source's memory"
+    PRIVATE = "leaves of its own in memory of its own, sent at each call"
+    SHARE = "the source's own tensors: one joint graph"
+    LINK = "differentiable copies of the source's tensors: one joint graph"
+
+
 @dataclass
 class Tensors:
     """Makes the tensors of one replica and remembers what each stands for."""
 
     device: torch.device
-    alias: bool
-    """Whether trainable tensors share the source's memory (same device) or have their own."""
-    share: bool = False
-    """Whether trainable tensors are the source's own objects: one joint graph."""
+    way: Way
     guard: Guard = field(default_factory=Guard)
     trainable: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """(source, leaf) for each tensor that takes a gradient."""
+    """(source, counterpart) for each tensor that takes a gradient."""
     state: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """(source, copy) for each tensor that takes none."""
 
     def make(self, source: Tensor) -> Tensor:
         """The replica's counterpart of one tensor of the source."""
+        if not source.requires_grad:
+            made = self.copy(source)
+            self.state.append((source, made))
+            return made
+        made = self._trainable(source)
+        self.trainable.append((source, made))
+        return made
+
+    def _trainable(self, source: Tensor) -> Tensor:
+        if self.way is Way.SHARE:
+            return source
+        if self.way is Way.LINK:
+            grad = torch.is_grad_enabled()
+            with torch.inference_mode(False), torch.set_grad_enabled(grad):  # the first turns gradients on by itself
+                return source.to(self.device) if source.device != self.device else source.clone()
         with torch.inference_mode(False), torch.no_grad():
-            if not source.requires_grad:
-                made = self.copy(source)
-                self.state.append((source, made))
-                return made
-            if self.share:
-                self.trainable.append((source, source))
-                return source
             made = self._leaf(source)
-            self.trainable.append((source, made))
         made.register_hook(self.guard)
         return made
 
     def _leaf(self, source: Tensor) -> Tensor:
         data = source.detach()
-        if not self.alias:
+        if self.way is Way.PRIVATE:
             data = data.to(self.device, copy=True)
         elif source.is_inference():
             data = data.clone()
@@ -83,10 +98,16 @@ class Tensors:
 
     def copy(self, source: Tensor) -> Tensor:
         """A copy of a tensor that takes no gradient, as the class that the source is."""
-        data = source.detach().to(self.device, copy=True)
-        if isinstance(source, nn.Parameter) or type(source) is not Tensor:
-            return leaf_like(source, data) if type(source).__torch_function__ is _PLAIN else data
-        return data
+        with torch.inference_mode(False), torch.no_grad():
+            data = source.detach().to(self.device, copy=True)
+            if isinstance(source, nn.Parameter) or type(source) is not Tensor:
+                return leaf_like(source, data) if type(source).__torch_function__ is _PLAIN else data
+            return data
+
+    def drop(self, made: Collection[int]) -> None:
+        """Forget counterparts by their ids."""
+        self.trainable = [pair for pair in self.trainable if id(pair[1]) not in made]
+        self.state = [pair for pair in self.state if id(pair[1]) not in made]
 
 
 _PLAIN: Any = nn.Parameter.__torch_function__

@@ -7,7 +7,7 @@ of parameters and buffers are followed elsewhere, because neither identity nor `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -54,43 +54,62 @@ def is_table(name: str, value: Any) -> bool:
     return isinstance(value, dict) and (name in REGISTRIES or (name.startswith("_") and name.endswith("_hooks")))
 
 
+class Held(NamedTuple):
+    """A dictionary of a module as it was; `name` is None for the module's `__dict__`."""
+
+    module: int
+    name: str | None
+    table: Table
+    keys: Items
+    values: Items
+
+
+@dataclass
+class Stock:
+    """The dictionaries of one module: those that hold something, and the empty ones."""
+
+    held: list[Held] = field(default_factory=list)
+    empty: list[Table] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, index: int, module: nn.Module) -> Stock:
+        stock = cls()
+        attributes = module.__dict__
+        for name, table in ((None, attributes), *((n, t) for n, t in attributes.items() if is_table(n, t))):
+            if table:
+                stock.held.append(Held(index, name, table, tuple(table), tuple(table.values())))
+            else:
+                stock.empty.append(table)
+        return stock
+
+
 class Watch:
-    """Modules as they were when the watch was made or last brought up to date."""
+    """Modules as they were when the watch was made or last brought up to date.
 
-    def __init__(self, modules: Sequence[nn.Module], containers: Sequence[tuple[Any, Items]] = ()) -> None:
-        self.modules = list(modules)
+    `containers` are lists and dictionaries that belong to the structure, with their items; `tensors` those whose
+    `requires_grad` does.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        containers: Sequence[tuple[Any, Items]] = (),
+        tensors: Sequence[Tensor] = (),
+    ) -> None:
+        self._modules = list(modules)
         self._containers = list(containers)
-        self._parameters: list[Tensor] = [
-            parameter for module in modules for parameter in module._parameters.values() if parameter is not None
-        ]
-        self._take_stock()
+        self._tensors = list(tensors)
+        self._trainable = [tensor.requires_grad for tensor in tensors]
+        self._stocks = [Stock.of(index, module) for index, module in enumerate(self._modules)]
+        self._add_up()
 
-    def _take_stock(self) -> None:
-        """Note every dictionary of every module, and what it holds."""
-        self._tables: list[Table] = []
-        self._owners: list[tuple[int, str | None]] = []  # a table's module, and its name if it is not the `__dict__`
-        self._empty: list[Table] = []
-        for index, module in enumerate(self.modules):
-            attributes = module.__dict__
-            self._note(attributes, index, None)
-            for name, table in attributes.items():
-                if is_table(name, table):
-                    if table:
-                        self._note(table, index, name)
-                    else:
-                        self._empty.append(table)
-        self._held: list[Items] = [tuple(table.values()) for table in self._tables]
-        self._names: list[Items] = [tuple(table) for table in self._tables]
-        self._holdings = Holdings(self._tables)
-        self._trainable = [parameter.requires_grad for parameter in self._parameters]
-
-    def _note(self, table: Table, index: int, name: str | None) -> None:
-        self._tables.append(table)
-        self._owners.append((index, name))
+    def _add_up(self) -> None:
+        self._empty = [table for stock in self._stocks for table in stock.empty]
+        self._holdings = Holdings([held.table for stock in self._stocks for held in stock.held])
 
     def look(self) -> Changes:
         """What changed. Attributes and buffers that were only set anew are listed; anything else is a new structure."""
-        if [parameter.requires_grad for parameter in self._parameters] != self._trainable:
+        if [tensor.requires_grad for tensor in self._tensors] != self._trainable:
             return STRUCTURE
         for container, items in self._containers:
             now = container.values() if isinstance(container, dict) else container
@@ -102,52 +121,51 @@ class Watch:
 
     def _look_closely(self) -> Changes:
         found: list[Set] = []
-        for (index, name), table, names, values in zip(
-            self._owners, self._tables, self._names, self._held, strict=True
-        ):
-            if len(table) == len(names) and all(map(is_, table.values(), values)):
-                continue
-            before = dict(zip(names, values, strict=True))
-            if name is None:
-                changes = _attributes_set(index, table, before)
-            else:
-                changes = _buffers_set(index, table, before) if name == "_buffers" else None
-            if changes is None:
-                return STRUCTURE
-            found += changes
+        for stock in self._stocks:
+            for held in stock.held:
+                if len(held.table) == len(held.keys) and all(map(is_, held.table.values(), held.values)):
+                    continue
+                changes = _attributes_set(held) if held.name is None else _buffers_set(held)
+                if changes is None:
+                    return STRUCTURE
+                found += changes
         return Changes(False, found)
 
     def update(self, changes: Changes) -> None:
         """Take what a look found as seen."""
-        if changes:
-            self._take_stock()
+        touched = {change.module for change in changes.attributes}
+        for index in touched:
+            self._stocks[index] = Stock.of(index, self._modules[index])
+        if touched:
+            self._add_up()
 
 
-def _attributes_set(index: int, attributes: Table, before: Table) -> list[Set] | None:
+def _attributes_set(held: Held) -> list[Set] | None:
     """Plain attributes that were set or added; None where something else happened."""
-    if any(name not in attributes for name in before):
+    before = dict(zip(held.keys, held.values, strict=True))
+    if any(name not in held.table for name in before):
         return None
     found = []
-    for name, value in attributes.items():
+    for name, value in held.table.items():
         old = before.get(name, MISSING)
         if value is old:
             continue
         if is_table(name, value) and (value or old is not MISSING):
             return None
-        found.append(Set(index, name, old, value))
+        found.append(Set(held.module, name, old, value))
     return found
 
 
-def _buffers_set(index: int, table: Table, before: Table) -> list[Set] | None:
-    """Buffers that are another tensor now; None for any other change of the registry."""
-    if list(table) != list(before):
+def _buffers_set(held: Held) -> list[Set] | None:
+    """Buffers that are another tensor now; None for any other change, or in another registry."""
+    if held.name != "_buffers" or tuple(held.table) != held.keys:
         return None
     found = []
-    for name, old in before.items():
-        new = table[name]
+    for name, old in zip(held.keys, held.values, strict=True):
+        new = held.table[name]
         if new is old:
             continue
         if old is None or new is None or old.requires_grad or new.requires_grad:
             return None
-        found.append(Set(index, name, old, new, buffer=True))
+        found.append(Set(held.module, name, old, new, buffer=True))
     return found

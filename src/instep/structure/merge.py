@@ -117,18 +117,22 @@ def _first_list(part: Any) -> list[Any] | None:
 
 
 _PLAIN_TYPES = frozenset(SCALARS)
+_STRIDED = torch.strided
 
 
-@dataclass
 class _Merging:
-    merger: Merger
+    def __init__(self, merger: Merger) -> None:
+        self.merger = merger
+        self.dims, self.seen, self.readings = merger.dims, merger.seen, merger.readings
+        self.named, self.general = merger.named, merger.general
+        self.undeclared = merger.declared.auto and not merger.declared.patterns
 
     def node(self, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared, inherited: Rule | None) -> Any:
-        known = self.merger.dims.get(path)
+        known = self.dims.get(path)
         if known is not None and _join_as_before(parts, scene.sizes, *known):
             self._note(path, f"joined along dim {known[1]}")
             return torch.cat(tuple(parts), known[1])
-        rule = (rule_for(self.merger.named, path) if self.merger.named else None) or inherited
+        rule = (rule_for(self.named, path) if self.named else None) or inherited
         if rule is not None and not is_leaf_rule(rule):
             return self._by_rule(rule, parts, scene, path, spec)
         types = set(map(type, parts))
@@ -140,9 +144,8 @@ class _Merging:
             types.discard(type(None))
         if rule is not None and not any(open_node(part) is not None for part in parts):
             return self._by_rule(rule, parts, scene, path, spec)
-        general = self.merger.general
-        if general is not None and rule is None and speaks_of(general, parts):
-            return self._by_rule(general, parts, scene, path, spec)
+        if self.general is not None and rule is None and speaks_of(self.general, parts):
+            return self._by_rule(self.general, parts, scene, path, spec)
         first = parts[0]
         if len(parts) == 1:
             return first
@@ -165,16 +168,19 @@ class _Merging:
 
     def _together(self, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared, rule: Rule | None) -> Any:
         first = parts[0]
-        kind = kind_of(type(first))
+        cls = type(first)
+        if cls is list or cls is tuple:
+            return self._sequence(parts, scene, path, spec, rule)
+        kind = None if cls is dict else kind_of(cls)
         if kind is not None:
             return self._custom(parts, scene, path, kind)
         if isinstance(first, np.ndarray) and first.ndim:
             return self._arrays(parts, scene, path, spec)
+        if is_sequence(first):
+            return self._sequence(parts, scene, path, spec, rule)
         nodes = [node for node in map(open_node, parts) if node is not None]
         if not nodes:
             return self._values(parts, scene, path)
-        if is_sequence(first):
-            return self._sequence(parts, nodes, scene, path, spec, rule)
         return self._inside(nodes, scene, path, spec, rule)
 
     def _inside(self, nodes: list[Node], scene: Scene, path: Path, spec: Declared, rule: Rule | None) -> Any:
@@ -186,7 +192,7 @@ class _Merging:
                     raise other_entries(path, keys, index, node.keys, scene.sizes)
                 table = dict(zip(node.keys, node.children, strict=True))
                 columns[index] = [table[key] for key in keys]
-        declared = spec.children(keys, path)
+        declared = [spec] * len(keys) if self.undeclared else spec.children(keys, path)
         return nodes[0].close(
             [
                 self.node(column, scene, (*path, key), below, rule)
@@ -194,44 +200,41 @@ class _Merging:
             ]
         )
 
-    def _sequence(
-        self, parts: Sequence[Any], nodes: list[Node], scene: Scene, path: Path, spec: Declared, rule: Rule | None
-    ) -> Any:
+    def _sequence(self, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared, rule: Rule | None) -> Any:
         """The two readings of a list, as on the way in: one entry a sample, or a structure."""
         lengths, sizes = [len(part) for part in parts], list(scene.sizes)
         column, inside = lengths == sizes and all(map(_is_sliceable, parts)), len(set(lengths)) == 1
-        reading = self.merger.readings.get(path)
+        reading = self.readings.get(path)
         if spec.samples or reading == "column":
             inside = False
-        elif column and ((reading == "inside" and inside) or self._is_spoken_of_inside(parts, nodes, path, spec, rule)):
+        elif column and ((reading == "inside" and inside) or self._is_spoken_of_inside(parts, path, spec, rule)):
             column = False
         doubt = column and inside
         if doubt:
             inside = self._could_be_inside(parts, sizes, path)
         if column:
             if not inside and (doubt or len(set(sizes)) > 1):
-                self.merger.readings[path] = "column"
+                self.readings[path] = "column"
             self._note(path, "joined, one entry a sample")
             return join(parts)
         if inside:
             if lengths != sizes:
-                self.merger.readings[path] = "inside"
+                self.readings[path] = "inside"
+            nodes = [node for node in map(open_node, parts) if node is not None]
             return self._inside(nodes, scene, path, spec, rule)
         kept = ", read before as one entry a sample" if reading == "column" else ""
         raise cannot_merge(path, parts, f"lists of {lengths} entries{kept}", sizes)
 
-    def _is_spoken_of_inside(
-        self, parts: Sequence[Any], nodes: list[Node], path: Path, spec: Declared, rule: Rule | None
-    ) -> bool:
+    def _is_spoken_of_inside(self, parts: Sequence[Any], path: Path, spec: Declared, rule: Rule | None) -> bool:
         """Whether a rule or a dim is meant for the entries of a list, which is therefore a structure."""
-        keys, named, general = nodes[0].keys, self.merger.named, self.merger.general
-        if rule is not None or (named and any(rule_for(named, (*path, key)) is not None for key in keys)):
+        keys = range(len(parts[0]))
+        if rule is not None or (self.named and any(rule_for(self.named, (*path, key)) for key in keys)):
             return True
         if spec.is_dim:
             return any(holds_tensors(part) for part in parts)
-        if general is not None and is_leaf_rule(general):
+        if self.general is not None and is_leaf_rule(self.general):
             alike = len({len(part) for part in parts}) == 1
-            return alike and all(speaks_of(general, [item]) for part in parts for item in part)
+            return alike and all(speaks_of(self.general, [item]) for part in parts for item in part)
         return not spec.is_plain or (bool(spec.patterns) and any(not s.auto for s in spec.children(keys, path)))
 
     def _could_be_inside(self, parts: Sequence[Any], sizes: Sequence[int], path: Path) -> bool:
@@ -261,7 +264,11 @@ class _Merging:
         return self._custom(parts, scene, path, named[0])
 
     def _arrays(self, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared) -> Any:
-        dim = self._batch_dim([part.shape for part in parts], scene.sizes, path, spec, parts)
+        known, shapes = self.dims.get(path), [part.shape for part in parts]
+        if known is not None and _join_along(shapes, scene.sizes, *known):
+            dim = known[1]
+        else:
+            dim = self._batch_dim(shapes, scene.sizes, path, spec, parts)
         self._note(path, f"joined along dim {dim}")
         return np.concatenate(parts, dim)
 
@@ -279,13 +286,13 @@ class _Merging:
             raise cannot_merge(path, parts, f"tensors of shapes {shown} cannot be joined along dim {dim}", sizes)
         usual = self.merger.dim % rank if -rank <= self.merger.dim < rank else -1
         matches = [dim for dim in range(rank) if _follow(shapes, sizes, rank, dim)]
-        known = self.merger.dims.get(path)
+        known = self.dims.get(path)
         if known is not None and known[0] == rank and known[1] in matches:
             usual = known[1]
         fitting = [dim for dim in matches if _join_along(shapes, sizes, rank, dim)]
         if usual in fitting or len(fitting) == 1:
             dim = usual if usual in fitting else fitting[0]
-            self.merger.dims[path] = rank, dim
+            self.dims[path] = rank, dim
             return dim
         raise cannot_merge(path, parts, f"tensors of shapes {shown}", sizes, two_dims=len(matches) > 1)
 
@@ -314,7 +321,7 @@ class _Merging:
         raise cannot_merge(path, parts, f"a value that differs between replicas ({_few(parts)})", scene.sizes)
 
     def _note(self, path: Path, what: str) -> None:
-        self.merger.seen[path] = what
+        self.seen[path] = what
 
 
 def _follow(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: int, dim: int) -> bool:
@@ -326,7 +333,7 @@ def _join_as_before(parts: Sequence[Any], sizes: Sequence[int], rank: int, dim: 
     """Whether ordinary tensors, each replica its own, follow the batch in the dim that was seen before."""
     first: tuple[int, ...] = ()
     for part, size in zip(parts, sizes, strict=True):
-        if type(part) is not Tensor or part.layout is not torch.strided or part.is_nested:
+        if type(part) is not Tensor or part.layout is not _STRIDED or part.is_nested:
             return False
         shape = part.shape
         if len(shape) != rank or shape[dim] != size:

@@ -1,0 +1,73 @@
+"""What instep uses of torch that torch does not promise, each with what is done where it is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
+
+_autograd: Any = torch._C._autograd
+_functorch: Any = torch._C._functorch
+
+
+def keeps_graph() -> bool:
+    """Inside a backward: whether it was asked to retain the graph. Without an answer, graphs are retained."""
+    ask: Callable[[], bool] | None = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
+    return True if ask is None else bool(ask())
+
+
+def accumulates(parameter: Tensor) -> bool:
+    """Inside a backward: whether it adds to this leaf's `.grad`, rather than return gradients or leave it out."""
+    if not parameter.is_leaf:
+        return False
+    ask: Any = getattr(torch._C, "_will_engine_execute_node", None)
+    if ask is None:
+        return False
+    try:
+        return bool(ask(torch.autograd.graph.get_gradient_edge(parameter).node))
+    except RuntimeError:  # `torch.autograd.grad` with respect to leaves has no such nodes to execute
+        return False
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The hooks on saved tensors around the caller (from torch 2.8 on), except those of checkpointing.
+
+    Checkpointing matches tensors by the order in which they are saved, which replicas do not have; without its hooks
+    the call is recomputed as a whole.
+    """
+    ask: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+    hooks: tuple[Any, Any] | None = None if ask is None else ask(False)
+    if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
+        return None
+    return hooks
+
+
+def default_device() -> torch.device | None:
+    """The device that `torch.set_default_device` or `with torch.device(...)` chose in this thread, if any."""
+    for mode in reversed(torch.overrides._get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return torch.device(mode.device)
+    return None
+
+
+def follows_one_thread() -> bool:
+    """Whether something is at work that sees the operations of its own thread only.
+
+    That is `torch.func`, forward-mode differentiation, tracing, and modes that count or rewrite operations.
+    """
+    return (
+        _functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or any(not isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack())
+    )
+
+
+def is_batched(gradient: Tensor) -> bool:
+    """Whether a gradient is many at once, as `is_grads_batched=True` makes them."""
+    return bool(_functorch.is_legacy_batchedtensor(gradient))

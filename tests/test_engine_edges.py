@@ -1,0 +1,232 @@
+"""Things that happen around a call: interruptions, modes, contexts, threads that are shared."""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import signal
+import threading
+import time
+import traceback
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import instep
+
+ENGINES = ["serial", "threads"]
+
+
+class Waits(nn.Module):
+    """Its backward waits; as long as `armed`, it is interrupted meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.armed = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) * 1
+        if self.armed:
+            y.register_hook(wait)
+        return y
+
+
+def wait(gradient: Tensor) -> None:
+    time.sleep(0.3)
+
+
+def test_an_interrupted_backward_leaves_nothing_for_the_next_one() -> None:
+    net = Waits()
+    plain = copy.deepcopy(net)
+    plain.armed = False
+    x = torch.randn(4, 3)
+    with instep.DataParallel(net, ["cpu"] * 2) as model:
+        loss = model(x).sum()
+        timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+        timer.join()
+        assert net.layer.weight.grad is None
+        net.armed = False
+        model(x).sum().backward()
+        plain(x).sum().backward()
+        torch.testing.assert_close(net.layer.weight.grad, plain.layer.weight.grad)
+
+
+def test_an_error_in_backward_names_the_replica() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x) * 1
+            if len(x) == 2:
+                y.register_hook(fail)
+            return y
+
+    with instep.DataParallel(Fails(), ["cpu"] * 2) as model:
+        with pytest.raises(ZeroDivisionError) as caught:
+            model(torch.randn(5, 3)).sum().backward()
+        assert "raised in replica 1 on cpu" in "".join(traceback.format_exception(caught.value))
+
+
+def fail(gradient: Tensor) -> Tensor:
+    raise ZeroDivisionError
+
+
+def test_no_sync_leaves_autograd_grad_alone() -> None:
+    net = nn.Linear(3, 2)
+    x = torch.randn(4, 3)
+    with instep.DataParallel(net, ["cpu"] * 2) as model:
+        expected = torch.autograd.grad(net(x).sum(), list(net.parameters()))
+        with model.no_sync():
+            model(x).sum().backward()
+            found = torch.autograd.grad(model(x).sum(), list(net.parameters()))
+            model(x).sum().backward(inputs=[net.bias])
+            assert net.weight.grad is None
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+        torch.testing.assert_close(net.weight.grad, expected[0])
+        torch.testing.assert_close(net.bias.grad, expected[1] * 2)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_state_is_right_inside_frozen(engine: str) -> None:
+    net = Counts()
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, state={"seen": "sum"}) as model, model.frozen():
+        for _ in range(3):
+            model(torch.randn(4, 3))
+        assert net.seen == 12
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rule_wins_over_equal_changes(engine: str) -> None:
+    net = Counts()
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, state={"seen": "sum"}) as model:
+        model(torch.randn(6, 3))
+        assert net.seen == 6
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_tracing_and_counting_modes_see_the_whole_call(engine: str) -> None:
+    net = nn.Linear(3, 2)
+    x, other = torch.randn(4, 3), torch.randn(6, 3)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        with torch.no_grad():
+            traced = torch.jit.trace(model, x, check_trace=False)
+        torch.testing.assert_close(traced(other), net(other))
+        counter = FlopCounterMode(display=False)
+        with counter:
+            model(x)
+        assert counter.get_total_flops() == 2 * 4 * 3 * 2
+
+
+level = contextvars.ContextVar("level", default=0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_context_variables_reach_the_replicas(engine: str) -> None:
+    class Reads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * level.get()
+
+    with instep.DataParallel(Reads(), ["cpu"] * 2, engine=engine) as model:
+        token = level.set(3)
+        assert torch.equal(model(torch.ones(4)), torch.full((4,), 3.0))
+        level.reset(token)
+        assert torch.equal(model(torch.ones(4)), torch.zeros(4))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_module_used_in_inference_mode_trains_afterwards(engine: str) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        x = torch.randn(4, 3)
+        with torch.inference_mode(), model.frozen():
+            model(x)
+        net[1].running_mean.add_(1)
+        with torch.inference_mode():
+            model(x)
+        out = model(x)
+        torch.testing.assert_close(out, net(x))
+        out.sum().backward()
+        assert net[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_forward_may_empty_its_batch(engine: str) -> None:
+    class Pops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.layer(batch.pop("x"))
+
+    net = Pops()
+    batch = {"x": torch.randn(4, 3), "y": torch.randn(4)}
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        out = model(batch)
+        torch.testing.assert_close(out, net.layer(batch["x"]))
+        out.sum().backward()
+
+
+def test_wrappers_of_different_sizes_share_threads_and_cores() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.counts.append(torch.get_num_threads())
+            return x
+
+    mine = torch.get_num_threads()
+    two, four = Asks(), Asks()
+    try:
+        torch.set_num_threads(4)
+        with instep.DataParallel(two, ["cpu"] * 2) as pair, instep.DataParallel(four, ["cpu"] * 4) as crowd:
+            for model in (pair, crowd, pair):
+                model(torch.randn(8))
+        assert two.counts == [2] * 4
+        assert four.counts == [1] * 4
+    finally:
+        torch.set_num_threads(mine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_parameter_written_through_data_is_noticed_and_put_back(engine: str) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.layer.weight.data.mul_(0.5)
+            return self.layer(x)
+
+    net = Writes()
+    before = net.layer.weight.detach().clone()
+    with (
+        instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model,
+        pytest.raises(instep.StateError, match=r"wrote to the trainable parameter 'layer\.weight'"),
+    ):
+        model(torch.randn(4, 3))
+    assert torch.equal(net.layer.weight, before)

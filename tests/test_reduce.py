@@ -1,0 +1,93 @@
+"""Sums of gradients, and tensors sent in flat buckets."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.reduce import add_up, buckets_of, gather, send
+
+
+class Shared(nn.Module):
+    """Both parameters get views of one and the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p, self.q = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.p.view(3, 2) + self.q.view(3, 2))
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_gradients_that_share_memory_are_summed_once(replicas: int) -> None:
+    net = Shared()
+    plain = copy.deepcopy(net)
+    x = torch.randn(8, 3)
+    with instep.DataParallel(net, ["cpu"] * replicas) as model:
+        model(x).pow(2).sum().backward()
+    plain(x).pow(2).sum().backward()
+    torch.testing.assert_close(net.p.grad, plain.p.grad)
+    torch.testing.assert_close(net.q.grad, plain.q.grad)
+
+
+def test_the_callers_gradient_is_not_written_to() -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = nn.Parameter(torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.p.view(1, 4).expand(len(x), 4)
+
+    gradient = torch.randn(2, 4)
+    before = gradient.clone()
+    with instep.DataParallel(Returns(), ["cpu"] * 2) as model:
+        model(torch.zeros(2, 1)).backward(gradient)
+        torch.testing.assert_close(model.p.grad, before.sum(0))
+    assert torch.equal(gradient, before)
+
+
+def test_missing_gradients_count_as_zero() -> None:
+    one, two = torch.ones(2), torch.full((2,), 2.0)
+    sums = add_up([[None, one, None], [two, two, None], [None, one, None]])
+    assert sums[0] is two
+    assert torch.equal(sums[1], torch.full((2,), 4.0))
+    assert sums[2] is None
+    assert torch.equal(one, torch.ones(2))
+
+
+def test_sparse_and_dense_gradients_add_up() -> None:
+    dense = torch.ones(3, 2)
+    sparse = torch.eye(3)[:, :2].to_sparse()
+    for column in ([dense, sparse], [sparse, dense]):
+        (total,) = add_up([[column[0]], [column[1]]])
+        assert torch.equal(total, dense + torch.eye(3)[:, :2])
+    (total,) = add_up([[sparse], [sparse]])
+    assert total.is_sparse
+
+
+def test_buckets_keep_order_dtype_and_limit() -> None:
+    tensors = [torch.zeros(10), torch.zeros(5, dtype=torch.float64), torch.zeros(10), torch.zeros(3)]
+    assert [bucket.indices for bucket in buckets_of(tensors)] == [(0, 2, 3), (1,)]
+    assert [bucket.indices for bucket in buckets_of(tensors, limit=40)] == [(0,), (1,), (2,), (3,)]
+
+
+def test_send_writes_values_and_moves_no_counter() -> None:
+    sources = [torch.randn(3, 4), torch.randn(2, dtype=torch.float64), torch.randn(2, 3, 4, 5).contiguous()]
+    targets = [[torch.zeros_like(s), torch.zeros_like(s)] for s in sources]
+    versions = [t._version for pair in targets for t in pair]
+    send(sources, [[pair[0] for pair in targets], [pair[1] for pair in targets]])
+    for source, pair in zip(sources, targets, strict=True):
+        assert torch.equal(pair[0], source)
+        assert torch.equal(pair[1], source)
+    assert [t._version for pair in targets for t in pair] == versions
+
+
+def test_gather_leaves_near_gradients_alone() -> None:
+    near = [torch.randn(2), None, torch.eye(2).to_sparse()]
+    assert all(a is b for a, b in zip(gather(near, torch.device("cpu")), near, strict=True))
