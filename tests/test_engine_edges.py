@@ -230,3 +230,56 @@ def test_a_parameter_written_through_data_is_noticed_and_put_back(engine: str) -
     ):
         model(torch.randn(4, 3))
     assert torch.equal(net.layer.weight, before)
+
+
+class Drops(nn.Module):
+    """Dropout inside checkpointed regions: recomputing must draw the same numbers."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(8, 8), nn.Linear(8, 8), reentrant
+
+    def part(self, x: Tensor) -> Tensor:
+        kept = nn.functional.dropout(torch.ones_like(x), 0.5, self.training)
+        return self.first(x) * kept
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(3):
+            x = torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=self.reentrant)
+        kept = nn.functional.dropout(torch.ones_like(x), 0.5, self.training)
+        return self.second(x) * kept, kept
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_recomputes_with_the_same_draws(reentrant: bool) -> None:
+    """The gradient is that of the numbers that forward drew: moving a weight a little moves the loss as it says."""
+    net = Drops(reentrant).double()
+    x = torch.randn(16, 8, dtype=torch.float64, requires_grad=True)
+    direction = torch.randn(8, 8, dtype=torch.float64)
+    with instep.DataParallel(net, ["cpu"] * 4) as model:
+        for seed in range(5):
+
+            def loss(step: float, seed: int = seed) -> Tensor:
+                torch.manual_seed(seed)
+                with torch.no_grad():
+                    net.first.weight.add_(direction, alpha=step)
+                return model(x)[0].sum()
+
+            net.zero_grad()
+            loss(0.0).backward()
+            slope = (net.first.weight.grad * direction).sum()
+            ahead, behind = loss(1e-6).detach(), loss(-2e-6).detach()
+            loss(1e-6)
+            torch.testing.assert_close(slope, (ahead - behind) / 2e-6, rtol=1e-5, atol=1e-5)
+
+
+def test_the_same_seed_gives_the_same_draws_and_replicas_differ() -> None:
+    with instep.DataParallel(Drops(False), ["cpu"] * 2) as model:
+        x = torch.ones(4, 8)
+        masks = []
+        for _ in range(3):
+            torch.manual_seed(3)
+            masks.append(model(x)[1])
+        assert torch.equal(masks[0], masks[1])
+        assert torch.equal(masks[1], masks[2])
+        assert not torch.equal(masks[0][:2], masks[0][2:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -123,19 +123,3 @@ def place(value: Any, path: Path, device: torch.device, keep_host: bool, rules: 
 def on_output_device(value: Any, device: torch.device) -> Any:
     """Outputs brought to one device, differentiably."""
     return map_tensors(lambda tensor: tensor if tensor.device == device else tensor.to(device), value)
-
-
-def rng_states(devices: Iterable[torch.device]) -> Callable[[], None]:
-    """Take note of the caller's random state; calling the result puts it back."""
-    host = torch.get_rng_state()
-    others = [
-        (torch.get_device_module(device), device, torch.get_device_module(device).get_rng_state(device))
-        for device in sorted({d for d in devices if d.type != "cpu"}, key=str)
-    ]
-
-    def restore() -> None:
-        torch.set_rng_state(host)
-        for backend, device, state in others:
-            backend.set_rng_state(state, device)
-
-    return restore

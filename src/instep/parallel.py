@@ -24,7 +24,6 @@ from instep.devices import (
     home_of,
     on_output_device,
     place,
-    rng_states,
     stays_on_host,
 )
 from instep.engines.choose import Choice, choose, start
@@ -34,6 +33,7 @@ from instep.errors import WrapError
 from instep.explain import Explanation, explain
 from instep.face import GIVEN_TO_DATA_PARALLEL, Transparent
 from instep.private import follows_one_thread
+from instep.random import RandomState
 from instep.replicas.ambient import Ambient
 from instep.replicas.crew import Crew
 from instep.replicas.settle import Settler, check_state_rule, refuse_writes
@@ -186,16 +186,27 @@ class DataParallel(Transparent):
         plan = known.planner.plan(names, values)
         if plan.parts == 1:
             return self._alone(method, args, kwargs)
-        with self._instep_lock, self._unharmed():
-            return self._together(method, known, plan, values, len(args))
+        with self._instep_lock, self._unharmed() as random:
+            return self._together(method, known, plan, values, len(args), random)
 
-    def _together(self, method: str, known: Method, plan: SplitPlan, values: Sequence[Any], positional: int) -> Any:
+    def _together(
+        self,
+        method: str,
+        known: Method,
+        plan: SplitPlan,
+        values: Sequence[Any],
+        positional: int,
+        random: RandomState,
+    ) -> Any:
         """The algorithm: split, place, cross, merge, settle."""
         replicas = self._instep_crew.ready()[: plan.parts]
         shards = self._place(plan, apply_plan(plan, values))
         ambient = Ambient.capture(self._instep_devices)
         crossing = Crossing(self._instep_engine, replicas, method, ambient, self._instep_crew.behind)
         outcomes = crossing.run(shards, positional, plan.names)
+        if not self._instep_engine.in_turn and random.moved():
+            self._take_turns(random)
+            return self._together(method, known, plan, values, positional, random)
         refuse_writes(self.module, self._instep_crew.written())
         outputs = [on_output_device(outcome.output, self._instep_output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
@@ -227,15 +238,21 @@ class DataParallel(Transparent):
             for values, device in zip(shards, self._instep_devices, strict=False)
         ]
 
+    def _take_turns(self, random: RandomState) -> None:
+        """Forget a call in which replicas drew random numbers side by side; from now on they run in turn."""
+        random.restore()
+        self._instep_crew.discard()
+        self._instep_engine.in_turn = True
+
     @contextmanager
-    def _unharmed(self) -> Iterator[None]:
+    def _unharmed(self) -> Iterator[RandomState]:
         """A call that fails leaves the random state as it was, and its replicas are not used again."""
-        restore = rng_states(self._instep_devices)
+        random = RandomState(self._instep_devices)
         try:
-            yield
+            yield random
         except BaseException:
             self._instep_crew.discard()
-            restore()
+            random.restore()
             raise
 
     def _method(self, name: str) -> Method:

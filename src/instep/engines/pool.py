@@ -77,10 +77,11 @@ class Lease:
         thread.users += 1
         return thread
 
-    def run(self, tasks: Sequence[Callable[[], T]], *, drain: bool = False) -> list[T]:
+    def run(self, tasks: Sequence[Callable[[], T]], *, drain: bool = False, in_turn: bool = False) -> list[T]:
         """The results of one task a thread, in order; the first error that a task raised is raised.
 
-        An interruption of the caller ends the wait at once, or with `drain` when no task runs any longer.
+        Tasks run at the same time, or `in_turn`. An interruption of the caller ends the wait at once, or with `drain`
+        when no task runs any longer.
         """
         if inside_replica():  # a thread that waited for itself would wait for ever
             return [task() for task in tasks]
@@ -90,9 +91,17 @@ class Lease:
         with _lock:  # calls of several wrappers reach every thread in the same order
             self._revive()
             self._share_cores(len(tasks))
-            for index, task in enumerate(tasks):
-                self._threads[index].inbox.put(_Task(index, task, done))
-        return _collect(done, len(tasks), drain)
+            threads = list(self._threads)
+            if not in_turn:
+                for index, task in enumerate(tasks):
+                    threads[index].inbox.put(_Task(index, task, done))
+        if not in_turn:
+            return _collect(done, len(tasks), drain)
+        results = []
+        for index, task in enumerate(tasks):
+            threads[index].inbox.put(_Task(0, task, done))
+            results += _collect(done, 1, drain)
+        return results
 
     def _revive(self) -> None:
         """A forked child has none of its parent's threads: it starts its own."""

@@ -28,6 +28,8 @@ class Engine(Protocol):
 
     name: str
     joint: bool
+    in_turn: bool
+    """Whether replicas run one after another."""
 
     def forward(self, job: Job) -> list[Outcome]: ...
 

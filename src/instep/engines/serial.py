@@ -13,6 +13,7 @@ class SerialEngine:
 
     name = "serial"
     joint = True
+    in_turn = True
 
     def forward(self, job: Job) -> list[Outcome]:
         outcomes: list[Outcome] = []

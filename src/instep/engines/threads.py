@@ -34,6 +34,9 @@ class ThreadsEngine:
         self._lease: Lease | None = None
         self._lock = threading.RLock()
         self._holding = False
+        self.in_turn = False
+        """Whether replicas run one after another: threads draw from one generator in no fixed order, and a checkpointed
+        region would then be recomputed with other numbers."""
         self._held: dict[int, tuple[list[Tensor], list[Gradients]]] = {}
         """Gradients that `no_sync` holds back: by the sources they belong to, one column for each replica."""
 
@@ -46,7 +49,8 @@ class ThreadsEngine:
             return self._lease
 
     def forward(self, job: Job) -> list[Outcome]:
-        outcomes = self.lease.run([partial(perform, job, index) for index in range(len(job.replicas))])
+        tasks = [partial(perform, job, index) for index in range(len(job.replicas))]
+        outcomes = self.lease.run(tasks, in_turn=self.in_turn)
         raise_first(job.replicas, outcomes)
         return outcomes
 
@@ -69,7 +73,7 @@ class ThreadsEngine:
         pairs = [live(side, grads) for side, grads in zip(span.sides, gradients, strict=True)]
         if self._on_host:  # autograd runs a CPU graph in the thread that asks for it
             tasks = [partial(_backward, [side], *pair, keep) for side, pair in zip(span.sides, pairs, strict=True)]
-            self.lease.run(tasks, drain=True)
+            self.lease.run(tasks, drain=True, in_turn=self.in_turn)
         else:  # autograd's own device threads run the replicas at the same time
             outputs = [output for outs, _ in pairs for output in outs]
             _backward(span.sides, outputs, [grad for _, grads in pairs for grad in grads], keep)
