@@ -290,3 +290,14 @@ def test_a_batch_of_one_is_placed_like_any_other(net: Net) -> None:
     with instep.DataParallel(net, ["cpu"] * 2, output_device="meta") as model:
         assert model(torch.randn(4, 3)).device.type == "meta"
         assert model(torch.randn(1, 3)).device.type == "meta"
+
+
+def test_in_dims_by_position_follow_the_signature_not_the_call() -> None:
+    class Weighs(nn.Module):
+        def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+            return x @ weights
+
+    x, weights = torch.randn(4, 4), torch.randn(4, 2)
+    with instep.DataParallel(Weighs(), ["cpu"] * 2, in_dims=(0, None)) as model:
+        torch.testing.assert_close(model(x, weights), x @ weights)
+        torch.testing.assert_close(model(weights=weights, x=x), x @ weights)

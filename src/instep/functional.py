@@ -19,8 +19,7 @@ from instep.replicas.replica import Outcome, Replica
 from instep.replicas.tensors import Way
 from instep.structure.dims import AUTO
 from instep.structure.merge import merge
-from instep.structure.plan import Planner
-from instep.structure.split import Parts, apply_plan
+from instep.structure.split import Parts, apply_plan, plan_value
 
 
 def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0, *, in_dims: Any = AUTO) -> Parts:
@@ -31,8 +30,7 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0, *, in_
     [{'x': tensor([0, 1]), 'id': ['a', 'b']}, {'x': tensor([2]), 'id': ['c']}]
     """
     devices = [device_of(target) for target in target_gpus]
-    spec = in_dims if in_dims is None or isinstance(in_dims, (int, str)) else {"inputs": in_dims}
-    plan = Planner(len(devices), dim, spec).plan(("inputs",), (inputs,))
+    plan = plan_value(inputs, len(devices), dim, in_dims=in_dims)
     if plan.batch is None:  # nothing to split: every device gets all of it
         plan = replace(plan, sizes=(0,) * len(devices))
     parts = apply_plan(plan, (inputs,))

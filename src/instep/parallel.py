@@ -37,7 +37,7 @@ from instep.random import RandomState
 from instep.replicas.ambient import Ambient
 from instep.replicas.crew import Crew
 from instep.replicas.settle import Settler, check_state_rule, refuse_writes
-from instep.structure.dims import AUTO
+from instep.structure.dims import AUTO, dims_by_name
 from instep.structure.marks import bare
 from instep.structure.merge import Merger
 from instep.structure.plan import Planner, SplitPlan, named_arguments
@@ -68,7 +68,8 @@ class Method:
 
     def __init__(self, function: Callable[..., Any], options: Options, replicas: int) -> None:
         self.parameters, self.rest = _parameter_names(function)
-        self.planner = Planner(replicas, options.dim, options.in_dims, options.min_shard)
+        in_dims = dims_by_name(options.in_dims, self.parameters, self.rest)
+        self.planner = Planner(replicas, options.dim, in_dims, options.min_shard)
         self.merger = Merger.of(options.merge, options.out_dims, options.dim)
 
     def name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:

@@ -10,8 +10,3 @@ ENGINES = ("auto", "serial", "threads")
 def engine_from_environment() -> str | None:
     """`INSTEP_ENGINE`: an engine for every wrapper that does not name one (`serial` to debug)."""
     return os.environ.get("INSTEP_ENGINE") or None
-
-
-def quiet() -> bool:
-    """`INSTEP_QUIET`: leave out what is only said once for information."""
-    return os.environ.get("INSTEP_QUIET", "") not in ("", "0")
