@@ -6,7 +6,6 @@ Both sides of a ratio run in turns in one process; every number is a median over
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -30,10 +29,11 @@ def seconds(work: Callable[[], Any], count: int) -> float:
 
 
 def in_turns(sides: list[Callable[[], Any]], rounds: int, count: int) -> list[list[float]]:
-    """Seconds of each side, round by round; the first round warms up."""
+    """Seconds of each side, round by round, first the one side and then the other; the first round warms up."""
     taken: list[list[float]] = [[] for _ in sides]
     for turn in range(rounds + 1):
-        for side, times in zip(sides, taken, strict=True):
+        pairs = list(zip(sides, taken, strict=True))
+        for side, times in pairs if turn % 2 else reversed(pairs):
             spent = seconds(side, count)
             if turn:
                 times.append(spent)
@@ -43,7 +43,7 @@ def in_turns(sides: list[Callable[[], Any]], rounds: int, count: int) -> list[li
 def one_replica(rounds: int) -> None:
     """A training step of an encoder layer, bare and through a wrapper with one device."""
     bare = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-    wrapped = instep.DataParallel(copy.deepcopy(bare), ["cpu"])
+    wrapped = instep.DataParallel(bare, ["cpu"])
     x = torch.randn(8, 16, 64)
 
     def step(model: nn.Module) -> None:
@@ -99,13 +99,20 @@ def looking(rounds: int, replicas: int, blocks: int) -> None:
     crew.ready()
 
     def look() -> None:
-        crew.ready()
+        crew.changes()
         for replica in crew.replicas:
             replica.changes()
 
-    (taken,) = in_turns([look], rounds, 50)
-    each = statistics.median(taken) / modules / replicas * 1e6
-    print(f"looking, {modules:5} modules x {replicas}       {each:8.2f} us      a module and replica")
+    def call() -> None:
+        crew.ready()
+        for replica in crew.replicas:
+            replica.changes()
+        crew.written()
+
+    looks, calls = in_turns([look, call], rounds, 50)
+    each = [statistics.median(taken) / modules / replicas * 1e6 for taken in (looks, calls)]
+    print(f"looking, {modules:5} modules x {replicas}       {each[0]:8.2f} us      a module and replica", end="")
+    print(f" ({each[1]:.2f} with the watch on writes)")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from instep.replicas.equal import equal_tensors
 from instep.replicas.memory import Lay, Writes
 from instep.replicas.replica import Replica
 from instep.replicas.tensors import Way
-from instep.replicas.watch import Changes, Watch
+from instep.replicas.watch import STRUCTURE, Changes, Watch
 
 
 class Crew:
@@ -36,8 +36,8 @@ class Crew:
 
     def ready(self) -> list[Replica]:
         """The replicas, with everything that changed on the source since the last call."""
-        changes = self._watch.look() if self._watch is not None else None
-        if changes is None or changes.structure or not self._lay.holds():
+        changes = self.changes()
+        if changes.structure:
             self._make()
         elif changes:
             self._apply(changes)
@@ -46,6 +46,12 @@ class Crew:
             self._send()
         self._writes.begin()
         return self.replicas
+
+    def changes(self) -> Changes:
+        """What changed on the source since the last call, apart from values."""
+        if self._watch is None or not self._lay.holds():
+            return STRUCTURE
+        return self._watch.look()
 
     @property
     def behind(self) -> bool:

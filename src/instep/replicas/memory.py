@@ -14,6 +14,7 @@ from torch import Tensor
 
 _pointer = torch._C.TensorBase.data_ptr
 _shape = torch._C.TensorBase.size
+_count = torch._C.TensorBase.numel
 _is_contiguous = torch._C.TensorBase.is_contiguous
 _version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 
@@ -23,11 +24,12 @@ class Lay:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
+        self._matrices = [tensor for tensor in self._tensors if tensor.ndim > 1]
         self._then = self._now()
 
     def _now(self) -> list[Any]:
-        tensors = self._tensors
-        return [*map(_pointer, tensors), *map(_shape, tensors), *map(_is_contiguous, tensors)]
+        tensors, matrices = self._tensors, self._matrices
+        return [*map(_pointer, tensors), *map(_count, tensors), *map(_shape, matrices), *map(_is_contiguous, matrices)]
 
     def holds(self) -> bool:
         """Whether every tensor still has the same memory, read the same way."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,6 +121,11 @@ _PLAIN_TYPES = frozenset(SCALARS)
 _STRIDED = torch.strided
 
 
+@functools.cache
+def _joined(dim: int) -> str:
+    return f"joined along dim {dim}"
+
+
 class _Merging:
     def __init__(self, merger: Merger) -> None:
         self.merger = merger
@@ -130,7 +136,7 @@ class _Merging:
     def node(self, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared, inherited: Rule | None) -> Any:
         known = self.dims.get(path)
         if known is not None and _join_as_before(parts, scene.sizes, *known):
-            self._note(path, f"joined along dim {known[1]}")
+            self.seen[path] = _joined(known[1])
             return torch.cat(tuple(parts), known[1])
         rule = (rule_for(self.named, path) if self.named else None) or inherited
         if rule is not None and not is_leaf_rule(rule):
@@ -171,7 +177,9 @@ class _Merging:
         cls = type(first)
         if cls is list or cls is tuple:
             return self._sequence(parts, scene, path, spec, rule)
-        kind = None if cls is dict else kind_of(cls)
+        if cls is dict and self.undeclared and all(part.keys() == first.keys() for part in parts):
+            return {key: self.node([p[key] for p in parts], scene, (*path, key), spec, rule) for key in first}
+        kind = kind_of(cls)
         if kind is not None:
             return self._custom(parts, scene, path, kind)
         if isinstance(first, np.ndarray) and first.ndim:
@@ -254,7 +262,7 @@ class _Merging:
         if not any(shapes):
             return self._scalars(parts, scene, path)
         dim = self._batch_dim(shapes, scene.sizes, path, spec, parts)
-        self._note(path, f"joined along dim {dim}")
+        self._note(path, _joined(dim))
         return torch.cat(list(parts), dim)
 
     def _of_kinds(self, parts: Sequence[Any], kinds: Sequence[Kind | None], scene: Scene, path: Path) -> Any:
@@ -269,7 +277,7 @@ class _Merging:
             dim = known[1]
         else:
             dim = self._batch_dim(shapes, scene.sizes, path, spec, parts)
-        self._note(path, f"joined along dim {dim}")
+        self._note(path, _joined(dim))
         return np.concatenate(parts, dim)
 
     def _batch_dim(
@@ -331,17 +339,10 @@ def _follow(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: int, 
 
 def _join_as_before(parts: Sequence[Any], sizes: Sequence[int], rank: int, dim: int) -> bool:
     """Whether ordinary tensors, each replica its own, follow the batch in the dim that was seen before."""
-    first: tuple[int, ...] = ()
-    for part, size in zip(parts, sizes, strict=True):
+    for part in parts:
         if type(part) is not Tensor or part.layout is not _STRIDED or part.is_nested:
             return False
-        shape = part.shape
-        if len(shape) != rank or shape[dim] != size:
-            return False
-        first = first or shape
-        if shape != first and shape[:dim] + shape[dim + 1 :] != first[:dim] + first[dim + 1 :]:
-            return False
-    return parts[0] is not parts[-1]
+    return parts[0] is not parts[-1] and _join_along([part.shape for part in parts], sizes, rank, dim)
 
 
 def _join_along(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: int, dim: int) -> bool:

@@ -36,6 +36,9 @@ def cut(role: Role, value: Any, sizes: list[int]) -> Sequence[Any]:
     if kind is Keep:
         return [value.value if type(value) is Whole else value] * len(sizes)
     if isinstance(role, Inside):
+        if type(value) is dict and role.roles:
+            lists = [cut(below, child, sizes) for below, child in zip(role.roles, value.values(), strict=True)]
+            return [dict(zip(value, part, strict=True)) for part in zip(*lists, strict=True)]
         node = open_node(value)
         assert node is not None
         columns = [cut(below, child, sizes) for below, child in zip(role.roles, node.children, strict=True)]
