@@ -159,6 +159,8 @@ class DataParallel(Transparent):
         self._instep_options = options
         self._instep_devices = devices
         self._instep_output = devices[0] if options.output_device is None else device_of(options.output_device)
+        self._instep_alone = len(devices) == 1
+        self._instep_stays = devices[0].type == self._instep_output.type == "cpu" and not options.place
         self._instep_choice: Choice = choose(options.engine, devices)
         self._instep_engine: Engine = start(self._instep_choice, devices)
         self._instep_crew = Crew(self.module, devices, private=options.private_copies, joint=self._instep_engine.joint)
@@ -180,7 +182,7 @@ class DataParallel(Transparent):
         if not self._instep_called:
             _refuse_outer_wrapper()
             self._instep_called = True
-        if len(self._instep_devices) == 1 or inside_replica() or self._is_lazy() or follows_one_thread():
+        if self._instep_alone or inside_replica() or self._is_lazy() or follows_one_thread():
             return self._alone(method, args, kwargs)
         known = self._method(method)
         names, values = known.name(args, kwargs)
@@ -218,8 +220,8 @@ class DataParallel(Transparent):
     def _alone(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The module itself, on the first device."""
         function = self.module if method == "forward" else getattr(self.module, method)
-        args, kwargs = bare(tuple(args)), bare(dict(kwargs))
-        if inside_replica():
+        args, kwargs = bare(args), bare(kwargs)
+        if self._instep_stays or inside_replica():
             return function(*args, **kwargs)
         device, rules = self._instep_devices[0], self._instep_options.place
         if device.type != "cpu" or rules:
@@ -277,7 +279,7 @@ class DataParallel(Transparent):
         """What happens to each leaf of such a call, and why; nothing runs. `print(model.explain(batch))`."""
         known = self._method("forward")
         names, values = known.name(args, kwargs)
-        if len(self._instep_devices) == 1:
+        if self._instep_alone:
             return Explanation(f"one device: the module itself runs on {self._instep_devices[0]}", (), ())
         plan = known.planner.plan(names, values)
         return explain(plan, values, self._instep_devices, self._instep_choice, known.merger)
@@ -293,7 +295,7 @@ class DataParallel(Transparent):
         """Promise that no value of the module changes while inside: nothing is sent to the replicas again."""
         crew = self._instep_crew
         outer = crew.frozen
-        if len(self._instep_devices) > 1:
+        if not self._instep_alone:
             for replica in crew.ready():
                 replica.follow_state()
         crew.frozen = True
