@@ -221,7 +221,7 @@ def test_without_an_accelerator_the_default_is_the_module_itself(net: Net) -> No
 
 def test_it_refuses_to_be_wrapped(model: instep.DataParallel, tmp_path: object) -> None:
     with pytest.raises(instep.WrapError, match=r"torch\.nn\.DataParallel: both would split"):
-        nn.DataParallel(instep.DataParallel(Net(), ["cpu"] * 2), device_ids=[])(torch.randn(4, 3))
+        nn.DataParallel(instep.DataParallel(Net(), ["cpu"] * 2))(torch.randn(4, 3))
     store = torch.distributed.FileStore(f"{tmp_path}/store", 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -19,6 +19,7 @@ from instep.replicas.crew import Crew
 from instep.structure.merge import Merger
 from instep.structure.plan import Planner
 from instep.structure.split import apply_plan
+from instep.structure.tree import tensors_in
 
 
 def seconds(work: Callable[[], Any], count: int) -> float:
@@ -76,8 +77,15 @@ def structure_layer(rounds: int) -> None:
         parts = apply_plan(plan, (batch,))
         return merger.merge([part[0] for part in parts], plan.sizes)
 
-    (taken,) = in_turns([there_and_back], rounds, 200)
-    print(f"plan, split, merge, 20 leaves    {statistics.median(taken) * 1e6:8.0f} us")
+    tensors = list(tensors_in(batch))
+
+    def torch_alone() -> None:
+        for tensor in tensors:
+            torch.cat(tensor.split_with_sizes([4, 4]))
+
+    taken, floor = in_turns([there_and_back, torch_alone], rounds * 5, 20)
+    print(f"plan, split, merge, 20 leaves    {statistics.median(taken) * 1e6:8.0f} us      ", end="")
+    print(f"(best {min(taken) * 1e6:.0f}; torch's own operations {statistics.median(floor) * 1e6:.0f})")
 
 
 class Block(nn.Module):

@@ -24,12 +24,14 @@ class Lay:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
+        self._vectors = [tensor for tensor in self._tensors if tensor.ndim < 2]
         self._matrices = [tensor for tensor in self._tensors if tensor.ndim > 1]
         self._then = self._now()
 
     def _now(self) -> list[Any]:
-        tensors, matrices = self._tensors, self._matrices
-        return [*map(_pointer, tensors), *map(_count, tensors), *map(_shape, matrices), *map(_is_contiguous, matrices)]
+        vectors, matrices = self._vectors, self._matrices
+        lengths = [*map(_count, vectors), *map(_shape, matrices), *map(_is_contiguous, matrices)]
+        return [*map(_pointer, self._tensors), *lengths]
 
     def holds(self) -> bool:
         """Whether every tensor still has the same memory, read the same way."""

@@ -27,7 +27,7 @@ class Replica:
         self.tensors = Tensors(device, way)
         self.cloner = Cloner(self.tensors.make)
         self.module: nn.Module = self.cloner.clone(source)
-        if way is Way.PRIVATE:
+        if way in (Way.PRIVATE, Way.LINK):
             self._flatten_weights()
         self._watch = self._new_watch()
         self._versions: list[int] = []

@@ -49,9 +49,13 @@ NOTHING = Changes(False)
 STRUCTURE = Changes(True)
 
 
+# What a call depends on, of the dictionaries that `nn.Module` keeps for itself.
+TABLES = frozenset((*REGISTRIES, "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))
+
+
 def is_table(name: str, value: Any) -> bool:
-    """Whether a module attribute is one of the dictionaries that `nn.Module` keeps for itself."""
-    return isinstance(value, dict) and (name in REGISTRIES or (name.startswith("_") and name.endswith("_hooks")))
+    """Whether a module attribute is a registry or holds hooks that run in a call."""
+    return name in TABLES and isinstance(value, dict)
 
 
 class Held(NamedTuple):
