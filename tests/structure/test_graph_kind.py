@@ -1,0 +1,218 @@
+"""Batches and graphs of torch_geometric: cut, joined, and differentiated through both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from instep.errors import MergeError, StructureError
+from instep.structure import optional_kinds, torch_kinds
+from instep.structure.tree import map_tensors, tensors_in
+from instep.structure.types import kind_of
+
+from .kinds import assert_same, kind_for, sizes_of_seven
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> None:
+    torch_kinds.install()
+    optional_kinds.install()
+
+
+# PyTorch Geometric
+
+
+def graphs(count: int = 7, x: bool = True) -> list[Any]:
+    data = pytest.importorskip("torch_geometric.data")
+    found = []
+    for i in range(count):
+        nodes, edges = 1 + i % 4, 2 + i % 3
+        graph = data.Data(edge_index=torch.randint(0, nodes, (2, edges)), edge_attr=torch.randn(edges, 2), y=float(i))
+        if x:
+            graph.x = torch.randn(nodes, 3, dtype=torch.float64)
+        else:
+            graph.num_nodes = nodes
+        graph.name = f"graph {i}"
+        graph.table = torch.randn(1, 4)
+        graph.levels = [torch.randn(2), torch.randn(i + 1, 2)]
+        graph.extra = {"some": torch.randn(nodes), "some_index": torch.randint(0, nodes, (3,))}
+        found.append(graph)
+    return found
+
+
+def homogeneous() -> Any:
+    data = pytest.importorskip("torch_geometric.data")
+    return data.Batch.from_data_list(graphs(), follow_batch=["edge_attr", "levels", "extra"])
+
+
+def without_features() -> Any:
+    data = pytest.importorskip("torch_geometric.data")
+    return data.Batch.from_data_list(graphs(x=False))
+
+
+def by_pointers_only() -> Any:
+    data = pytest.importorskip("torch_geometric.data")
+    found = graphs()
+    for graph in found:
+        graph.node_h = graph.x
+        del graph.x, graph.extra
+        nodes = len(graph.node_h)
+        graph.edge_index = torch.stack([torch.arange(nodes), torch.arange(nodes)])
+        graph.edge_attr = torch.randn(nodes, 2)
+    return data.Batch.from_data_list(found)
+
+
+def heterogeneous() -> Any:
+    data = pytest.importorskip("torch_geometric.data")
+    found = []
+    for i in range(7):
+        graph = data.HeteroData()
+        graph["user"].x = torch.randn(i + 1, 3)
+        graph["item"].x = torch.randn(2, 3)
+        graph["user", "likes", "item"].edge_index = torch.stack(
+            [torch.randint(0, i + 1, (i + 2,)), torch.randint(0, 2, (i + 2,))]
+        )
+        graph["user", "likes", "item"].edge_attr = torch.randn(i + 2, 1)
+        graph.y = torch.tensor([i])
+        found.append(graph)
+    return data.Batch.from_data_list(found)
+
+
+def pairs() -> Any:
+    """A class with rules of its own for what is concatenated and raised."""
+    data = pytest.importorskip("torch_geometric.data")
+
+    class Pair(data.Data):  # type: ignore[misc, name-defined]
+        def __inc__(self, key: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+            if key == "edge_index":
+                return torch.tensor([[self.left.size(0)], [self.right.size(0)]])
+            return super().__inc__(key, value, *args, **kwargs)
+
+        def __cat_dim__(self, key: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+            return None if key == "image" else super().__cat_dim__(key, value, *args, **kwargs)
+
+    found = []
+    for i in range(7):
+        edges = torch.stack([torch.randint(0, i + 1, (3,)), torch.randint(0, 2, (3,))])
+        pair = Pair(left=torch.randn(i + 1, 2), right=torch.randn(2, 2), edge_index=edges, image=torch.randn(2, 2))
+        pair.num_nodes = i + 3
+        found.append(pair)
+    return data.Batch.from_data_list(found)
+
+
+BATCHES: dict[str, Callable[[], Any]] = {
+    "homogeneous": homogeneous,
+    "without features": without_features,
+    "by pointers only": by_pointers_only,
+    "heterogeneous": heterogeneous,
+    "pairs": pairs,
+}
+
+
+def assert_batches_equal(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    assert one.num_graphs == other.num_graphs
+    for left, right in zip(one.stores, other.stores, strict=True):
+        assert left._key == right._key
+        assert_same(dict(left.items()), dict(right.items()))
+        assert vars(left).get("_num_nodes") == vars(right).get("_num_nodes")
+    assert_same(one._slice_dict, other._slice_dict)
+    assert_same(one._inc_dict, other._inc_dict)
+
+
+@sizes_of_seven
+@pytest.mark.parametrize("name", BATCHES)
+def test_parts_of_a_batch_of_graphs_are_what_batching_them_alone_gives(name: str, sizes: tuple[int, ...]) -> None:
+    data = pytest.importorskip("torch_geometric.data")
+    value = BATCHES[name]()
+    kind = kind_for(value)
+    assert kind.size(value) == 7
+    follow = [key.removesuffix("_ptr") for key in value.keys() if key.endswith("_ptr")]  # noqa: SIM118
+    examples = value.to_data_list()
+    parts = kind.split(value, sizes)
+    start = 0
+    for part, size in zip(parts, sizes, strict=True):
+        wanted = data.Batch.from_data_list(examples[start : start + size], follow_batch=follow)
+        assert_batches_equal(part, wanted)
+        start += size
+    assert_batches_equal(kind.merge(parts), value)
+
+
+@sizes_of_seven
+def test_a_graph_network_over_parts_gives_outputs_and_gradients_of_the_whole(sizes: tuple[int, ...]) -> None:
+    geometric = pytest.importorskip("torch_geometric.nn")
+    conv = geometric.GCNConv(3, 4).double()
+    value = homogeneous()
+    value.x.requires_grad_()
+    kind = kind_for(value)
+
+    def forward(batch: Any) -> Tensor:
+        out: Tensor = geometric.global_mean_pool(conv(batch.x, batch.edge_index), batch.batch, batch.num_graphs)
+        return out
+
+    def grads(out: Tensor) -> tuple[Tensor, ...]:
+        weights = torch.arange(1.0, out.numel() + 1).reshape(out.shape)
+        return torch.autograd.grad((out * weights).sum(), [value.x, *conv.parameters()])
+
+    whole = forward(value)
+    found = torch.cat([forward(part) for part in kind.split(value, sizes)])
+    torch.testing.assert_close(found, whole)
+    torch.testing.assert_close(grads(found), grads(whole))
+
+
+def test_attributes_added_after_batching_follow_nodes_edges_or_graphs() -> None:
+    value = homogeneous()
+    nodes, edges = value.num_nodes, value.num_edges
+    value.h, value.w, value.g = torch.randn(nodes, 2), torch.randn(edges), torch.randn(7, 5)
+    value.scale, value.note = torch.tensor(3.0), "a note"
+    kind = kind_for(value)
+    first, second = kind.split(value, (3, 4))
+    assert (len(first.h), len(first.w), len(first.g)) == (first.num_nodes, first.num_edges, 3)
+    assert second.scale is value.scale
+    assert_batches_equal(kind.merge([first, second]), value)
+    value.lost = torch.zeros(nodes + edges + 1)
+    with pytest.raises(StructureError, match="lost"):
+        kind.split(value, (3, 4))
+    del value.lost
+    value.edge_index = value.edge_index[:, :-1]
+    with pytest.raises(StructureError, match="edge_index"):
+        kind.split(value, (3, 4))
+
+
+def test_graphs_and_batches_are_mapped_into_new_ones() -> None:
+    graph, batch = graphs(1)[0], homogeneous()
+    assert kind_for(graph).size(graph) is None
+    for value in (graph, batch, heterogeneous()):
+        before = list(tensors_in(value))
+        new = map_tensors(lambda tensor: tensor + 1, value)
+        assert type(new) is type(value)
+        assert all(one is two for one, two in zip(tensors_in(value), before, strict=True))
+        torch.testing.assert_close(list(tensors_in(new)), [tensor + 1 for tensor in before])
+    assert kind_for(batch).size(map_tensors(lambda tensor: tensor, batch)) == 7
+
+
+def test_one_graph_is_neither_split_nor_joined() -> None:
+    graph = graphs(1)[0]
+    with pytest.raises(StructureError, match="from_data_list"):
+        kind_for(graph).split(graph, (1,))
+    with pytest.raises(MergeError, match="Batch"):
+        kind_for(graph).merge([graph])
+
+
+def test_a_batch_of_unknown_origin_says_what_to_write() -> None:
+    data = pytest.importorskip("torch_geometric.data")
+    value = data.Batch(x=torch.zeros(3, 1), batch=torch.tensor([0, 0, 1]))
+    with pytest.raises(StructureError, match="from_data_list"):
+        kind_for(value).size(value)
+    value.ptr = torch.tensor([0, 2, 3])
+    assert kind_for(value).size(value) == 2
+    with pytest.raises(StructureError, match="from_data_list"):
+        kind_for(value).split(value, (1, 1))
+
+
+def test_modules_are_left_alone() -> None:
+    assert kind_of(nn.Linear) is None

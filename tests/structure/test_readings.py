@@ -1,0 +1,180 @@
+"""The two readings of a list: which is taken, which is refused, and which stays."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from instep.structure.plan import Planner
+from instep.structure.roles import Column, Cut, Inside, Keep
+
+from .planning import plan, refusal
+
+# The two readings of a list
+
+
+def test_a_list_is_read_as_whatever_fits_the_rest() -> None:
+    features = [torch.zeros(8, 3), torch.zeros(8, 5)]
+    assert plan(y=torch.zeros(8), f=features).roles[1] == Inside((0, 1), (Cut(0), Cut(0)))
+    assert plan(y=torch.zeros(2), f=features).roles[1] == Column()
+
+
+def test_a_list_that_fits_both_ways_shows_both_lines() -> None:
+    both = [torch.zeros(2, 3), torch.zeros(2, 5)]
+    message = refusal(y=torch.zeros(2), f=both)
+    assert "'f' (list of 2)" in message
+    assert "in_dims={'f': 'samples'}" in message
+    assert "in_dims={'f': 0}" in message
+    assert plan(Planner(2, in_dims={"f": "samples"}), y=torch.zeros(2), f=both).roles[1] == Column()
+    assert plan(Planner(2, in_dims={"f": 0}), y=torch.zeros(2), f=both).roles[1] == Inside((0, 1), (Cut(0), Cut(0)))
+
+
+def test_a_lone_list_that_fits_two_sizes_shows_both_lines() -> None:
+    images = [torch.zeros(3, 8, 8) for _ in range(4)]
+    message = refusal(images=images)
+    assert "3 and 4 both fit" in message
+    lines = re.findall(r"in_dims=\{.*?\}", message)
+    assert sorted(lines) == ["in_dims={'images': 'samples'}", "in_dims={'images': 0}"]
+    assert plan(Planner(2, in_dims={"images": "samples"}), images=images).batch == 4
+    assert plan(Planner(2, in_dims={"images": 0}), images=images).batch == 3
+
+
+def test_a_doubt_inside_one_reading_does_not_stand_against_the_other() -> None:
+    """Two samples of two tensors: the first sample alone could be read both ways, the second not at all."""
+    samples = [[torch.zeros(2), torch.zeros(2)], [torch.zeros(5), torch.zeros(7), torch.zeros(1)]]
+    assert plan(y=torch.zeros(2), samples=samples).roles[1] == Column()
+
+
+def test_what_is_declared_inside_a_list_makes_it_a_structure() -> None:
+    pair = [torch.zeros(2, 3), torch.zeros(2, 5)]
+    found = plan(Planner(2, in_dims={"f.0": None}), y=torch.zeros(2), f=pair)
+    assert found.roles[1] == Inside((0, 1), (Keep("in_dims is None"), Cut(0)))
+
+
+# What a size alone gets wrong
+
+
+def test_detection_lists_of_three_images_of_three_channels() -> None:
+    images = [torch.zeros(3, 8, 8 + n) for n in range(3)]
+    targets = [{"boxes": torch.zeros(n, 4), "labels": torch.zeros(n)} for n in (1, 4, 2)]
+    message = refusal(images=images, targets=targets)
+    assert "in_dims={'images': 'samples'}" in message
+    found = plan(Planner(3, in_dims={"images": "samples"}), images=images, targets=targets)
+    assert found.roles == (Column(), Column())
+    assert found.sizes == (1, 1, 1)
+
+
+def test_detection_lists_of_four_images_need_no_word() -> None:
+    images = [torch.zeros(3, 8, 8) for _ in range(4)]
+    targets = [{"boxes": torch.zeros(n, 4), "labels": torch.zeros(n)} for n in (1, 4, 2, 3)]
+    planner = Planner(2)
+    assert plan(planner, images=images, targets=targets).roles == (Column(), Column())
+    # And then three of them need none either: the first reading stays.
+    assert plan(planner, images=images[:3], targets=targets[:3]).roles == (Column(), Column())
+
+
+def test_class_weights_are_refused_until_declared_whole() -> None:
+    weights = torch.ones(10)
+    message = refusal(x=torch.zeros(8, 3), weights=weights)
+    assert "'weights' (Tensor [10]) does not fit a batch of 8" in message
+    assert "'x': size 8 along dim 0; 'weights': size 10 along dim 0" in message
+    assert "in_dims={'weights': None}" in message
+    planner = Planner(2, in_dims={"weights": None})
+    for size in (8, 10):
+        assert plan(planner, x=torch.zeros(size, 3), weights=weights).roles == (Cut(0), Keep("in_dims is None"))
+
+
+def test_hidden_state_whose_batch_is_in_dim_1() -> None:
+    hx = (torch.zeros(4, 4, 5), torch.zeros(4, 4, 5))
+    found = plan(Planner(2, in_dims={"hx": 1}), x=torch.zeros(4, 7, 3), hx=hx)
+    assert found.roles == (Cut(0), Inside((0, 1), (Cut(1), Cut(1))))
+    message = refusal(x=torch.zeros(8, 7, 3), hx=(torch.zeros(4, 8, 5), torch.zeros(4, 8, 5)))
+    assert "in_dims={'hx.0': 1}   # its batch is in dim 1, whose size is 8" in message
+
+
+def test_an_image_size_stays_whole_at_a_batch_of_two() -> None:
+    planner = Planner(2)
+    assert isinstance(plan(planner, x=torch.zeros(8, 3), size=[224, 224]).roles[1], Keep)
+    found = plan(planner, x=torch.zeros(2, 3), size=[224, 224])
+    assert found.batch == 2
+    assert isinstance(found.roles[1], Keep)
+
+
+def test_a_temperature_as_first_argument() -> None:
+    found = plan(temperature=torch.ones(1), x=torch.zeros(8, 3))
+    assert found.batch == 8
+    assert found.roles == (Keep("size 1 broadcasts"), Cut(0))
+
+
+def test_edges_of_a_graph_are_refused() -> None:
+    message = refusal(x=torch.zeros(8, 3), edge_index=torch.zeros(2, 8, dtype=torch.long))
+    assert "'edge_index' (Tensor [2, 8])" in message
+    assert "in_dims={'edge_index': None}" in message
+    assert "in_dims={'edge_index': 1}   # its batch is in dim 1, whose size is 8" in message
+
+
+def test_a_mask_for_every_sample_of_any_batch_is_whole() -> None:
+    assert plan(x=torch.zeros(8, 4), mask=torch.zeros(1, 4)).roles[1] == Keep("size 1 broadcasts")
+
+
+# Readings stay
+
+
+def test_a_column_stays_a_column() -> None:
+    planner = Planner(2)
+    assert plan(planner, x=torch.zeros(3), f=[torch.zeros(n) for n in (2, 5, 7)]).roles[1] == Column()
+    assert plan(planner, x=torch.zeros(2), f=[torch.zeros(2), torch.zeros(2)]).roles[1] == Column()
+    message = refusal(planner, x=torch.zeros(3), f=[torch.zeros(3), torch.zeros(3)])
+    assert "'f' (list of 2)" in message
+    assert "first read as one entry a sample" in message
+
+
+def test_a_structure_stays_a_structure() -> None:
+    planner = Planner(2)
+    inside = Inside((0, 1), (Cut(0), Cut(0)))
+    assert plan(planner, x=torch.zeros(8), f=[torch.zeros(8), torch.zeros(8)]).roles[1] == inside
+    assert plan(planner, x=torch.zeros(2), f=[torch.zeros(2), torch.zeros(2)]).roles[1] == inside
+
+
+def test_words_stay_whole() -> None:
+    planner = Planner(2)
+    for size in (8, 2):
+        assert isinstance(plan(planner, x=torch.zeros(size), names=("left", "right")).roles[1], Keep)
+
+
+def test_an_empty_list_teaches_nothing() -> None:
+    for empty, full in (([], ["a", "b"]), ((), ("a", "b")), ([], [torch.zeros(3), torch.zeros(4)])):
+        planner = Planner(2)
+        assert isinstance(plan(planner, x=torch.zeros(8), names=empty).roles[1], Keep)
+        assert plan(planner, x=torch.zeros(2), names=full).roles[1] == Column()
+
+
+def test_words_that_become_tensors_are_read_anew() -> None:
+    planner = Planner(2)
+    assert isinstance(plan(planner, x=torch.zeros(8), v=[1, 2]).roles[1], Keep)
+    found = plan(planner, x=torch.zeros(8), v=[torch.zeros(8), torch.zeros(8)])
+    assert found.roles[1] == Inside((0, 1), (Cut(0), Cut(0)))
+
+
+def test_a_batch_of_one_teaches_nothing() -> None:
+    planner = Planner(2)
+    plan(planner, x=torch.zeros(1, 3), names=["a"], size=[224, 224])
+    assert not planner.memory
+    found = plan(planner, x=torch.zeros(2), names=["a", "b"], size=[224, 224, 3])
+    assert found.roles[1] == Column()
+
+
+def test_what_is_refused_teaches_nothing() -> None:
+    planner = Planner(2)
+    refusal(planner, x=torch.zeros(2), names=["a", "b"], odd=torch.zeros(5))
+    assert not planner.memory
+
+
+def test_readings_are_kept_inside_structures_too() -> None:
+    planner = Planner(2)
+    plan(planner, batch={"x": torch.zeros(8), "deep": ([224, 224],)})
+    found = plan(planner, batch={"x": torch.zeros(2), "deep": ([224, 224],)})
+    assert found.roles == (
+        Inside(("x", "deep"), (Cut(0), Inside((0,), (Keep("read as whole when it was first met"),)))),
+    )
