@@ -283,3 +283,49 @@ def test_the_same_seed_gives_the_same_draws_and_replicas_differ() -> None:
         assert torch.equal(masks[0], masks[1])
         assert torch.equal(masks[1], masks[2])
         assert not torch.equal(masks[0][:2], masks[0][2:])
+
+
+class Grows(nn.Module):
+    """Makes its layer, a hook and a buffer when it is first called, or at every call."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always = always
+        self.layer: nn.Module | None = None
+        self.register_buffer("late", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.layer is None or self.always:
+            generator = torch.Generator().manual_seed(0)
+            self.layer = nn.Linear(3, 2)
+            with torch.no_grad():
+                self.layer.weight.copy_(torch.randn(2, 3, generator=generator))
+                self.layer.bias.zero_()
+            self.layer.register_forward_hook(lambda module, args, out: out * 2)
+        if self.late is None:
+            self.late = torch.ones(2)
+        return self.layer(x) + self.late
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_module_that_makes_its_layers_in_the_first_call(engine: str) -> None:
+    net = Grows(always=False)
+    plain = copy.deepcopy(net)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        for _ in range(3):
+            x = torch.randn(4, 3)
+            torch.testing.assert_close(model(x), plain(x))
+        assert [len(shards) for shards in (model._instep_crew.replicas,)] == [2]
+        assert len(net.layer._forward_hooks) == 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_module_that_makes_layers_at_every_call_is_right_and_says_so(engine: str) -> None:
+    net = Grows(always=True)
+    plain = copy.deepcopy(net)
+    x = torch.randn(4, 3)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        torch.testing.assert_close(model(x), plain(x))
+        with pytest.warns(UserWarning, match="again and again: such calls run on one device"):
+            torch.testing.assert_close(model(x), plain(x))
+        torch.testing.assert_close(model(x), plain(x))

@@ -143,11 +143,6 @@ def set_note(net: Net, y: Tensor) -> Tensor:
     return y
 
 
-def add_layer(net: Net, y: Tensor) -> Tensor:
-    net.extra = nn.Linear(1, 1)
-    return y
-
-
 def keep_loss(net: Net, y: Tensor) -> Tensor:
     net.note = y.mean()
     return y
@@ -156,7 +151,6 @@ def keep_loss(net: Net, y: Tensor) -> Tensor:
 BAD_STATE: dict[str, tuple[Callable[[Net, Tensor], Any], list[str]]] = {
     "a buffer": (add_up, ["changed 'total' differently", "state={'total': 'sum'}", "on_unmerged_state='warn'"]),
     "an attribute": (set_note, ["changed 'note' differently", "state={'note': 'sum'}"]),
-    "a new layer": (add_layer, ["added, removed or replaced modules", "before the call"]),
     "a loss on the module": (keep_loss, ["'note'", "cannot be merged", "merge={'note': ...}"]),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -169,6 +170,7 @@ class DataParallel(Transparent):
         )
         self._instep_methods: dict[str, Method] = {}
         self._instep_called = False
+        self._instep_restructured = self._instep_warned = False
         self._instep_lock = threading.RLock()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -210,6 +212,10 @@ class DataParallel(Transparent):
         if not self._instep_engine.in_turn and random.moved():
             self._take_turns(random)
             return self._together(method, known, plan, values, positional, random)
+        if any(outcome.changes.structure for outcome in outcomes):
+            self._forget(random)
+            kwargs = dict(zip(plan.names[positional:], values[positional:], strict=True))
+            return self._alone(method, values[:positional], kwargs)
         refuse_writes(self.module, self._instep_crew.written())
         outputs = [on_output_device(outcome.output, self._instep_output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
@@ -246,6 +252,22 @@ class DataParallel(Transparent):
         random.restore()
         self._instep_crew.discard()
         self._instep_engine.in_turn = True
+
+    def _forget(self, random: RandomState) -> None:
+        """Forget a call in which `forward` changed the structure of its replica.
+
+        Layers or hooks that come to be in the first call do so on the module itself, and are there for the next one.
+        """
+        random.restore()
+        self._instep_crew.discard()
+        if self._instep_restructured and not self._instep_warned:
+            warnings.warn(
+                "forward adds, removes or replaces modules, parameters, hooks, or entries of a list or dictionary that "
+                "holds tensors or modules, again and again: such calls run on one device.",
+                stacklevel=5,
+            )
+            self._instep_warned = True
+        self._instep_restructured = True
 
     @contextmanager
     def _unharmed(self) -> Iterator[RandomState]:

@@ -45,8 +45,6 @@ class Settler:
             return False
         modules = replicas[0].source_modules
         names = module_names(source, modules)
-        if any(outcome.changes.structure for outcome in outcomes):
-            raise StateError(_STRUCTURE)
         writes = [
             *self._attributes(modules, names, replicas, outcomes, sizes),
             *self._tensors(source, replicas, outcomes, sizes),
@@ -141,11 +139,6 @@ class Settler:
             ) from error
 
 
-_STRUCTURE = (
-    "forward added, removed or replaced modules, parameters or hooks on a replica, or entries of a list or "
-    "dictionary that holds tensors or modules; that cannot be brought home.\n"
-    "Do it before the call, on the wrapped module; or set a new list as an attribute instead of changing the old one."
-)
 _TRAINABLE = (
     "forward wrote to the trainable parameter {path!r}, which every replica would do once more.\n"
     "Change it outside forward (after optimizer.step()), or make it a buffer and give it a state rule."
@@ -165,7 +158,7 @@ def apply_state_rule(rule: StateRule, old: Any, new: list[Any], sizes: Sequence[
     if rule == "first":
         return new[0]
     if rule == "sum":
-        if old is MISSING:
+        if old is MISSING or old is None:
             raise StateError(f"state={{{path!r}: 'sum'}} needs a value from before the call: set it in __init__.")
         device = old.device if isinstance(old, Tensor) else None
         total = old

@@ -169,7 +169,7 @@ def _buffers_set(held: Held) -> list[Set] | None:
         new = held.table[name]
         if new is old:
             continue
-        if old is None or new is None or old.requires_grad or new.requires_grad:
+        if any(tensor is not None and tensor.requires_grad for tensor in (old, new)):
             return None
         found.append(Set(held.module, name, old, new, buffer=True))
     return found

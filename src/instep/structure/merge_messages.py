@@ -26,7 +26,7 @@ def cannot_merge(
     if any(open_node(part) is not None for part in parts):
         choices = "'list', 'first', 'drop'"
     elif any(len(getattr(part, "shape", ())) for part in parts):
-        choices = "'pad', 'nested', 'list', 'unique', 'stack', 'sum', 'mean', 'first', 'drop'"
+        choices = "'cat', 'pad', 'nested', 'list', 'unique', 'stack', 'sum', 'mean', 'first', 'drop'"
     else:
         choices = "'mean', 'sum', 'max', 'min', 'stack', 'list', 'first', 'drop'"
     lines = [
