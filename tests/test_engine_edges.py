@@ -329,3 +329,35 @@ def test_a_module_that_makes_layers_at_every_call_is_right_and_says_so(engine: s
         with pytest.warns(UserWarning, match="again and again: such calls run on one device"):
             torch.testing.assert_close(model(x), plain(x))
         torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("batch", [4, 5, 6])
+def test_a_weight_that_is_returned_is_the_modules_own(engine: str, batch: int) -> None:
+    class Shows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 3))
+            self.register_buffer("scale", torch.ones(2))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return x @ self.weight.T, self.weight, self.scale
+
+    net = Shows()
+    plain = copy.deepcopy(net)
+    x = torch.randn(batch, 3)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        out, expected = model(x), plain(x)
+        assert out[1] is net.weight
+        assert out[2] is net.scale
+        (out[0].sum() + out[1].pow(2).sum()).backward()
+        (expected[0].sum() + expected[1].pow(2).sum()).backward()
+        torch.testing.assert_close(net.weight.grad, plain.weight.grad)
+
+
+def test_cached_parametrizations_stay_in_one_thread() -> None:
+    net = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    with instep.DataParallel(net, ["cpu"] * 2) as model, nn.utils.parametrize.cached():
+        for _ in range(5):
+            x = torch.randn(4, 3)
+            torch.testing.assert_close(model(x), net(x))

@@ -111,7 +111,8 @@ BAD_OUTPUT: dict[str, tuple[Callable[[Net, Tensor], Any], list[str]]] = {
         lambda net, y: {"loss": y.mean()},
         ["'loss'", "0-d tensor that differs", "merge={'loss': ...}", "'mean'"],
     ),
-    "a number": (lambda net, y: {"n": len(y)}, ["'n'", "differs between replicas (3, 2)", "'sum'"]),
+    "a number": (lambda net, y: {"n": len(y)}, ["'n'", "a constant or the number of samples (3, 2)", "'sum'"]),
+    "a count": (lambda net, y: {"n": (y == y).sum() * 0}, ["'n'", "a constant or a count", "(0, 0)", "'sum'"]),
     "a string": (lambda net, y: f"{len(y)} samples", ["'3 samples', '2 samples'"]),
     "no dim is the batch": (
         lambda net, y: (y, y[:1]),
@@ -148,6 +149,11 @@ def keep_loss(net: Net, y: Tensor) -> Tensor:
     return y
 
 
+def count(net: Net, y: Tensor) -> Tensor:
+    net.total += len(y)
+    return y
+
+
 BAD_STATE: dict[str, tuple[Callable[[Net, Tensor], Any], list[str]]] = {
     "a buffer": (add_up, ["changed 'total' differently", "state={'total': 'sum'}", "on_unmerged_state='warn'"]),
     "an attribute": (set_note, ["changed 'note' differently", "state={'note': 'sum'}"]),
@@ -159,6 +165,21 @@ BAD_STATE: dict[str, tuple[Callable[[Net, Tensor], Any], list[str]]] = {
 @pytest.mark.parametrize(("then", "words"), BAD_STATE.values(), ids=BAD_STATE.keys())
 def test_state_that_no_rule_explains(then: Callable[[Net, Tensor], Any], words: list[str], engine: str) -> None:
     assert_fails(instep.StateError, words, Net(then), torch.randn(5, 3), engine=engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_count_of_samples_is_not_taken_for_a_count_of_calls(engine: str) -> None:
+    assert_fails(instep.StateError, ["changed 'total'"], Net(count), torch.randn(6, 3), engine=engine)
+
+
+def test_a_backward_inside_forward_is_refused_where_its_gradients_would_be_lost() -> None:
+    def descend(net: Net, y: Tensor) -> Tensor:
+        y.sum().backward()
+        return y.detach()
+
+    assert_fails(
+        instep.BridgeError, ["inside forward", "engine='serial'"], Net(descend), torch.randn(5, 3), engine="threads"
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -42,6 +42,8 @@ class Crossing:
             for values in entered
         ]
         outcomes = self.engine.forward(Job(self.replicas, arguments, self.method, self.ambient, self.follow))
+        for replica, outcome in zip(self.replicas, outcomes, strict=True):
+            outcome.output = _own_tensors(outcome.output, replica.tensors.sources)
         if grad and self.engine.joint:
             self._watch_joint(notes, outcomes)
         elif grad:
@@ -63,7 +65,8 @@ class Crossing:
 
     def _join(self, ways: Sequence[_Way], outcomes: list[Outcome]) -> None:
         """Replace the replicas' tensors that need a gradient by their counterparts in the caller's graph."""
-        found = [[tensor for tensor in _tensors_of(outcome) if tensor.requires_grad] for outcome in outcomes]
+        home = {id(source) for source, _ in self.replicas[0].trainable}
+        found = [[t for t in _tensors_of(outcome) if t.requires_grad and id(t) not in home] for outcome in outcomes]
         if not any(found):
             return
         pairs = [replica.trainable for replica in self.replicas]
@@ -85,6 +88,13 @@ class Crossing:
         made = iter(bridge(span, *sources, *shards))
         for outcome, outputs in zip(outcomes, found, strict=True):
             _replace(outcome, dict(zip(map(id, outputs), _take(made, len(outputs)), strict=True)))
+
+
+def _own_tensors(output: Any, sources: Mapping[int, Tensor]) -> Any:
+    """An output in which the replica's counterparts of weights and buffers are the module's own: no part of a batch."""
+    if any(id(tensor) in sources for tensor in tensors_in(output)):
+        return map_tensors(lambda tensor: sources.get(id(tensor), tensor), output)
+    return output
 
 
 def _take(items: Iterator[Tensor], count: int) -> list[Tensor]:

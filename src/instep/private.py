@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 
 _autograd: Any = torch._C._autograd
@@ -57,13 +58,15 @@ def default_device() -> torch.device | None:
 def follows_one_thread() -> bool:
     """Whether something is at work that sees the operations of its own thread only.
 
-    That is `torch.func`, forward-mode differentiation, tracing, and modes that count or rewrite operations.
+    That is `torch.func`, forward-mode differentiation, tracing, cached parametrizations, and modes that count or
+    rewrite operations.
     """
     return (
         _functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or torch._C._is_tracing()
         or torch._C._len_torch_dispatch_stack() > 0
+        or bool(parametrize._cache_enabled)
         or any(not isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack())
     )
 

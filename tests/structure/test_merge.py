@@ -104,11 +104,20 @@ def test_the_same_object_is_one_value() -> None:
 
 
 def test_an_equal_scalar_is_a_constant() -> None:
-    first = torch.tensor(2)
-    assert merge([first, torch.tensor(2)], SIZES) is first
+    first = torch.tensor(True)
+    assert merge([first, torch.tensor(True)], SIZES) is first
     assert merge([torch.tensor(2.5), torch.tensor(2.5)], SIZES) == 2.5
     assert math.isnan(merge([torch.tensor(math.nan), torch.tensor(math.nan)], SIZES))
     assert merge([torch.tensor(math.inf), torch.tensor(math.inf)], SIZES) == math.inf
+
+
+def test_equal_integers_prove_nothing() -> None:
+    assert "a constant or a count, which is equal here (2, 2)" in refused([torch.tensor(2), torch.tensor(2)])
+    assert "a constant or the number of samples (3, 2)" in refused([3, 2])
+    assert merge([7, 7], SIZES) == 7
+    assert merge([torch.tensor(2), torch.tensor(2)], SIZES, merge="sum") == 4
+    assert "hold the size of a shard" in refused([torch.Size([3, 4]), torch.Size([2, 4])])
+    assert merge([torch.Size([5, 4]), torch.Size([5, 4])], SIZES) == torch.Size([5, 4])
 
 
 def test_an_unequal_scalar_is_refused() -> None:

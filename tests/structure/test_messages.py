@@ -117,7 +117,7 @@ def test_an_output_without_a_name() -> None:
 def test_shapes_are_shown() -> None:
     message = merge_error([{"y": torch.zeros(3, 4)}, {"y": torch.zeros(2, 5)}], [3, 2])
     assert "the output 'y': tensors of shapes [[3, 4], [2, 5]], from shards of [3, 2] samples" in message
-    assert "merge={'y': ...}  with 'pad', 'nested', 'list'" in message
+    assert "merge={'y': ...}  with 'cat', 'pad', 'nested', 'list'" in message
     assert "all_gather" not in message
 
 

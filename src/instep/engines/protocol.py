@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from instep.replicas.ambient import Ambient
 from instep.replicas.replica import Outcome, Replica, run
+from instep.replicas.tensors import refuse_gradients
 
 
 @dataclass
@@ -49,11 +50,16 @@ def _perform(job: Job, index: int) -> Outcome:
     replica = job.replicas[index]
     args, kwargs = job.arguments[index]
     try:
-        replica.tensors.guard.set(True)  # gradients taken inside forward are forward's own business
+        guard = replica.tensors.guard
+        guard.set(True)  # gradients taken inside forward are forward's own business
+        guard.touched = False
         with job.ambient.enter(replica.device):
             if job.follow:
                 replica.follow_state()
-            return run(replica, job.method, args, kwargs)
+            outcome = run(replica, job.method, args, kwargs)
+        if guard.touched:
+            refuse_gradients(leaf for _, leaf in replica.trainable)
+        return outcome
     except BaseException as error:
         return Outcome(error=error)
     finally:

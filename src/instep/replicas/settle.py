@@ -98,7 +98,7 @@ class Settler:
         rule = next((rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), None)
         if rule is not None:
             return apply_state_rule(rule, old, new, sizes, path)
-        if all(equal(value, new[0]) for value in new):
+        if all(equal(value, new[0]) for value in new) and not _is_count(old, new[0], sizes):
             return new[0]
         if self._is_output(path, new, sizes):
             return self._merge_output(path, new, sizes)
@@ -187,6 +187,15 @@ def _together(values: list[Any]) -> list[Any]:
 def _held(replica: Replica, change: Any) -> Any:
     _, module = replica.cloner.modules[change.module]
     return (module._buffers if change.buffer else module.__dict__).get(change.name, MISSING)
+
+
+def _is_count(old: Any, new: Any, sizes: Sequence[int]) -> bool:
+    """Whether a number grew by the samples of a shard: equal on even shards, and still not what the whole would get."""
+    if sizes[0] < 2 or isinstance(new, bool) or type(old) is not type(new):
+        return False
+    if isinstance(new, Tensor):
+        return not (new.ndim or old.ndim or new.requires_grad) and bool(new - old == sizes[0])
+    return isinstance(new, (int, float)) and new - old == sizes[0]
 
 
 def _home(value: Any, old: Any) -> Any:

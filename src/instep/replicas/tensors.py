@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -19,21 +19,36 @@ class Guard:
     Such a gradient would stay on the replica and be lost to the source.
     """
 
-    __slots__ = ("open",)
+    __slots__ = ("open", "touched")
 
     def __init__(self) -> None:
         self.open = False
+        self.touched = False
+        """Whether a gradient came by since this was last set to False."""
 
     def set(self, state: bool) -> None:
         self.open = state
 
     def __call__(self, _: Tensor) -> None:
+        self.touched = True
         if not self.open:
             raise BridgeError(
                 "a gradient reached a replica's parameter from outside its call: a tensor made inside forward was kept "
                 "by another way than the outputs (a list, a hook, a global).\n"
                 "Return it from forward, or set it as an attribute of the module, so that its gradient finds the way."
             )
+
+
+def refuse_gradients(leaves: Iterable[Tensor]) -> None:
+    """`BridgeError` if a backward inside `forward` left gradients on leaves, where the source would not see them."""
+    left = [leaf for leaf in leaves if leaf.is_leaf and leaf.grad is not None]
+    for leaf in left:
+        leaf.grad = None
+    if left:
+        raise BridgeError(
+            "backward() was called inside forward: its gradients would stay on the replicas.\n"
+            "Return the loss and call backward() on it outside, use torch.autograd.grad, or engine='serial'."
+        )
 
 
 def leaf_like(source: Tensor, data: Tensor) -> Tensor:
@@ -63,15 +78,18 @@ class Tensors:
     """(source, counterpart) for each tensor that takes a gradient."""
     state: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """(source, copy) for each tensor that takes none."""
+    sources: dict[int, Tensor] = field(default_factory=dict)
+    """By the id of a counterpart: what it stands for."""
 
     def make(self, source: Tensor) -> Tensor:
         """The replica's counterpart of one tensor of the source."""
         if not source.requires_grad:
             made = self.copy(source)
             self.state.append((source, made))
-            return made
-        made = self._trainable(source)
-        self.trainable.append((source, made))
+        else:
+            made = self._trainable(source)
+            self.trainable.append((source, made))
+        self.sources[id(made)] = source
         return made
 
     def _trainable(self, source: Tensor) -> Tensor:
@@ -108,6 +126,8 @@ class Tensors:
         """Forget counterparts by their ids."""
         self.trainable = [pair for pair in self.trainable if id(pair[1]) not in made]
         self.state = [pair for pair in self.state if id(pair[1]) not in made]
+        for counterpart in made:
+            self.sources.pop(counterpart, None)
 
 
 _PLAIN: Any = nn.Parameter.__torch_function__

@@ -25,6 +25,7 @@ from instep.structure.rules import (
     rule_for,
     speaks_of,
 )
+from instep.structure.shapes import follow, is_integer, join_along, join_as_before
 from instep.structure.split import Parts, join, undo_plan
 from instep.structure.tree import SCALARS, Node, Path, is_sequence, open_node, specific_first
 from instep.structure.types import Kind, kind_of
@@ -118,7 +119,6 @@ def _first_list(part: Any) -> list[Any] | None:
 
 
 _PLAIN_TYPES = frozenset(SCALARS)
-_STRIDED = torch.strided
 
 
 @functools.cache
@@ -135,7 +135,7 @@ class _Merging:
 
     def node(self, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared, inherited: Rule | None) -> Any:
         known = self.dims.get(path)
-        if known is not None and _join_as_before(parts, scene.sizes, *known):
+        if known is not None and join_as_before(parts, scene.sizes, *known):
             self.seen[path] = _joined(known[1])
             return torch.cat(tuple(parts), known[1])
         rule = (rule_for(self.named, path) if self.named else None) or inherited
@@ -184,6 +184,8 @@ class _Merging:
             return self._custom(parts, scene, path, kind)
         if isinstance(first, np.ndarray) and first.ndim:
             return self._arrays(parts, scene, path, spec)
+        if cls is torch.Size:
+            return self._values(parts, scene, path)
         if is_sequence(first):
             return self._sequence(parts, scene, path, spec, rule)
         nodes = [node for node in map(open_node, parts) if node is not None]
@@ -273,7 +275,7 @@ class _Merging:
 
     def _arrays(self, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared) -> Any:
         known, shapes = self.dims.get(path), [part.shape for part in parts]
-        if known is not None and _join_along(shapes, scene.sizes, *known):
+        if known is not None and join_along(shapes, scene.sizes, *known):
             dim = known[1]
         else:
             dim = self._batch_dim(shapes, scene.sizes, path, spec, parts)
@@ -289,15 +291,15 @@ class _Merging:
         if spec.is_dim:
             same_rank = all(len(shape) == rank for shape in shapes) and -rank <= spec.batch_dim < rank
             dim = spec.batch_dim % rank if rank else 0
-            if same_rank and _join_along(shapes, [shape[dim] for shape in shapes], rank, dim):
+            if same_rank and join_along(shapes, [shape[dim] for shape in shapes], rank, dim):
                 return dim
             raise cannot_merge(path, parts, f"tensors of shapes {shown} cannot be joined along dim {dim}", sizes)
         usual = self.merger.dim % rank if -rank <= self.merger.dim < rank else -1
-        matches = [dim for dim in range(rank) if _follow(shapes, sizes, rank, dim)]
+        matches = [dim for dim in range(rank) if follow(shapes, sizes, rank, dim)]
         known = self.dims.get(path)
         if known is not None and known[0] == rank and known[1] in matches:
             usual = known[1]
-        fitting = [dim for dim in matches if _join_along(shapes, sizes, rank, dim)]
+        fitting = [dim for dim in matches if join_along(shapes, sizes, rank, dim)]
         if usual in fitting or len(fitting) == 1:
             dim = usual if usual in fitting else fitting[0]
             self.dims[path] = rank, dim
@@ -307,6 +309,8 @@ class _Merging:
     def _scalars(self, parts: Sequence[Tensor], scene: Scene, path: Path) -> Any:
         if not _equal_scalars(parts):
             raise cannot_merge(path, parts, f"a 0-d tensor that differs between replicas ({_few(parts)})", scene.sizes)
+        if is_integer(parts[0]):
+            raise cannot_merge(path, parts, f"a constant or a count, which is equal here ({_few(parts)})", scene.sizes)
         self._note(path, "equal on every replica")
         if any(part.requires_grad for part in parts):
             return mean_of_equals(parts, scene.sizes)
@@ -321,8 +325,12 @@ class _Merging:
 
     def _values(self, parts: Sequence[Any], scene: Scene, path: Path) -> Any:
         first = parts[0]
-        if not isinstance(first, (*SCALARS, np.generic, np.ndarray)):
+        if isinstance(first, torch.Size) and any(set(part) & set(scene.sizes) for part in parts):
+            raise cannot_merge(path, parts, f"shapes, which hold the size of a shard ({_few(parts)})", scene.sizes)
+        if not isinstance(first, (*SCALARS, np.generic, np.ndarray, torch.Size)):
             raise no_rule_for_type(path, first)
+        if type(first) is int and parts == list(scene.sizes):
+            raise cannot_merge(path, parts, f"a constant or the number of samples ({_few(parts)})", scene.sizes)
         if all(_equal_values(part, first) for part in parts):
             self._note(path, "equal on every replica")
             return first
@@ -330,30 +338,6 @@ class _Merging:
 
     def _note(self, path: Path, what: str) -> None:
         self.seen[path] = what
-
-
-def _follow(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: int, dim: int) -> bool:
-    """Whether a dim has the shard's size in every shape."""
-    return all(len(shape) == rank and shape[dim] == size for shape, size in zip(shapes, sizes, strict=True))
-
-
-def _join_as_before(parts: Sequence[Any], sizes: Sequence[int], rank: int, dim: int) -> bool:
-    """Whether ordinary tensors, each replica its own, follow the batch in the dim that was seen before."""
-    for part in parts:
-        if type(part) is not Tensor or part.layout is not _STRIDED or part.is_nested:
-            return False
-    return parts[0] is not parts[-1] and _join_along([part.shape for part in parts], sizes, rank, dim)
-
-
-def _join_along(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: int, dim: int) -> bool:
-    """Whether tensors of these shapes follow the batch along a dim and agree in the others."""
-    first = shapes[0]
-    for shape, size in zip(shapes, sizes, strict=True):
-        if len(shape) != rank or shape[dim] != size:
-            return False
-        if shape != first and shape[:dim] + shape[dim + 1 :] != first[:dim] + first[dim + 1 :]:
-            return False
-    return True
 
 
 def _is_sliceable(part: Any) -> bool:

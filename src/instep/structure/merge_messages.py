@@ -34,6 +34,8 @@ def cannot_merge(
         f"Write what it means:  {_line(path, '...')}  with {choices},",
         "  instep.weighted_by(...) for a mean over something else than samples, or a function (parts, sizes) -> value.",
     ]
+    if 1 in sizes:
+        lines.append("Where a shard of one sample loses a dim (squeeze), min_shard=2 keeps shards larger.")
     if two_dims:
         lines.append("Where an entry depends on the whole batch, call instep.all_gather(...) inside forward.")
     return MergeError("\n".join(lines))

@@ -162,3 +162,11 @@ def unequal_shards(path: Path, given: Sequence[Any], other: Path, wanted: Sequen
         f"{_place(path)} is Shards of {list(given)} samples, but {_place(other)} is Shards of {list(wanted)}: "
         f"split them alike."
     )
+
+
+def unread(path: Path, value: Any, why: str) -> StructureError:
+    """A place that cannot be read as it was read before, in a call that proposes no batch."""
+    return StructureError(
+        f"cannot share out this call: {show_path(path)!r} ({summary(value)}) does not fit: {why}.\n"
+        f"Say how it is meant:  {_line(path, 'samples')}   # one entry a sample;  or None to hand it over whole"
+    )

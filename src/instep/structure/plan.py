@@ -15,7 +15,7 @@ from torch import Tensor
 from instep.structure.dims import AUTO, Declared, check_dims, declared_below, declared_dims
 from instep.structure.fit import Fit, Memory, Misfit, fit, holds_tensors, own_kind, propose
 from instep.structure.marks import Shards, Whole
-from instep.structure.messages import ambiguous_sizes, misfit_message, unequal_shards, wrong_shards
+from instep.structure.messages import ambiguous_sizes, misfit_message, unequal_shards, unread, wrong_shards
 from instep.structure.roles import Ready, Role
 from instep.structure.tree import SCALARS, Path, open_node
 
@@ -121,7 +121,10 @@ class Planner:
                 return size, found
             if misfits:
                 raise misfit_message(proposals, misfits, values, names, self.dim)
-        return None, fit(names, values, declared, None, self.memory)
+        try:
+            return None, fit(names, values, declared, None, self.memory)
+        except Misfit as misfit:
+            raise unread(misfit.path, misfit.value, misfit.why) from None
 
     def _follow_shards(
         self, ready: Sequence[tuple[Path, Ready]], sizes: tuple[int, ...], batch: int | None

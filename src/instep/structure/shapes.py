@@ -1,0 +1,37 @@
+"""What the shapes and dtypes of the replicas' tensors say about joining them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_integer(part: Tensor) -> bool:
+    return not (part.is_floating_point() or part.is_complex() or part.dtype is torch.bool)
+
+
+def follow(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: int, dim: int) -> bool:
+    """Whether a dim has the shard's size in every shape."""
+    return all(len(shape) == rank and shape[dim] == size for shape, size in zip(shapes, sizes, strict=True))
+
+
+def join_as_before(parts: Sequence[Any], sizes: Sequence[int], rank: int, dim: int) -> bool:
+    """Whether ordinary tensors, each replica its own, follow the batch in the dim that was seen before."""
+    for part in parts:
+        if type(part) is not Tensor or part.layout is not torch.strided or part.is_nested:
+            return False
+    return parts[0] is not parts[-1] and join_along([part.shape for part in parts], sizes, rank, dim)
+
+
+def join_along(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: int, dim: int) -> bool:
+    """Whether tensors of these shapes follow the batch along a dim and agree in the others."""
+    first = shapes[0]
+    for shape, size in zip(shapes, sizes, strict=True):
+        if len(shape) != rank or shape[dim] != size:
+            return False
+        if shape != first and shape[:dim] + shape[dim + 1 :] != first[:dim] + first[dim + 1 :]:
+            return False
+    return True
