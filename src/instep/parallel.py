@@ -205,6 +205,8 @@ class DataParallel(Transparent):
     ) -> Any:
         """The algorithm: split, place, cross, merge, settle."""
         replicas = self._instep_crew.ready()[: plan.parts]
+        if replicas[0].cloner.draws:
+            self._instep_engine.in_turn = True
         shards = self._place(plan, apply_plan(plan, values))
         ambient = Ambient.capture(self._instep_devices)
         crossing = Crossing(self._instep_engine, replicas, method, ambient, self._instep_crew.behind)

@@ -251,3 +251,41 @@ def test_two_lists_that_hold_each_other() -> None:
     module = replica_of(net).module
     assert module.ring[0] is module
     assert module.ring[1][0] is module.ring
+
+
+def test_attributes_that_are_named_like_hooks() -> None:
+    net = nn.Linear(2, 2)
+    net.feature_hooks = []
+    net._require_grads_hooks = [net.bias]
+    net._forward_hooks_note = "a word"
+    module = replica_of(net).module
+    assert module.feature_hooks is net.feature_hooks
+    assert module._require_grads_hooks[0] is module.bias
+    assert module._forward_hooks_note == "a word"
+
+
+def test_attributes_of_a_buffer_are_kept() -> None:
+    net = nn.BatchNorm1d(2)
+    net.running_mean.unit = "metre"
+    assert replica_of(net).module.running_mean.unit == "metre"
+
+
+def test_a_generator_of_the_module_is_drawn_from_in_turn() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(20):
+                x = x + torch.rand(x.shape, generator=self.generator)
+            return x
+
+    net = Noisy()
+    with instep.DataParallel(net, ["cpu"] * 3) as model:
+        runs = []
+        for _ in range(3):
+            net.generator.manual_seed(1)
+            runs.append(model(torch.zeros(6, 4)))
+        assert torch.equal(runs[0], runs[1])
+        assert torch.equal(runs[1], runs[2])

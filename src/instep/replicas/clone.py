@@ -52,6 +52,8 @@ class Cloner:
         self._layers: dict[Any, Layer] = {}
         self._plain: dict[int, Any] = {}
         self._depth = 0
+        self.draws = False
+        """Whether the source holds a generator of its own, which replicas share."""
         self.modules: list[tuple[nn.Module, nn.Module]] = []
         """Every module of the source that was met, registered or not, with what was made of it."""
 
@@ -66,6 +68,7 @@ class Cloner:
         if known is not None:
             return known[1]
         if isinstance(value, _OPAQUE):
+            self.draws = self.draws or isinstance(value, torch.Generator)
             return value
         self._depth += 1
         try:
@@ -118,9 +121,9 @@ class Cloner:
 
     def attribute(self, name: str, value: Any) -> Any:
         """The counterpart of one entry of a module's `__dict__`; registries of the module are always its own."""
-        if name in REGISTRIES or name.endswith("_hooks"):
+        if isinstance(value, dict) and (name in REGISTRIES or name.endswith("_hooks")):
             return _refill(value, [(key, self.clone(item)) for key, item in value.items()])
-        if name == "_non_persistent_buffers_set" or name.startswith("_forward_hooks_"):
+        if isinstance(value, (set, dict)) and (name == "_non_persistent_buffers_set" or "_hooks_" in name):
             return value.copy()
         return self.clone(value)
 

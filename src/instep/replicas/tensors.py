@@ -120,6 +120,7 @@ class Tensors:
             data = source.detach().to(self.device, copy=True)
             if isinstance(source, nn.Parameter) or type(source) is not Tensor:
                 return leaf_like(source, data) if type(source).__torch_function__ is _PLAIN else data
+            data.__dict__.update(source.__dict__)
             return data
 
     def drop(self, made: Collection[int]) -> None:
