@@ -301,3 +301,21 @@ def test_in_dims_by_position_follow_the_signature_not_the_call() -> None:
     with instep.DataParallel(Weighs(), ["cpu"] * 2, in_dims=(0, None)) as model:
         torch.testing.assert_close(model(x, weights), x @ weights)
         torch.testing.assert_close(model(weights=weights, x=x), x @ weights)
+
+
+def test_tensors_registered_on_the_wrapper_are_the_modules(model: instep.DataParallel, net: Net) -> None:
+    model.register_buffer("late", torch.ones(2))
+    model.register_parameter("extra", nn.Parameter(torch.ones(2)))
+    model.add_module("more", nn.Linear(1, 1))
+    assert {"late", "extra", "more.weight"} <= set(net.state_dict())
+
+
+def test_a_class_that_is_changed_is_followed(model: instep.DataParallel, net: Net) -> None:
+    class Doubled(Net):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return super().forward(x, scale) * 2
+
+    x = torch.randn(4, 3)
+    before = model(x)
+    net.__class__ = Doubled
+    torch.testing.assert_close(model(x), before * 2)

@@ -157,6 +157,10 @@ class Transparent(Wrapper, nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return self.module.named_buffers(*args, **kwargs)
 
+    register_buffer = _passed_on("register_buffer")
+    register_parameter = _passed_on("register_parameter")
+    register_module = _passed_on("register_module")
+    add_module = _passed_on("add_module")
     register_state_dict_pre_hook = _passed_on("register_state_dict_pre_hook")
     register_state_dict_post_hook = _passed_on("register_state_dict_post_hook")
     register_load_state_dict_pre_hook = _passed_on("register_load_state_dict_pre_hook")

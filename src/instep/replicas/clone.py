@@ -120,11 +120,9 @@ class Cloner:
         return made  # type: ignore[no-any-return]
 
     def attribute(self, name: str, value: Any) -> Any:
-        """The counterpart of one entry of a module's `__dict__`; registries of the module are always its own."""
-        if isinstance(value, dict) and (name in REGISTRIES or name.endswith("_hooks")):
+        """The counterpart of one entry of a module's `__dict__`; its tables are the replica's own."""
+        if name in TABLES and isinstance(value, dict):
             return _refill(value, [(key, self.clone(item)) for key, item in value.items()])
-        if isinstance(value, (set, dict)) and (name == "_non_persistent_buffers_set" or "_hooks_" in name):
-            return value.copy()
         return self.clone(value)
 
     def _rebuild(self, value: Any) -> Any:
@@ -225,6 +223,8 @@ class Cloner:
 
 _UNKNOWN = object()
 REGISTRIES = ("_parameters", "_buffers", "_modules")
+# What a call depends on, of the dictionaries that `nn.Module` keeps for itself.
+TABLES = frozenset((*REGISTRIES, "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))
 
 _MAKERS: dict[type, Callable[[Cloner, Any], Any]] = {
     list: Cloner._list,

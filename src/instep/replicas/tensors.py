@@ -47,7 +47,7 @@ def refuse_gradients(leaves: Iterable[Tensor]) -> None:
     if left:
         raise BridgeError(
             "backward() was called inside forward: its gradients would stay on the replicas.\n"
-            "Return the loss and call backward() on it outside, use torch.autograd.grad, or engine='serial'."
+            "Return the loss and call backward() on it outside, or use torch.autograd.grad inside."
         )
 
 

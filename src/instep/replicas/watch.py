@@ -12,8 +12,9 @@ from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from instep.replicas.clone import REGISTRIES
+from instep.replicas.clone import REGISTRIES, TABLES
 from instep.replicas.identity import Holdings
 
 Items = tuple[Any, ...]
@@ -49,10 +50,6 @@ NOTHING = Changes(False)
 STRUCTURE = Changes(True)
 
 
-# What a call depends on, of the dictionaries that `nn.Module` keeps for itself.
-TABLES = frozenset((*REGISTRIES, "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))
-
-
 def is_table(name: str, value: Any) -> bool:
     """Whether a module attribute is a registry or holds hooks that run in a call."""
     return name in TABLES and isinstance(value, dict)
@@ -70,10 +67,11 @@ class Held(NamedTuple):
 
 @dataclass
 class Stock:
-    """The dictionaries of one module: those that hold something, and the empty ones."""
+    """The dictionaries of one module: those that hold something, and the empty ones, for hooks or not."""
 
     held: list[Held] = field(default_factory=list)
     empty: list[Table] = field(default_factory=list)
+    no_hooks: list[Table] = field(default_factory=list)
 
     @classmethod
     def of(cls, index: int, module: nn.Module) -> Stock:
@@ -82,8 +80,10 @@ class Stock:
         for name, table in ((None, attributes), *((n, t) for n, t in attributes.items() if is_table(n, t))):
             if table:
                 stock.held.append(Held(index, name, table, tuple(table), tuple(table.values())))
-            else:
+            elif name in REGISTRIES:
                 stock.empty.append(table)
+            else:
+                stock.no_hooks.append(table)
         return stock
 
 
@@ -109,6 +109,9 @@ class Watch:
 
     def _add_up(self) -> None:
         self._empty = [table for stock in self._stocks for table in stock.empty]
+        self._no_hooks = [table for stock in self._stocks for table in stock.no_hooks]
+        self._hooks_made = RemovableHandle.next_id
+        self._types = list(map(type, self._modules))
         self._holdings = Holdings([held.table for stock in self._stocks for held in stock.held])
 
     def look(self) -> Changes:
@@ -119,8 +122,13 @@ class Watch:
             now = container.values() if isinstance(container, dict) else container
             if len(container) != len(items) or not all(map(is_, now, items)):
                 return STRUCTURE
-        if any(self._empty):
+        if any(self._empty) or list(map(type, self._modules)) != self._types:
             return STRUCTURE
+        if RemovableHandle.next_id != self._hooks_made:  # torch counts every hook that is registered anywhere
+            self._hooks_made = RemovableHandle.next_id
+            if any(self._no_hooks):
+                self._hooks_made = -1
+                return STRUCTURE
         return NOTHING if self._holdings.same() else self._look_closely()
 
     def _look_closely(self) -> Changes:

@@ -37,7 +37,7 @@ def cannot_merge(
     if 1 in sizes:
         lines.append("Where a shard of one sample loses a dim (squeeze), min_shard=2 keeps shards larger.")
     if two_dims:
-        lines.append("Where an entry depends on the whole batch, call instep.all_gather(...) inside forward.")
+        lines.append("Where an entry depends on the whole batch, compute it outside forward, on the merged outputs.")
     return MergeError("\n".join(lines))
 
 

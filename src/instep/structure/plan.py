@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from instep.structure.dims import AUTO, Declared, check_dims, declared_below, declared_dims
@@ -171,6 +172,8 @@ def _sign(value: Any, dims: tuple[int, ...], read: Any = None) -> Any:
     cls = type(value)
     if cls in _PLAIN_TYPES:
         return cls
+    if cls is Tensor and value.layout is torch.strided and not value.is_nested:
+        return _sign_shape(value.shape, dims)
     if isinstance(value, (Tensor, np.ndarray)):
         kind = own_kind(value)
         return _sign_shape(value.shape, dims) if kind is None else (cls, kind, kind.size(value))
@@ -209,6 +212,8 @@ def _sign_other(value: Any, dims: tuple[int, ...], read: Any) -> Any:
 
 def _sign_shape(shape: Sequence[int], dims: tuple[int, ...]) -> tuple[int, ...]:
     rank = len(shape)
+    if dims == (0,):
+        return (rank, shape[0]) if rank else (0,)
     return (rank, *[shape[dim] for dim in dims if -rank <= dim < rank])
 
 
