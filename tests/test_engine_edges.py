@@ -361,3 +361,36 @@ def test_cached_parametrizations_stay_in_one_thread() -> None:
         for _ in range(5):
             x = torch.randn(4, 3)
             torch.testing.assert_close(model(x), net(x))
+
+
+class Running(nn.Module):
+    """Keeps totals of as many features as a shard has samples: in a buffer, re-assigned, and unregistered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("total", torch.zeros(2))
+        self.loose = torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total = self.total + x.sum(0)
+        self.loose += x.sum(0)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_state_as_large_as_a_shard_is_not_taken_for_a_batch(engine: str) -> None:
+    x = torch.randn(4, 2)
+    with instep.DataParallel(Running(), ["cpu"] * 2, engine=engine) as model:
+        with pytest.raises(instep.StateError, match="state="):
+            model(x)
+        assert model.total.eq(0).all()
+        assert model.loose.eq(0).all()
+        assert model.norm.running_mean.eq(0).all()
+    rules = {"total": "sum", "loose": "sum", "norm.running_*": "mean"}
+    with instep.DataParallel(Running(), ["cpu"] * 2, engine=engine, state=rules) as model:
+        model(x)
+        model(x)
+        torch.testing.assert_close(model.total, x.sum(0) * 2)
+        torch.testing.assert_close(model.loose, x.sum(0) * 2)
+        assert model.norm.num_batches_tracked == 2

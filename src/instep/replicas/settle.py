@@ -100,7 +100,7 @@ class Settler:
             return apply_state_rule(rule, old, new, sizes, path)
         if all(equal(value, new[0]) for value in new) and not _is_count(old, new[0], sizes):
             return new[0]
-        if self._is_output(path, new, sizes):
+        if self._is_output(path, old, new, sizes):
             return self._merge_output(path, new, sizes)
         if self.unmerged == "warn":
             warnings.warn(f"{path} was changed differently by each replica; the first one's is kept.", stacklevel=2)
@@ -113,13 +113,18 @@ class Settler:
             f"  on_unmerged_state='warn'   # keep the first replica's and say so"
         )
 
-    def _is_output(self, path: str, new: list[Any], sizes: Sequence[int]) -> bool:
-        """Whether an attribute is one more output: it needs a gradient, follows the batch, or has an output's rule."""
+    def _is_output(self, path: str, old: Any, new: list[Any], sizes: Sequence[int]) -> bool:
+        """Whether an attribute is one more output: it needs a gradient, follows the batch, or has an output's rule.
+
+        A tensor that had this very shape before the call is state, whatever the size of a shard happens to be.
+        """
         if rule_for(self.outputs.rules, tuple(path.split("."))) is not None and path not in self.rules:
             return True
         tensors = [list(tensors_in(value)) for value in new]
         if any(tensor.requires_grad for mine in tensors for tensor in mine):
             return True
+        if isinstance(old, Tensor) and any(isinstance(value, Tensor) and value.shape == old.shape for value in new):
+            return False
         dim = self.outputs.dim
         return all(
             mine and all(tensor.ndim > dim and tensor.shape[dim] == size for tensor in mine)
