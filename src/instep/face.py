@@ -166,9 +166,6 @@ class Transparent(Wrapper, nn.Module):
     register_load_state_dict_pre_hook = _passed_on("register_load_state_dict_pre_hook")
     register_load_state_dict_post_hook = _passed_on("register_load_state_dict_post_hook")
 
-    def _replicate_for_data_parallel(self: Self) -> Self:
-        raise WrapError(GIVEN_TO_DATA_PARALLEL)
-
 
 GIVEN_TO_DATA_PARALLEL = (
     "instep.DataParallel was given to torch.nn.DataParallel: both would split the batch.\n"

@@ -15,11 +15,6 @@ from instep.structure import distribution_kind, torch_kinds
 from instep.structure.torch_kinds import DISTRIBUTION
 from instep.structure.types import kind_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant):UserWarning"),
-]
-
 SIZES = [(3, 2, 2), (7,), (1,) * 7, (1, 6), (4, 3)]
 sizes_of_seven = pytest.mark.parametrize("sizes", SIZES, ids=str)
 

@@ -1,6 +1,6 @@
 """Seeing what changed on a module since it was last looked at.
 
-A look costs well under a microsecond a module: one pass over the identities of everything that the modules hold. Values
+A look costs about half a microsecond a module: one pass over the identities of everything that the modules hold. Values
 of parameters and buffers are followed elsewhere, because neither identity nor `_version` proves them unchanged.
 """
 
