@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from instep.replicas.identity import Holdings
 
 Items = tuple[Any, ...]
 Table = dict[Any, Any]
+
+_needs_gradient = attrgetter("requires_grad")
 
 
 class Set(NamedTuple):
@@ -103,7 +105,7 @@ class Watch:
         self._modules = list(modules)
         self._containers = list(containers)
         self._tensors = list(tensors)
-        self._trainable = [tensor.requires_grad for tensor in tensors]
+        self._trainable = list(map(_needs_gradient, tensors))
         self._stocks = [Stock.of(index, module) for index, module in enumerate(self._modules)]
         self._add_up()
 
@@ -116,7 +118,7 @@ class Watch:
 
     def look(self) -> Changes:
         """What changed. Attributes and buffers that were only set anew are listed; anything else is a new structure."""
-        if [tensor.requires_grad for tensor in self._tensors] != self._trainable:
+        if list(map(_needs_gradient, self._tensors)) != self._trainable:
             return STRUCTURE
         for container, items in self._containers:
             now = container.values() if isinstance(container, dict) else container

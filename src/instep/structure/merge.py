@@ -15,6 +15,7 @@ from instep.errors import MergeError
 from instep.structure.dims import AUTO, Declared, check_dims, declared_root
 from instep.structure.fit import NUMBERS, holds_tensors, is_record_of_samples, own_kind, samples_in, size_along
 from instep.structure.merge_messages import cannot_merge, no_rule_for_type, other_entries, two_readings, unknown_sizes
+from instep.structure.recipe import COLUMN, Miss, Recipe, recipe_for
 from instep.structure.rules import (
     Rule,
     Scene,
@@ -50,6 +51,7 @@ class Merger:
         self.declared = declared_root(self.out_dims, self.dim)
         self.named = {pattern: rule for pattern, rule in self.rules.items() if pattern != "*"}
         self.general = self.rules.get("*")
+        self._recipes: dict[tuple[int, ...], tuple[Recipe, dict[Path, str]]] = {}
 
     @classmethod
     def of(cls, merge: Any = AUTO, out_dims: Any = AUTO, dim: int = 0) -> Merger:
@@ -67,9 +69,28 @@ class Merger:
         """The whole output; `MergeError` where that would be a guess."""
         if len(parts) != len(sizes):
             raise MergeError(f"there are {len(parts)} parts and {len(sizes)} sizes: give one size for each part.")
+        sizes = tuple(sizes)
+        if sizes in self._recipes:
+            recipe, self.seen = self._recipes[sizes]
+            try:
+                return recipe(parts)
+            except (Miss, RuntimeError):  # torch's own refusals too: what does not fit is named below
+                pass
         self.seen = {}
-        scene = Scene(tuple(sizes), tuple(parts), tuple(inputs))
-        return _Merging(self).node(parts, scene, (), self.declared, None)
+        merged = _Merging(self).node(parts, Scene(sizes, tuple(parts), tuple(inputs)), (), self.declared, None)
+        if not self.rules and self.declared.auto and not self.declared.patterns and len(parts) > 1:
+            self._learn(parts, sizes)
+        return merged
+
+    def _learn(self, parts: Sequence[Any], sizes: tuple[int, ...]) -> None:
+        recipe = recipe_for(
+            parts, sizes, {path: self.dims[path] for path in self.seen if path in self.dims}, self.readings
+        )
+        if len(self._recipes) >= 64:  # batches of many sizes: begin again rather than grow
+            self._recipes.clear()
+        self._recipes.pop(sizes, None)
+        if recipe is not None:
+            self._recipes[sizes] = recipe, self.seen
 
 
 def _is_auto(rule: Any) -> bool:
@@ -215,7 +236,7 @@ class _Merging:
         lengths, sizes = [len(part) for part in parts], list(scene.sizes)
         column, inside = lengths == sizes and all(map(_is_sliceable, parts)), len(set(lengths)) == 1
         reading = self.readings.get(path)
-        if spec.samples or reading == "column":
+        if spec.samples or reading == COLUMN:
             inside = False
         elif column and ((reading == "inside" and inside) or self._is_spoken_of_inside(parts, path, spec, rule)):
             column = False
@@ -224,7 +245,7 @@ class _Merging:
             inside = self._could_be_inside(parts, sizes, path)
         if column:
             if not inside and (doubt or len(set(sizes)) > 1):
-                self.readings[path] = "column"
+                self.readings[path] = COLUMN
             self._note(path, "joined, one entry a sample")
             return join(parts)
         if inside:
@@ -232,7 +253,7 @@ class _Merging:
                 self.readings[path] = "inside"
             nodes = [node for node in map(open_node, parts) if node is not None]
             return self._inside(nodes, scene, path, spec, rule)
-        kept = ", read before as one entry a sample" if reading == "column" else ""
+        kept = ", read before as one entry a sample" if reading == COLUMN else ""
         raise cannot_merge(path, parts, f"lists of {lengths} entries{kept}", sizes)
 
     def _is_spoken_of_inside(self, parts: Sequence[Any], path: Path, spec: Declared, rule: Rule | None) -> bool:

@@ -5,9 +5,9 @@ Planning looks at types, keys and sizes only. It never reads tensor data, so it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from instep.structure.marks import Shards, Whole
 from instep.structure.messages import ambiguous_sizes, misfit_message, unequal_shards, unread, wrong_shards
 from instep.structure.roles import Ready, Role
 from instep.structure.tree import SCALARS, Path, open_node
+
+Cutter: TypeAlias = Callable[[Any], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class SplitPlan:
     """The name of each argument, positional ones first."""
     roles: tuple[Role, ...]
     """What happens to each argument, in the order of `names`."""
+    cutters: list[Cutter] = field(default_factory=list, repr=False, compare=False)
+    """What carries the roles out, made when the plan is first applied: a plan serves many calls."""
 
     @property
     def parts(self) -> int:

@@ -16,48 +16,71 @@ from torch import Tensor
 from instep.errors import MergeError, StructureError
 from instep.structure.dims import AUTO
 from instep.structure.marks import Shards, Whole
-from instep.structure.plan import Planner, SplitPlan
+from instep.structure.plan import Cutter, Planner, SplitPlan
 from instep.structure.roles import Column, Custom, Cut, Inside, Keep, Ready, Role
 from instep.structure.tree import Path, open_node, show_path
+from instep.structure.types import Kind
 
 
 def apply_plan(plan: SplitPlan, values: Sequence[Any]) -> list[list[Any]]:
     """For each active replica, its part of every argument; tensors are views and differentiable."""
-    sizes = list(plan.sizes)
-    columns = [cut(role, value, sizes) for role, value in zip(plan.roles, values, strict=True)]
-    return [[column[index] for column in columns] for index in range(plan.parts)]
+    if not plan.cutters:
+        plan.cutters.extend([_cutter(role, list(plan.sizes)) for role in plan.roles])
+    columns = [cut(value) for cut, value in zip(plan.cutters, values, strict=True)]
+    return [list(part) for part in zip(*columns, strict=True)] or [[] for _ in plan.sizes]
 
 
-def cut(role: Role, value: Any, sizes: list[int]) -> Sequence[Any]:
-    """The parts of one value under its role."""
-    kind = type(role)
-    if kind is Cut:
-        return _cut_dense(value, sizes, role.dim)  # type: ignore[union-attr]
-    if kind is Keep:
-        return [value.value if type(value) is Whole else value] * len(sizes)
+def _cutter(role: Role, sizes: list[int]) -> Cutter:
+    """What cuts a value that has this role into parts of these sizes."""
+    if isinstance(role, Cut):
+        return _dense(sizes, role.dim)
+    if isinstance(role, Keep):
+        return lambda value: [value.value if type(value) is Whole else value] * len(sizes)
     if isinstance(role, Inside):
-        if type(value) is dict and role.roles:
-            lists = [cut(below, child, sizes) for below, child in zip(role.roles, value.values(), strict=True)]
-            return [dict(zip(value, part, strict=True)) for part in zip(*lists, strict=True)]
+        return _inside([_cutter(below, sizes) for below in role.roles], sizes)
+    if isinstance(role, Column):
+        return lambda value: _slices(value, sizes)
+    if isinstance(role, Custom):
+        return _by_kind(role.kind, sizes)
+    return lambda value: list(value.parts)
+
+
+def _dense(sizes: list[int], dim: int) -> Cutter:
+    bounds = list(accumulate(sizes))[:-1]
+
+    def cut(value: Any) -> Sequence[Any]:
+        parts: Sequence[Any]
+        parts = value.split_with_sizes(sizes, dim) if isinstance(value, Tensor) else np.split(value, bounds, dim)
+        return parts
+
+    return cut
+
+
+def _inside(below: list[Cutter], sizes: list[int]) -> Cutter:
+    def cut(value: Any) -> Sequence[Any]:
+        cls = type(value)
+        if cls is dict and below:
+            lists = [cut(child) for cut, child in zip(below, value.values())]
+            return [dict(zip(value, part)) for part in zip(*lists)]
+        if (cls is list or cls is tuple) and below:
+            columns = [cut(child) for cut, child in zip(below, value)]
+            return [cls(part) for part in zip(*columns)]
         node = open_node(value)
         assert node is not None
-        columns = [cut(below, child, sizes) for below, child in zip(role.roles, node.children, strict=True)]
-        return [node.close(part) for part in zip(*columns, strict=True)] or [node.close(()) for _ in sizes]
-    if kind is Column:
-        return _slices(value, sizes)
-    if isinstance(role, Custom):
-        parts = role.kind.split(value, sizes)
+        columns = [cut(child) for cut, child in zip(below, node.children)]
+        return [node.close(part) for part in zip(*columns)] or [node.close(()) for _ in sizes]
+
+    return cut
+
+
+def _by_kind(kind: Kind, sizes: list[int]) -> Cutter:
+    def cut(value: Any) -> Sequence[Any]:
+        parts = kind.split(value, sizes)
         if len(parts) != len(sizes):
             raise StructureError(f"the split of {type(value).__name__} gave {len(parts)} parts for sizes {sizes}.")
         return parts
-    return list(value.parts)
 
-
-def _cut_dense(value: Any, sizes: list[int], dim: int) -> Sequence[Any]:
-    if isinstance(value, Tensor):
-        parts: Sequence[Tensor] = value.split_with_sizes(sizes, dim)
-        return parts
-    return np.split(value, list(accumulate(sizes))[:-1], dim)
+    return cut
 
 
 def _slices(value: Any, sizes: Sequence[int]) -> list[Any]:
