@@ -114,8 +114,8 @@ def work(rank: int, folder: str, rounds: int, steps: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=2)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (folder, arguments.rounds, arguments.steps), nprocs=2)

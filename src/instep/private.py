@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,3 +75,20 @@ def follows_one_thread() -> bool:
 def is_batched(gradient: Tensor) -> bool:
     """Whether a gradient is many at once, as `is_grads_batched=True` makes them."""
     return bool(_functorch.is_legacy_batchedtensor(gradient))
+
+
+def look_alike(tensors: Sequence[Tensor]) -> Callable[[], bool]:
+    """A quick look at some tensors: True only if sizes, strides, dtypes, devices and `requires_grad` are as they were.
+
+    It is what compiled code asks of its inputs, in one pass. False proves nothing: it also depends on modes such as
+    autocast, and is all that is said where torch has no such pass.
+    """
+    guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    make: Any = getattr(guards, "TensorGuards", None)
+    if make is None:
+        return lambda: False
+    try:
+        check = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return partial(check, *tensors) if check(*tensors) else lambda: False
+    except (TypeError, RuntimeError, ValueError):
+        return lambda: False

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from instep.replicas import identity
+from instep.replicas import identity, memory
 from instep.replicas.identity import Holdings
 from instep.replicas.memory import Lay, Writes
 from instep.replicas.watch import Watch
@@ -17,7 +17,7 @@ from instep.replicas.watch import Watch
 @pytest.fixture(params=[True, False], ids=["by address", "object by object"])
 def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param and not identity.FAST:
-        pytest.skip("this interpreter's tuples are laid out otherwise")
+        pytest.skip("this interpreter's lists are laid out otherwise")
     monkeypatch.setattr(identity, "FAST", request.param)
     return bool(request.param)
 
@@ -95,13 +95,24 @@ def test_a_watch_lists_what_was_set_and_tells_structure() -> None:
         lambda p: setattr(p, "data", p.data.t()),
         lambda p: setattr(p, "data", p.data[:2]),
         lambda p: setattr(p, "data", p.data.view(9)),
+        lambda p: p.requires_grad_(False),
     ],
-    ids=["other memory", "transposed", "a part of it", "another shape"],
+    ids=["other memory", "transposed", "a part of it", "another shape", "frozen"],
 )
-def test_memory_that_is_read_otherwise_is_seen(change: Callable[[nn.Parameter], None]) -> None:
+@pytest.mark.parametrize("quick", [True, False], ids=["one pass", "one by one"])
+@pytest.mark.parametrize("beside", [0, 1], ids=["alone", "beside a sparse one"])
+def test_memory_that_is_read_otherwise_is_seen(
+    change: Callable[[nn.Parameter], None], quick: bool, beside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not quick:
+        monkeypatch.setattr(memory, "look_alike", lambda tensors: lambda: False)
     parameter = nn.Parameter(torch.randn(3, 3))
-    lay = Lay([parameter])
+    lay = Lay([parameter, *[torch.eye(2).to_sparse().requires_grad_()] * beside])
     assert lay.holds()
+    with torch.autocast("cpu"):
+        assert lay.holds()
+    with torch.inference_mode():
+        assert lay.holds()
     with torch.no_grad():
         parameter.add_(1)
     assert lay.holds()

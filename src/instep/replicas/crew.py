@@ -105,9 +105,10 @@ class Crew:
     def _take_stock(self) -> None:
         first = self.replicas[0]
         containers = [(value, items) for value, items, _ in first.cloner.containers]
-        tensors = [source for source, _ in (*first.trainable, *first.tensors.state)]
-        self._watch = Watch(first.source_modules, containers, tensors)
-        self._lay = Lay([source for source, _ in first.trainable] if Way.SHARE not in self.ways else [])
+        trainable, state = ([source for source, _ in pairs] for pairs in (first.trainable, first.tensors.state))
+        joint = Way.SHARE in self.ways  # replicas that hold the source's own tensors follow wherever these move
+        self._watch = Watch(first.source_modules, containers, [*trainable, *state] if joint else state)
+        self._lay = Lay([] if joint else trainable)
         self._note_writes()
 
     def _note_writes(self) -> None:

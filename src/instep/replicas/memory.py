@@ -7,35 +7,40 @@ once for every replica. Both are looked for at every call, so each look is one p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from instep.private import look_alike
+
 _pointer = torch._C.TensorBase.data_ptr
 _shape = torch._C.TensorBase.size
-_count = torch._C.TensorBase.numel
-_is_contiguous = torch._C.TensorBase.is_contiguous
+_stride = torch._C.TensorBase.stride
+_needs_gradient = attrgetter("requires_grad")
 _version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 
 
 class Lay:
-    """How some tensors lay in memory when this was made."""
+    """How some tensors lay in memory when this was made, and whether they took a gradient."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
-        self._vectors = [tensor for tensor in self._tensors if tensor.ndim < 2]
-        self._matrices = [tensor for tensor in self._tensors if tensor.ndim > 1]
-        self._then = self._now()
+        self._tensors = list(tensors)
+        self._memory = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
+        self._pointers = list(map(_pointer, self._memory))
+        self._metadata = self._read()
+        self._look_alike = look_alike(self._memory)
+        self._others = len(self._memory) < len(self._tensors)
 
-    def _now(self) -> list[Any]:
-        vectors, matrices = self._vectors, self._matrices
-        lengths = [*map(_count, vectors), *map(_shape, matrices), *map(_is_contiguous, matrices)]
-        return [*map(_pointer, self._tensors), *lengths]
+    def _read(self) -> list[Any]:
+        return [*map(_needs_gradient, self._tensors), *map(_shape, self._memory), *map(_stride, self._memory)]
 
     def holds(self) -> bool:
         """Whether every tensor still has the same memory, read the same way."""
-        return self._now() == self._then
+        if list(map(_pointer, self._memory)) != self._pointers:
+            return False
+        return (not self._others and self._look_alike()) or self._read() == self._metadata
 
 
 Pair = tuple[Tensor, Tensor]

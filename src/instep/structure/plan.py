@@ -174,10 +174,11 @@ _PLAIN_TYPES = frozenset(SCALARS)
 def _sign(value: Any, dims: tuple[int, ...], read: Any = None) -> Any:
     """What planning depends on, hashable: the same signature gives the same plan. `read` is what is known of a list."""
     cls = type(value)
+    if cls is Tensor and value.layout is torch.strided and not value.is_nested:
+        shape = value.shape
+        return (len(shape), shape[0]) if dims == (0,) and shape else _sign_shape(shape, dims)
     if cls in _PLAIN_TYPES:
         return cls
-    if cls is Tensor and value.layout is torch.strided and not value.is_nested:
-        return _sign_shape(value.shape, dims)
     if isinstance(value, (Tensor, np.ndarray)):
         kind = own_kind(value)
         return _sign_shape(value.shape, dims) if kind is None else (cls, kind, kind.size(value))
@@ -216,8 +217,6 @@ def _sign_other(value: Any, dims: tuple[int, ...], read: Any) -> Any:
 
 def _sign_shape(shape: Sequence[int], dims: tuple[int, ...]) -> tuple[int, ...]:
     rank = len(shape)
-    if dims == (0,):
-        return (rank, shape[0]) if rank else (0,)
     return (rank, *[shape[dim] for dim in dims if -rank <= dim < rank])
 
 
