@@ -167,12 +167,6 @@ class Transparent(Wrapper, nn.Module):
     register_load_state_dict_post_hook = _passed_on("register_load_state_dict_post_hook")
 
 
-GIVEN_TO_DATA_PARALLEL = (
-    "instep.DataParallel was given to torch.nn.DataParallel: both would split the batch.\n"
-    "Wrap the bare module with one of them: model.module is it."
-)
-
-
 def bare_keys(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
     """A state dict with wrappers' prefixes taken off, where the module does not have such names itself."""
     wanted = module.state_dict().keys()

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from instep.accept import accept, refuse_outer_wrapper
 from instep.crossing import Crossing
 from instep.devices import (
     DeviceLike,
@@ -32,59 +28,18 @@ from instep.engines.pool import inside_replica
 from instep.engines.protocol import Engine
 from instep.errors import WrapError
 from instep.explain import Explanation, explain
-from instep.face import GIVEN_TO_DATA_PARALLEL, Transparent
+from instep.face import Transparent
+from instep.options import Method, Options
 from instep.private import follows_one_thread
 from instep.random import RandomState
 from instep.replicas.ambient import Ambient
 from instep.replicas.crew import Crew
 from instep.replicas.settle import Settler, check_state_rule, refuse_writes
-from instep.structure.dims import AUTO, dims_by_name
+from instep.structure.dims import AUTO
 from instep.structure.marks import bare
 from instep.structure.merge import Merger
-from instep.structure.plan import Planner, SplitPlan, named_arguments
+from instep.structure.plan import SplitPlan
 from instep.structure.split import apply_plan
-
-
-@dataclass(frozen=True)
-class Options:
-    """Everything that was asked for when a module was wrapped."""
-
-    device_ids: tuple[DeviceLike, ...] | None = None
-    output_device: DeviceLike | None = None
-    dim: int = 0
-    engine: str = "auto"
-    in_dims: Any = AUTO
-    out_dims: Any = AUTO
-    merge: Any = AUTO
-    state: Mapping[str, Any] = field(default_factory=dict)
-    methods: tuple[str, ...] = ()
-    min_shard: int = 1
-    place: Mapping[str, DeviceLike] = field(default_factory=dict)
-    on_unmerged_state: str = "error"
-    private_copies: bool = False
-
-
-class Method:
-    """What is known about one method of the module: the names of its arguments, and how its calls were read."""
-
-    def __init__(self, function: Callable[..., Any], options: Options, replicas: int) -> None:
-        self.parameters, self.rest = _parameter_names(function)
-        in_dims = dims_by_name(options.in_dims, self.parameters, self.rest)
-        self.planner = Planner(replicas, options.dim, in_dims, options.min_shard)
-        self.merger = Merger.of(options.merge, options.out_dims, options.dim)
-
-    def name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        return named_arguments(self.parameters, self.rest, args, kwargs)
-
-
-def _parameter_names(function: Callable[..., Any]) -> tuple[list[str], str | None]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return [], None
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-    return names, rest
 
 
 class DataParallel(Transparent):
@@ -146,7 +101,7 @@ class DataParallel(Transparent):
             on_unmerged_state=on_unmerged_state,
             private_copies=private_copies,
         )
-        super().__init__(_accept(module))
+        super().__init__(accept(module))
         self._set_up(options)
 
     def _set_up(self, options: Options) -> None:
@@ -182,7 +137,7 @@ class DataParallel(Transparent):
 
     def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not self._instep_called:
-            _refuse_outer_wrapper()
+            refuse_outer_wrapper()
             self._instep_called = True
         if self._instep_alone or inside_replica() or self._is_lazy() or follows_one_thread():
             return self._alone(method, args, kwargs)
@@ -359,34 +314,3 @@ class DataParallel(Transparent):
         Transparent.__init__(self, state["module"])
         self.__dict__.update(state["hooks"])
         self._set_up(state["options"])
-
-
-def _accept(module: nn.Module) -> nn.Module:
-    """The module to wrap, or the reason why it cannot be."""
-    if isinstance(module, DataParallel):
-        module.close()
-        return module.module
-    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        name = type(module).__name__
-        raise WrapError(
-            f"this module is wrapped by {name} already: wrap the bare one, instep.DataParallel(model.module)."
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise WrapError(
-            "a ScriptModule's code is bound to its own parameters, so it has no replicas.\n"
-            "Wrap the nn.Module that it was made from; torch.compile it instead of scripting it."
-        )
-    if not isinstance(module, nn.Module):  # types do not hold at run time
-        raise WrapError(f"instep.DataParallel wraps an nn.Module, not a {type(module).__name__}.")
-    return module
-
-
-def _refuse_outer_wrapper() -> None:
-    """Being called by nn.DataParallel means that the batch was split once already."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(6):
-        if frame is None:
-            return
-        if frame.f_code is nn.DataParallel.forward.__code__:
-            raise WrapError(GIVEN_TO_DATA_PARALLEL)
-        frame = frame.f_back

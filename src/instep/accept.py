@@ -1,0 +1,48 @@
+"""What can be wrapped, what cannot, and what cannot wrap us."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import torch
+from torch import nn
+
+from instep.errors import WrapError
+from instep.face import Transparent
+
+GIVEN_TO_DATA_PARALLEL = (
+    "instep.DataParallel was given to torch.nn.DataParallel: both would split the batch.\n"
+    "Wrap the bare module with one of them: model.module is it."
+)
+
+
+def accept(module: nn.Module) -> nn.Module:
+    """The module to wrap, or the reason why it cannot be."""
+    if isinstance(module, Transparent):
+        module.close()
+        return module.module
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        name = type(module).__name__
+        raise WrapError(
+            f"this module is wrapped by {name} already: wrap the bare one, instep.DataParallel(model.module)."
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise WrapError(
+            "a ScriptModule's code is bound to its own parameters, so it has no replicas.\n"
+            "Wrap the nn.Module that it was made from; torch.compile it instead of scripting it."
+        )
+    if not isinstance(module, nn.Module):  # types do not hold at run time
+        raise WrapError(f"instep.DataParallel wraps an nn.Module, not a {type(module).__name__}.")
+    return module
+
+
+def refuse_outer_wrapper() -> None:
+    """Being called by nn.DataParallel means that the batch was split once already."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(6):
+        if frame is None:
+            return
+        if frame.f_code is nn.DataParallel.forward.__code__:
+            raise WrapError(GIVEN_TO_DATA_PARALLEL)
+        frame = frame.f_back
