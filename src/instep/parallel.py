@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from instep.engines.protocol import Engine
 from instep.errors import WrapError
 from instep.explain import Explanation, explain
 from instep.face import Transparent
+from instep.locks import ProcessLock
 from instep.options import Method, Options
 from instep.private import follows_one_thread
 from instep.random import RandomState
@@ -126,7 +126,7 @@ class DataParallel(Transparent):
         self._instep_methods: dict[str, Method] = {}
         self._instep_called = False
         self._instep_restructured = self._instep_warned = False
-        self._instep_lock = threading.RLock()
+        self._instep_lock = ProcessLock(self._instep_crew.discard)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("forward", args, kwargs)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from instep.errors import EngineError
+from instep.locks import ProcessLock
 
 T = TypeVar("T")
 
@@ -53,7 +54,7 @@ class ReplicaThread:
 
 
 _threads: dict[tuple[str, int], ReplicaThread] = {}
-_lock = threading.RLock()
+_lock = ProcessLock(_threads.clear)
 
 
 class Lease:

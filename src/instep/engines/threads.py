@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,6 +14,7 @@ from torch import Tensor
 from instep.bridge import Gradients, Side, Span, live, take
 from instep.engines.pool import Lease
 from instep.engines.protocol import Job, name_replica, perform, raise_first
+from instep.locks import ProcessLock
 from instep.private import accumulates
 from instep.reduce import add_up, gather
 from instep.replicas.replica import Outcome
@@ -32,7 +32,7 @@ class ThreadsEngine:
         self._devices = list(devices)
         self._on_host = all(device.type == "cpu" for device in devices)
         self._lease: Lease | None = None
-        self._lock = threading.RLock()
+        self._lock = ProcessLock()
         self._holding = False
         self.in_turn = False
         """Whether replicas run one after another: threads draw from one generator in no fixed order, and a checkpointed

@@ -1,0 +1,73 @@
+"""In a notebook: classes and functions defined in cells, results shown, errors read as anywhere else."""
+
+from __future__ import annotations
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+DEFINE = """
+import torch, instep
+from dataclasses import dataclass
+from torch import nn
+torch.set_num_threads(1)
+
+@dataclass
+class Answer:
+    scores: torch.Tensor
+    names: list
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, batch):
+        return Answer(self.layer(batch["x"]), [name.upper() for name in batch["names"]])
+
+plain, model = Net(), instep.DataParallel(Net(), ["cpu"] * 2)
+model.load_state_dict(plain.state_dict())
+batch = {"x": torch.randn(5, 4), "names": list("abcde")}
+"""
+TRAIN = """
+for net in (plain, model):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        answer = net(batch)
+        answer.scores.square().mean().backward()
+        optimizer.step()
+    print(type(answer).__name__, answer.names)
+print(torch.allclose(plain.layer.weight, model.layer.weight, atol=1e-6))
+"""
+CHANGE_A_CLASS = """
+class Net(Net):
+    def forward(self, batch):
+        return super().forward(batch).scores * 2
+
+model = instep.DataParallel(Net(), ["cpu"] * 2)
+print(torch.equal(model(batch), model.module(batch)))
+"""
+MISTAKE = "model({'x': torch.randn(5, 4), 'names': list('abc'), 'more': torch.randn(3)})"
+
+
+def run(*cells: str) -> list[str]:
+    """What each cell printed."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+    return ["".join(out.get("text", "") for out in cell.outputs) for cell in notebook.cells]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_cells_define_train_and_define_again() -> None:
+    printed = run(DEFINE, TRAIN, CHANGE_A_CLASS)
+    assert printed == ["", "Answer ['A', 'B', 'C', 'D', 'E']\n" * 2 + "True\n", "True\n"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_mistake_in_a_cell_names_the_leaf() -> None:
+    with pytest.raises(CellExecutionError, match=r"StructureError.*'batch\.(x|more)'"):
+        run(DEFINE, MISTAKE)
