@@ -5,6 +5,7 @@ from __future__ import annotations
 from instep.engines.pool import stop_all as shutdown
 from instep.errors import BridgeError, EngineError, InstepError, MergeError, StateError, StructureError, WrapError
 from instep.functional import data_parallel, gather, parallel_apply, replicate, scatter
+from instep.loss import with_loss
 from instep.parallel import DataParallel
 from instep.structure.marks import Shards, whole
 from instep.structure.merge import merge
@@ -35,4 +36,5 @@ __all__ = [
     "split",
     "weighted_by",
     "whole",
+    "with_loss",
 ]

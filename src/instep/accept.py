@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from instep.errors import WrapError
-from instep.face import Transparent
+from instep.replicas.clone import Wrapper
 
 GIVEN_TO_DATA_PARALLEL = (
     "instep.DataParallel was given to torch.nn.DataParallel: both would split the batch.\n"
@@ -19,7 +19,7 @@ GIVEN_TO_DATA_PARALLEL = (
 
 def accept(module: nn.Module) -> nn.Module:
     """The module to wrap, or the reason why it cannot be."""
-    if isinstance(module, Transparent):
+    if isinstance(module, Wrapper):
         module.close()
         return module.module
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from instep.errors import WrapError
-from instep.replicas.clone import Wrapper
 
 Self = TypeVar("Self", bound="Transparent")
 
@@ -22,7 +21,7 @@ def _shared(name: str) -> Any:
     """A registry of the wrapper that is the wrapped module's own."""
 
     def read(self: Transparent) -> Any:
-        return self.__dict__["module"].__dict__[name]
+        return getattr(self.__dict__["module"], name)
 
     def write(self: Transparent, value: Any) -> None:
         """`nn.Module.__init__` makes empty registries: the wrapper has none of its own."""
@@ -40,11 +39,13 @@ def _passed_on(name: str) -> Any:
     return call
 
 
-class Transparent(Wrapper, nn.Module):
+class Transparent(nn.Module):
     """Shows `module` through: reading, setting and deleting attributes, parameters, buffers and submodules.
 
     Registries are the module's own, so every name is the bare module's and nothing needs renaming.
     """
+
+    module: nn.Module
 
     _parameters = _shared("_parameters")
     _buffers = _shared("_buffers")

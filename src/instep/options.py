@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from instep.devices import DeviceLike
+from instep.loss import Loss, WithLoss
 from instep.structure.dims import AUTO, dims_by_name
 from instep.structure.merge import Merger
 from instep.structure.plan import Planner, named_arguments
@@ -35,14 +38,35 @@ class Options:
 class Method:
     """What is known about one method of the module: the names of its arguments, and how its calls were read."""
 
-    def __init__(self, function: Callable[..., Any], options: Options, replicas: int) -> None:
-        self.parameters, self.rest = _parameter_names(function)
-        in_dims = dims_by_name(options.in_dims, self.parameters, self.rest)
+    def __init__(self, module: nn.Module, name: str, options: Options, replicas: int) -> None:
+        self.runs, merge = name, options.merge
+        """The method that replicas run in its place."""
+        self._loss: Loss | None = None
+        if isinstance(module, WithLoss) and name == "forward":
+            self._loss, self.runs, module = module._instep_loss, "_instep_parts", module.module
+            merge = "sum" if self._loss.summed else merge
+        self.parameters, self.rest = _parameter_names(getattr(module, name))
+        names = self.parameters if self._loss is None else [*self.parameters, TARGET]
+        in_dims = dims_by_name(options.in_dims, names, self.rest)
         self.planner = Planner(replicas, options.dim, in_dims, options.min_shard)
-        self.merger = Merger.of(options.merge, options.out_dims, options.dim)
+        self.merger = Merger.of(merge, options.out_dims, options.dim)
 
     def name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        return named_arguments(self.parameters, self.rest, args, kwargs)
+        """The names and values of the arguments of a call."""
+        at = self._loss.target if self._loss is not None else None
+        if not isinstance(at, int) or not -len(args) <= at < len(args):
+            return named_arguments(self.parameters, self.rest, args, kwargs)
+        at %= len(args)
+        names, _ = named_arguments(self.parameters, self.rest, [*args[:at], *args[at + 1 :]], kwargs)
+        return (*names[:at], TARGET, *names[at:]), (*args, *kwargs.values())
+
+    def whole(self, merged: Any) -> Any:
+        """The output of the whole batch from what the replicas' outputs merged to."""
+        return merged if self._loss is None else self._loss.of_whole(merged)
+
+
+TARGET = "target"
+"""The name of a positional argument that only the criterion sees."""
 
 
 def _parameter_names(function: Callable[..., Any]) -> tuple[list[str], str | None]:

@@ -33,6 +33,7 @@ from instep.options import Method, Options
 from instep.private import follows_one_thread
 from instep.random import RandomState
 from instep.replicas.ambient import Ambient
+from instep.replicas.clone import Wrapper
 from instep.replicas.crew import Crew
 from instep.replicas.settle import Settler, check_state_rule, refuse_writes
 from instep.structure.dims import AUTO
@@ -42,7 +43,7 @@ from instep.structure.plan import SplitPlan
 from instep.structure.split import apply_plan
 
 
-class DataParallel(Transparent):
+class DataParallel(Transparent, Wrapper):
     """Runs `module` on several devices and gives back what one device would have given.
 
     The first four arguments are those of `torch.nn.DataParallel`. `device_ids` also takes `"cpu"` and repeats
@@ -164,7 +165,7 @@ class DataParallel(Transparent):
             self._instep_engine.in_turn = True
         shards = self._place(plan, apply_plan(plan, values))
         ambient = Ambient.capture(self._instep_devices)
-        crossing = Crossing(self._instep_engine, replicas, method, ambient, self._instep_crew.behind)
+        crossing = Crossing(self._instep_engine, replicas, known.runs, ambient, self._instep_crew.behind)
         outcomes = crossing.run(shards, positional, plan.names)
         if not self._instep_engine.in_turn and random.moved():
             self._take_turns(random)
@@ -176,7 +177,7 @@ class DataParallel(Transparent):
         refuse_writes(self.module, self._instep_crew.written())
         outputs = [on_output_device(outcome.output, self._instep_output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
-        merged = known.merger.merge(outputs, plan.sizes, inputs)
+        merged = known.whole(known.merger.merge(outputs, plan.sizes, inputs))
         self._instep_crew.changed = self._instep_settler.settle(self.module, replicas, outcomes, plan.sizes)
         return merged
 
@@ -240,8 +241,8 @@ class DataParallel(Transparent):
     def _method(self, name: str) -> Method:
         known = self._instep_methods.get(name)
         if known is None:
-            function = getattr(self.module, name)
-            known = self._instep_methods[name] = Method(function, self._instep_options, len(self._instep_devices))
+            known = Method(self.module, name, self._instep_options, len(self._instep_devices))
+            self._instep_methods[name] = known
         return known
 
     def _is_lazy(self) -> bool:

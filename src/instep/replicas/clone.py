@@ -32,6 +32,10 @@ class Wrapper:
 
     module: nn.Module
 
+    def close(self) -> None:
+        """Give back what the wrapper holds beside the module."""
+        raise NotImplementedError
+
 
 @dataclass
 class Layer:

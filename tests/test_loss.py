@@ -1,0 +1,220 @@
+"""`with_loss`: the loss of the whole batch, computed on the replicas, exact for shards of any kind."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import instep
+from instep.errors import WrapError
+
+B, CLASSES = 7, 5
+ENGINES = ["serial", "threads"]
+
+
+def indices(*shape: int, ignored: int | None = None) -> Tensor:
+    target = torch.randint(CLASSES, (B, *shape))
+    if ignored is not None:  # the first shard is ignored whole, and some of the others
+        target[: (B + 1) // 2] = ignored
+        target.view(-1)[-1] = ignored
+    return target
+
+
+WEIGHTS = torch.tensor([0.1, 2.0, 0.5, 3.0, 1.0], dtype=torch.float64)
+SIGNS = torch.randint(2, (B, CLASSES)).double()
+CASES: dict[str, tuple[Any, Callable[[], Tensor]]] = {
+    "mean": (nn.CrossEntropyLoss(), indices),
+    "sum": (nn.CrossEntropyLoss(reduction="sum"), indices),
+    "ignored": (nn.CrossEntropyLoss(ignore_index=-100), lambda: indices(ignored=-100)),
+    "ignored class": (nn.CrossEntropyLoss(ignore_index=2), indices),
+    "weights": (nn.CrossEntropyLoss(weight=WEIGHTS), indices),
+    "weights and ignored": (nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=-1), lambda: indices(ignored=-1)),
+    "smoothing": (nn.CrossEntropyLoss(label_smoothing=0.1), indices),
+    "smoothing, weights, ignored": (
+        nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.2, ignore_index=-100),
+        lambda: indices(ignored=-100),
+    ),
+    "probabilities": (nn.CrossEntropyLoss(), lambda: torch.rand(B, CLASSES, dtype=torch.float64)),
+    "probabilities, weights": (
+        nn.CrossEntropyLoss(weight=WEIGHTS),
+        lambda: torch.rand(B, CLASSES, dtype=torch.float64),
+    ),
+    "nll": (nn.NLLLoss(weight=WEIGHTS), indices),
+    "mse": (nn.MSELoss(), lambda: torch.randn(B, CLASSES, dtype=torch.float64)),
+    "l1": (nn.L1Loss(), lambda: torch.randn(B, CLASSES, dtype=torch.float64)),
+    "huber": (nn.HuberLoss(delta=0.3), lambda: torch.randn(B, CLASSES, dtype=torch.float64)),
+    "smooth l1": (nn.SmoothL1Loss(), lambda: torch.randn(B, CLASSES, dtype=torch.float64)),
+    "bce": (nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), lambda: SIGNS),
+    "soft margin": (nn.SoftMarginLoss(), lambda: SIGNS * 2 - 1),
+    "multi margin": (nn.MultiMarginLoss(), indices),
+    "multi-label soft margin": (nn.MultiLabelSoftMarginLoss(), lambda: SIGNS),
+    "kl": (nn.KLDivLoss(), lambda: torch.rand(B, CLASSES, dtype=torch.float64)),
+    "kl, batchmean": (nn.KLDivLoss(reduction="batchmean"), lambda: torch.rand(B, CLASSES, dtype=torch.float64)),
+    "poisson": (nn.PoissonNLLLoss(), lambda: torch.rand(B, CLASSES, dtype=torch.float64)),
+    "function": (functional.cross_entropy, indices),
+    "partial": (partial(functional.cross_entropy, ignore_index=-100, weight=WEIGHTS), lambda: indices(ignored=-100)),
+    "none": (nn.CrossEntropyLoss(reduction="none"), indices),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_the_whole_batchs(case: str, replicas: int, engine: str) -> None:
+    criterion, make = CASES[case]
+    x, y = torch.randn(B, 4, dtype=torch.float64), make()
+    net = nn.Linear(4, CLASSES).double()
+    expected = criterion(net(x), y)
+    expected.sum().backward()
+    wanted = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    net.zero_grad()
+    with instep.DataParallel(instep.with_loss(net, criterion), ["cpu"] * replicas, engine=engine) as model:
+        for _ in range(2):
+            net.zero_grad()
+            loss = model(x, y)
+            loss.sum().backward()
+            torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+            for parameter, gradient in zip(net.parameters(), wanted, strict=True):
+                torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_token_means_of_padded_text(engine: str) -> None:
+    """[B, C, T] outputs, with most tokens of the first shard ignored."""
+    net = nn.Conv1d(3, CLASSES, 1).double()
+    x, y = torch.randn(B, 3, 6, dtype=torch.float64), indices(6, ignored=-100)
+    criterion = nn.CrossEntropyLoss()
+    with instep.DataParallel(instep.with_loss(net, criterion), ["cpu"] * 3, engine=engine) as model:
+        torch.testing.assert_close(model(x, y), criterion(net(x), y), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_function_with_its_own_weight(engine: str) -> None:
+    def masked(output: Tensor, target: Tensor) -> Tensor:
+        kept = target != 0
+        return (output.squeeze(-1)[kept] ** 2).mean()
+
+    net = nn.Linear(4, 1).double()
+    x, y = torch.randn(B, 4, dtype=torch.float64), torch.tensor([0, 0, 0, 0, 1, 1, 1])
+    expected = masked(net(x), y)
+    expected.backward()
+    wanted, net.weight.grad = net.weight.grad, None
+    module = instep.with_loss(net, masked, weight=lambda output, target: (target != 0).sum())
+    with instep.DataParallel(module, ["cpu"] * 2, engine=engine) as model:
+        loss = model(x, y)
+        loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(net.weight.grad, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_where_the_target_is(engine: str) -> None:
+    net, x, y = nn.Linear(4, CLASSES), torch.randn(B, 4), indices()
+    expected = functional.cross_entropy(net(x), y)
+
+    class OfBatch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, batch: dict[str, Any]) -> Tensor:
+            out: Tensor = self.net(batch["x"])
+            return out
+
+    criterion = nn.CrossEntropyLoss()
+    ways: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (instep.with_loss(net, criterion), (x, y), {}),
+        (instep.with_loss(net, criterion, target=0), (y, x), {}),
+        (instep.with_loss(net, criterion, target="y"), (x,), {"y": y}),
+        (instep.with_loss(net, criterion, target="y"), (), {"input": x, "y": y}),
+        (instep.with_loss(OfBatch(), criterion, target=lambda batch: batch["y"]), ({"x": x, "y": y},), {}),
+    ]
+    for module, args, kwargs in ways:
+        torch.testing.assert_close(module(*args, **kwargs), expected)
+        with instep.DataParallel(module, ["cpu"] * 2, engine=engine) as model:
+            torch.testing.assert_close(model(*args, **kwargs), expected)
+            assert (
+                "target" in str(model.explain(*args, **kwargs))
+                or kwargs
+                or "batch" in str(model.explain(*args, **kwargs))
+            )
+
+
+def test_keys_and_attributes_are_the_modules() -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    module = instep.with_loss(net, nn.CrossEntropyLoss(weight=torch.ones(3)))
+    model = instep.DataParallel(module, ["cpu"] * 2)
+    for each in (module, model):
+        assert list(each.state_dict()) == ["0.weight", "0.bias"]
+        assert [name for name, _ in each.named_parameters()] == ["0.weight", "0.bias"]
+        assert each[0] is net[0]
+        each.load_state_dict({f"module.{key}": value for key, value in net.state_dict().items()})
+    assert not model.eval().training
+    assert not net.training
+    model.half()
+    assert net[0].weight.dtype is module._instep_loss.criterion.weight.dtype is torch.float16
+
+
+def test_it_is_copied_and_pickled() -> None:
+    module = instep.with_loss(nn.Linear(4, CLASSES), nn.CrossEntropyLoss())
+    x, y = torch.randn(B, 4), indices()
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        torch.testing.assert_close(other(x, y), module(x, y))
+        assert other.weight is not module.weight
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_optimizer_step_is_the_plain_one(engine: str) -> None:
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
+    net = copy.deepcopy(plain)
+    criterion = nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=-100)
+    batches = [(torch.randn(size, 4, dtype=torch.float64), torch.randint(CLASSES, (size,))) for size in (7, 2, 5, 1, 3)]
+    for _, y in batches:
+        y[0] = -100 if len(y) > 1 else y[0]
+    theirs, ours = torch.optim.AdamW(plain.parameters()), torch.optim.AdamW(net.parameters())
+    with instep.DataParallel(instep.with_loss(net, criterion), ["cpu"] * 3, engine=engine) as model:
+        for x, y in batches:
+            theirs.zero_grad()
+            criterion(plain(x), y).backward()
+            theirs.step()
+            ours.zero_grad()
+            model(x, y).backward()
+            ours.step()
+    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+def test_nothing_counted_at_all_is_nan_as_in_torch() -> None:
+    net, x, y = nn.Linear(4, CLASSES), torch.randn(B, 4), torch.full((B,), -100)
+    with instep.DataParallel(instep.with_loss(net, nn.CrossEntropyLoss()), ["cpu"] * 2) as model:
+        assert model(x, y).isnan()
+
+
+class Learned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output * self.scale, target)
+
+
+def test_what_it_refuses() -> None:
+    net = nn.Linear(4, 1)
+    with pytest.raises(WrapError, match="parameters of its own"):
+        instep.with_loss(net, Learned())
+    with pytest.raises(WrapError, match="a module and a criterion"):
+        instep.with_loss(nn.MSELoss(), "mse")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="no keyword 'y'"):
+        instep.with_loss(net, nn.MSELoss(), target="y")(torch.ones(2, 4))
+    with pytest.raises(TypeError, match="position -1"):
+        instep.with_loss(net, nn.MSELoss())(x=torch.ones(2, 4))
