@@ -19,7 +19,7 @@ LINES_AT_MOST = 399
 FLOORS = [
     {"errors", "locks", "private", "settings"},
     {"structure"},
-    {"devices", "random"},
+    {"compiled", "devices", "random"},
     {"replicas", "reduce"},
     {"bridge", "collectives", "hooks"},
     {"engines"},

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from instep.accept import accept, refuse_outer_wrapper
+from instep.compiled import compiled_by, compiler, untraced
 from instep.crossing import Crossing
 from instep.devices import (
     DeviceLike,
@@ -136,6 +137,7 @@ class DataParallel(Transparent, Wrapper):
         """Run another method of the module in parallel: `model.call("generate", ids)`."""
         return self._run(method, args, kwargs)
 
+    @untraced
     def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not self._instep_called:
             refuse_outer_wrapper()
@@ -186,14 +188,14 @@ class DataParallel(Transparent, Wrapper):
         function = self.module if method == "forward" else getattr(self.module, method)
         args, kwargs = bare(args), bare(kwargs)
         if self._instep_stays or inside_replica():
-            return function(*args, **kwargs)
+            return compiled_by(compiler(), function, args, kwargs)
         device, rules = self._instep_devices[0], self._instep_options.place
         if device.type != "cpu" or rules:
             names, values = self._method(method).name(args, kwargs)
             keep = stays_on_host(values)
             moved = [place(value, (name,), device, keep, rules) for name, value in zip(names, values, strict=True)]
             args, kwargs = moved[: len(args)], dict(zip(names[len(args) :], moved[len(args) :], strict=True))
-        output = function(*args, **kwargs)
+        output = compiled_by(compiler(), function, args, kwargs)
         return output if self._instep_output == device else on_output_device(output, self._instep_output)
 
     def _place(self, plan: SplitPlan, shards: list[list[Any]]) -> list[list[Any]]:
@@ -254,6 +256,10 @@ class DataParallel(Transparent, Wrapper):
             isinstance(tensor, (UninitializedBuffer, UninitializedParameter)) for tensor in tensors
         )
         return self._instep_maybe_lazy
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As `nn.Module.compile`: the module is compiled, and so is each replica."""
+        self.module.compile(*args, **kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """What happens to each leaf of such a call, and why; nothing runs. `print(model.explain(batch))`."""

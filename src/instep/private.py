@@ -92,3 +92,25 @@ def look_alike(tensors: Sequence[Tensor]) -> Callable[[], bool]:
         return partial(check, *tensors) if check(*tensors) else lambda: False
     except (TypeError, RuntimeError, ValueError):
         return lambda: False
+
+
+_frames: Any = getattr(torch._C, "_dynamo", None) and torch._C._dynamo.eval_frame
+
+
+def _no_compiler(_: Any) -> Any:
+    """There is none to set, and there was none."""
+
+
+set_frame_compiler: Callable[[Any], Any] = getattr(_frames, "set_eval_frame", _no_compiler)
+"""Sets what compiles the frames that this thread runs from now on, None for nothing; returns what did before."""
+
+
+def leave_frame_alone(function: Any) -> None:
+    """Ask the compiler not to look at a function's own code; without a way to ask it looks, and finds nothing to do."""
+    strategy: Any = getattr(_frames, "set_code_exec_strategy", None)
+    skip: Any = getattr(_frames, "skip_code", None)
+    if strategy is not None:
+        action = _frames._FrameAction
+        strategy(function.__code__, _frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    elif skip is not None:
+        skip(function.__code__)

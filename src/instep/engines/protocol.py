@@ -56,7 +56,7 @@ def _perform(job: Job, index: int) -> Outcome:
         with job.ambient.enter(replica.device):
             if job.follow:
                 replica.follow_state()
-            outcome = run(replica, job.method, args, kwargs)
+            outcome = run(replica, job.method, args, kwargs, job.ambient.compiler)
         if guard.touched:
             refuse_gradients(leaf for _, leaf in replica.trainable)
         return outcome

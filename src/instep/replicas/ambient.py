@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from instep.compiled import allowing, compiler, graph_limit
 from instep.private import default_device, saved_tensor_hooks
 
 
@@ -37,10 +38,15 @@ class Ambient:
     """The stream that the caller works on, for each accelerator."""
     context: contextvars.Context
     """The caller's context variables."""
+    compiler: Any
+    """What compiles the code of the module, if the caller was called by compiled code."""
+    graphs: int | None
+    """How many graphs a replica's thread may compile of one piece of code."""
 
     @classmethod
     def capture(cls, devices: Iterable[torch.device]) -> Ambient:
         """The caller's state, for replicas on these devices."""
+        devices = list(devices)
         places = set(devices)
         return cls(
             grad=torch.is_grad_enabled(),
@@ -56,6 +62,8 @@ class Ambient:
                 place: torch.get_device_module(place).current_stream(place) for place in places if place.type != "cpu"
             },
             context=contextvars.copy_context(),
+            compiler=compiler(),
+            graphs=graph_limit(len(devices)),
         )
 
     @contextmanager
@@ -79,6 +87,7 @@ class Ambient:
                 stack.enter_context(backend.stream(self.streams[device]))
             if self.saved_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_hooks))
+            stack.enter_context(allowing(self.graphs))
             yield
 
 

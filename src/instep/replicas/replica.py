@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from instep.compiled import compiled_by
 from instep.replicas.clone import Cloner
 from instep.replicas.equal import equal_tensors
 from instep.replicas.tensors import Tensors, Way
@@ -149,11 +150,11 @@ class Outcome:
     error: BaseException | None = None
 
 
-def run(replica: Replica, method: str, args: list[Any], kwargs: dict[str, Any]) -> Outcome:
+def run(replica: Replica, method: str, args: list[Any], kwargs: dict[str, Any], compiler: Any = None) -> Outcome:
     """One replica's part of a call, and what it changed on the replica."""
     outcome = Outcome()
     function: Callable[..., Any] = replica.module if method == "forward" else getattr(replica.module, method)
-    outcome.output = function(*args, **kwargs)
+    outcome.output = compiled_by(compiler, function, args, kwargs)
     outcome.changes = replica.changes()
     outcome.written = replica.written()
     return outcome
