@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from instep.devices import DeviceLike
+from instep.errors import StructureError, WrapError
 from instep.loss import Loss, WithLoss
 from instep.structure.dims import AUTO, dims_by_name
 from instep.structure.merge import Merger
-from instep.structure.plan import Planner, named_arguments
+from instep.structure.plan import Planner, SplitPlan, named_arguments
+from instep.structure.rules import call_by_name, look_up
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Options:
     state: Mapping[str, Any] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
     min_shard: int = 1
+    shares: tuple[float, ...] = ()
+    cost: str | Callable[..., Any] | None = None
     place: Mapping[str, DeviceLike] = field(default_factory=dict)
     on_unmerged_state: str = "error"
     private_copies: bool = False
@@ -48,7 +53,7 @@ class Method:
         self.parameters, self.rest = _parameter_names(getattr(module, name))
         names = self.parameters if self._loss is None else [*self.parameters, TARGET]
         in_dims = dims_by_name(options.in_dims, names, self.rest)
-        self.planner = Planner(replicas, options.dim, in_dims, options.min_shard)
+        self.planner = Planner(replicas, options.dim, in_dims, options.min_shard, options.shares)
         self.merger = Merger.of(merge, options.out_dims, options.dim)
 
     def name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
@@ -64,9 +69,30 @@ class Method:
         """The output of the whole batch from what the replicas' outputs merged to."""
         return merged if self._loss is None else self._loss.of_whole(merged)
 
+    def plan(self, names: Sequence[str], values: Sequence[Any], cost: str | Callable[..., Any] | None) -> SplitPlan:
+        """How such a call is shared out."""
+        plan = self.planner.plan(names, values)
+        if cost is None or plan.parts == 1:
+            return plan
+        return self.planner.weigh(plan, _costs(cost, dict(zip(names, values, strict=True))))
+
 
 TARGET = "target"
 """The name of a positional argument that only the criterion sees."""
+
+
+def _costs(cost: str | Callable[..., Any], arguments: Mapping[str, Any]) -> list[float]:
+    found = call_by_name(cost, arguments) if callable(cost) else look_up(cost, arguments)
+    if found is None:
+        raise StructureError(f"cost={cost!r} names no argument of the call: it has {', '.join(arguments)}.")
+    numbers: list[float] = found.tolist() if isinstance(found, (Tensor, np.ndarray)) else list(found)
+    return numbers
+
+
+def check_shares(shares: Sequence[float], devices: int) -> None:
+    """Refuse shares that do not say of each device how much it takes."""
+    if shares and (len(shares) != devices or not all(share > 0 for share in shares)):
+        raise WrapError(f"shares={list(shares)}: give one number above zero for each of the {devices} devices.")
 
 
 def _parameter_names(function: Callable[..., Any]) -> tuple[list[str], str | None]:

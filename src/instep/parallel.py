@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from instep.errors import WrapError
 from instep.explain import Explanation, explain
 from instep.face import Transparent
 from instep.locks import ProcessLock
-from instep.options import Method, Options
+from instep.options import Method, Options, check_shares
 from instep.private import follows_one_thread
 from instep.random import RandomState
 from instep.replicas.ambient import Ambient
@@ -65,6 +65,9 @@ class DataParallel(Transparent, Wrapper):
         state: what state that `forward` changes means: `{"steps": "sum"}`.
         methods: other methods that run in parallel when they are called on the wrapper.
         min_shard: the fewest samples that a replica is given.
+        shares: how much of a batch each device takes, for devices that are not equally fast: `[2, 1]`.
+        cost: what each sample costs, for samples that are not equally large: the name of an argument, or a function of
+            arguments by name (`lambda lengths: lengths`); shards then have about equal cost. It is read at each call.
         place: leaves that go to another device than their replica's: `{"lengths": "cpu"}`.
         on_unmerged_state: `"error"`, or `"warn"` to keep the first replica's state where no rule is given.
         private_copies: give every replica memory of its own even on the source's device.
@@ -84,6 +87,8 @@ class DataParallel(Transparent, Wrapper):
         state: Mapping[str, Any] | None = None,
         methods: Sequence[str] = (),
         min_shard: int = 1,
+        shares: Sequence[float] | None = None,
+        cost: str | Callable[..., Any] | None = None,
         place: Mapping[str, DeviceLike] | None = None,
         on_unmerged_state: str = "error",
         private_copies: bool = False,
@@ -99,6 +104,8 @@ class DataParallel(Transparent, Wrapper):
             state=dict(state or {}),
             methods=tuple(methods),
             min_shard=min_shard,
+            shares=tuple(shares or ()),
+            cost=cost,
             place=dict(place or {}),
             on_unmerged_state=on_unmerged_state,
             private_copies=private_copies,
@@ -112,6 +119,7 @@ class DataParallel(Transparent, Wrapper):
         if options.on_unmerged_state not in ("error", "warn"):
             raise WrapError(f"on_unmerged_state={options.on_unmerged_state!r}: write 'error' or 'warn'.")
         devices = devices_of(options.device_ids, self.module)
+        check_shares(options.shares, len(devices))
         if home_of(self.module) not in (None, devices[0]):
             self.module.to(devices[0])
         self._instep_options = options
@@ -146,7 +154,7 @@ class DataParallel(Transparent, Wrapper):
             return self._alone(method, args, kwargs)
         known = self._method(method)
         names, values = known.name(args, kwargs)
-        plan = known.planner.plan(names, values)
+        plan = known.plan(names, values, self._instep_options.cost)
         if plan.parts == 1:
             return self._alone(method, args, kwargs)
         with self._instep_lock, self._unharmed() as random:
@@ -267,7 +275,7 @@ class DataParallel(Transparent, Wrapper):
         names, values = known.name(args, kwargs)
         if self._instep_alone:
             return Explanation(f"one device: the module itself runs on {self._instep_devices[0]}", (), ())
-        plan = known.planner.plan(names, values)
+        plan = known.plan(names, values, self._instep_options.cost)
         return explain(plan, values, self._instep_devices, self._instep_choice, known.merger)
 
     @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from instep.errors import MergeError
 from instep.structure.merge import Merger, merge
-from instep.structure.plan import balanced
+from instep.structure.sizes import sizes_for
 from instep.structure.split import split
 
 from .structures import Blueprint, anchors, assert_same, blueprints, pairs_of_tensors, slices
@@ -110,7 +110,7 @@ def test_any_dim_can_hold_the_batch(batch: int, parts: int, dim: int, names: boo
 
 @given(batch=st.integers(0, 200), replicas=st.integers(1, 20), least=st.integers(1, 9))
 def test_sizes_are_balanced(batch: int, replicas: int, least: int) -> None:
-    sizes = balanced(batch, replicas, least)
+    sizes = sizes_for(batch, replicas, least)
     assert sum(sizes) == batch
     assert max(sizes) - min(sizes) <= 1
     assert list(sizes) == sorted(sizes, reverse=True)

@@ -16,8 +16,9 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as torch_pytree
 
 from instep.structure.marks import Shards, whole
-from instep.structure.plan import Planner, balanced, named_arguments
+from instep.structure.plan import Planner, named_arguments
 from instep.structure.roles import Column, Custom, Cut, Inside, Keep, Ready, Role, describe
+from instep.structure.sizes import sizes_for
 
 from .planning import B, plan, refusal, role_of, x
 
@@ -214,7 +215,7 @@ def test_no_sample_and_one_sample_run_in_one_part(size: int) -> None:
     ],
 )
 def test_sizes(batch: int, replicas: int, least: int, sizes: tuple[int, ...]) -> None:
-    assert balanced(batch, replicas, least) == sizes
+    assert sizes_for(batch, replicas, least) == sizes
     assert plan(Planner(replicas, min_shard=least), x=torch.zeros(batch)).sizes == sizes
 
 

@@ -6,18 +6,20 @@ Planning looks at types, keys and sizes only. It never reads tensor data, so it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from instep.errors import StructureError
 from instep.structure.dims import AUTO, Declared, check_dims, declared_below, declared_dims
 from instep.structure.fit import Fit, Memory, Misfit, fit, holds_tensors, own_kind, propose
 from instep.structure.marks import Shards, Whole
 from instep.structure.messages import ambiguous_sizes, misfit_message, unequal_shards, unread, wrong_shards
 from instep.structure.roles import Ready, Role
+from instep.structure.sizes import sizes_by_cost, sizes_for
 from instep.structure.tree import SCALARS, Path, open_node
 
 Cutter: TypeAlias = Callable[[Any], Sequence[Any]]
@@ -43,21 +45,6 @@ class SplitPlan:
         return len(self.sizes)
 
 
-def balanced(batch: int, replicas: int, min_shard: int = 1) -> tuple[int, ...]:
-    """Sizes that sum to `batch`, differ by at most one, and use fewer replicas rather than less than `min_shard`.
-
-    >>> balanced(10, 4)
-    (3, 3, 2, 2)
-    >>> balanced(3, 4)
-    (1, 1, 1)
-    >>> balanced(7, 4, min_shard=3)
-    (4, 3)
-    """
-    active = max(1, min(replicas, batch // max(1, min_shard)))
-    base, extra = divmod(batch, active)
-    return tuple(base + (index < extra) for index in range(active))
-
-
 @dataclass
 class Planner:
     """Plans calls of one function, remembers how it read each list, and keeps the plans of structures it has seen."""
@@ -66,6 +53,8 @@ class Planner:
     dim: int = 0
     in_dims: Any = AUTO
     min_shard: int = 1
+    shares: tuple[float, ...] = ()
+    """How much of a batch each replica takes, in proportion; left out, all take alike."""
     memory: Memory = field(default_factory=dict)
     _plans: dict[Any, SplitPlan] = field(default_factory=dict, repr=False)
     _dims: tuple[int, ...] = field(init=False, repr=False)
@@ -88,6 +77,15 @@ class Planner:
             self._plans[self._signature(names, values)] = plan
         return plan
 
+    def weigh(self, plan: SplitPlan, costs: Sequence[float]) -> SplitPlan:
+        """The plan with shards of about equal cost instead of about equal size; `costs` has one entry a sample."""
+        if len(costs) != plan.batch:
+            raise StructureError(f"cost= gave {len(costs)} numbers for a batch of {plan.batch}: it gives one a sample.")
+        if any(isinstance(role, Ready) for role in plan.roles):
+            return plan  # the caller has decided
+        sizes = sizes_by_cost(costs, plan.parts, self.min_shard, self.shares)
+        return plan if sizes == plan.sizes else replace(plan, sizes=sizes, cutters=[])
+
     def _signature(self, names: Sequence[str], values: Sequence[Any]) -> Any:
         read, dims = self._read, self._dims
         return (*names, *[_sign(value, dims, read.get(name)) for name, value in zip(names, values, strict=True)])
@@ -95,7 +93,7 @@ class Planner:
     def _decide(self, names: tuple[str, ...], values: Sequence[Any]) -> SplitPlan:
         declared = declared_below(self.in_dims, names, self.dim)
         batch, chosen = self._choose(names, values, declared)
-        sizes = (0,) if batch is None else balanced(batch, self.replicas, self.min_shard)
+        sizes = (0,) if batch is None else sizes_for(batch, self.replicas, self.min_shard, self.shares)
         ready = [(path, role) for path, role in chosen.leaves if isinstance(role, Ready)]
         if ready:
             sizes, batch = self._follow_shards(ready, sizes, batch)

@@ -45,13 +45,13 @@ class WeightedBy:
         if callable(self.weight):
             if not scene.inputs:
                 raise MergeError(f"{where}: weighted_by(function) needs the arguments of the call, and there are none.")
-            return [_total(_call_by_name(self.weight, shard)) for shard in scene.inputs]
+            return [_total(call_by_name(self.weight, shard)) for shard in scene.inputs]
         return [_total(self._find(self.weight, scene, index, where)) for index in range(len(scene.sizes))]
 
     def _find(self, path: str, scene: Scene, index: int, where: str) -> Any:
-        value = _look_up(path, scene.outputs[index])
+        value = look_up(path, scene.outputs[index])
         if value is None and scene.inputs:
-            value = _look_up(path, scene.inputs[index])
+            value = look_up(path, scene.inputs[index])
         if value is None:
             raise MergeError(f"{where}: weighted_by({path!r}) names no output and no argument of the call.")
         return value
@@ -69,7 +69,7 @@ def weighted_by(weight: str | Callable[..., Any]) -> WeightedBy:
 Rule: TypeAlias = str | tuple[str, Any] | WeightedBy | UserRule
 
 
-def _call_by_name(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+def call_by_name(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Call a function with those of the arguments that it asks for."""
     try:
         parameters = inspect.signature(function).parameters
@@ -86,7 +86,8 @@ def _total(value: Any) -> Any:
     return sum(value) if isinstance(value, (list, tuple)) else value
 
 
-def _look_up(path: str, value: Any) -> Any:
+def look_up(path: str, value: Any) -> Any:
+    """What a dotted path leads to inside a structure; None where it leads nowhere."""
     for key in path.split("."):
         node = open_node(value)
         if node is None:

@@ -1,0 +1,57 @@
+"""A shard without targets, or with a loss of zero, on which every other rank waits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .beside import on_each_engine, train_beside
+
+
+class Detector(nn.Module):
+    """Returns a loss only for samples that have boxes, and None where a shard has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(3, 1)
+
+    def forward(self, images: Tensor, boxes: list[list[float]]) -> Tensor | None:
+        kept = [index for index, found in enumerate(boxes) if found]
+        if not kept:
+            return None
+        targets = torch.tensor([sum(boxes[index]) for index in kept])
+        out: Tensor = (self.score(images[kept]).squeeze(1) - targets).square().sum()
+        return out
+
+
+BOXES: list[list[float]] = [[1.0], [2.0, 3.0], [], [], []]
+
+
+@on_each_engine
+def test_a_shard_without_targets(engine: str) -> None:
+    train_beside(Detector(), [torch.randn(5, 3)] * 2, lambda model, x: model(x, BOXES), engine, merge="sum")
+
+
+class Detached(nn.Module):
+    """Gives a constant, which needs no gradient, where a shard has nothing to learn from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x == 0).all()):
+            return torch.zeros(len(x), 1)
+        out: Tensor = self.layer(x)
+        return out
+
+
+@on_each_engine
+def test_a_shard_whose_output_needs_no_gradient(engine: str) -> None:
+    x = torch.cat([torch.randn(3, 3), torch.zeros(2, 3)])
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        out: Tensor = model(batch)[:3].square().sum()
+        return out
+
+    train_beside(Detached(), [x, x], loss, engine)

@@ -1,0 +1,47 @@
+"""The first device holds every output and the loss; it runs out of memory while the others are half empty."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor, nn
+
+import instep
+
+from .beside import on_each_engine
+
+
+class Watched(nn.CrossEntropyLoss):
+    """Notes how many samples it was given at a time, and by which thread."""
+
+    seen: list[tuple[int, str]]
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        self.seen.append((len(input), threading.current_thread().name))
+        return super().forward(input, target)
+
+
+@on_each_engine
+def test_the_loss_is_computed_where_the_outputs_are(engine: str) -> None:
+    net, x, y = nn.Linear(4, 1000), torch.randn(5, 4), torch.randint(1000, (5,))
+    with instep.DataParallel(instep.with_loss(net, nn.CrossEntropyLoss()), ["cpu"] * 2, engine=engine) as model:
+        loss = model(x, y)
+        loss.backward()
+        given, net.weight.grad = net.weight.grad, None
+        assert loss.shape == ()  # nothing else came back
+    expected = nn.functional.cross_entropy(net(x), y)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(given, net.weight.grad)
+
+
+@on_each_engine
+def test_each_replica_sees_its_own_samples_only(engine: str) -> None:
+    criterion = Watched()
+    criterion.seen = []
+    module = instep.with_loss(nn.Linear(4, 6), criterion, weight=lambda output, target: len(target))
+    with instep.DataParallel(module, ["cpu"] * 2, engine=engine) as model:
+        model(torch.randn(5, 4), torch.randint(6, (5,)))
+    assert sorted(size for size, _ in criterion.seen) == [2, 3]
+    assert engine == "serial" or len({thread for _, thread in criterion.seen}) == 2

@@ -1,0 +1,50 @@
+"""A list of [C, H, W] images, which is sliced along C."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.errors import StructureError
+
+from .beside import on_each_engine
+
+
+class Sizes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.colour = nn.Conv2d(3, 1, 1)
+
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> list[Tensor]:
+        assert all(image.shape[0] == 3 for image in images)
+        return [self.colour(i[None])[0, 0] + t["box"].sum() for i, t in zip(images, targets, strict=True)]
+
+
+def detection(count: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    images = [torch.randn(3, 4 + index, 5) for index in range(count)]
+    return images, [{"box": torch.randn(index, 4)} for index in range(count)]
+
+
+@on_each_engine
+def test_a_list_of_samples_is_the_batch(engine: str) -> None:
+    batch, net = detection(4), Sizes()
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        for mine, plain in zip(model(*batch), net(*batch), strict=True):
+            torch.testing.assert_close(mine, plain)
+
+
+@on_each_engine
+def test_as_many_images_as_they_have_colours(engine: str) -> None:
+    """Both readings fit: it asks, unless an earlier batch has shown which one is meant."""
+    batch, net = detection(3), Sizes()
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        with pytest.raises(StructureError, match="in_dims={'images': 'samples'}"):
+            model(*batch)
+        model(*detection(4))
+        for mine, plain in zip(model(*batch), net(*batch), strict=True):
+            torch.testing.assert_close(mine, plain)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, in_dims={"images": "samples"}) as model:
+        for mine, plain in zip(model(*batch), net(*batch), strict=True):
+            torch.testing.assert_close(mine, plain)

@@ -1,0 +1,38 @@
+"""An argument that is meant for every replica is chopped like the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.errors import StructureError
+
+from .beside import on_each_engine
+
+
+class Scored(nn.Module):
+    def forward(self, x: Tensor, prototypes: Tensor) -> Tensor:
+        return x @ prototypes.T
+
+
+@on_each_engine
+@pytest.mark.parametrize("count", [4, 6])
+def test_whole_and_in_dims(engine: str, count: int) -> None:
+    """Also where there happen to be as many prototypes as samples."""
+    x, prototypes = torch.randn(6, 3), torch.randn(count, 3)
+    net = Scored()
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, out_dims=0) as model:
+        torch.testing.assert_close(model(x, instep.whole(prototypes)), net(x, prototypes))
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, in_dims={"prototypes": None}, out_dims=0) as model:
+        torch.testing.assert_close(model(x, prototypes), net(x, prototypes))
+
+
+@on_each_engine
+def test_sizes_that_differ_are_said_before_anything_runs(engine: str) -> None:
+    with (
+        instep.DataParallel(Scored(), ["cpu"] * 2, engine=engine) as model,
+        pytest.raises(StructureError, match=r"(?s)prototypes.*in_dims=.*whole"),
+    ):
+        model(torch.randn(6, 3), torch.randn(4, 3))

@@ -1,0 +1,30 @@
+"""Unexpected key(s) in state_dict: "module.weight"."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+
+
+def test_keys_are_bare_and_prefixes_are_taken(tmp_path: Path) -> None:
+    net = nn.Linear(3, 2)
+    with instep.DataParallel(net, ["cpu"] * 2) as model:
+        torch.save(model.state_dict(), tmp_path / "net.pt")
+        saved = torch.load(tmp_path / "net.pt", weights_only=True)
+        nn.Linear(3, 2).load_state_dict(saved)
+        for prefix in ("", "module.", "_orig_mod.", "module._orig_mod."):
+            with torch.no_grad():
+                net.weight.zero_()
+            model.load_state_dict({prefix + key: value for key, value in saved.items()})
+            assert torch.equal(net.weight, saved["weight"])
+
+
+def test_torch_adds_a_prefix() -> None:
+    saved = nn.DataParallel(nn.Linear(3, 2)).state_dict()
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        nn.Linear(3, 2).load_state_dict(saved)

@@ -1,0 +1,26 @@
+"""Two arguments of different batch sizes: replicas and samples are dropped in silence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.errors import StructureError
+
+from .beside import on_each_engine
+
+
+class Both(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x, y])
+
+
+@on_each_engine
+def test_it_is_said_which_argument_does_not_fit(engine: str) -> None:
+    with (
+        instep.DataParallel(Both(), ["cpu"] * 4, engine=engine) as model,
+        pytest.raises(StructureError, match=r"'y' \(Tensor \[2, 2\]\) does not fit a batch of 8"),
+    ):
+        model(torch.randn(8, 2), torch.randn(2, 2))
