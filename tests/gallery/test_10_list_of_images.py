@@ -40,7 +40,7 @@ def test_as_many_images_as_they_have_colours(engine: str) -> None:
     """Both readings fit: it asks, unless an earlier batch has shown which one is meant."""
     batch, net = detection(3), Sizes()
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
-        with pytest.raises(StructureError, match="in_dims={'images': 'samples'}"):
+        with pytest.raises(StructureError, match=r"in_dims=\{'images': 'samples'\}"):
             model(*batch)
         model(*detection(4))
         for mine, plain in zip(model(*batch), net(*batch), strict=True):

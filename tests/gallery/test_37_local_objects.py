@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import instep
+
 from .beside import on_each_engine
 
 
