@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import instep
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
+QUESTIONS = EXAMPLES / "questions"
 SOURCE = EXAMPLES.parent / "src"
 
 
@@ -27,8 +31,24 @@ def output_of(script: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("folder", sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir()))
-def test_plain_and_parallel_print_the_same(folder: str) -> None:
-    lines = output_of(EXAMPLES / folder / "plain.py")
+def test_the_quickstart_prints_the_same_in_both_forms() -> None:
+    lines = output_of(EXAMPLES / "quickstart" / "plain.py")
     assert len(lines) == 5
-    assert lines == output_of(EXAMPLES / folder / "parallel.py")
+    assert lines == output_of(EXAMPLES / "quickstart" / "parallel.py")
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in QUESTIONS.glob("*.py") if path.name != "beside.py"))
+def test_each_question_is_answered_as_plain_torch_does(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each script compares the two itself, and stops where they differ."""
+    monkeypatch.syspath_prepend(str(QUESTIONS))
+    monkeypatch.setitem(sys.modules, "beside", None)  # another one may have been imported by that name
+    del sys.modules["beside"]
+    runpy.run_path(str(QUESTIONS / script), run_name="__main__")
+    instep.shutdown()
+    assert ": the same, (" in capsys.readouterr().out
+
+
+def test_there_are_twelve_questions() -> None:
+    assert len(list(QUESTIONS.glob("*.py"))) == 12 + 1

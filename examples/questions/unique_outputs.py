@@ -1,0 +1,37 @@
+"""An output whose size has nothing to do with the batch's: one word says how the parts come together."""
+
+import copy
+
+import torch
+from beside import DEVICES, compare
+from torch import nn
+
+import instep
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 2)
+
+    def forward(self, x):
+        return torch.unique(self.linear(x), dim=0)
+
+
+def main():
+    torch.manual_seed(0)
+    plain = Net()
+    x = torch.randn(4, 5).repeat(3, 1)  # twelve samples, four of which are different
+    model = instep.DataParallel(copy.deepcopy(plain), DEVICES, merge="unique")
+    with torch.no_grad():
+        compare("unique rows", plain(x), model(x))
+
+    # Without the word it is an error that says which ones there are.
+    try:
+        instep.DataParallel(copy.deepcopy(plain), DEVICES)(x)
+    except instep.MergeError as error:
+        print(str(error).splitlines()[0])
+
+
+if __name__ == "__main__":
+    main()
