@@ -21,7 +21,7 @@ FLOORS = [
     {"structure"},
     {"devices", "random"},
     {"replicas", "reduce"},
-    {"bridge", "collectives", "hooks"},
+    {"batchnorm", "bridge", "collectives", "hooks", "meeting"},
     {"engines"},
     {"crossing", "options", "probe"},
     {"accept", "explain", "face", "functional", "loader", "parallel"},

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from instep.collectives import all_gather, all_reduce, replica
 from instep.engines.pool import stop_all as shutdown
-from instep.errors import BridgeError, EngineError, InstepError, MergeError, StateError, StructureError, WrapError
+from instep.errors import (
+    BridgeError,
+    CollectiveError,
+    EngineError,
+    InstepError,
+    MergeError,
+    StateError,
+    StructureError,
+    WrapError,
+)
 from instep.functional import data_parallel, gather, parallel_apply, replicate, scatter
 from instep.parallel import DataParallel
 from instep.structure.marks import Shards, whole
@@ -16,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BridgeError",
+    "CollectiveError",
     "DataParallel",
     "EngineError",
     "InstepError",
@@ -24,11 +35,14 @@ __all__ = [
     "StateError",
     "StructureError",
     "WrapError",
+    "all_gather",
+    "all_reduce",
     "data_parallel",
     "gather",
     "merge",
     "parallel_apply",
     "register",
+    "replica",
     "replicate",
     "scatter",
     "shutdown",
