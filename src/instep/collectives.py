@@ -69,8 +69,7 @@ def all_gather(x: Any, dim: int = 0) -> Any:
     numbers = iter(range(len(tensors)))
     skeleton = map_tensors(lambda _: _Slot(next(numbers)), x)  # type: ignore[arg-type, return-value]
     rows, skeletons = share(place, f"all_gather(dim={dim}) of {_describe(x, dim)}", tensors, skeleton)
-    joiner = _Joiner(dim, rows, place.position.index)
-    return joiner.join(skeletons, ())
+    return _Joiner(dim, rows).join(skeletons, ())
 
 
 def _weights(place: Seat) -> list[float]:
@@ -150,7 +149,6 @@ class _Joiner:
 
     dim: int
     rows: list[list[Tensor]]
-    mine: int
 
     def join(self, values: Sequence[Any], path: Path) -> Any:
         first = values[0]
@@ -174,10 +172,9 @@ class _Joiner:
         return node.close([self.join(c, (*path, k)) for k, c in zip(node.keys, children, strict=True)])
 
     def _fill(self, item: Any, index: int) -> Any:
-        """One replica's sample, with its tensors; those of another replica are copied, for they are shared."""
+        """One replica's sample, with its tensors; they are copied, for replicas share them."""
         if isinstance(item, _Slot):
-            tensor = self.rows[index][item.number]
-            return tensor if index == self.mine else tensor.clone()
+            return self.rows[index][item.number].clone()
         node = open_node(item)
         return item if node is None else node.close([self._fill(child, index) for child in node.children])
 

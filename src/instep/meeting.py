@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -82,6 +83,8 @@ class Seat:
     """Whether the caller wants gradients."""
     floor: CodeType | None = None
     """Code below which the caller's own frames begin."""
+    over: bool = False
+    """Whether the replica's forward has ended."""
     crossed: int = 0
     """How often tensors crossed so far."""
     tokens: list[Tensor] = field(default_factory=list)
@@ -111,7 +114,7 @@ def attend(place: Seat | None) -> Iterator[None]:
 def share(place: Seat, label: str, tensors: Sequence[Tensor], note: Any = None) -> tuple[list[list[Tensor]], list[Any]]:
     """Every replica's tensors and notes, in the order of the replicas; differentiable.
 
-    Another replica's tensors lie where they may be read and never written: they are shared by all that got them.
+    They may be read and never written: all replicas that got a tensor share its memory.
     """
     grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     label = label if grad else f"{label} without gradients"
@@ -119,9 +122,12 @@ def share(place: Seat, label: str, tensors: Sequence[Tensor], note: Any = None) 
     if place.meeting.joint:
         _refuse_checkpoint(place, label)
         received, notes = _hand_over(place, label, kept, note)
+        for tensor in kept:
+            if tensor.requires_grad:
+                tensor.register_hook(partial(_refuse_inside, place, label))
     else:
         received, notes = _swap(place, label, kept, note, grad)
-    received[place.position.index] = list(tensors)
+    received[place.position.index] = kept
     return received, notes
 
 
@@ -200,7 +206,8 @@ def _swap(
     route = Route(place, f"{label}, number {place.crossed} of the call", note)
     flat = iter(_send(route, [list(tensors) for _ in route.peers], grad))
     received = [[cast(Tensor, next(flat)) for _ in range(count)] for count in route.counts]
-    return received, route.notes
+    notes, route.notes, route.note = route.notes, [], None  # the graph needs none of them
+    return received, notes
 
 
 def _send(route: Route, rows: list[Row], grad: bool) -> Row:
@@ -316,6 +323,15 @@ def _reach(nodes: list[Any], seen: set[Any], numbers: dict[Any, int]) -> set[int
             found.add(numbers[node])
         nodes.extend(below for below, _ in node.next_functions)
     return found
+
+
+def _refuse_inside(place: Seat, label: str, _: Tensor) -> None:
+    """In a joint graph a gradient that one replica takes in its forward would leave out what the others make of it."""
+    if not place.over:
+        raise CollectiveError(
+            f"a gradient was taken inside of forward through {label}, where this engine cannot add what the other "
+            f"replicas have of it.\nTake it outside of the call; on CPU replicas engine='threads' can do it inside."
+        )
 
 
 def _refuse_checkpoint(place: Seat, label: str) -> None:

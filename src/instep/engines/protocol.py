@@ -84,7 +84,8 @@ def _perform(job: Job, index: int) -> Outcome:
         return Outcome(error=error)
     finally:
         replica.tensors.guard.set(False)
-        if job.room is not None:
+        if job.room is not None and seat is not None:
+            seat.over = True
             job.room.leave(index, failure)
 
 
