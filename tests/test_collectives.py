@@ -21,6 +21,7 @@ import instep
 
 from .replicated import WAYS, assert_close, assert_same_gradients, replicated, weigh
 
+pytestmark = pytest.mark.usefixtures("one_core")
 each_way = pytest.mark.parametrize("way", WAYS)
 each_engine = pytest.mark.parametrize("way", ["serial", "threads"])
 
