@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 import instep
+from instep.meeting import calls_alone
 
 from .replicated import WAYS, assert_close, assert_same_gradients, replicated, weigh
 
@@ -210,10 +211,11 @@ def test_replica_says_where_it_is(way: str) -> None:
 
 
 def test_outside_of_a_call_nothing_happens() -> None:
-    x = {"a": [batch()], "b": "text"}
+    x, before = {"a": [batch()], "b": "text"}, calls_alone()
     assert instep.all_gather(x) is x
     assert instep.all_reduce(x, "max") is x
     assert (instep.replica().index, instep.replica().count) == (0, 1)
+    assert calls_alone() == before + 2
     with pytest.raises(instep.CollectiveError, match="sum, mean, max, min"):
         instep.all_reduce(x, "product")
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from instep.errors import CollectiveError
-from instep.meeting import OUTSIDE, Position, Seat, seat, share
+from instep.meeting import OUTSIDE, Position, Seat, alone, seat, share
 from instep.structure.tree import Path, map_tensors, open_node, show_path, tensors_in
 from instep.structure.types import kind_of
 
@@ -41,6 +41,7 @@ def all_reduce(x: Any, op: str = "sum") -> Any:
         raise CollectiveError(f"all_reduce(op={op!r}): write one of {', '.join(OPS)}.")
     place = seat()
     if place is None:
+        alone()
         return x
     _refuse_kinds(x, (), "all_reduce")
     _check_dtypes(x, op)
@@ -63,6 +64,7 @@ def all_gather(x: Any, dim: int = 0) -> Any:
     """
     place = seat()
     if place is None:
+        alone()
         return x
     _refuse_kinds(x, (), "all_gather")
     tensors = list(tensors_in(x))

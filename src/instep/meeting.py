@@ -100,6 +100,20 @@ def seat() -> Seat | None:
     return getattr(_here, "seat", None)
 
 
+def alone() -> None:
+    """Note that this thread did something together with others, and was alone."""
+    _here.alone = calls_alone() + 1
+
+
+def calls_alone() -> int:
+    """How often this thread did something together with others outside of a parallel call, where that is nothing.
+
+    What is run in parts to see how its outputs belong together asks before and after: such a module looks at the whole
+    batch and takes care of that itself.
+    """
+    return int(getattr(_here, "alone", 0))
+
+
 @contextmanager
 def attend(place: Seat | None) -> Iterator[None]:
     """Take a place in a meeting, for the length of a `with` block in one thread."""
