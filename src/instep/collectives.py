@@ -75,7 +75,7 @@ def all_gather(x: Any, dim: int = 0) -> Any:
 
 
 def _weights(place: Seat) -> list[float]:
-    sizes = place.sizes or [1] * place.position.count
+    sizes = place.sizes if any(place.sizes) else [1] * place.position.count
     return [size / sum(sizes) for size in sizes]
 
 

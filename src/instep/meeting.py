@@ -242,7 +242,7 @@ class Swap(torch.autograd.Function):
     def forward(ctx: Any, token: Tensor, route: Route, widths: list[int], *tensors: Tensor | None) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(token)
-        ctx.route, ctx.spent = route, False
+        ctx.spent = False
         mine = route.place.position
         items = iter(tensors)
         rows = {peer: [next(items) for _ in range(width)] for peer, width in zip(route.peers, widths, strict=True)}
@@ -263,11 +263,12 @@ class Swap(torch.autograd.Function):
                 if made is not None and not wanted:
                     constant.append(made)
         ctx.mark_non_differentiable(*constant)
+        # Not the route itself: it leads to the tokens, which lead back here, and nobody would ever clear that away.
+        ctx.label, ctx.rows = route.label, [route.counts[peer] for peer in route.peers]
         return (torch.zeros_like(token), *received)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *gradients: Tensor | None) -> Any:
-        route: Route = ctx.route
         if ctx.spent:
             raise RuntimeError(SECOND_TIME)
         ctx.saved_tensors  # noqa: B018  # a checkpointed region around this is run again here at the latest
@@ -275,12 +276,12 @@ class Swap(torch.autograd.Function):
         now = seat()
         if now is None:
             raise CollectiveError(
-                f"a gradient came to {route.label} by another way than the backward of its call.\n"
+                f"a gradient came to {ctx.label} by another way than the backward of its call.\n"
                 f"Return what the gradient is taken of from forward, so that every replica takes part."
             )
         items = iter(gradients)
-        rows = [[next(items) for _ in range(route.counts[peer])] for peer in route.peers]
-        back = Route(now, f"the backward of {route.label}")
+        rows = [[next(items) for _ in range(count)] for count in ctx.rows]
+        back = Route(now, f"the backward of {ctx.label}")
         return (None, None, None, *_send(back, rows, torch.is_grad_enabled()))
 
 

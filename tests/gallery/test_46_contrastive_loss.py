@@ -1,4 +1,4 @@
-"""A contrastive loss needs every sample of the batch; gathered without gradients, or not at all, it learns otherwise."""
+"""A contrastive loss needs every sample of the batch; gathered without gradients, or not at all, it is another."""
 
 from __future__ import annotations
 

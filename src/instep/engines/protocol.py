@@ -65,9 +65,9 @@ def _perform(job: Job, index: int) -> Outcome:
     args, kwargs = job.arguments[index]
     seat = job.seat(index)
     failure: BaseException | None = None
-    if job.room is not None:
-        job.room.enter(index)
     try:
+        if job.room is not None:
+            job.room.enter(index)
         guard = replica.tensors.guard
         guard.set(True)  # gradients taken inside forward are forward's own business
         guard.touched = False

@@ -38,9 +38,10 @@ class Room:
         self._turn: int | None = 0 if in_turn else None
 
     def enter(self, index: int) -> None:
-        """Begin a replica's part; waits for its turn."""
+        """Begin a replica's part; waits for its turn, which does not come after a failure."""
         with self._changed:
-            while not self._may_run(index):
+            while self._turn is not None and self._turn != index:
+                self._raise_broken()
                 self._changed.wait()
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
@@ -54,10 +55,9 @@ class Room:
                 self._waiting = {}
                 self._round, self._unread = awaited, len(self._names)
             self._pass_turn(start=True)
-            while self._broken is None and not (self._round >= awaited and self._may_run(index)):
-                self._changed.wait()
-            if self._round < awaited:
+            while self._round < awaited or self._turn not in (None, index):
                 self._raise_broken()
+                self._changed.wait()
             payloads = self._payloads
             self._unread -= 1
             if not self._unread:
@@ -112,9 +112,6 @@ class Room:
     def _raise_broken(self) -> None:
         if self._broken is not None:
             raise type(self._broken)(*self._broken.args)
-
-    def _may_run(self, index: int) -> bool:
-        return self._turn is None or self._turn == index or self._broken is not None
 
     def _pass_turn(self, start: bool) -> None:
         """Let the first replica run that is neither waiting nor gone."""

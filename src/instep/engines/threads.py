@@ -154,8 +154,8 @@ def _in_room(
 ) -> None:
     """One replica's backward, in which it meets the others where it did in its forward."""
     side, failure = sides[index], None
-    room.enter(index)
     try:
+        room.enter(index)
         with attend(None if side.seat is None else replace(side.seat, meeting=room, crossed=0, tokens=[])):
             _backward([side], outputs, grads, keep)
     except BaseException as error:
