@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,3 +40,35 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
         assert (mine.grad is None) == (theirs.grad is None), name
         if theirs.grad is not None:
             assert_close(mine.grad, theirs.grad)
+
+
+class Does(nn.Module):
+    """Runs a function of itself and its inputs."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4).double()
+        self.other = nn.Linear(3, 4).double()
+        self.body = body
+
+    def forward(self, *args: Any) -> Any:
+        return self.body(self, *args)
+
+
+def batch(size: int = 7) -> Tensor:
+    return torch.randn(size, 3, dtype=torch.float64)
+
+
+def train(model: nn.Module, x: Tensor, loss: Callable[[Any], Tensor] = weigh) -> Any:
+    out = model(x)
+    loss(out).backward()
+    return out
+
+
+def check(body: Callable[..., Any], way: str, loss: Callable[[Any], Tensor] = weigh, **options: Any) -> None:
+    """Two steps with and without replicas agree."""
+    x = batch()
+    with replicated(Does(body), way, **options) as (plain, model):
+        for _ in range(2):
+            assert_close(train(model, x, loss), train(plain, x, loss))
+            assert_same_gradients(model, plain)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -11,6 +14,9 @@ from instep.errors import CollectiveError
 from instep.meeting import PeerFailed, first_error
 
 T = TypeVar("T")
+
+PATIENCE = 60.0
+"""Seconds after which a replica that waits says for whom."""
 
 FORWARD = "returned from forward"
 BACKWARD = "came to the end of its backward"
@@ -36,10 +42,13 @@ class Room:
         self._payloads: list[Any] = []
         self._broken: CollectiveError | None = None
         self._turn: int | None = 0 if in_turn else None
+        self._threads: dict[int, int] = {}
+        self._said = False
 
     def enter(self, index: int) -> None:
         """Begin a replica's part; waits for its turn, which does not come after a failure."""
         with self._changed:
+            self._threads[index] = threading.get_ident()
             while self._turn is not None and self._turn != index:
                 self._raise_broken()
                 self._changed.wait()
@@ -57,12 +66,30 @@ class Room:
             self._pass_turn(start=True)
             while self._round < awaited or self._turn not in (None, index):
                 self._raise_broken()
-                self._changed.wait()
+                self._wait(label)
             payloads = self._payloads
             self._unread -= 1
             if not self._unread:
                 self._payloads = []
             return payloads
+
+    def _wait(self, label: str) -> None:
+        """Wait for a change; after a while say once what the others are doing, for one that runs may take its time."""
+        if self._changed.wait(PATIENCE) or self._said:
+            return
+        self._said = True
+        frames = sys._current_frames()
+        able = [i for i in range(len(self._names)) if i not in self._waiting and i not in self._left]
+        for index in able if self._turn is None else [self._turn]:
+            frame = frames.get(self._threads.get(index, 0))
+            stack = (
+                "".join(traceback.format_stack(frame, 8))
+                if frame is not None
+                else "  (its thread has not come to it yet)\n"
+            )
+            warnings.warn(
+                f"{label} has waited {PATIENCE:.0f} s for {self._names[index]}, which is at:\n{stack}", stacklevel=2
+            )
 
     def leave(self, index: int, error: BaseException | None = None) -> None:
         """End a replica's part: whoever waits for it, waits no longer."""
