@@ -114,6 +114,33 @@ def test_outputs_whose_gradient_comes_later(way: str) -> None:
 
 
 @each_way
+def test_a_backward_of_one_output_finds_what_other_replicas_need_for_it(way: str) -> None:
+    """Only replica 0 uses the second gather, and only replica 1's part of it comes from the first."""
+
+    def body(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        one, index = self.layer(x).tanh(), instep.replica().index
+        first = instep.all_gather(one)
+        base = first.sum(0) if index == 1 else self.other(x).tanh().sum(0)
+        second = instep.all_gather(base[None])
+        return (one + second.sum(0) if index == 0 else one), self.other(x)
+
+    def plain_body(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        one, two = self.layer(x).tanh(), self.other(x).tanh()
+        total = two[:3].sum(0) + one.sum(0) + two[5:].sum(0)
+        mask = torch.tensor([1.0, 1, 1, 0, 0, 0, 0], dtype=torch.float64)[:, None]
+        return one + mask * total, self.other(x)
+
+    x = batch()
+    with replicated(Does(body), way) as (plain, model):
+        plain.body = plain_body
+        for each in (plain, model):
+            used, unused = each(x)
+            weigh(used).backward()
+        assert_same_gradients(model, plain)
+        weigh(unused).backward()
+
+
+@each_way
 def test_retained_graphs_and_gradients_of_inputs(way: str) -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         return self.layer(x) @ instep.all_gather(self.layer(x).tanh()).T

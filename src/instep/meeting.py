@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FrameType
@@ -157,10 +157,13 @@ def _hand_over(place: Seat, label: str, tensors: list[Tensor], note: Any) -> tup
     """Tensors cross with their history: the graphs of the replicas are one."""
     mine = place.position
     parcels: list[Parcel] = place.meeting.exchange(mine.index, label, Parcel(tensors, _streams(tensors), note))
-    received = [
-        [] if index == mine.index else [_bring(tensor, mine.device, parcel.streams) for tensor in parcel.tensors]
-        for index, parcel in enumerate(parcels)
-    ]
+    received: list[list[Tensor]] = [[] for _ in parcels]
+    for index, parcel in enumerate(parcels):
+        if index != mine.index:
+            for at, tensor in enumerate(parcel.tensors):
+                # where this replica's own counterpart is: on its device, or on the host
+                place_for = tensors[min(at, len(tensors) - 1)].device if tensors else mine.device
+                received[index].append(_bring(tensor, place_for, parcel.streams))
     return received, [parcel.note for parcel in parcels]
 
 
@@ -171,15 +174,13 @@ def _streams(tensors: Sequence[Tensor]) -> dict[torch.device, Any]:
 
 
 def _bring(tensor: Tensor, device: torch.device | None, streams: dict[torch.device, Any]) -> Tensor:
-    """Another replica's tensor on this one's device; what lies on the host stays there.
-
-    A copy from another accelerator is queued behind what the sender has queued there.
-    """
-    if device is None or tensor.device.type == "cpu" or tensor.device == device:
+    """Another replica's tensor on a device; a copy from an accelerator waits for what the sender has queued there."""
+    if device is None or tensor.device == device:
         return tensor
     stream = streams.get(tensor.device)
-    backend = torch.get_device_module(tensor.device)
-    with backend.stream(stream) if stream is not None else nullcontext():
+    if stream is None:
+        return tensor.to(device)
+    with torch.get_device_module(tensor.device).stream(stream):
         return tensor.to(device)
 
 
@@ -258,7 +259,7 @@ class Swap(torch.autograd.Function):
         for peer in route.peers:
             package = packages[peer]
             for tensor, wanted in zip(package.rows[mine.index], package.needed[mine.index], strict=True):
-                made = None if tensor is None else _own_object(_bring(tensor, mine.device, package.streams), tensor)
+                made = None if tensor is None else _own_object(tensor, mine.device, package.streams)
                 received.append(made)
                 if made is not None and not wanted:
                     constant.append(made)
@@ -293,8 +294,12 @@ def _bare(row: Sequence[Tensor | None]) -> Row:
     return [None if tensor is None else tensor.detach() for tensor in row]
 
 
-def _own_object(tensor: Tensor, sent: Tensor) -> Tensor:
-    """A tensor object of this replica's own, with a version counter of its own, in memory that may be shared."""
+def _own_object(sent: Tensor, device: torch.device | None, streams: dict[torch.device, Any]) -> Tensor:
+    """A tensor object of this replica's own, with a version counter of its own, in memory that may be shared.
+
+    What lies on an accelerator comes to the replica's own, what lies on the host stays there.
+    """
+    tensor = sent if sent.device.type == "cpu" else _bring(sent, device, streams)
     return tensor.data if tensor is sent else tensor
 
 
