@@ -275,14 +275,15 @@ def test_a_checkpointed_region_in_a_joint_graph_is_refused(way: str, reentrant: 
 
 
 @each_way
-def test_a_checkpoint_around_the_whole_call(way: str) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_the_whole_call(way: str, reentrant: bool) -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         return self.layer(x).tanh() * instep.all_gather(self.other(x)).sum(0)
 
     x = batch().requires_grad_()
     with replicated(Does(body), way) as (plain, model):
         for each in (plain, model):
-            weigh(checkpoint(each, x, use_reentrant=False)).backward()
+            weigh(checkpoint(each, x, use_reentrant=reentrant)).backward()
         assert_same_gradients(model, plain)
 
 
