@@ -78,7 +78,9 @@ def running_rule(root: nn.Module, path: str) -> str | None:
     shards, which leaves out how far the shards' means lie apart.
     """
     layer, _, name = path.rpartition(".")
-    owner = dict(root.named_modules()).get(layer)
+    owner: nn.Module | None = root
+    for part in filter(None, layer.split(".")):
+        owner = None if owner is None else owner._modules.get(part)
     return "mean" if isinstance(owner, _BatchNorm) and name in ("running_mean", "running_var") else None
 
 

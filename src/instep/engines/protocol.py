@@ -87,6 +87,7 @@ def _perform(job: Job, index: int) -> Outcome:
         if job.room is not None and seat is not None:
             seat.over = True
             job.room.leave(index, failure)
+        failure = None  # its traceback holds this frame
 
 
 def raise_first(replicas: Sequence[Replica | str], outcomes: Sequence[Outcome]) -> None:

@@ -153,7 +153,8 @@ def _in_room(
     room: Room, index: int, sides: Sequence[Side], outputs: list[Tensor], grads: list[Tensor], keep: bool
 ) -> None:
     """One replica's backward, in which it meets the others where it did in its forward."""
-    side, failure = sides[index], None
+    side = sides[index]
+    failure: BaseException | None = None
     try:
         room.enter(index)
         with attend(None if side.seat is None else replace(side.seat, meeting=room, crossed=0, tokens=[])):
@@ -163,6 +164,7 @@ def _in_room(
         raise
     finally:
         room.leave(index, failure)
+        failure = None  # its traceback holds this frame
 
 
 def _add_tokens(sides: Sequence[Side], pairs: Sequence[tuple[list[Tensor], list[Tensor]]], keep: bool) -> None:
