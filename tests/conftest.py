@@ -60,6 +60,15 @@ def seeds() -> None:
         torch.cuda.manual_seed_all(0)
 
 
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """Operations on a handful of numbers spend their time waiting for each other's cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def leaves_no_trace() -> Iterator[None]:
     """Fails a test after which threads or processes live on, or the environment or torch's settings are changed.

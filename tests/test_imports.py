@@ -21,7 +21,7 @@ FLOORS = [
     {"structure"},
     {"compiled", "devices", "random"},
     {"replicas", "reduce"},
-    {"bridge", "collectives", "hooks"},
+    {"batchnorm", "bridge", "collectives", "hooks", "meeting"},
     {"engines"},
     {"crossing", "probe"},
     {"accept", "explain", "face", "functional", "loader", "loss", "options", "parallel"},

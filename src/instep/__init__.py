@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from instep.collectives import all_gather, all_reduce, replica
 from instep.engines.pool import stop_all as shutdown
-from instep.errors import BridgeError, EngineError, InstepError, MergeError, StateError, StructureError, WrapError
+from instep.errors import (
+    BridgeError,
+    CollectiveError,
+    EngineError,
+    InstepError,
+    MergeError,
+    StateError,
+    StructureError,
+    WrapError,
+)
 from instep.functional import data_parallel, gather, parallel_apply, replicate, scatter
 from instep.loss import with_loss
 from instep.parallel import DataParallel
@@ -17,6 +27,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BridgeError",
+    "CollectiveError",
     "DataParallel",
     "EngineError",
     "InstepError",
@@ -25,11 +36,14 @@ __all__ = [
     "StateError",
     "StructureError",
     "WrapError",
+    "all_gather",
+    "all_reduce",
     "data_parallel",
     "gather",
     "merge",
     "parallel_apply",
     "register",
+    "replica",
     "replicate",
     "scatter",
     "shutdown",

@@ -17,6 +17,7 @@ from torch.autograd.function import FunctionCtx
 
 from instep.errors import BridgeError
 from instep.hooks import spare_hooks
+from instep.meeting import SECOND_TIME, Seat
 from instep.private import is_batched, keeps_graph
 from instep.replicas.tensors import Guard
 
@@ -49,6 +50,8 @@ class Side:
     guard: Guard
     name: str
     """The replica and its device, for messages."""
+    seat: Seat | None = None
+    """Its place among the replicas of the call, with the tokens of what they did together."""
 
 
 class Backward(Protocol):
@@ -119,7 +122,7 @@ class Bridge(torch.autograd.Function):
             at += count
         for side, grads in zip(span.sides, per_side, strict=True):
             if any(o is None and g is not None for o, g in zip(side.outputs, grads, strict=True)):
-                raise RuntimeError(_SECOND_TIME)
+                raise RuntimeError(SECOND_TIME)
         span.notes.tell()
         total, inputs = span.engine.backward(span, per_side, keep)
         if not keep:
@@ -129,12 +132,6 @@ class Bridge(torch.autograd.Function):
             if gradient is None and source.is_leaf:
                 spare_hooks(source)
         return (None, *total, *(gradient for side in inputs for gradient in side))
-
-
-_SECOND_TIME = (
-    "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
-    "freed). Specify retain_graph=True if you need to backward through the graph a second time."
-)
 
 
 # torch leaves `Function.apply` without types.

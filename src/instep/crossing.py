@@ -27,6 +27,8 @@ class Crossing:
     method: str
     ambient: Ambient
     follow: bool
+    sizes: Sequence[int] = ()
+    """The samples of each replica's shard."""
 
     def run(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[Outcome]:
         """Every replica's outcome, with outputs that belong to the caller's graph."""
@@ -41,7 +43,9 @@ class Crossing:
             (list(values[:positional]), dict(zip(names[positional:], values[positional:], strict=True)))
             for values in entered
         ]
-        outcomes = self.engine.forward(Job(self.replicas, arguments, self.method, self.ambient, self.follow))
+        outcomes = self.engine.forward(
+            Job(self.replicas, arguments, self.method, self.ambient, self.follow, self.sizes)
+        )
         for replica, outcome in zip(self.replicas, outcomes, strict=True):
             outcome.output = _own_tensors(outcome.output, replica.tensors.sources)
         if grad and self.engine.joint:
@@ -72,8 +76,8 @@ class Crossing:
         pairs = [replica.trainable for replica in self.replicas]
         sources, leaves = _connected(pairs, found)
         sides = [
-            Side(mine, way.leaves, list(outputs), replica.tensors.guard, str(replica))
-            for mine, way, outputs, replica in zip(leaves, ways, found, self.replicas, strict=True)
+            Side(mine, way.leaves, list(outputs), replica.tensors.guard, str(replica), outcome.seat)
+            for mine, way, outputs, replica, outcome in zip(leaves, ways, found, self.replicas, outcomes, strict=True)
         ]
         span = Span(cast(Backward, self.engine), sides, sources)
         for way in ways:

@@ -26,6 +26,10 @@ class BridgeError(InstepError, RuntimeError):
     """A gradient was asked for that cannot pass between the caller's graph and the replicas' graphs."""
 
 
+class CollectiveError(InstepError, RuntimeError):
+    """Replicas did not come to the same cross-replica operation; the message names both sides."""
+
+
 class EngineError(InstepError, RuntimeError):
     """An engine cannot run, or was asked to do what it cannot do."""
 

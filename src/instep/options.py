@@ -38,6 +38,7 @@ class Options:
     place: Mapping[str, DeviceLike] = field(default_factory=dict)
     on_unmerged_state: str = "error"
     private_copies: bool = False
+    sync_batchnorm: bool = True
 
 
 class Method:

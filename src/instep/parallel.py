@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from instep.accept import accept, refuse_outer_wrapper
+from instep.batchnorm import Outfit, running_rule
 from instep.compiled import compiled_by, compiler, untraced
 from instep.crossing import Crossing
 from instep.devices import (
@@ -71,6 +72,7 @@ class DataParallel(Transparent, Wrapper):
         place: leaves that go to another device than their replica's: `{"lengths": "cpu"}`.
         on_unmerged_state: `"error"`, or `"warn"` to keep the first replica's state where no rule is given.
         private_copies: give every replica memory of its own even on the source's device.
+        sync_batchnorm: normalise over the whole batch, as one device does; False is faster and takes each shard alone.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class DataParallel(Transparent, Wrapper):
         place: Mapping[str, DeviceLike] | None = None,
         on_unmerged_state: str = "error",
         private_copies: bool = False,
+        sync_batchnorm: bool = True,
     ) -> None:
         options = Options(
             device_ids=None if device_ids is None else tuple(device_ids),
@@ -109,6 +112,7 @@ class DataParallel(Transparent, Wrapper):
             place=dict(place or {}),
             on_unmerged_state=on_unmerged_state,
             private_copies=private_copies,
+            sync_batchnorm=sync_batchnorm,
         )
         super().__init__(accept(module))
         self._set_up(options)
@@ -129,9 +133,16 @@ class DataParallel(Transparent, Wrapper):
         self._instep_stays = devices[0].type == self._instep_output.type == "cpu" and not options.place
         self._instep_choice: Choice = choose(options.engine, devices)
         self._instep_engine: Engine = start(self._instep_choice, devices)
-        self._instep_crew = Crew(self.module, devices, private=options.private_copies, joint=self._instep_engine.joint)
+        self._instep_outfit = Outfit(options.sync_batchnorm)
+        self._instep_crew = Crew(
+            self.module,
+            devices,
+            private=options.private_copies,
+            joint=self._instep_engine.joint,
+            dress=self._instep_outfit,
+        )
         self._instep_settler = Settler(
-            options.state, Merger.of(options.merge, AUTO, options.dim), options.on_unmerged_state
+            options.state, Merger.of(options.merge, AUTO, options.dim), options.on_unmerged_state, running_rule
         )
         self._instep_methods: dict[str, Method] = {}
         self._instep_called = False
@@ -171,11 +182,12 @@ class DataParallel(Transparent, Wrapper):
     ) -> Any:
         """The algorithm: split, place, cross, merge, settle."""
         replicas = self._instep_crew.ready()[: plan.parts]
+        self._instep_outfit.speak(self.module)
         if replicas[0].cloner.draws:
             self._instep_engine.in_turn = True
         shards = self._place(plan, apply_plan(plan, values))
         ambient = Ambient.capture(self._instep_devices)
-        crossing = Crossing(self._instep_engine, replicas, known.runs, ambient, self._instep_crew.behind)
+        crossing = Crossing(self._instep_engine, replicas, known.runs, ambient, self._instep_crew.behind, plan.sizes)
         outcomes = crossing.run(shards, positional, plan.names)
         if not self._instep_engine.in_turn and random.moved():
             self._take_turns(random)

@@ -154,6 +154,13 @@ def _adversarial(
 CASES = [
     Case("mlp", models.mlp, lambda n: ((normal(n, 3),), {}), weighted),
     Case("conv-eval", models.ConvNet, lambda n: ((normal(n, 2, 6, 6),), {}), weighted, eval=True),
+    Case("conv-train", models.BatchNormNet, lambda n: ((normal(n, 2, 6, 6),), {}), weighted),
+    Case(
+        "contrastive",
+        models.Contrastive,
+        lambda n: ((normal(n, 3), normal(n, 4)), {}),
+        lambda out: out[0].mean() + squares(out[1]),
+    ),
     Case(
         "lstm-packed-sorted",
         models.PackedLSTM,

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
+import instep
+
 WORDS = 11
 
 
@@ -34,6 +36,42 @@ class ConvNet(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         return self.head(self.layers(image).mean((2, 3)))
+
+
+class BatchNormNet(nn.Module):
+    """Convolutions between batch normalisation of every kind, in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(4, 3, 3, stride=2, bias=False),
+            nn.BatchNorm2d(3, affine=False, momentum=None),
+        )
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layers(image)).mean((2, 3)))
+
+
+class Contrastive(nn.Module):
+    """Each sample against every sample of the whole batch, with a temperature that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(3, 5)
+        self.right = nn.Linear(4, 5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        one = nn.functional.normalize(self.left(x), dim=1)
+        two = nn.functional.normalize(self.right(y), dim=1)
+        labels = instep.replica().offset + torch.arange(len(x))
+        forth = nn.functional.cross_entropy(self.scale * one @ instep.all_gather(two).T, labels, reduction="none")
+        back = nn.functional.cross_entropy(self.scale * two @ instep.all_gather(one).T, labels, reduction="none")
+        return (forth + back) / 2, one
 
 
 class PackedLSTM(nn.Module):

@@ -6,7 +6,8 @@ import atexit
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ import torch
 
 from instep.errors import EngineError
 from instep.locks import ProcessLock
+from instep.meeting import first_error
 
 T = TypeVar("T")
 
@@ -24,6 +26,16 @@ _here = threading.local()
 def inside_replica() -> bool:
     """Whether this thread is running a replica's part of a call."""
     return getattr(_here, "inside", False)
+
+
+@contextmanager
+def as_replica() -> Iterator[None]:
+    """Run a replica's part of a call in this thread, for the length of a `with` block."""
+    before, _here.inside = inside_replica(), True
+    try:
+        yield
+    finally:
+        _here.inside = before
 
 
 class ReplicaThread:
@@ -78,11 +90,10 @@ class Lease:
         thread.users += 1
         return thread
 
-    def run(self, tasks: Sequence[Callable[[], T]], *, drain: bool = False, in_turn: bool = False) -> list[T]:
+    def run(self, tasks: Sequence[Callable[[], T]], *, drain: bool = False) -> list[T]:
         """The results of one task a thread, in order; the first error that a task raised is raised.
 
-        Tasks run at the same time, or `in_turn`. An interruption of the caller ends the wait at once, or with `drain`
-        when no task runs any longer.
+        An interruption of the caller ends the wait at once, or with `drain` when no task runs any longer.
         """
         if inside_replica():  # a thread that waited for itself would wait for ever
             return [task() for task in tasks]
@@ -93,16 +104,9 @@ class Lease:
             self._revive()
             self._share_cores(len(tasks))
             threads = list(self._threads)
-            if not in_turn:
-                for index, task in enumerate(tasks):
-                    threads[index].inbox.put(_Task(index, task, done))
-        if not in_turn:
-            return _collect(done, len(tasks), drain)
-        results = []
-        for index, task in enumerate(tasks):
-            threads[index].inbox.put(_Task(0, task, done))
-            results += _collect(done, 1, drain)
-        return results
+            for index, task in enumerate(tasks):
+                threads[index].inbox.put(_Task(index, task, done))
+        return _collect(done, len(tasks), drain)
 
     def _revive(self) -> None:
         """A forked child has none of its parent's threads: it starts its own."""
@@ -163,7 +167,7 @@ def _collect(done: SimpleQueue[tuple[int, Any, BaseException | None]], count: in
     if interrupted is not None:
         raise interrupted
     if errors:
-        raise errors[min(errors)]
+        raise first_error(errors)
     return results
 
 

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from instep.engines.room import Room
+from instep.meeting import PeerFailed, Position, Seat, attend, first_error
 from instep.replicas.ambient import Ambient
 from instep.replicas.replica import Outcome, Replica, run
 from instep.replicas.tensors import refuse_gradients
@@ -22,6 +24,18 @@ class Job:
     ambient: Ambient
     follow: bool
     """Whether buffers and other state are brought up to the source first."""
+    sizes: Sequence[int] = ()
+    """The samples of each replica's shard."""
+    room: Room | None = None
+    """Where the replicas meet in the middle of the call; the engine provides it."""
+
+    def seat(self, index: int) -> Seat | None:
+        """One replica's place in the meeting."""
+        if self.room is None:
+            return None
+        size = self.sizes[index] if self.sizes else None
+        where = Position(index, len(self.replicas), self.replicas[index].device, size, sum(self.sizes[:index]))
+        return Seat(self.room, where, self.sizes, self.ambient.grad, _perform.__code__)
 
 
 class Engine(Protocol):
@@ -49,29 +63,40 @@ def perform(job: Job, index: int) -> Outcome:
 def _perform(job: Job, index: int) -> Outcome:
     replica = job.replicas[index]
     args, kwargs = job.arguments[index]
+    seat = job.seat(index)
+    failure: BaseException | None = None
     try:
+        if job.room is not None:
+            job.room.enter(index)
         guard = replica.tensors.guard
         guard.set(True)  # gradients taken inside forward are forward's own business
         guard.touched = False
-        with job.ambient.enter(replica.device):
+        with job.ambient.enter(replica.device), attend(seat):
             if job.follow:
                 replica.follow_state()
             outcome = run(replica, job.method, args, kwargs, job.ambient.compiler)
         if guard.touched:
             refuse_gradients(leaf for _, leaf in replica.trainable)
+        outcome.seat = seat
         return outcome
     except BaseException as error:
+        failure = error
         return Outcome(error=error)
     finally:
         replica.tensors.guard.set(False)
+        if job.room is not None and seat is not None:
+            seat.over = True
+            job.room.leave(index, failure)
+        failure = None  # its traceback holds this frame
 
 
 def raise_first(replicas: Sequence[Replica | str], outcomes: Sequence[Outcome]) -> None:
     """Raise the first replica's exception, with its own type and traceback, saying where it happened."""
-    failed = [(r, o.error) for r, o in zip(replicas, outcomes, strict=True) if o.error is not None]
+    failed = {i: o.error for i, o in enumerate(outcomes) if o.error is not None}
     if failed:
-        replica, error = failed[0]
-        with name_replica(str(replica), len(failed) - 1):
+        error = first_error(failed)
+        own = [i for i, e in failed.items() if not isinstance(e, PeerFailed)]
+        with name_replica(str(replicas[next(i for i, e in failed.items() if e is error)]), len(own) - 1):
             raise error
 
 

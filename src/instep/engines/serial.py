@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from instep.engines.protocol import Job, perform, raise_first
+from instep.engines.room import FORWARD, Room, run_here
 from instep.replicas.replica import Outcome
 
 
 class SerialEngine:
-    """Runs replicas in turn; a breakpoint inside `forward` stops in the caller's own thread."""
+    """Runs replicas in turn; a breakpoint inside `forward` stops in the caller's own thread.
+
+    Only replicas that do something together in the middle of `forward` need threads: while the first one waits, in the
+    caller's thread, the others come as far as it is, one at a time.
+    """
 
     name = "serial"
     joint = True
     in_turn = True
 
     def forward(self, job: Job) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        for index in range(len(job.replicas)):
-            outcomes.append(perform(job, index))
-            if outcomes[-1].error is not None:
-                break
+        job.room = Room([str(replica) for replica in job.replicas], FORWARD, joint=True, in_turn=True)
+        tasks = [partial(perform, job, index) for index in range(len(job.replicas))]
+        outcomes = run_here(tasks, job.room, stop=lambda outcome: outcome.error is not None)
         raise_first(job.replicas[: len(outcomes)], outcomes)
         return outcomes
 

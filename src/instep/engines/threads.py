@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from instep.bridge import Gradients, Side, Span, live, take
-from instep.engines.pool import Lease
+from instep.engines.pool import Lease, inside_replica
 from instep.engines.protocol import Job, name_replica, perform, raise_first
+from instep.engines.room import BACKWARD, FORWARD, Room, run_here
 from instep.locks import ProcessLock
+from instep.meeting import attend, needed_tokens
 from instep.private import accumulates
 from instep.reduce import add_up, gather
 from instep.replicas.replica import Outcome
@@ -49,8 +52,13 @@ class ThreadsEngine:
             return self._lease
 
     def forward(self, job: Job) -> list[Outcome]:
+        job.room = Room(list(map(str, job.replicas)), FORWARD, joint=not self._on_host, in_turn=self.in_turn)
         tasks = [partial(perform, job, index) for index in range(len(job.replicas))]
-        outcomes = self.lease.run(tasks, in_turn=self.in_turn)
+        try:
+            outcomes = self.lease.run(tasks)
+        except BaseException:
+            job.room.abort()
+            raise
         raise_first(job.replicas, outcomes)
         return outcomes
 
@@ -72,8 +80,14 @@ class ThreadsEngine:
     def _run_backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> None:
         pairs = [live(side, grads) for side, grads in zip(span.sides, gradients, strict=True)]
         if self._on_host:  # autograd runs a CPU graph in the thread that asks for it
-            tasks = [partial(_backward, [side], *pair, keep) for side, pair in zip(span.sides, pairs, strict=True)]
-            self.lease.run(tasks, drain=True, in_turn=self.in_turn)
+            _add_tokens(span.sides, pairs, keep)
+            nested = inside_replica()  # the replicas' threads may be waiting for this one
+            room = Room([side.name for side in span.sides], BACKWARD, in_turn=self.in_turn or nested)
+            tasks = [partial(_in_room, room, index, span.sides, *pair, keep) for index, pair in enumerate(pairs)]
+            if nested:
+                run_here(tasks, room, stop=lambda _: False)
+            else:
+                self.lease.run(tasks, drain=True)
         else:  # autograd's own device threads run the replicas at the same time
             outputs = [output for outs, _ in pairs for output in outs]
             _backward(span.sides, outputs, [grad for _, grads in pairs for grad in grads], keep)
@@ -133,6 +147,38 @@ def _backward(sides: Sequence[Side], outputs: list[Tensor], grads: list[Tensor],
             stack.enter_context(name_replica(sides[0].name))
         if outputs:
             torch.autograd.backward(outputs, grads, retain_graph=keep)
+
+
+def _in_room(
+    room: Room, index: int, sides: Sequence[Side], outputs: list[Tensor], grads: list[Tensor], keep: bool
+) -> None:
+    """One replica's backward, in which it meets the others where it did in its forward."""
+    side = sides[index]
+    failure: BaseException | None = None
+    try:
+        room.enter(index)
+        with attend(None if side.seat is None else replace(side.seat, meeting=room, crossed=0, tokens=[])):
+            _backward([side], outputs, grads, keep)
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        room.leave(index, failure)
+        failure = None  # its traceback holds this frame
+
+
+def _add_tokens(sides: Sequence[Side], pairs: Sequence[tuple[list[Tensor], list[Tensor]]], keep: bool) -> None:
+    """Start every replica's backward also at what any of them did together with the others."""
+    rows = [[] if side.seat is None else side.seat.tokens for side in sides]
+    if not any(rows) or not any(outputs for outputs, _ in pairs):
+        return
+    whole = all(len(outputs) == len(side.outputs) for side, (outputs, _) in zip(sides, pairs, strict=True))
+    needed = list(range(len(rows[0]))) if whole else needed_tokens(rows, [outputs for outputs, _ in pairs])
+    for side, row, (outputs, grads) in zip(sides, rows, pairs, strict=True):
+        outputs += [row[number] for number in needed]
+        grads += [torch.zeros_like(row[number]) for number in needed]
+        if not keep and side.seat is not None:
+            side.seat.tokens = [token for number, token in enumerate(row) if number not in needed]
 
 
 def _add_chunk(columns: Sequence[Gradients], start: int, stop: int) -> Gradients:

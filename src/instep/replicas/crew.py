@@ -12,7 +12,7 @@ from instep.errors import WrapError
 from instep.reduce import send
 from instep.replicas.equal import equal_tensors
 from instep.replicas.memory import Lay, Writes
-from instep.replicas.replica import Replica
+from instep.replicas.replica import Dress, Replica
 from instep.replicas.tensors import Way
 from instep.replicas.watch import STRUCTURE, Changes, Watch
 
@@ -21,11 +21,18 @@ class Crew:
     """One replica a device. `ready` makes them when they are first needed and follows the source at every call."""
 
     def __init__(
-        self, source: nn.Module, devices: Sequence[torch.device], *, private: bool = False, joint: bool = False
+        self,
+        source: nn.Module,
+        devices: Sequence[torch.device],
+        *,
+        private: bool = False,
+        joint: bool = False,
+        dress: Dress | None = None,
     ) -> None:
         self.source = source
         self.devices = list(devices)
         self.ways = [_way(device == self.devices[0] and not private, joint) for device in self.devices]
+        self.dress = dress
         self.frozen = False
         """Whether values are taken as unchanged: nothing is sent or compared."""
         self.changed = False
@@ -97,7 +104,7 @@ class Crew:
                 f"Wrap it anew: instep.DataParallel(model, device_ids=[...])."
             )
         places = zip(self.devices, self.ways, strict=True)
-        self.replicas = [Replica(index, self.source, *place) for index, place in enumerate(places)]
+        self.replicas = [Replica(index, self.source, *place, self.dress) for index, place in enumerate(places)]
         if self._first_values is not None and self.ways[0] in (Way.ALIAS, Way.SHARE):
             self._first_values = [source.detach().clone() for source, _ in self.replicas[0].trainable]
         self._take_stock()
@@ -118,7 +125,7 @@ class Crew:
         """Replicas that are linked to the source's graph are made anew: their tensors belong to one call."""
         for index, way in enumerate(self.ways):
             if way is Way.LINK:
-                self.replicas[index] = Replica(index, self.source, self.devices[index], way)
+                self.replicas[index] = Replica(index, self.source, self.devices[index], way, self.dress)
         if Way.LINK in self.ways:
             self._note_writes()
 

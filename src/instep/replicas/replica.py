@@ -17,12 +17,16 @@ from instep.replicas.tensors import Tensors, Way
 from instep.replicas.watch import MISSING, NOTHING, Changes, Watch
 
 Pair = tuple[Tensor, Tensor]
+Dress = Callable[[nn.Module, nn.Module], None]
+"""What is done to each module of a replica when it is made, given the module that it stands for."""
 
 
 class Replica:
     """The module on one device, with its own tensors; everything else is the source's own objects."""
 
-    def __init__(self, index: int, source: nn.Module, device: torch.device, way: Way) -> None:
+    def __init__(
+        self, index: int, source: nn.Module, device: torch.device, way: Way, dress: Dress | None = None
+    ) -> None:
         self.index = index
         self.device = device
         self.tensors = Tensors(device, way)
@@ -30,6 +34,9 @@ class Replica:
         self.module: nn.Module = self.cloner.clone(source)
         if way in (Way.PRIVATE, Way.LINK):
             self._flatten_weights()
+        if dress is not None:
+            for original, made in self.cloner.modules:
+                dress(original, made)
         self._watch = self._new_watch()
         self._versions: list[int] = []
 
@@ -148,6 +155,8 @@ class Outcome:
     written: list[Pair] = field(default_factory=list)
     """State tensors that were written in place, as (source, copy)."""
     error: BaseException | None = None
+    seat: Any = None
+    """Its place among the replicas of the call, with what they did together (a `Seat`, of a higher floor)."""
 
 
 def run(replica: Replica, method: str, args: list[Any], kwargs: dict[str, Any], compiler: Any = None) -> Outcome:

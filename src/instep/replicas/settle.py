@@ -36,6 +36,8 @@ class Settler:
     outputs: Merger
     """The rules of outputs, for tensors that `forward` left on the module."""
     unmerged: str = "error"
+    usual: Callable[[nn.Module, str], StateRule | None] | None = None
+    """The rule for state that torch's own layers keep, by its path, where the user gave none."""
 
     def settle(
         self, source: nn.Module, replicas: Sequence[Replica], outcomes: Sequence[Outcome], sizes: Sequence[int]
@@ -90,16 +92,19 @@ class Settler:
         for key, original in touched.items():
             values = [table[key] for table in copies]
             path = tensor_name(source, original)
-            merged = self._merge(path, original, values, sizes)
+            merged = self._merge(path, original, values, sizes, source)
             writes.append(_copier(original, merged))
         return writes
 
-    def _merge(self, path: str, old: Any, new: list[Any], sizes: Sequence[int]) -> Any:
+    def _merge(self, path: str, old: Any, new: list[Any], sizes: Sequence[int], root: nn.Module | None = None) -> Any:
         rule = next((rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), None)
         if rule is not None:
             return apply_state_rule(rule, old, new, sizes, path)
         if all(equal(value, new[0]) for value in new) and not _is_count(old, new[0], sizes):
             return new[0]
+        rule = None if root is None or self.usual is None else self.usual(root, path)
+        if rule is not None:
+            return apply_state_rule(rule, old, new, sizes, path)
         if self._is_output(path, old, new, sizes):
             return self._merge_output(path, new, sizes)
         if self.unmerged == "warn":

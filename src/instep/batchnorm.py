@@ -1,0 +1,171 @@
+"""Batch normalisation over the whole batch: a replica's layers take their statistics together with the others.
+
+A replica's layer gets another `forward`, as an attribute of its own, so that hooks still run; the source's layer is
+left alone. The replicas then hold equal running statistics, which go home like any state that is equal on all of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import batch_norm
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from instep.meeting import Seat, seat, share
+
+# Classes whose forward is torch's own; a subclass that has another one knows best.
+_PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+class Synced:
+    """The forward of a replica's layer. It does not keep its layer alive."""
+
+    def __init__(self, layer: _BatchNorm) -> None:
+        self._layer = weakref.ref(layer)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        layer = self._layer()
+        assert layer is not None
+        place = seat()
+        if place is None or not _takes_statistics(layer) or not input.numel():
+            return type(layer).forward(layer, input)
+        return _normalise(layer, input, place)
+
+
+class Outfit:
+    """What the batch normalisation layers of one module's replicas are given, or not."""
+
+    def __init__(self, synchronised: bool) -> None:
+        self.synchronised = synchronised
+        self._apart: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._said = False
+
+    def __call__(self, source: nn.Module, made: nn.Module) -> None:
+        """Dress one module of a replica, which stands for a module of the source."""
+        if not isinstance(made, _BatchNorm):
+            return
+        if self.synchronised and type(made).forward in _PLAIN and "forward" not in source.__dict__:
+            made.__dict__["forward"] = Synced(made)
+        else:
+            self._apart.add(source)
+
+    def speak(self, root: nn.Module) -> None:
+        """Say once which layers take their statistics of each shard for itself, and what differs from one device."""
+        if self._said or not self._apart or not any(_takes_statistics(layer) for layer in self._apart):  # type: ignore[arg-type]
+            return
+        self._said = True
+        why = "sync_batchnorm=False"
+        if self.synchronised:
+            names = [name for name, module in root.named_modules() if module in self._apart]
+            why = f"{', '.join(names) or 'a layer'}: a forward of its own is left as it is"
+        warnings.warn(
+            f"{why}: batch normalisation looks at each replica's shard and not at the whole batch, so that outputs, "
+            f"gradients and running statistics differ from one device's. Running statistics become the mean of the "
+            f"replicas', weighted by samples; the variance leaves out how far the shards lie apart.",
+            stacklevel=5,
+        )
+
+
+def running_rule(root: nn.Module, path: str) -> str | None:
+    """How statistics that replicas took each of its shard become the module's: a mean, weighted by samples.
+
+    For the mean that is what the whole batch gives. For the variance it is the mean of the variances inside of the
+    shards, which leaves out how far the shards' means lie apart.
+    """
+    layer, _, name = path.rpartition(".")
+    owner: nn.Module | None = root
+    for part in filter(None, layer.split(".")):
+        owner = None if owner is None else owner._modules.get(part)
+    return "mean" if isinstance(owner, _BatchNorm) and name in ("running_mean", "running_var") else None
+
+
+def _takes_statistics(layer: _BatchNorm) -> bool:
+    return layer.training or (layer.running_mean is None and layer.running_var is None)
+
+
+def _normalise(layer: _BatchNorm, input: Tensor, place: Seat) -> Tensor:
+    layer._check_input_dim(input)
+    x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    channels = x.shape[1]
+    mean, var = statistics(x)
+    label = f"batch normalisation of {channels} channels in {str(x.dtype).removeprefix('torch.')}"
+    rows, counts = share(place, label, [torch.stack([mean, var])], x.shape[0] * x[0, 0].numel())
+    total = sum(counts)
+    mean, var = _together([row[0] for row in rows], counts, total)
+    if layer.training and layer.track_running_stats:
+        _follow(layer, mean.detach(), var.detach(), total)
+    scale = torch.rsqrt(var + layer.eps)
+    if layer.weight is not None:
+        scale = scale * layer.weight
+    shift = -mean * scale
+    if layer.bias is not None:
+        shift = shift + layer.bias
+    zeros, ones = x.new_zeros(channels), x.new_ones(channels)
+    # x * scale + shift, by torch's own kernels, which are the fastest for a factor for each channel
+    return batch_norm(x, zeros, ones, scale, shift, training=False, momentum=0.0, eps=0.0).to(input.dtype)
+
+
+class Statistics(torch.autograd.Function):
+    """Mean and variance of each channel; forward and backward in as few passes over the input as it takes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        dims = [0, *range(2, x.ndim)]
+        mean = x.mean(dims)
+        var = (x - mean.view(_shape(x))).square_().mean(dims)
+        ctx.save_for_backward(x, mean)
+        return mean, var
+
+    @staticmethod
+    def backward(ctx: Any, grad_mean: Tensor, grad_var: Tensor) -> Tensor:
+        x, mean = ctx.saved_tensors
+        count = x.numel() // mean.numel()
+        slope = grad_var * (2 / count)
+        return torch.addcmul((grad_mean / count - slope * mean).view(_shape(x)), x, slope.view(_shape(x)))
+
+
+# torch leaves `Function.apply` without types.
+statistics = cast(Callable[[Tensor], tuple[Tensor, Tensor]], Statistics.apply)
+
+
+def _shape(x: Tensor) -> list[int]:
+    """The shape of something that each channel has one of."""
+    return [1, x.shape[1], *[1] * (x.ndim - 2)]
+
+
+def _together(parts: Sequence[Tensor], counts: Sequence[int], total: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the whole from those of its parts, in the order of the replicas."""
+    weights = [count / total for count in counts]
+    mean = _weighted([part[0] for part in parts], weights)
+    var = _weighted([part[1] + (part[0] - mean).square() for part in parts], weights)
+    return mean, var
+
+
+def _weighted(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    total = values[0] * weights[0]
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        total = total + value * weight
+    return total
+
+
+def _follow(layer: Any, mean: Tensor, var: Tensor, total: int) -> None:
+    """Move the running statistics as torch does; like torch's own, without moving their version counters."""
+    factor = 0.0 if layer.momentum is None else layer.momentum
+    with torch.no_grad():
+        if layer.num_batches_tracked is not None:
+            layer.num_batches_tracked.add_(1)
+            if layer.momentum is None:
+                factor = 1.0 / float(layer.num_batches_tracked)
+        if layer.running_mean is not None:
+            _move(layer.running_mean, mean, factor)
+        if layer.running_var is not None:
+            _move(layer.running_var, var * (total / max(total - 1, 1)), factor)
+
+
+def _move(running: Tensor, value: Tensor, factor: float) -> None:
+    running.data.mul_(1 - factor).add_(value.to(running.dtype) * factor)

@@ -1,0 +1,47 @@
+"""Running statistics of batch normalisation came from the first GPU's shard alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+
+
+def batch() -> Tensor:
+    """Samples that change along the batch, so that no shard is like the whole."""
+    return torch.randn(9, 4, dtype=torch.float64) + torch.arange(9.0, dtype=torch.float64)[:, None]
+
+
+def statistics_of_the_first_shard(net: nn.BatchNorm1d, x: Tensor, replicas: int) -> nn.BatchNorm1d:
+    """What `nn.DataParallel` leaves on the module: its first replica shares the module's buffers."""
+    first = copy.deepcopy(net)
+    first(x.chunk(replicas)[0])
+    return first
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_statistics_are_those_of_the_whole_batch(engine: str) -> None:
+    net = nn.BatchNorm1d(4).double()
+    plain, x = copy.deepcopy(net), batch()
+    partial = statistics_of_the_first_shard(net, x, 3)
+    with instep.DataParallel(net, ["cpu"] * 3, engine=engine) as model:
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(net.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-12)
+    assert (partial.running_mean - plain.running_mean).abs().min() > 0.1
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_without_synchronisation_every_shard_still_counts(engine: str) -> None:
+    net = nn.BatchNorm1d(4).double()
+    plain, x = copy.deepcopy(net), batch()
+    plain(x)
+    with (
+        instep.DataParallel(net, ["cpu"] * 3, engine=engine, sync_batchnorm=False) as model,
+        pytest.warns(UserWarning, match="sync_batchnorm=False"),
+    ):
+        model(x)
+    torch.testing.assert_close(net.running_mean, plain.running_mean, rtol=1e-12, atol=1e-12)
