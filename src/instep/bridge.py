@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx
 from instep.errors import BridgeError
 from instep.hooks import spare_hooks
 from instep.private import is_batched, keeps_graph
+from instep.random import Streams
 from instep.replicas.tensors import Guard
 
 Gradients = list[Tensor | None]
@@ -84,6 +85,8 @@ class Span:
     engine: Backward
     sides: list[Side]
     sources: list[Tensor]
+    streams: Streams
+    """Where the replicas draw from, in backward too."""
     notes: Notes = field(default_factory=Notes)
 
 

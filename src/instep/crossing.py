@@ -11,6 +11,7 @@ from torch import Tensor
 
 from instep.bridge import Backward, Notes, Side, Span, bridge, enter
 from instep.engines.protocol import Engine, Job
+from instep.random import Streams
 from instep.replicas.ambient import Ambient
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.tensors import Way
@@ -27,6 +28,7 @@ class Crossing:
     method: str
     ambient: Ambient
     follow: bool
+    streams: Streams
 
     def run(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[Outcome]:
         """Every replica's outcome, with outputs that belong to the caller's graph."""
@@ -41,7 +43,9 @@ class Crossing:
             (list(values[:positional]), dict(zip(names[positional:], values[positional:], strict=True)))
             for values in entered
         ]
-        outcomes = self.engine.forward(Job(self.replicas, arguments, self.method, self.ambient, self.follow))
+        outcomes = self.engine.forward(
+            Job(self.replicas, arguments, self.method, self.ambient, self.follow, self.streams)
+        )
         for replica, outcome in zip(self.replicas, outcomes, strict=True):
             outcome.output = _own_tensors(outcome.output, replica.tensors.sources)
         if grad and self.engine.joint:
@@ -75,7 +79,7 @@ class Crossing:
             Side(mine, way.leaves, list(outputs), replica.tensors.guard, str(replica))
             for mine, way, outputs, replica in zip(leaves, ways, found, self.replicas, strict=True)
         ]
-        span = Span(cast(Backward, self.engine), sides, sources)
+        span = Span(cast(Backward, self.engine), sides, sources, self.streams)
         for way in ways:
             span.notes.entries += way.notes.entries
         for replica, mine in zip(self.replicas, leaves, strict=True):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -92,3 +93,88 @@ def look_alike(tensors: Sequence[Tensor]) -> Callable[[], bool]:
         return partial(check, *tensors) if check(*tensors) else lambda: False
     except (TypeError, RuntimeError, ValueError):
         return lambda: False
+
+
+_DRAWS: Any = "TESTING_ONLY_GenericMode"
+_registered: list[torch.library.Library] = []
+
+
+def route_draws(pick: Callable[[], torch.Generator | None]) -> None:
+    """Have aten's random operations on the CPU ask `pick` for a generator, in threads that are inside `routed`.
+
+    A dispatch key that nothing else uses falls through everywhere but in operations that take a generator. Raises where
+    torch has no such key, or where it is taken.
+    """
+    key: Any = torch._C._parse_dispatch_key(_DRAWS)
+    below: Any = torch._C._dispatch_keyset_full_after(key)
+    others = torch.library.Library("_", "IMPL", _DRAWS)
+    others.fallback(torch.library.fallthrough_kernel)
+    _registered.append(others)
+    draws = torch.library.Library("aten", "IMPL")
+    _registered.append(draws)
+    for schema in torch._C._jit_get_all_schemas():
+        place = next((i for i, a in enumerate(schema.arguments) if str(a.type) == "Optional[Generator]"), None)
+        if place is None or not schema.name.startswith("aten::"):
+            continue
+        packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"))
+        overload = schema.overload_name or "default"
+        if overload in packet.overloads():
+            kernel = _drawing_kernel(getattr(packet, overload), place, below, pick)
+            draws.impl(getattr(packet, overload)._schema.name + _dotted(schema), kernel, _DRAWS, with_keyset=True)
+
+
+def _dotted(schema: Any) -> str:
+    return f".{schema.overload_name}" if schema.overload_name else ""
+
+
+def _drawing_kernel(
+    operation: Any, place: int, below: Any, pick: Callable[[], torch.Generator | None]
+) -> Callable[..., Any]:
+    """One random operation with the generator that `pick` gives, unless it was given one.
+
+    Only at the bottom, where there is a plain CPU tensor to fill: what other modes and tensor subclasses (compilers
+    among them) see has no generator added to it, and what they call in the end comes by here again.
+    """
+    host, python = torch._C.DispatchKey.CPU, torch._C.DispatchKey.Python
+    front = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+    named = operation._schema.arguments[place].kwarg_only
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("generator") if named else args[place : place + 1] not in ((), (None,))
+        if not given and keys.has(host) and not keys.has(python) and not keys.has(front):
+            chosen = pick()
+            if chosen is not None:
+                if named:
+                    kwargs["generator"] = chosen
+                else:
+                    args = (*args[:place], chosen, *args[place + 1 :])
+        return operation.redispatch(keys & below, *args, **kwargs)
+
+    return kernel
+
+
+@contextmanager
+def routed() -> Iterator[None]:
+    """Inside, random operations of this thread ask for their generator (see `route_draws`), in a backward too."""
+    include: Any = torch._C._dispatch_tls_set_dispatch_key_included
+    include(_DRAWS, True)
+    try:
+        yield
+    finally:
+        include(_DRAWS, False)
+
+
+def is_routed() -> bool:
+    """Whether this thread is inside `routed`."""
+    return bool(torch._C._dispatch_tls_is_dispatch_key_included(_DRAWS))
+
+
+def stand_in_for_default_generator(stand_in: Any) -> None:
+    """Put an object in the place from which `torch.get_rng_state`, `manual_seed` and the like take the CPU's generator.
+
+    Raises where they take it from somewhere else.
+    """
+    functions: Any = torch.random
+    if functions.default_generator is not torch.default_generator:
+        raise RuntimeError("torch.random keeps its generator elsewhere")
+    functions.default_generator = stand_in

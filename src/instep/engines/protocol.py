@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from instep.random import Streams
 from instep.replicas.ambient import Ambient
 from instep.replicas.replica import Outcome, Replica, run
 from instep.replicas.tensors import refuse_gradients
@@ -22,6 +23,8 @@ class Job:
     ambient: Ambient
     follow: bool
     """Whether buffers and other state are brought up to the source first."""
+    streams: Streams
+    """Where the replicas draw random numbers from, and whether they run one after another for its sake."""
 
 
 class Engine(Protocol):
@@ -30,7 +33,7 @@ class Engine(Protocol):
     name: str
     joint: bool
     in_turn: bool
-    """Whether replicas run one after another."""
+    """Whether replicas always run one after another."""
 
     def forward(self, job: Job) -> list[Outcome]: ...
 
@@ -53,7 +56,7 @@ def _perform(job: Job, index: int) -> Outcome:
         guard = replica.tensors.guard
         guard.set(True)  # gradients taken inside forward are forward's own business
         guard.touched = False
-        with job.ambient.enter(replica.device):
+        with job.ambient.enter(replica.device), job.streams.forward(index):
             if job.follow:
                 replica.follow_state()
             outcome = run(replica, job.method, args, kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 
@@ -27,6 +27,7 @@ class ThreadsEngine:
 
     name = "threads"
     joint = False
+    in_turn = False
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
@@ -34,9 +35,6 @@ class ThreadsEngine:
         self._lease: Lease | None = None
         self._lock = threading.RLock()
         self._holding = False
-        self.in_turn = False
-        """Whether replicas run one after another: threads draw from one generator in no fixed order, and a checkpointed
-        region would then be recomputed with other numbers."""
         self._held: dict[int, tuple[list[Tensor], list[Gradients]]] = {}
         """Gradients that `no_sync` holds back: by the sources they belong to, one column for each replica."""
 
@@ -50,7 +48,7 @@ class ThreadsEngine:
 
     def forward(self, job: Job) -> list[Outcome]:
         tasks = [partial(perform, job, index) for index in range(len(job.replicas))]
-        outcomes = self.lease.run(tasks, in_turn=self.in_turn)
+        outcomes = self.lease.run(tasks, in_turn=job.streams.in_turn)
         raise_first(job.replicas, outcomes)
         return outcomes
 
@@ -72,8 +70,14 @@ class ThreadsEngine:
     def _run_backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> None:
         pairs = [live(side, grads) for side, grads in zip(span.sides, gradients, strict=True)]
         if self._on_host:  # autograd runs a CPU graph in the thread that asks for it
-            tasks = [partial(_backward, [side], *pair, keep) for side, pair in zip(span.sides, pairs, strict=True)]
-            self.lease.run(tasks, drain=True, in_turn=self.in_turn)
+            span.streams.renew()
+            parts = [span.streams.backward(index) for index in range(len(span.sides))]
+            tasks = [
+                partial(_backward, [side], *pair, keep, part)
+                for side, pair, part in zip(span.sides, pairs, parts, strict=True)
+            ]
+            self.lease.run(tasks, drain=True, in_turn=span.streams.in_turn)
+            span.streams.settle()
         else:  # autograd's own device threads run the replicas at the same time
             outputs = [output for outs, _ in pairs for output in outs]
             _backward(span.sides, outputs, [grad for _, grads in pairs for grad in grads], keep)
@@ -123,9 +127,17 @@ class ThreadsEngine:
             self._lease = None
 
 
-def _backward(sides: Sequence[Side], outputs: list[Tensor], grads: list[Tensor], keep: bool) -> None:
+def _backward(
+    sides: Sequence[Side],
+    outputs: list[Tensor],
+    grads: list[Tensor],
+    keep: bool,
+    around: AbstractContextManager[None] | None = None,
+) -> None:
     """A backward inside replicas: gradients accumulate on their leaves, which are open to it alone."""
     with ExitStack() as stack:
+        if around is not None:
+            stack.enter_context(around)
         for side in sides:
             side.guard.set(True)
             stack.callback(side.guard.set, False)
