@@ -1,12 +1,13 @@
 """The caller's random state around a call, and the streams that replicas draw from inside it.
 
-Every replica has a stream of its own, seeded by one number of the caller's generator and the replica's index. That
-number is only looked at ahead of time: a call in which something was drawn moves the caller's generator by it, whatever
-the count of replicas, and a call that draws nothing does not move it.
+Every replica has a stream of its own, seeded by one number that the state of the caller's generator decides, and by the
+replica's index. A call in which something was drawn moves the caller's generator by one number, whatever the count of
+replicas; a call that draws nothing does not move it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import threading
 from collections import Counter
@@ -46,12 +47,9 @@ class Source:
         return (self._number + index) % 2**63
 
     def _look_ahead(self) -> int:
-        if self.generator.device.type != "cpu":  # a number drawn there would have to be waited for
-            digest = hashlib.blake2b(bytes(self.before.tolist()), digest_size=8).digest()
-            return int.from_bytes(digest, "little") % 2**63
-        return int(
-            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=_twin(self.generator, self.before))
-        )
+        """A number that the state decides. It is read from memory: nothing that surrounds the draw must see it."""
+        content = ctypes.string_at(self.before.data_ptr(), self.before.numel())
+        return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
     def moved(self) -> bool:
         """Whether numbers were drawn from the generator itself."""
@@ -90,19 +88,18 @@ class Stream:
         self._source = source
         self._index = index
         self._generator: torch.Generator | None = None
-        self._start: Tensor | None = None
 
     def generator(self) -> torch.Generator:
         if self._generator is None:
-            made = torch.Generator().manual_seed(self._source.seed(self._index))
-            self._start = made.get_state()
-            self._generator = made
+            self._generator = self._new()
         return self._generator
+
+    def _new(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self._source.seed(self._index))
 
     def note(self) -> None:
         """Tell the source whether something was drawn."""
-        generator, start = self._generator, self._start
-        if generator is not None and start is not None and not torch.equal(generator.get_state(), start):
+        if self._generator is not None and not torch.equal(self._generator.get_state(), self._new().get_state()):
             self._source.drawn = True
 
 
@@ -110,8 +107,8 @@ class Streams:
     """Where the replicas of one call draw from.
 
     With `own`, draws on the CPU come from a generator of the replica's thread. Otherwise, where replicas run `in_turn`,
-    the caller's generator stands at the replica's seed while it runs. So do the generators of accelerators; one that several
-    replicas share does only `in_turn`.
+    the caller's generator stands at the replica's seed while it runs. So do the generators of accelerators, if no other
+    replica draws from them meanwhile.
     """
 
     def __init__(self, state: RandomState, held: Sequence[Held], *, own: bool, in_turn: bool) -> None:
