@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import instep
-import instep.random
-from instep.random import Source, threads_can_draw
+from instep.random import Source
 
 ENGINES = ("serial", "threads")
 engines = pytest.mark.parametrize("engine", ENGINES)

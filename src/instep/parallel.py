@@ -209,7 +209,7 @@ class DataParallel(Transparent):
     def _streams(self, random: RandomState, replicas: Sequence[Replica], again: bool) -> Streams:
         """Where the replicas draw from in a call, or in one that is run `again` for drawing from one generator."""
         engine = self._instep_engine
-        in_turn = again or engine.in_turn or self._instep_turns.always
+        in_turn = again or engine.in_turn or self._instep_turns.always or replicas[0].cloner.draws
         held = [replica.cloner.generators for replica in replicas]
         return Streams(random, held, own=not engine.joint and threads_can_draw(), in_turn=in_turn)
 

@@ -56,6 +56,8 @@ class Cloner:
         self._layers: dict[Any, Layer] = {}
         self._plain: dict[int, Any] = {}
         self._depth = 0
+        self.draws = False
+        """Whether replicas share a generator of the source, because what holds it does not let itself be copied."""
         self.modules: list[tuple[nn.Module, nn.Module]] = []
         """Every module of the source that was met, registered or not, with what was made of it."""
 
@@ -165,6 +167,12 @@ class Cloner:
             dict.__setitem__(made, self.clone(key), self.clone(item))
         return made
 
+    def _namespace(self, value: types.SimpleNamespace) -> Any:
+        made = self._note(value, types.SimpleNamespace())
+        self._layer.containers.append((value.__dict__, tuple(value.__dict__.values()), made.__dict__))
+        made.__dict__.update({name: self.clone(item) for name, item in tuple(value.__dict__.items())})
+        return made
+
     def _tuple(self, value: Any) -> Any:
         items = [self.clone(item) for item in value]
         cls = type(value)
@@ -203,6 +211,7 @@ class Cloner:
         try:
             made = shallow_copy(value)
         except TypeError:
+            self.draws = self.draws or any(isinstance(i, torch.Generator) for i in attributes_of(value).values())
             return self._note(value, value)
         self._note(value, made)
         for name, item in attributes_of(value).items():
@@ -247,6 +256,7 @@ _MAKERS: dict[type, Callable[[Cloner, Any], Any]] = {
     types.MethodType: Cloner._method,
     functools.partial: Cloner._partial,
     weakref.ref: Cloner._weakref,
+    types.SimpleNamespace: Cloner._namespace,
 }
 
 
