@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import instep
 import instep.parallel
 import instep.random
-from instep.random import threads_can_draw
+from instep.random import RandomState, Streams, threads_can_draw
 
 ENGINES = ("serial", "threads")
 engines = pytest.mark.parametrize("engine", ENGINES)
@@ -300,6 +300,21 @@ def test_a_key_that_is_taken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_can_draw_here() -> None:
     """So that the tests above are tests of streams; every torch that instep runs on has what they need."""
     assert threads_can_draw()
+
+
+def test_a_backward_for_all_replicas_draws_from_a_stream_of_its_thread() -> None:
+    assert threads_can_draw()
+    host = torch.device("cpu")
+    streams = Streams(RandomState([host] * 2), [[], []], own=True, in_turn=False)
+    before = state()
+    with streams.joint_backward():
+        kept = torch.get_rng_state()
+        first = torch.rand(3)
+        torch.set_rng_state(kept)
+        assert torch.equal(first, torch.rand(3))
+    assert torch.equal(state(), before)
+    streams.settle()
+    assert not torch.equal(state(), before)
 
 
 def test_nothing_is_registered_before_it_is_needed() -> None:

@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.private import route_draws, routed, stand_in_for_default_generator
+from instep.private import is_routed, route_draws, routed, stand_in_for_default_generator
 
 Held = list[tuple[torch.Generator, torch.Generator]]
 """Generators of the caller, each with what a replica has in its place."""
 
 _here = threading.local()
+_joint: list[Streams] = []
+"""The calls whose replicas are in one backward together, the latest last."""
 
 
 class Source:
@@ -119,6 +121,8 @@ class Streams:
         self._own = own and not in_turn
         self._streams = [Stream(state.host, index) for index in range(len(held))]
         self._held = [list(pairs) for pairs in held]
+        self._of_threads: dict[int, Stream] = {}
+        self._caller = 0
 
     def arguments(self, shards: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         """The arguments of each replica, with a generator of its own for each that several of them were given."""
@@ -163,12 +167,34 @@ class Streams:
         if not self._threads:
             yield
             return
-        outer, _here.stream = getattr(_here, "stream", None), self._streams[index] if self._own else None
+        _here.stream, _here.in_turn = self._streams[index] if self._own else None, not self._own
         try:
             with routed():
                 yield
         finally:
-            _here.stream = outer
+            _here.stream, _here.in_turn = None, False
+
+    @contextmanager
+    def joint_backward(self) -> Iterator[None]:
+        """Around one backward for all replicas: on the CPU, each thread that takes part draws from a stream of its own.
+
+        Autograd's device threads work at the same time, and recompute checkpointed regions by setting the state.
+        """
+        if not self._own:
+            yield
+            return
+        self._caller = threading.get_ident()
+        _joint.append(self)
+        try:
+            with routed():
+                yield
+        finally:
+            _joint.remove(self)
+
+    def of_this_thread(self) -> Stream:
+        """The stream of a thread that takes part in a joint backward."""
+        place = 0 if threading.get_ident() == self._caller else 1 + torch.accelerator.current_device_index()
+        return self._of_threads.setdefault(place, Stream(self._state.host, len(self._streams) + place))
 
     def renew(self) -> None:
         """Before a backward: what first draws there is seeded by the caller's generator as it is then."""
@@ -176,7 +202,7 @@ class Streams:
 
     def settle(self) -> None:
         """Move the caller's generators by one number each, where something was drawn."""
-        for stream in self._streams:
+        for stream in (*self._streams, *self._of_threads.values()):
             stream.note()
         self._state.settle()
 
@@ -282,12 +308,14 @@ class _ThreadGenerator:
     """
 
     def __getattr__(self, name: str) -> Any:
-        stream: Stream | None = getattr(_here, "stream", None)
-        return getattr(torch.default_generator if stream is None else stream.generator(), name)
+        return getattr(_pick() or torch.default_generator, name)
 
 
 def _pick() -> torch.Generator | None:
+    """The generator of the stream that this thread draws from, if it has one."""
     stream: Stream | None = getattr(_here, "stream", None)
+    if stream is None and _joint and is_routed() and not getattr(_here, "in_turn", False):
+        stream = _joint[-1].of_this_thread()
     return None if stream is None else stream.generator()
 
 

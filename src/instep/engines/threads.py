@@ -69,18 +69,19 @@ class ThreadsEngine:
 
     def _run_backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> None:
         pairs = [live(side, grads) for side, grads in zip(span.sides, gradients, strict=True)]
+        span.streams.renew()
         if self._on_host:  # autograd runs a CPU graph in the thread that asks for it
-            span.streams.renew()
             parts = [span.streams.backward(index) for index in range(len(span.sides))]
             tasks = [
                 partial(_backward, [side], *pair, keep, part)
                 for side, pair, part in zip(span.sides, pairs, parts, strict=True)
             ]
             self.lease.run(tasks, drain=True, in_turn=span.streams.in_turn)
-            span.streams.settle()
         else:  # autograd's own device threads run the replicas at the same time
             outputs = [output for outs, _ in pairs for output in outs]
-            _backward(span.sides, outputs, [grad for _, grads in pairs for grad in grads], keep)
+            arrived = [grad for _, grads in pairs for grad in grads]
+            _backward(span.sides, outputs, arrived, keep, span.streams.joint_backward())
+        span.streams.settle()
 
     def _sum(self, columns: Sequence[Gradients]) -> Gradients:
         """The sum over replicas on the source's device; a large one is spread over the replica threads."""
