@@ -157,11 +157,12 @@ def _drawing_kernel(
 def routed() -> Iterator[None]:
     """Inside, random operations of this thread ask for their generator (see `route_draws`), in a backward too."""
     include: Any = torch._C._dispatch_tls_set_dispatch_key_included
+    outer = is_routed()
     include(_DRAWS, True)
     try:
         yield
     finally:
-        include(_DRAWS, False)
+        include(_DRAWS, outer)
 
 
 def is_routed() -> bool:

@@ -167,12 +167,13 @@ class Streams:
         if not self._threads:
             yield
             return
+        outer = getattr(_here, "stream", None), getattr(_here, "in_turn", False)
         _here.stream, _here.in_turn = self._streams[index] if self._own else None, not self._own
         try:
             with routed():
                 yield
         finally:
-            _here.stream, _here.in_turn = None, False
+            _here.stream, _here.in_turn = outer
 
     @contextmanager
     def joint_backward(self) -> Iterator[None]:
