@@ -294,7 +294,24 @@ def test_a_key_that_is_taken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("a kernel is already registered for this key")
 
     monkeypatch.setattr(instep.random, "route_draws", taken)
-    assert instep.random.threads_can_draw.__wrapped__() is False
+    assert instep.random._set_up.__wrapped__() is False
+
+
+def test_operations_that_take_a_generator_by_place_get_it_in_its_place() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.zeros_like(x)
+            torch.ops.aten.rrelu_with_noise(-x, noise, training=True)
+            torch.ops.aten._sample_dirichlet(x)
+            return noise + torch.ops.aten.rrelu(-x, 0.1, 0.9, True)
+
+    runs = []
+    for engine in ENGINES:
+        with wrap(Net(), engine) as model:
+            torch.default_generator.manual_seed(2)
+            runs.append(model(torch.ones(4, 5)))
+    assert torch.equal(*runs)
+    assert len({tuple(row) for row in runs[0].tolist()}) == 4
 
 
 def test_threads_can_draw_here() -> None:

@@ -120,11 +120,8 @@ def route_draws(pick: Callable[[], torch.Generator | None]) -> None:
         overload = schema.overload_name or "default"
         if overload in packet.overloads():
             kernel = _drawing_kernel(getattr(packet, overload), place, below, pick)
-            draws.impl(getattr(packet, overload)._schema.name + _dotted(schema), kernel, _DRAWS, with_keyset=True)
-
-
-def _dotted(schema: Any) -> str:
-    return f".{schema.overload_name}" if schema.overload_name else ""
+            full = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+            draws.impl(full, kernel, _DRAWS, with_keyset=True)
 
 
 def _drawing_kernel(
@@ -137,17 +134,18 @@ def _drawing_kernel(
     """
     host, python = torch._C.DispatchKey.CPU, torch._C.DispatchKey.Python
     front = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
-    named = operation._schema.arguments[place].kwarg_only
+    name = operation._schema.arguments[place].name
+    positional = not operation._schema.arguments[place].kwarg_only
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        given = kwargs.get("generator") if named else args[place : place + 1] not in ((), (None,))
-        if not given and keys.has(host) and not keys.has(python) and not keys.has(front):
+        by_place = positional and len(args) > place
+        given = args[place] if by_place else kwargs.get(name)
+        if given is None and keys.has(host) and not keys.has(python) and not keys.has(front):
             chosen = pick()
-            if chosen is not None:
-                if named:
-                    kwargs["generator"] = chosen
-                else:
-                    args = (*args[:place], chosen, *args[place + 1 :])
+            if by_place:
+                args = (*args[:place], chosen, *args[place + 1 :])
+            else:
+                kwargs[name] = chosen
         return operation.redispatch(keys & below, *args, **kwargs)
 
     return kernel

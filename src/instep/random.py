@@ -25,6 +25,7 @@ Held = list[tuple[torch.Generator, torch.Generator]]
 """Generators of the caller, each with what a replica has in its place."""
 
 _here = threading.local()
+_once = threading.RLock()
 _joint: list[Streams] = []
 """The calls whose replicas are in one backward together, the latest last."""
 
@@ -298,7 +299,10 @@ def _default(device: torch.device) -> torch.Generator | None:
     """The default generator of a device; None where its backend does not give it away."""
     if device.type == "cpu":
         return torch.default_generator
-    generators: Any = getattr(torch.get_device_module(device), "default_generators", ())
+    backend: Any = torch.get_device_module(device)
+    if hasattr(backend, "init"):
+        backend.init()
+    generators: Any = getattr(backend, "default_generators", ())
     return generators[device.index or 0] if generators else None
 
 
@@ -320,12 +324,17 @@ def _pick() -> torch.Generator | None:
     return None if stream is None else stream.generator()
 
 
-@cache
 def threads_can_draw() -> bool:
     """Whether a thread can have a stream of its own on the CPU; it is seen to once in a process, at the first question.
 
     Where it cannot, replicas that draw run one at a time.
     """
+    with _once:
+        return _set_up()
+
+
+@cache
+def _set_up() -> bool:
     try:
         route_draws(_pick)
         return _try_out()
