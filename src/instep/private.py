@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -99,14 +98,18 @@ _DRAWS: Any = "TESTING_ONLY_GenericMode"
 _registered: list[torch.library.Library] = []
 
 
+@cache
+def _draws_key() -> Any:
+    return torch._C._parse_dispatch_key(_DRAWS)
+
+
 def route_draws(pick: Callable[[], torch.Generator | None]) -> None:
-    """Have aten's random operations on the CPU ask `pick` for a generator, in threads that are inside `routed`.
+    """Have aten's random operations on the CPU ask `pick` for a generator, in threads that `route` is on for.
 
     A dispatch key that nothing else uses falls through everywhere but in operations that take a generator. Raises where
     torch has no such key, or where it is taken.
     """
-    key: Any = torch._C._parse_dispatch_key(_DRAWS)
-    below: Any = torch._C._dispatch_keyset_full_after(key)
+    below: Any = torch._C._dispatch_keyset_full_after(_draws_key())
     others = torch.library.Library("_", "IMPL", _DRAWS)
     others.fallback(torch.library.fallthrough_kernel)
     _registered.append(others)
@@ -151,21 +154,19 @@ def _drawing_kernel(
     return kernel
 
 
-@contextmanager
-def routed() -> Iterator[None]:
-    """Inside, random operations of this thread ask for their generator (see `route_draws`), in a backward too."""
-    include: Any = torch._C._dispatch_tls_set_dispatch_key_included
+def route(on: bool) -> bool:
+    """Whether random operations of this thread ask for their generator (see `route_draws`); says how it was before.
+
+    A backward carries it to the threads that take part.
+    """
     outer = is_routed()
-    include(_DRAWS, True)
-    try:
-        yield
-    finally:
-        include(_DRAWS, outer)
+    torch._C._dispatch_tls_set_dispatch_key_included(_draws_key(), on)
+    return outer
 
 
 def is_routed() -> bool:
-    """Whether this thread is inside `routed`."""
-    return bool(torch._C._dispatch_tls_is_dispatch_key_included(_DRAWS))
+    """Whether random operations of this thread ask for their generator."""
+    return bool(torch._C._dispatch_tls_is_dispatch_key_included(_draws_key()))
 
 
 def stand_in_for_default_generator(stand_in: Any) -> None:

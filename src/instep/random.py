@@ -12,14 +12,14 @@ import hashlib
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from instep.private import is_routed, route_draws, routed, stand_in_for_default_generator
+from instep.private import is_routed, route, route_draws, stand_in_for_default_generator
 
 Held = list[tuple[torch.Generator, torch.Generator]]
 """Generators of the caller, each with what a replica has in its place."""
@@ -106,6 +106,23 @@ class Stream:
             self._source.drawn = True
 
 
+class _Drawing:
+    """A thread that draws from a stream while inside; without one, from the default generator in a replica's turn."""
+
+    __slots__ = ("_outer", "_stream")
+
+    def __init__(self, stream: Stream | None) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._outer = getattr(_here, "stream", None), getattr(_here, "in_turn", False), route(True)
+        _here.stream, _here.in_turn = self._stream, self._stream is None
+
+    def __exit__(self, *_: object) -> None:
+        _here.stream, _here.in_turn, routed = self._outer
+        route(routed)
+
+
 class Streams:
     """Where the replicas of one call draw from.
 
@@ -146,9 +163,14 @@ class Streams:
             return type(value)(self._own_generators(item, shared, index) for item in value)
         return value
 
-    @contextmanager
-    def forward(self, index: int) -> Iterator[None]:
+    def forward(self, index: int) -> AbstractContextManager[None]:
         """Around one replica's part of a forward, in the thread that runs it."""
+        if self._own and not self._held[index] and not self._state.others:
+            return self.backward(index)
+        return self._standing(index)
+
+    @contextmanager
+    def _standing(self, index: int) -> Iterator[None]:
         with ExitStack() as stack:
             for source, generator in self._held[index]:
                 if generator is not source and generator is not _default(generator.device):
@@ -162,19 +184,11 @@ class Streams:
             stack.enter_context(self.backward(index))
             yield
 
-    @contextmanager
-    def backward(self, index: int) -> Iterator[None]:
+    def backward(self, index: int) -> AbstractContextManager[None]:
         """Around one replica's part of a backward on the CPU: its stream goes on where forward left it."""
         if not self._threads:
-            yield
-            return
-        outer = getattr(_here, "stream", None), getattr(_here, "in_turn", False)
-        _here.stream, _here.in_turn = self._streams[index] if self._own else None, not self._own
-        try:
-            with routed():
-                yield
-        finally:
-            _here.stream, _here.in_turn = outer
+            return nullcontext()
+        return _Drawing(self._streams[index] if self._own else None)
 
     @contextmanager
     def joint_backward(self) -> Iterator[None]:
@@ -187,10 +201,11 @@ class Streams:
             return
         self._caller = threading.get_ident()
         _joint.append(self)
+        outer = route(True)
         try:
-            with routed():
-                yield
+            yield
         finally:
+            route(outer)
             _joint.remove(self)
 
     def of_this_thread(self) -> Stream:
@@ -344,12 +359,9 @@ def _set_up() -> bool:
 
 def _try_out() -> bool:
     source = Source(torch.default_generator)
-    _here.stream = stream = Stream(source, 0)
-    try:
-        with routed():
-            drawn = torch.nn.functional.dropout(torch.ones(64, device="cpu")), torch.randperm(64, device="cpu")
-    finally:
-        _here.stream = None
+    stream = Stream(source, 0)
+    with _Drawing(stream):
+        drawn = torch.nn.functional.dropout(torch.ones(64, device="cpu")), torch.randperm(64, device="cpu")
     generator = torch.Generator().manual_seed(source.seed(0))
     mask = torch.empty(64, device="cpu").bernoulli_(0.5, generator=generator) * 2
     order = torch.randperm(64, device="cpu", generator=generator)
