@@ -19,6 +19,7 @@ from instep.errors import BridgeError
 from instep.hooks import spare_hooks
 from instep.meeting import SECOND_TIME, Seat
 from instep.private import is_batched, keeps_graph
+from instep.random import Streams
 from instep.replicas.tensors import Guard
 
 Gradients = list[Tensor | None]
@@ -87,6 +88,8 @@ class Span:
     engine: Backward
     sides: list[Side]
     sources: list[Tensor]
+    streams: Streams
+    """Where the replicas draw from, in backward too."""
     notes: Notes = field(default_factory=Notes)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from instep.bridge import Backward, Notes, Side, Span, bridge, enter
 from instep.engines.protocol import Engine, Job
+from instep.random import Streams
 from instep.replicas.ambient import Ambient
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.tensors import Way
@@ -27,6 +28,8 @@ class Crossing:
     method: str
     ambient: Ambient
     follow: bool
+    streams: Streams
+    """Where the replicas draw random numbers from."""
     sizes: Sequence[int] = ()
     """The samples of each replica's shard."""
 
@@ -44,7 +47,7 @@ class Crossing:
             for values in entered
         ]
         outcomes = self.engine.forward(
-            Job(self.replicas, arguments, self.method, self.ambient, self.follow, self.sizes)
+            Job(self.replicas, arguments, self.method, self.ambient, self.follow, self.streams, self.sizes)
         )
         for replica, outcome in zip(self.replicas, outcomes, strict=True):
             outcome.output = _own_tensors(outcome.output, replica.tensors.sources)
@@ -79,7 +82,7 @@ class Crossing:
             Side(mine, way.leaves, list(outputs), replica.tensors.guard, str(replica), outcome.seat)
             for mine, way, outputs, replica, outcome in zip(leaves, ways, found, self.replicas, outcomes, strict=True)
         ]
-        span = Span(cast(Backward, self.engine), sides, sources)
+        span = Span(cast(Backward, self.engine), sides, sources, self.streams)
         for way in ways:
             span.notes.entries += way.notes.entries
         for replica, mine in zip(self.replicas, leaves, strict=True):

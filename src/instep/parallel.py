@@ -33,10 +33,11 @@ from instep.face import Transparent
 from instep.locks import ProcessLock
 from instep.options import Method, Options, check_shares
 from instep.private import follows_one_thread
-from instep.random import RandomState
+from instep.random import RandomState, Streams, Turns, threads_can_draw
 from instep.replicas.ambient import Ambient
 from instep.replicas.clone import Wrapper
 from instep.replicas.crew import Crew
+from instep.replicas.replica import Replica
 from instep.replicas.settle import Settler, check_state_rule, refuse_writes
 from instep.structure.dims import AUTO
 from instep.structure.marks import bare
@@ -145,6 +146,7 @@ class DataParallel(Transparent, Wrapper):
             options.state, Merger.of(options.merge, AUTO, options.dim), options.on_unmerged_state, running_rule
         )
         self._instep_methods: dict[str, Method] = {}
+        self._instep_turns = Turns()
         self._instep_called = False
         self._instep_restructured = self._instep_warned = False
         self._instep_lock = ProcessLock(self._instep_crew.discard)
@@ -179,23 +181,23 @@ class DataParallel(Transparent, Wrapper):
         values: Sequence[Any],
         positional: int,
         random: RandomState,
+        again: bool = False,
     ) -> Any:
         """The algorithm: split, place, cross, merge, settle."""
         replicas = self._instep_crew.ready()[: plan.parts]
         self._instep_outfit.speak(self.module)
-        if replicas[0].cloner.draws:
-            self._instep_engine.in_turn = True
-        shards = self._place(plan, apply_plan(plan, values))
-        ambient = Ambient.capture(self._instep_devices)
-        crossing = Crossing(self._instep_engine, replicas, known.runs, ambient, self._instep_crew.behind, plan.sizes)
+        streams = self._streams(random, replicas, again)
+        shards = streams.arguments(self._place(plan, apply_plan(plan, values)))
+        ambient, behind = Ambient.capture(self._instep_devices), self._instep_crew.behind
+        crossing = Crossing(self._instep_engine, replicas, known.runs, ambient, behind, streams, plan.sizes)
         outcomes = crossing.run(shards, positional, plan.names)
-        if not self._instep_engine.in_turn and random.moved():
-            self._take_turns(random)
-            return self._together(method, known, plan, values, positional, random)
+        if not streams.in_turn and self._drew_from_one(random):
+            return self._together(method, known, plan, values, positional, random, again=True)
         if any(outcome.changes.structure for outcome in outcomes):
             self._forget(random)
             kwargs = dict(zip(plan.names[positional:], values[positional:], strict=True))
             return self._alone(method, values[:positional], kwargs)
+        streams.settle()
         refuse_writes(self.module, self._instep_crew.written())
         outputs = [on_output_device(outcome.output, self._instep_output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
@@ -227,11 +229,21 @@ class DataParallel(Transparent, Wrapper):
             for values, device in zip(shards, self._instep_devices, strict=False)
         ]
 
-    def _take_turns(self, random: RandomState) -> None:
-        """Forget a call in which replicas drew random numbers side by side; from now on they run in turn."""
-        random.restore()
-        self._instep_crew.discard()
-        self._instep_engine.in_turn = True
+    def _streams(self, random: RandomState, replicas: Sequence[Replica], again: bool) -> Streams:
+        """Where the replicas draw from in a call, or in one that is run `again` for drawing from one generator."""
+        engine = self._instep_engine
+        in_turn = again or engine.in_turn or self._instep_turns.always or replicas[0].cloner.draws
+        held = [replica.cloner.generators for replica in replicas]
+        return Streams(random, held, own=not engine.joint and threads_can_draw(), in_turn=in_turn)
+
+    def _drew_from_one(self, random: RandomState) -> bool:
+        """Whether replicas that ran side by side drew from one generator; if so, the call is forgotten."""
+        moved = random.moved()
+        self._instep_turns.note(moved)
+        if moved:
+            random.restore()
+            self._instep_crew.discard()
+        return moved
 
     def _forget(self, random: RandomState) -> None:
         """Forget a call in which `forward` changed the structure of its replica.

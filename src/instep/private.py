@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -114,3 +114,89 @@ def leave_frame_alone(function: Any) -> None:
         strategy(function.__code__, _frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
     elif skip is not None:
         skip(function.__code__)
+
+
+_DRAWS: Any = "TESTING_ONLY_GenericMode"
+_registered: list[torch.library.Library] = []
+
+
+@cache
+def _draws_key() -> Any:
+    return torch._C._parse_dispatch_key(_DRAWS)
+
+
+def route_draws(pick: Callable[[], torch.Generator | None]) -> None:
+    """Have aten's random operations on the CPU ask `pick` for a generator, in threads that `route` is on for.
+
+    A dispatch key that nothing else uses falls through everywhere but in operations that take a generator. Raises where
+    torch has no such key, or where it is taken.
+    """
+    below: Any = torch._C._dispatch_keyset_full_after(_draws_key())
+    others = torch.library.Library("_", "IMPL", _DRAWS)
+    others.fallback(torch.library.fallthrough_kernel)
+    _registered.append(others)
+    draws = torch.library.Library("aten", "IMPL")
+    _registered.append(draws)
+    for schema in torch._C._jit_get_all_schemas():
+        place = next((i for i, a in enumerate(schema.arguments) if str(a.type) == "Optional[Generator]"), None)
+        if place is None or not schema.name.startswith("aten::"):
+            continue
+        packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"))
+        overload = schema.overload_name or "default"
+        if overload in packet.overloads():
+            kernel = _drawing_kernel(getattr(packet, overload), place, below, pick)
+            full = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+            draws.impl(full, kernel, _DRAWS, with_keyset=True)
+
+
+def _drawing_kernel(
+    operation: Any, place: int, below: Any, pick: Callable[[], torch.Generator | None]
+) -> Callable[..., Any]:
+    """One random operation with the generator that `pick` gives, unless it was given one.
+
+    Only at the bottom, where there is a plain CPU tensor to fill: what other modes and tensor subclasses (compilers
+    among them) see has no generator added to it, and what they call in the end comes by here again.
+    """
+    host, python = torch._C.DispatchKey.CPU, torch._C.DispatchKey.Python
+    front = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+    name = operation._schema.arguments[place].name
+    positional = not operation._schema.arguments[place].kwarg_only
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        by_place = positional and len(args) > place
+        given = args[place] if by_place else kwargs.get(name)
+        if given is None and keys.has(host) and not keys.has(python) and not keys.has(front):
+            chosen = pick()
+            if by_place:
+                args = (*args[:place], chosen, *args[place + 1 :])
+            else:
+                kwargs[name] = chosen
+        return operation.redispatch(keys & below, *args, **kwargs)
+
+    return kernel
+
+
+def route(on: bool) -> bool:
+    """Whether random operations of this thread ask for their generator (see `route_draws`); says how it was before.
+
+    A backward carries it to the threads that take part.
+    """
+    outer = is_routed()
+    torch._C._dispatch_tls_set_dispatch_key_included(_draws_key(), on)
+    return outer
+
+
+def is_routed() -> bool:
+    """Whether random operations of this thread ask for their generator."""
+    return bool(torch._C._dispatch_tls_is_dispatch_key_included(_draws_key()))
+
+
+def stand_in_for_default_generator(stand_in: Any) -> None:
+    """Put an object in the place from which `torch.get_rng_state`, `manual_seed` and the like take the CPU's generator.
+
+    Raises where they take it from somewhere else.
+    """
+    functions: Any = torch.random
+    if functions.default_generator is not torch.default_generator:
+        raise RuntimeError("torch.random keeps its generator elsewhere")
+    functions.default_generator = stand_in

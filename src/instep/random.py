@@ -1,35 +1,385 @@
-"""The caller's random state around a call."""
+"""The caller's random state around a call, and the streams that replicas draw from inside it.
+
+Every replica has a stream of its own, seeded by one number that the state of the caller's generator decides, and by the
+replica's index. A call in which something was drawn moves the caller's generator by one number, whatever the count of
+replicas; a call that draws nothing does not move it.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from instep.private import is_routed, route, route_draws, stand_in_for_default_generator
+
+Held = list[tuple[torch.Generator, torch.Generator]]
+"""Generators of the caller, each with what a replica has in its place."""
+
+_here = threading.local()
+_once = threading.RLock()
+_joint: list[Streams] = []
+"""The calls whose replicas are in one backward together, the latest last."""
+
+
+class Source:
+    """A generator of the caller as it was when this was made, and the number that seeds the streams of a call."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self.before = generator.get_state()
+        self.drawn = False
+        """Whether something was drawn from a stream that this seeds."""
+        self._advanced = False
+        self._number: int | None = None
+        self._lock = threading.Lock()
+
+    def seed(self, index: int) -> int:
+        """The seed of one replica's stream."""
+        with self._lock:
+            if self._number is None:
+                self._number = self._look_ahead()
+        return (self._number + index) % 2**63
+
+    def _look_ahead(self) -> int:
+        """A number that the state decides. It is read from memory: nothing that surrounds the draw must see it."""
+        content = ctypes.string_at(self.before.data_ptr(), self.before.numel())
+        return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+    def moved(self) -> bool:
+        """Whether numbers were drawn from the generator itself."""
+        return not torch.equal(self.generator.get_state(), self.before)
+
+    def restore(self) -> None:
+        """Put the generator back."""
+        self.generator.set_state(self.before)
+        self.drawn = self._advanced = False
+
+    def settle(self) -> None:
+        """Move the generator by one number if a stream was drawn from: once, however often this is called."""
+        if self.drawn and not self._advanced:
+            self._advanced = True
+            twin = _twin(self.generator, self.generator.get_state())
+            torch.empty((), dtype=torch.int64, device=twin.device).random_(generator=twin)
+            self.generator.set_state(twin.get_state())
+
+    def renew(self) -> None:
+        """Start from the generator as it is now, if nothing was derived from it so far."""
+        with self._lock:
+            if self._number is None:
+                self.before = self.generator.get_state()
+
+
+def _twin(generator: torch.Generator, state: Tensor) -> torch.Generator:
+    twin = torch.Generator(generator.device)
+    twin.set_state(state)
+    return twin
+
+
+class Stream:
+    """One replica's stream on the CPU: its generator comes to be when it is first asked for."""
+
+    def __init__(self, source: Source, index: int) -> None:
+        self._source = source
+        self._index = index
+        self._generator: torch.Generator | None = None
+
+    def generator(self) -> torch.Generator:
+        if self._generator is None:
+            self._generator = self._new()
+        return self._generator
+
+    def _new(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self._source.seed(self._index))
+
+    def note(self) -> None:
+        """Tell the source whether something was drawn."""
+        if self._generator is not None and not torch.equal(self._generator.get_state(), self._new().get_state()):
+            self._source.drawn = True
+
+
+class _Drawing:
+    """A thread that draws from a stream while inside; without one, from the default generator in a replica's turn."""
+
+    __slots__ = ("_outer", "_stream")
+
+    def __init__(self, stream: Stream | None) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._outer = getattr(_here, "stream", None), getattr(_here, "in_turn", False), route(True)
+        _here.stream, _here.in_turn = self._stream, self._stream is None
+
+    def __exit__(self, *_: object) -> None:
+        _here.stream, _here.in_turn, routed = self._outer
+        route(routed)
+
+
+class Streams:
+    """Where the replicas of one call draw from.
+
+    With `own`, draws on the CPU come from a generator of the replica's thread. Otherwise, where replicas run `in_turn`,
+    the caller's generator stands at the replica's seed while it runs. So do the generators of accelerators, if no other
+    replica draws from them meanwhile.
+    """
+
+    def __init__(self, state: RandomState, held: Sequence[Held], *, own: bool, in_turn: bool) -> None:
+        self.in_turn = in_turn
+        """Whether replicas run one after another."""
+        self._state = state
+        self._threads = own
+        self._own = own and not in_turn
+        self._streams = [Stream(state.host, index) for index in range(len(held))]
+        self._held = [list(pairs) for pairs in held]
+        self._of_threads: dict[int, Stream] = {}
+        self._caller = 0
+
+    def arguments(self, shards: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        """The arguments of each replica, with a generator of its own for each that several of them were given."""
+        counts = Counter(key for values in shards for key in {id(g) for g in _generators_in(values)})
+        shared = {key for key, count in counts.items() if count > 1}
+        if not shared:
+            return shards
+        return [list(self._own_generators(values, shared, index)) for index, values in enumerate(shards)]
+
+    def _own_generators(self, value: Any, shared: Collection[int], index: int) -> Any:
+        if isinstance(value, torch.Generator) and id(value) in shared:
+            known = next((made for source, made in self._held[index] if source is value), None)
+            if known is None:
+                known = counterpart(value, self._state.devices[index])
+                self._held[index].append((value, known))
+            return known
+        if type(value) is dict:
+            return {key: self._own_generators(item, shared, index) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._own_generators(item, shared, index) for item in value)
+        return value
+
+    def forward(self, index: int) -> AbstractContextManager[None]:
+        """Around one replica's part of a forward, in the thread that runs it."""
+        if self._own and not self._held[index] and not self._state.others:
+            return self.backward(index)
+        return self._standing(index)
+
+    @contextmanager
+    def _standing(self, index: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            for source, generator in self._held[index]:
+                if generator is not source and generator is not _default(generator.device):
+                    stack.enter_context(_standing(generator, self._state.add(source), index))
+            device = self._state.devices[index]
+            if device in self._state.others and (self.in_turn or not self._state.shares(device)):
+                other = self._state.others[device]
+                stack.enter_context(_standing(other.generator, self._state.home, index, restore=other.before))
+            if self.in_turn:
+                host = self._state.host
+                stack.enter_context(_standing(host.generator, host, index, restore=host.before))
+            stack.enter_context(self.backward(index))
+            yield
+
+    def step_aside(self) -> Callable[[], None]:
+        """Let another replica have its turn in the middle of one's own; call what this returns to go on."""
+        sources = (self._state.host, *self._state.others.values())
+        states = [(source.generator, source.generator.get_state()) for source in sources]
+
+        def go_on() -> None:
+            for generator, state in states:
+                generator.set_state(state)
+
+        return go_on
+
+    def backward(self, index: int) -> AbstractContextManager[None]:
+        """Around one replica's part of a backward on the CPU: its stream goes on where forward left it."""
+        if not self._threads:
+            return nullcontext()
+        return _Drawing(self._streams[index] if self._own else None)
+
+    @contextmanager
+    def joint_backward(self) -> Iterator[None]:
+        """Around one backward for all replicas: on the CPU, each thread that takes part draws from a stream of its own.
+
+        Autograd's device threads work at the same time, and recompute checkpointed regions by setting the state.
+        """
+        if not self._own:
+            yield
+            return
+        self._caller = threading.get_ident()
+        _joint.append(self)
+        outer = route(True)
+        try:
+            yield
+        finally:
+            route(outer)
+            _joint.remove(self)
+
+    def of_this_thread(self) -> Stream:
+        """The stream of a thread that takes part in a joint backward."""
+        place = 0 if threading.get_ident() == self._caller else 1 + torch.accelerator.current_device_index()
+        return self._of_threads.setdefault(place, Stream(self._state.host, len(self._streams) + place))
+
+    def renew(self) -> None:
+        """Before a backward: what first draws there is seeded by the caller's generator as it is then."""
+        self._state.host.renew()
+
+    def settle(self) -> None:
+        """Move the caller's generators by one number each, where something was drawn."""
+        for stream in (*self._streams, *self._of_threads.values()):
+            stream.note()
+        self._state.settle()
+
+
+@contextmanager
+def _standing(generator: torch.Generator, source: Source, index: int, restore: Tensor | None = None) -> Iterator[None]:
+    """A generator that stands at a replica's seed inside, and is put back on the way out if it is the caller's."""
+    generator.manual_seed(source.seed(index))
+    start = generator.get_state()
+    try:
+        yield
+    finally:
+        if not torch.equal(generator.get_state(), start):
+            source.drawn = True
+        if restore is not None:
+            generator.set_state(restore)
+
+
+class Turns:
+    """Whether the replicas of one wrapper run one after another, learnt from how they draw.
+
+    They need to where they draw from one generator by a way that gives no stream to a thread. Code draws so while it is
+    being compiled, so that one call alone does not decide.
+    """
+
+    def __init__(self) -> None:
+        self.always = False
+        self._before = False
+
+    def note(self, moved: bool) -> None:
+        """A call was run side by side; did replicas draw from one generator?"""
+        self.always = self.always or (moved and (self._before or not threads_can_draw()))
+        self._before = moved
 
 
 class RandomState:
     """The state of torch's generators when this was made, for a call with replicas on these devices."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = Counter(device for device in devices if device.type != "cpu")
-        self._host, self._others = self._now()
+        self.devices = list(devices)
+        self._counts = Counter(devices)
+        self.host = Source(torch.default_generator)
+        self.others = {d: Source(g) for d in self._counts if d.type != "cpu" and (g := _default(d)) is not None}
+        self.home = self.others.get(self.devices[0], self.host)
+        """What seeds the streams of accelerators."""
+        self._held: dict[int, Source] = {}
+        self._lock = threading.Lock()
 
-    def _now(self) -> tuple[Tensor, dict[torch.device, Tensor]]:
-        others = {device: torch.get_device_module(device).get_rng_state(device) for device in self._devices}
-        return torch.get_rng_state(), others
+    def add(self, generator: torch.Generator) -> Source:
+        """A generator that the module holds or was given; it is put back with the rest."""
+        with self._lock:
+            if id(generator) not in self._held:
+                self._held[id(generator)] = Source(generator)
+            return self._held[id(generator)]
+
+    def shares(self, device: torch.device) -> bool:
+        """Whether several replicas are on a device."""
+        return self._counts[device] > 1
 
     def moved(self) -> bool:
         """Whether numbers were drawn from a generator that several replicas share."""
-        host, others = self._now()
-        if not torch.equal(host, self._host):
-            return True
-        shared = [device for device, count in self._devices.items() if count > 1]
-        return any(not torch.equal(others[device], self._others[device]) for device in shared)
+        return self.host.moved() or any(source.moved() for device, source in self.others.items() if self.shares(device))
+
+    def settle(self) -> None:
+        for source in (self.host, *self.others.values(), *self._held.values()):
+            source.settle()
 
     def restore(self) -> None:
         """Put every generator back."""
-        torch.set_rng_state(self._host)
-        for device, state in self._others.items():
-            torch.get_device_module(device).set_rng_state(state, device)
+        for source in (self.host, *self.others.values(), *self._held.values()):
+            source.restore()
+
+
+def _generators_in(value: Any) -> Iterator[torch.Generator]:
+    if isinstance(value, torch.Generator):
+        yield value
+    elif type(value) in (list, tuple, dict):
+        for item in value.values() if type(value) is dict else value:
+            yield from _generators_in(item)
+
+
+def counterpart(generator: torch.Generator, device: torch.device) -> torch.Generator:
+    """What a replica on `device` has in place of a generator of the caller; a default one stays a default one."""
+    near = device if generator.device.type == device.type else generator.device
+    if generator is _default(generator.device):
+        return _default(near) or generator
+    return torch.Generator(near)
+
+
+def _default(device: torch.device) -> torch.Generator | None:
+    """The default generator of a device; None where its backend does not give it away."""
+    if device.type == "cpu":
+        return torch.default_generator
+    backend: Any = torch.get_device_module(device)
+    if hasattr(backend, "init"):
+        backend.init()
+    generators: Any = getattr(backend, "default_generators", ())
+    return generators[device.index or 0] if generators else None
+
+
+class _ThreadGenerator:
+    """What `torch.get_rng_state`, `torch.manual_seed` and the like see: in a replica's thread, its stream.
+
+    Checkpointing saves and sets the state by these functions.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_pick() or torch.default_generator, name)
+
+
+def _pick() -> torch.Generator | None:
+    """The generator of the stream that this thread draws from, if it has one."""
+    stream: Stream | None = getattr(_here, "stream", None)
+    if stream is None and _joint and is_routed() and not getattr(_here, "in_turn", False):
+        stream = _joint[-1].of_this_thread()
+    return None if stream is None else stream.generator()
+
+
+def threads_can_draw() -> bool:
+    """Whether a thread can have a stream of its own on the CPU; it is seen to once in a process, at the first question.
+
+    Where it cannot, replicas that draw run one at a time.
+    """
+    with _once:
+        return _set_up()
+
+
+@cache
+def _set_up() -> bool:
+    try:
+        route_draws(_pick)
+        return _try_out()
+    except (AttributeError, AssertionError, KeyError, RuntimeError, TypeError, ValueError):
+        return False
+
+
+def _try_out() -> bool:
+    source = Source(torch.default_generator)
+    stream = Stream(source, 0)
+    with _Drawing(stream):
+        drawn = torch.nn.functional.dropout(torch.ones(64, device="cpu")), torch.randperm(64, device="cpu")
+    generator = torch.Generator().manual_seed(source.seed(0))
+    mask = torch.empty(64, device="cpu").bernoulli_(0.5, generator=generator) * 2
+    order = torch.randperm(64, device="cpu", generator=generator)
+    alike = torch.equal(drawn[0], mask) and torch.equal(drawn[1], order)
+    alike = alike and torch.equal(generator.get_state(), stream.generator().get_state())
+    if source.moved() or not alike:
+        source.restore()
+        return False
+    stand_in_for_default_generator(_ThreadGenerator())
+    return True

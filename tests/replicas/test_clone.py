@@ -270,7 +270,7 @@ def test_attributes_of_a_buffer_are_kept() -> None:
     assert replica_of(net).module.running_mean.unit == "metre"
 
 
-def test_a_generator_of_the_module_is_drawn_from_in_turn() -> None:
+def test_a_generator_of_the_module_repeats() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()

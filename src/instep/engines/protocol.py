@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from instep.engines.room import Room
 from instep.meeting import PeerFailed, Position, Seat, attend, first_error
+from instep.random import Streams
 from instep.replicas.ambient import Ambient
 from instep.replicas.replica import Outcome, Replica, run
 from instep.replicas.tensors import refuse_gradients
@@ -24,6 +25,8 @@ class Job:
     ambient: Ambient
     follow: bool
     """Whether buffers and other state are brought up to the source first."""
+    streams: Streams
+    """Where the replicas draw random numbers from, and whether they run one after another for its sake."""
     sizes: Sequence[int] = ()
     """The samples of each replica's shard."""
     room: Room | None = None
@@ -44,7 +47,7 @@ class Engine(Protocol):
     name: str
     joint: bool
     in_turn: bool
-    """Whether replicas run one after another."""
+    """Whether replicas always run one after another."""
 
     def forward(self, job: Job) -> list[Outcome]: ...
 
@@ -71,7 +74,7 @@ def _perform(job: Job, index: int) -> Outcome:
         guard = replica.tensors.guard
         guard.set(True)  # gradients taken inside forward are forward's own business
         guard.touched = False
-        with job.ambient.enter(replica.device), attend(seat):
+        with job.ambient.enter(replica.device), job.streams.forward(index), attend(seat):
             if job.follow:
                 replica.follow_state()
             outcome = run(replica, job.method, args, kwargs, job.ambient.compiler)

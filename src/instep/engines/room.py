@@ -26,11 +26,21 @@ class Room:
     """Where the replicas of one call, or of one backward, meet.
 
     With `in_turn` only one of them runs at a time: the first until it returns or waits for the others, then the next. A
-    replica that is waited for and has no thread yet is given one by `start`.
+    replica that is waited for and has no thread yet is given one by `start`. What replicas in turn have in common is
+    put aside while another has its turn: `step_aside` returns what brings it back.
     """
 
-    def __init__(self, names: Sequence[str], end: str, *, joint: bool = False, in_turn: bool = False) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        end: str,
+        *,
+        joint: bool = False,
+        in_turn: bool = False,
+        step_aside: Callable[[], Callable[[], None]] | None = None,
+    ) -> None:
         self.joint = joint
+        self._step_aside = step_aside if in_turn else None
         self.start: Callable[[int], None] | None = None
         self._names = list(names)
         self._end = end
@@ -54,6 +64,13 @@ class Room:
                 self._changed.wait()
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
+        go_on = self._step_aside() if self._step_aside is not None else None
+        payloads = self._exchange(index, label, payload)
+        if go_on is not None:
+            go_on()
+        return payloads
+
+    def _exchange(self, index: int, label: str, payload: Any) -> list[Any]:
         with self._changed:
             self._raise_broken()
             self._check(index, label)

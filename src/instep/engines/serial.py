@@ -22,7 +22,8 @@ class SerialEngine:
     in_turn = True
 
     def forward(self, job: Job) -> list[Outcome]:
-        job.room = Room([str(replica) for replica in job.replicas], FORWARD, joint=True, in_turn=True)
+        names, aside = [str(replica) for replica in job.replicas], job.streams.step_aside
+        job.room = Room(names, FORWARD, joint=True, in_turn=True, step_aside=aside)
         tasks = [partial(perform, job, index) for index in range(len(job.replicas))]
         outcomes = run_here(tasks, job.room, stop=lambda outcome: outcome.error is not None)
         raise_first(job.replicas[: len(outcomes)], outcomes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -30,6 +30,7 @@ class ThreadsEngine:
 
     name = "threads"
     joint = False
+    in_turn = False
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
@@ -37,9 +38,6 @@ class ThreadsEngine:
         self._lease: Lease | None = None
         self._lock = ProcessLock()
         self._holding = False
-        self.in_turn = False
-        """Whether replicas run one after another: threads draw from one generator in no fixed order, and a checkpointed
-        region would then be recomputed with other numbers."""
         self._held: dict[int, tuple[list[Tensor], list[Gradients]]] = {}
         """Gradients that `no_sync` holds back: by the sources they belong to, one column for each replica."""
 
@@ -52,7 +50,8 @@ class ThreadsEngine:
             return self._lease
 
     def forward(self, job: Job) -> list[Outcome]:
-        job.room = Room(list(map(str, job.replicas)), FORWARD, joint=not self._on_host, in_turn=self.in_turn)
+        names, streams = [str(replica) for replica in job.replicas], job.streams
+        job.room = Room(names, FORWARD, joint=not self._on_host, in_turn=streams.in_turn, step_aside=streams.step_aside)
         tasks = [partial(perform, job, index) for index in range(len(job.replicas))]
         try:
             outcomes = self.lease.run(tasks)
@@ -79,18 +78,25 @@ class ThreadsEngine:
 
     def _run_backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> None:
         pairs = [live(side, grads) for side, grads in zip(span.sides, gradients, strict=True)]
+        span.streams.renew()
         if self._on_host:  # autograd runs a CPU graph in the thread that asks for it
             _add_tokens(span.sides, pairs, keep)
             nested = inside_replica()  # the replicas' threads may be waiting for this one
-            room = Room([side.name for side in span.sides], BACKWARD, in_turn=self.in_turn or nested)
-            tasks = [partial(_in_room, room, index, span.sides, *pair, keep) for index, pair in enumerate(pairs)]
+            names, in_turn = [side.name for side in span.sides], span.streams.in_turn or nested
+            room = Room(names, BACKWARD, in_turn=in_turn, step_aside=span.streams.step_aside)
+            tasks = [
+                partial(_in_room, room, index, span.sides, *pair, keep, span.streams.backward(index))
+                for index, pair in enumerate(pairs)
+            ]
             if nested:
                 run_here(tasks, room, stop=lambda _: False)
             else:
                 self.lease.run(tasks, drain=True)
         else:  # autograd's own device threads run the replicas at the same time
             outputs = [output for outs, _ in pairs for output in outs]
-            _backward(span.sides, outputs, [grad for _, grads in pairs for grad in grads], keep)
+            arrived = [grad for _, grads in pairs for grad in grads]
+            _backward(span.sides, outputs, arrived, keep, span.streams.joint_backward())
+        span.streams.settle()
 
     def _sum(self, columns: Sequence[Gradients]) -> Gradients:
         """The sum over replicas on the source's device; a large one is spread over the replica threads."""
@@ -137,9 +143,17 @@ class ThreadsEngine:
             self._lease = None
 
 
-def _backward(sides: Sequence[Side], outputs: list[Tensor], grads: list[Tensor], keep: bool) -> None:
+def _backward(
+    sides: Sequence[Side],
+    outputs: list[Tensor],
+    grads: list[Tensor],
+    keep: bool,
+    around: AbstractContextManager[None] | None = None,
+) -> None:
     """A backward inside replicas: gradients accumulate on their leaves, which are open to it alone."""
     with ExitStack() as stack:
+        if around is not None:
+            stack.enter_context(around)
         for side in sides:
             side.guard.set(True)
             stack.callback(side.guard.set, False)
@@ -150,7 +164,13 @@ def _backward(sides: Sequence[Side], outputs: list[Tensor], grads: list[Tensor],
 
 
 def _in_room(
-    room: Room, index: int, sides: Sequence[Side], outputs: list[Tensor], grads: list[Tensor], keep: bool
+    room: Room,
+    index: int,
+    sides: Sequence[Side],
+    outputs: list[Tensor],
+    grads: list[Tensor],
+    keep: bool,
+    around: AbstractContextManager[None],
 ) -> None:
     """One replica's backward, in which it meets the others where it did in its forward."""
     side = sides[index]
@@ -158,7 +178,7 @@ def _in_room(
     try:
         room.enter(index)
         with attend(None if side.seat is None else replace(side.seat, meeting=room, crossed=0, tokens=[])):
-            _backward([side], outputs, grads, keep)
+            _backward([side], outputs, grads, keep, around)
     except BaseException as error:
         failure = error
         raise

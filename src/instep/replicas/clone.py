@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from instep.structure.tree import SCALARS, attributes_of, shallow_copy
 
 TensorMaker = Callable[[Tensor], Tensor]
+GeneratorMaker = Callable[[torch.Generator], torch.Generator]
 
 # Seen as they are: nothing of the source can hang below them.
-_OPAQUE = (*SCALARS, type, types.ModuleType, types.CodeType, torch.dtype, torch.device, torch.Generator, torch.Size)
+_OPAQUE = (*SCALARS, type, types.ModuleType, types.CodeType, torch.dtype, torch.device, torch.Size)
 _MAX_VISITS = 200_000
 
 
@@ -45,19 +46,22 @@ class Layer:
     """By the id of the source: the source, held so that its id is not used again, and what was made of it."""
     containers: list[tuple[Any, tuple[Any, ...], Any]] = field(default_factory=list)
     """Containers of the source that were rebuilt, with the items they had and what was made of them."""
+    generators: list[tuple[torch.Generator, torch.Generator]] = field(default_factory=list)
+    """Generators of the source, with what was made of them."""
 
 
 class Cloner:
     """Rebuilds objects of one source module for one replica; the same object is always rebuilt as the same object."""
 
-    def __init__(self, tensor: TensorMaker) -> None:
+    def __init__(self, tensor: TensorMaker, generator: GeneratorMaker) -> None:
         self._tensor = tensor
+        self._generator = generator
         self._base = self._layer = Layer()
         self._layers: dict[Any, Layer] = {}
         self._plain: dict[int, Any] = {}
         self._depth = 0
         self.draws = False
-        """Whether the source holds a generator of its own, which replicas share."""
+        """Whether replicas share a generator of the source, because what holds it does not let itself be copied."""
         self.modules: list[tuple[nn.Module, nn.Module]] = []
         """Every module of the source that was met, registered or not, with what was made of it."""
 
@@ -66,13 +70,17 @@ class Cloner:
         """Every container of the source that was rebuilt, with its items then and what was made of it."""
         return [entry for layer in (self._base, *self._layers.values()) for entry in layer.containers]
 
+    @property
+    def generators(self) -> list[tuple[torch.Generator, torch.Generator]]:
+        """Every generator of the source that was met, with what was made of it."""
+        return [entry for layer in (self._base, *self._layers.values()) for entry in layer.generators]
+
     def clone(self, value: Any) -> Any:
         """The replica's counterpart of a value of the source; the value itself where it holds nothing of the source."""
         known = self._known(value)
         if known is not None:
             return known[1]
         if isinstance(value, _OPAQUE):
-            self.draws = self.draws or isinstance(value, torch.Generator)
             return value
         self._depth += 1
         try:
@@ -106,6 +114,10 @@ class Cloner:
     def _make(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._note(value, self._tensor(value))
+        if isinstance(value, torch.Generator):
+            made = self._note(value, self._generator(value))
+            self._layer.generators.append((value, made))
+            return made
         if isinstance(value, Wrapper):
             return self._note(value, self.clone(value.module))
         if isinstance(value, nn.Module):
@@ -159,6 +171,12 @@ class Cloner:
             dict.__setitem__(made, self.clone(key), self.clone(item))
         return made
 
+    def _namespace(self, value: types.SimpleNamespace) -> Any:
+        made = self._note(value, types.SimpleNamespace())
+        self._layer.containers.append((value.__dict__, tuple(value.__dict__.values()), made.__dict__))
+        made.__dict__.update({name: self.clone(item) for name, item in tuple(value.__dict__.items())})
+        return made
+
     def _tuple(self, value: Any) -> Any:
         items = [self.clone(item) for item in value]
         cls = type(value)
@@ -197,6 +215,7 @@ class Cloner:
         try:
             made = shallow_copy(value)
         except TypeError:
+            self.draws = self.draws or any(isinstance(i, torch.Generator) for i in attributes_of(value).values())
             return self._note(value, value)
         self._note(value, made)
         for name, item in attributes_of(value).items():
@@ -209,11 +228,11 @@ class Cloner:
         return made
 
     def _reaches(self, value: Any) -> bool:
-        """Whether a tensor or a module can be reached from a value."""
+        """Whether a tensor, a module or a generator can be reached from a value."""
         pending, seen = [value], {id(value)}
         while pending:
             item = pending.pop()
-            if isinstance(item, (Tensor, nn.Module)):
+            if isinstance(item, (Tensor, nn.Module, torch.Generator)):
                 return True
             if len(seen) > _MAX_VISITS:
                 return False
@@ -241,6 +260,7 @@ _MAKERS: dict[type, Callable[[Cloner, Any], Any]] = {
     types.MethodType: Cloner._method,
     functools.partial: Cloner._partial,
     weakref.ref: Cloner._weakref,
+    types.SimpleNamespace: Cloner._namespace,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.compiled import compiled_by
+from instep.random import counterpart
 from instep.replicas.clone import Cloner
 from instep.replicas.equal import equal_tensors
 from instep.replicas.tensors import Tensors, Way
@@ -30,7 +32,7 @@ class Replica:
         self.index = index
         self.device = device
         self.tensors = Tensors(device, way)
-        self.cloner = Cloner(self.tensors.make)
+        self.cloner = Cloner(self.tensors.make, partial(counterpart, device=device))
         self.module: nn.Module = self.cloner.clone(source)
         if way in (Way.PRIVATE, Way.LINK):
             self._flatten_weights()

@@ -1,0 +1,108 @@
+"""What streams of their own cost replica threads on the CPU, and what they save a module that draws.
+
+Sides run in turns in one process; every number is a median over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+import instep
+from instep.random import RandomState, Streams, threads_can_draw
+
+HOST = torch.device("cpu")
+
+
+def in_turns(sides: list[Callable[[], float]], rounds: int) -> list[float]:
+    """The median of each side; the first round warms up."""
+    taken: list[list[float]] = [[] for _ in sides]
+    for turn in range(rounds + 1):
+        pairs = list(zip(sides, taken, strict=True))
+        for side, times in pairs if turn % 2 else reversed(pairs):
+            spent = side()
+            if turn:
+                times.append(spent)
+    return [statistics.median(times) for times in taken]
+
+
+def timed(around: Callable[[], AbstractContextManager[Any]], work: Callable[[], Any], count: int) -> float:
+    with around():
+        start = time.perf_counter()
+        for _ in range(count):
+            work()
+        return (time.perf_counter() - start) / count
+
+
+def operations(rounds: int) -> None:
+    """One operation in the caller's own way, and as a replica's thread does it."""
+    small, square = torch.zeros(16), torch.randn(64, 64)
+    streams = Streams(RandomState([HOST, HOST]), [[], []], own=True, in_turn=False)
+    works: dict[str, Callable[[], Any]] = {
+        "uniform_, 16 numbers": small.uniform_,
+        "rand, 16 numbers": lambda: torch.rand(16),
+        "dropout, 16 numbers": lambda: nn.functional.dropout(small),
+        "dropout, 64 x 64": lambda: nn.functional.dropout(square),
+        "add, 16 numbers": lambda: torch.add(small, 1.0),
+        "matmul, 64 x 64": lambda: torch.mm(square, square),
+    }
+    print(f"{'operation':24}{'plain':>10}{'stream':>10}{'more':>10}")
+    for name, work in works.items():
+        plain, ours = in_turns(
+            [lambda w=work: timed(nullcontext, w, 2000), lambda w=work: timed(lambda: streams.backward(0), w, 2000)],  # type: ignore[misc]
+            rounds,
+        )
+        print(f"{name:24}{plain * 1e6:7.2f} us{ours * 1e6:7.2f} us{(ours - plain) * 1e6:7.2f} us")
+
+
+def encoder(dropout: float) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=dropout, batch_first=True)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+
+def steps(rounds: int) -> None:
+    """A training step of a transformer with dropout on two threads: side by side with streams, and in turn."""
+    x = torch.randn(16, 64, 128)
+    side_by_side = instep.DataParallel(encoder(0.1), ["cpu"] * 2, engine="threads")
+    in_turn = instep.DataParallel(encoder(0.1), ["cpu"] * 2, engine="threads")
+    in_turn._instep_turns.always = True
+    without = instep.DataParallel(encoder(0.0), ["cpu"] * 2, engine="threads")
+
+    def step(model: nn.Module) -> float:
+        start = time.perf_counter()
+        model.zero_grad()
+        model(x).square().mean().backward()
+        return time.perf_counter() - start
+
+    models = {"in turn": in_turn, "streams": side_by_side, "no dropout": without}
+    taken = in_turns([lambda m=model: step(m) for model in models.values()], rounds)  # type: ignore[misc]
+    base = taken[0]
+    print(f"\n{'a step of 4 layers':24}{'time':>12}{'in turn / this':>18}")
+    for name, spent in zip(models, taken, strict=True):
+        print(f"{name:24}{spent * 1e3:9.2f} ms{base / spent:18.2f}")
+    for model in (side_by_side, in_turn, without):
+        model.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=21)
+    rounds = parser.parse_args().rounds
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    start = time.perf_counter()
+    assert threads_can_draw()
+    print(f"registered once in a process in {(time.perf_counter() - start) * 1e3:.0f} ms\n")
+    operations(rounds)
+    steps(rounds)
+
+
+if __name__ == "__main__":
+    main()
