@@ -121,6 +121,11 @@ class Room:
             if self._turn == index:
                 self._pass_turn(start=False)
 
+    def close(self) -> None:
+        """Let go of what nobody came for: graphs lead to the room, and must not lead on to themselves."""
+        with self._changed:
+            self._payloads, self._waiting, self.start = [], {}, None
+
     def abort(self) -> None:
         """Let nobody wait any longer: the caller was interrupted."""
         with self._changed:
@@ -203,7 +208,7 @@ def run_here(tasks: Sequence[Callable[[], T]], room: Room, stop: Callable[[T], b
         room.abort()
     finally:
         _join(threads)
-        room.start = None
+        room.close()
     if errors:
         raise first_error(errors)
     return [results[index] for index in sorted(results)]

@@ -58,6 +58,8 @@ class ThreadsEngine:
         except BaseException:
             job.room.abort()
             raise
+        finally:
+            job.room.close()
         raise_first(job.replicas, outcomes)
         return outcomes
 

@@ -1,0 +1,99 @@
+"""Two thousand calls of every kind: memory, tensors and threads stay as many as they were."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+
+CALLS = {"threads": 2000, "serial": 600}  # serial starts a thread wherever replicas meet
+MEBIBYTE = 2**20
+
+
+class Mixed(nn.Module):
+    """State, dropout, batch normalisation, an output kept on itself, and a failure on request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1))
+        self.head = nn.Linear(16, 3)
+        self.penalty = torch.zeros(())
+        self.calls = 0
+
+    def forward(self, x: Tensor, names: list[str] | None = None, fail: bool = False) -> dict[str, Tensor | list[str]]:
+        self.calls += 1
+        h = self.body(x)
+        if fail:
+            raise ZeroDivisionError("as asked")
+        out: dict[str, Tensor | list[str]] = {"out": self.head(h), "hidden": h}
+        return out if names is None else {**out, "names": names}
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def tensors() -> int:
+    gc.collect()
+    return sum(1 for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc to tell the memory")
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_nothing_grows(engine: str) -> None:
+    choose = random.Random(0)
+    net = Mixed()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    kept: list[object] = []
+    with instep.DataParallel(net, ["cpu"] * 3, engine=engine) as model:
+        for call in range(CALLS[engine]):
+            one_call(model, optimizer, choose, kept)
+            if call == CALLS[engine] // 4:
+                kept.clear()
+                before = resident(), tensors(), threading.active_count()
+        kept.clear()
+        after = resident(), tensors(), threading.active_count()
+    assert after[2] == before[2]
+    assert abs(after[1] - before[1]) < 20
+    assert after[0] - before[0] < 24 * MEBIBYTE
+    assert net.calls > CALLS[engine] // 2
+
+
+def one_call(
+    model: instep.DataParallel, optimizer: torch.optim.Optimizer, choose: random.Random, kept: list[object]
+) -> None:
+    size = choose.choice([2, 3, 4, 7, 12])
+    x = torch.randn(size, 6)
+    kind = choose.choice(["step", "step", "drop", "keep", "fail", "eval", "inference", "names", "misfit", "no_sync"])
+    model.train(kind != "eval")
+    if kind == "fail":
+        with pytest.raises(ZeroDivisionError, match="as asked"):
+            model(x, fail=True)
+    elif kind == "misfit":
+        with pytest.raises(instep.StructureError):
+            model(x, [torch.randn(size + 1, 2)])
+    elif kind in ("eval", "inference"):
+        with torch.inference_mode(kind == "inference"), torch.no_grad():
+            model(x)
+    elif kind == "no_sync":
+        with model.no_sync():
+            model(x)["out"].sum().backward()
+    elif kind == "names":
+        assert len(model(x, [f"{index}" for index in range(size)])["names"]) == size
+    else:
+        out = model(x)["out"]
+        if kind == "step":
+            optimizer.zero_grad()
+            out.square().mean().backward()
+            optimizer.step()
+        elif kind == "keep":
+            kept[:] = [*kept[-3:], out]
