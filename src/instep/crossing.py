@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,7 +14,8 @@ from instep.engines.protocol import Engine, Job
 from instep.replicas.ambient import Ambient
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.tensors import Way
-from instep.replicas.watch import Changes
+from instep.replicas.contents import Contents
+from instep.replicas.watch import Changes, Inside
 from instep.structure.tree import map_tensors, tensors_in
 
 
@@ -160,9 +161,17 @@ def _own_memory(values: Sequence[Any], notes: Notes) -> list[Any]:
 def _tensors_of(outcome: Outcome) -> list[Tensor]:
     """Output tensors of a replica, and tensors that it set on itself; each once."""
     found = list(tensors_in(outcome.output))
-    for change in outcome.changes.attributes:
-        found.extend(tensors_in(change.new))
+    for value in _left(outcome.changes):
+        found.extend(tensors_in(value))
     return list({id(tensor): tensor for tensor in found}.values())
+
+
+def _left(changes: Changes) -> Iterator[Any]:
+    """What a replica set on itself, or put into its containers."""
+    yield from (change.new for change in changes.attributes)
+    for inside in changes.contents:
+        before = set(map(id, inside.before.items))
+        yield from (item for item in inside.after.items if id(item) not in before)
 
 
 def _replace(outcome: Outcome, table: dict[int, Tensor]) -> None:
@@ -170,9 +179,17 @@ def _replace(outcome: Outcome, table: dict[int, Tensor]) -> None:
         return table.get(id(tensor), tensor)
 
     outcome.output = map_tensors(swap, outcome.output)
-    if any(id(t) in table for change in outcome.changes.attributes for t in tensors_in(change.new)):
+    if any(id(t) in table for value in _left(outcome.changes) for t in tensors_in(value)):
         attributes = [change._replace(new=map_tensors(swap, change.new)) for change in outcome.changes.attributes]
-        outcome.changes = Changes(outcome.changes.structure, attributes)
+        contents = [_replace_inside(swap, inside) for inside in outcome.changes.contents]
+        outcome.changes = Changes(outcome.changes.structure, attributes, contents)
+
+
+def _replace_inside(swap: Callable[[Tensor], Tensor], inside: Inside) -> Inside:
+    """A container's new contents in the caller's graph; what it held before stays what it was."""
+    before = set(map(id, inside.before.items))
+    items = tuple(item if id(item) in before else map_tensors(swap, item) for item in inside.after.items)
+    return inside._replace(after=Contents(inside.after.keys, items))
 
 
 def _connected(

@@ -34,7 +34,8 @@ from instep.private import follows_one_thread
 from instep.random import RandomState
 from instep.replicas.ambient import Ambient
 from instep.replicas.crew import Crew
-from instep.replicas.settle import Settler, check_state_rule, refuse_writes
+from instep.replicas.settle import Settler, refuse_writes
+from instep.replicas.state_rules import check_state_rule
 from instep.structure.dims import AUTO
 from instep.structure.marks import bare
 from instep.structure.merge import Merger
@@ -165,7 +166,15 @@ class DataParallel(Transparent):
         shards = self._place(plan, apply_plan(plan, values))
         ambient = Ambient.capture(self._instep_devices)
         crossing = Crossing(self._instep_engine, replicas, method, ambient, self._instep_crew.behind)
-        outcomes = crossing.run(shards, positional, plan.names)
+        try:
+            outcomes = crossing.run(shards, positional, plan.names)
+        except Exception:
+            if not self._instep_crew.part():
+                raise
+            outcomes = []
+        if not outcomes or self._instep_crew.part():
+            random.restore()
+            return self._together(method, known, plan, values, positional, random)
         if not self._instep_engine.in_turn and random.moved():
             self._take_turns(random)
             return self._together(method, known, plan, values, positional, random)
@@ -177,7 +186,10 @@ class DataParallel(Transparent):
         outputs = [on_output_device(outcome.output, self._instep_output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
         merged = known.merger.merge(outputs, plan.sizes, inputs)
-        self._instep_crew.changed = self._instep_settler.settle(self.module, replicas, outcomes, plan.sizes)
+        self._instep_crew.changed = self._instep_settler.settle(
+            self.module, replicas, outcomes, plan.sizes, self._instep_crew.shelf.places
+        )
+        self._instep_crew.done()
         return merged
 
     def _alone(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -233,6 +245,7 @@ class DataParallel(Transparent):
         try:
             yield random
         except BaseException:
+            self._instep_crew.restore()
             self._instep_crew.discard()
             random.restore()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -92,3 +93,15 @@ def look_alike(tensors: Sequence[Tensor]) -> Callable[[], bool]:
         return partial(check, *tensors) if check(*tensors) else lambda: False
     except (TypeError, RuntimeError, ValueError):
         return lambda: False
+
+
+def _class_at(module: str, name: str) -> Any:
+    """A class that torch keeps in a private place, or None."""
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+spectral_norm_class: Any = _class_at("torch.nn.utils.parametrizations", "_SpectralNorm")
+"""The parametrization behind `spectral_norm`; where it is missing, its vectors have to be equal on every replica."""

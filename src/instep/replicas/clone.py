@@ -11,19 +11,20 @@ import functools
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from instep.replicas.contents import Contents, contents_of, is_array, put
 from instep.structure.tree import SCALARS, attributes_of, shallow_copy
 
 TensorMaker = Callable[[Tensor], Tensor]
 
 # Seen as they are: nothing of the source can hang below them.
-_OPAQUE = (*SCALARS, type, types.ModuleType, types.CodeType, torch.dtype, torch.device, torch.Generator, torch.Size)
+OPAQUE = (*SCALARS, type, types.ModuleType, types.CodeType, torch.dtype, torch.device, torch.Generator, torch.Size)
 _MAX_VISITS = 200_000
 
 
@@ -39,15 +40,17 @@ class Layer:
 
     memo: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     """By the id of the source: the source, held so that its id is not used again, and what was made of it."""
-    containers: list[tuple[Any, tuple[Any, ...], Any]] = field(default_factory=list)
-    """Containers of the source that were rebuilt, with the items they had and what was made of them."""
+    containers: list[tuple[Any, Contents, Any]] = field(default_factory=list)
+    """Containers of the source that were rebuilt, with what they held and what was made of them."""
 
 
 class Cloner:
     """Rebuilds objects of one source module for one replica; the same object is always rebuilt as the same object."""
 
-    def __init__(self, tensor: TensorMaker) -> None:
+    def __init__(self, tensor: TensorMaker, own: Mapping[int, Any] | None = None) -> None:
         self._tensor = tensor
+        self._own = own or {}
+        """By their ids, containers without tensors that each replica has for itself, because `forward` changes them."""
         self._base = self._layer = Layer()
         self._layers: dict[Any, Layer] = {}
         self._plain: dict[int, Any] = {}
@@ -58,8 +61,8 @@ class Cloner:
         """Every module of the source that was met, registered or not, with what was made of it."""
 
     @property
-    def containers(self) -> list[tuple[Any, tuple[Any, ...], Any]]:
-        """Every container of the source that was rebuilt, with its items then and what was made of it."""
+    def containers(self) -> list[tuple[Any, Contents, Any]]:
+        """Every container of the source that was rebuilt, with what it held then and what was made of it."""
         return [entry for layer in (self._base, *self._layers.values()) for entry in layer.containers]
 
     def clone(self, value: Any) -> Any:
@@ -67,7 +70,7 @@ class Cloner:
         known = self._known(value)
         if known is not None:
             return known[1]
-        if isinstance(value, _OPAQUE):
+        if isinstance(value, OPAQUE):
             self.draws = self.draws or isinstance(value, torch.Generator)
             return value
         self._depth += 1
@@ -99,6 +102,33 @@ class Cloner:
             self._layer = self._base
         return made, [old for _, old in before.memo.values()]
 
+    def has_own(self, value: Any) -> bool:
+        """Whether something else was made of a value."""
+        known = self._known(value)
+        return known is not None and known[1] is not value
+
+    def origins(self) -> dict[int, Any]:
+        """By the id of what was made: the object of the source that it stands for."""
+        layers = (self._base, *self._layers.values())
+        return {id(made): source for layer in layers for source, made in layer.memo.values()}
+
+    def refill(self, source: Any, made: Any) -> list[Any]:
+        """Bring what was made of a container up to the source's contents; returns what nothing needs any longer."""
+        key = ("inside", id(source))
+        before, contents = self._layers.pop(key, Layer()), contents_of(source)
+        held = {id(item) for item in contents.items if isinstance(item, Tensor)}
+        self._layer = Layer({name: pair for name, pair in before.memo.items() if name in held})
+        try:
+            keys = tuple(map(self.clone, contents.keys))
+            put(made, Contents(keys, tuple(map(self.clone, contents.items))))
+            self._layer.containers.append((source, contents, made))
+            self._layers[key] = self._layer
+        finally:
+            self._layer = self._base
+        for layer in (self._base, *self._layers.values()):
+            layer.containers = [e for e in layer.containers if e[2] is not made or e[1] is contents]
+        return [old for name, (_, old) in before.memo.items() if name not in held]
+
     def _make(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._note(value, self._tensor(value))
@@ -129,6 +159,8 @@ class Cloner:
         maker = _MAKERS.get(type(value))
         if maker is not None:
             return maker(self, value)
+        if is_array(value):
+            return self._array(value)
         for base in (dict, list, set, deque):
             if isinstance(value, base):
                 return _MAKERS[base](self, value)
@@ -138,19 +170,19 @@ class Cloner:
 
     def _list(self, value: Any) -> Any:
         made = self._note(value, _empty_like(value))
-        self._layer.containers.append((value, tuple(value), made))
+        self._layer.containers.append((value, contents_of(value), made))
         made.extend(self.clone(item) for item in tuple(value))
         return made
 
     def _set(self, value: Any) -> Any:
         made = self._note(value, _empty_like(value))
-        self._layer.containers.append((value, tuple(value), made))
+        self._layer.containers.append((value, contents_of(value), made))
         made.update(self.clone(item) for item in tuple(value))
         return made
 
     def _dict(self, value: Any) -> Any:
         made = self._note(value, _empty_like(value))
-        self._layer.containers.append((value, tuple(value.values()), made))
+        self._layer.containers.append((value, contents_of(value), made))
         for key, item in tuple(value.items()):
             dict.__setitem__(made, self.clone(key), self.clone(item))
         return made
@@ -201,24 +233,58 @@ class Cloner:
             else:
                 object.__setattr__(made, name, self.clone(item))
         if hasattr(value, "__dict__"):
-            self._layer.containers.append((value.__dict__, tuple(value.__dict__.values()), made.__dict__))
+            self._layer.containers.append((value.__dict__, contents_of(value.__dict__), made.__dict__))
+        else:
+            self._layer.containers.append((value, contents_of(value), made))
+        return made
+
+    def _array(self, value: Any) -> Any:
+        made = self._note(value, value.copy())
+        self._layer.containers.append((value, contents_of(value), made))
         return made
 
     def _reaches(self, value: Any) -> bool:
-        """Whether a tensor or a module can be reached from a value."""
-        pending, seen = [value], {id(value)}
-        while pending:
-            item = pending.pop()
-            if isinstance(item, (Tensor, nn.Module)):
-                return True
-            if len(seen) > _MAX_VISITS:
-                return False
-            for child in _children(item):
-                if id(child) not in seen and id(child) not in self._plain and not isinstance(child, _OPAQUE):
-                    seen.add(id(child))
-                    pending.append(child)
+        """Whether a tensor, a module, or a container that each replica has for itself can be reached from a value."""
+        if holds_source(value, self._own, self._plain):
+            return True
         self._plain[id(value)] = value
         return False
+
+
+def holds_source(value: Any, own: Mapping[int, Any] | None = None, plain: Mapping[int, Any] | None = None) -> bool:
+    """Whether a tensor, a module, or one of `own` can be reached from a value, by another way than through `plain`."""
+    own = own or {}
+
+    def found(item: Any) -> bool:
+        return isinstance(item, (Tensor, nn.Module)) or id(item) in own or id(getattr(item, "__dict__", own)) in own
+
+    return _leads_to(value, found, plain or {})
+
+
+def holds_structure(value: Any) -> bool:
+    """Whether a module or a trainable parameter can be reached from a value."""
+
+    def found(item: Any) -> bool:
+        return isinstance(item, nn.Module) or (isinstance(item, nn.Parameter) and item.requires_grad)
+
+    return not isinstance(value, OPAQUE) and _leads_to(value, found, {})
+
+
+def _leads_to(value: Any, found: Callable[[Any], bool], plain: Mapping[int, Any]) -> bool:
+    pending, seen = [value], {id(value)}
+    while pending:
+        item = pending.pop()
+        if found(item):
+            return True
+        if isinstance(item, Tensor):
+            continue
+        if len(seen) > _MAX_VISITS:
+            return False
+        for child in _children(item):
+            if id(child) not in seen and id(child) not in plain and not isinstance(child, OPAQUE):
+                seen.add(id(child))
+                pending.append(child)
+    return False
 
 
 _UNKNOWN = object()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from instep.devices import home_of
-from instep.errors import WrapError
+from instep.errors import StateError, WrapError
 from instep.reduce import send
+from instep.replicas.clone import holds_source
 from instep.replicas.equal import equal_tensors
 from instep.replicas.memory import Lay, Writes
+from instep.replicas.names import module_names
 from instep.replicas.replica import Replica
+from instep.replicas.shelf import Shelf
 from instep.replicas.tensors import Way
 from instep.replicas.watch import STRUCTURE, Changes, Watch
 
@@ -31,6 +35,11 @@ class Crew:
         self.changed = False
         """Whether the last call changed state of the module."""
         self.replicas: list[Replica] = []
+        self.shelf: Shelf
+        """The containers of the source, and which of them replicas share."""
+        self._own: dict[int, Any] = {}
+        """By their ids, containers that each replica has for itself, because `forward` changes them."""
+        self._running = False
         self._watch: Watch | None = None
         self._first_values: list[Tensor] | None = []
 
@@ -45,12 +54,45 @@ class Crew:
         if not self.frozen:
             self._send()
         self._writes.begin()
+        self._running = True
         return self.replicas
+
+    def part(self) -> bool:
+        """Whether `forward` changed containers that replicas share.
+
+        Then they are put back, and from now on each replica has its own.
+        """
+        changed = self.restore()
+        if not changed:
+            return False
+        for container in changed:
+            if id(container) in self._own:
+                raise StateError(
+                    f"forward changes {str(self.shelf.places[id(container)])!r}, which every replica would do once "
+                    f"more, and of which no copy can be made for each.\nChange it outside forward."
+                )
+            self._own[id(container)] = container
+        self.discard()
+        return True
+
+    def restore(self) -> list[Any]:
+        """Put back what `forward` changed in containers that replicas share, and say which those were."""
+        running, self._running = self._running, False
+        return self.shelf.restore() if running else []
+
+    def done(self) -> None:
+        """The call is over: what changes from now on is the user's doing."""
+        self._running = False
 
     def changes(self) -> Changes:
         """What changed on the source since the last call, apart from values."""
         if self._watch is None or not self._lay.holds():
             return STRUCTURE
+        moved = self.shelf.changed()
+        if moved:
+            if any(holds_source(container, self._own) for container in moved):
+                return STRUCTURE
+            self._stock_shelf()
         return self._watch.look()
 
     @property
@@ -97,7 +139,7 @@ class Crew:
                 f"Wrap it anew: instep.DataParallel(model, device_ids=[...])."
             )
         places = zip(self.devices, self.ways, strict=True)
-        self.replicas = [Replica(index, self.source, *place) for index, place in enumerate(places)]
+        self.replicas = [Replica(index, self.source, *place, self._own) for index, place in enumerate(places)]
         if self._first_values is not None and self.ways[0] in (Way.ALIAS, Way.SHARE):
             self._first_values = [source.detach().clone() for source, _ in self.replicas[0].trainable]
         self._take_stock()
@@ -109,7 +151,13 @@ class Crew:
         joint = Way.SHARE in self.ways  # replicas that hold the source's own tensors follow wherever these move
         self._watch = Watch(first.source_modules, containers, [*trainable, *state] if joint else state)
         self._lay = Lay([] if joint else trainable)
+        self._stock_shelf()
         self._note_writes()
+
+    def _stock_shelf(self) -> None:
+        first = self.replicas[0]
+        modules = first.source_modules
+        self.shelf = Shelf(modules, module_names(self.source, modules), first.cloner)
 
     def _note_writes(self) -> None:
         self._writes = Writes([pair for replica in self.replicas for pair in replica.trainable])
@@ -118,7 +166,7 @@ class Crew:
         """Replicas that are linked to the source's graph are made anew: their tensors belong to one call."""
         for index, way in enumerate(self.ways):
             if way is Way.LINK:
-                self.replicas[index] = Replica(index, self.source, self.devices[index], way)
+                self.replicas[index] = Replica(index, self.source, self.devices[index], way, self._own)
         if Way.LINK in self.ways:
             self._note_writes()
 

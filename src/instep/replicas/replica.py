@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.replicas.clone import Cloner
+from instep.replicas.contents import contents_of, put
 from instep.replicas.equal import equal_tensors
 from instep.replicas.tensors import Tensors, Way
 from instep.replicas.watch import MISSING, NOTHING, Changes, Watch
@@ -21,11 +22,13 @@ Pair = tuple[Tensor, Tensor]
 class Replica:
     """The module on one device, with its own tensors; everything else is the source's own objects."""
 
-    def __init__(self, index: int, source: nn.Module, device: torch.device, way: Way) -> None:
+    def __init__(
+        self, index: int, source: nn.Module, device: torch.device, way: Way, own: Mapping[int, Any] | None = None
+    ) -> None:
         self.index = index
         self.device = device
         self.tensors = Tensors(device, way)
-        self.cloner = Cloner(self.tensors.make)
+        self.cloner = Cloner(self.tensors.make, own)
         self.module: nn.Module = self.cloner.clone(source)
         if way in (Way.PRIVATE, Way.LINK):
             self._flatten_weights()
@@ -36,7 +39,7 @@ class Replica:
         return f"replica {self.index} on {self.device}"
 
     def _new_watch(self) -> Watch:
-        made = [(made, _items(made)) for _, _, made in self.cloner.containers]
+        made = [(made, contents_of(made)) for _, _, made in self.cloner.containers]
         return Watch([module for _, module in self.cloner.modules], made)
 
     @property
@@ -70,6 +73,11 @@ class Replica:
             key = (change.module, change.name, change.buffer)
             held[change.name], gone = self.cloner.renew(key, change.name, change.new)
             self.tensors.drop({id(made) for made in gone if isinstance(made, Tensor)})
+        for inside in changes.contents:
+            counterparts = {id(source): made for source, _, made in self.cloner.containers}
+            if id(inside.container) in counterparts:
+                gone = self.cloner.refill(inside.container, counterparts[id(inside.container)])
+                self.tensors.drop({id(made) for made in gone if isinstance(made, Tensor)})
         if containers or self.cloner.containers:
             self._watch = self._new_watch()
         else:
@@ -127,11 +135,9 @@ class Replica:
                 held.pop(change.name, None)
             else:
                 held[change.name] = change.old
+        for inside in changes.contents:
+            put(inside.container, inside.before)
         self._watch.update(changes)
-
-
-def _items(container: Any) -> tuple[Any, ...]:
-    return tuple(container.values() if isinstance(container, dict) else container)
 
 
 def _is_dense(tensor: Tensor) -> bool:

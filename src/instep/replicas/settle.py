@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from instep.errors import MergeError, StateError
+from instep.replicas.contents import Contents, contents_of, put
 from instep.replicas.derived import is_cache, is_derived
 from instep.replicas.equal import equal
+from instep.replicas.inside import merge_contents
+from instep.replicas.names import Owners, module_names, tensor_name
 from instep.replicas.replica import Outcome, Replica
+from instep.replicas.shelf import Place
+from instep.replicas.state_rules import StateRule, apply_state_rule, is_count, known_rule
 from instep.replicas.watch import MISSING
 from instep.structure.merge import Merger
 from instep.structure.rules import rule_for
+from instep.structure.shapes import follow
 from instep.structure.tree import map_tensors, tensors_in
 
-StateRule = str | Callable[..., Any]
-RULES = ("sum", "mean", "max", "min", "first")
 Write = Callable[[], None]
 
 
@@ -36,11 +41,23 @@ class Settler:
     outputs: Merger
     """The rules of outputs, for tensors that `forward` left on the module."""
     unmerged: str = "error"
+    readings: dict[str, str] = field(default_factory=dict)
+    """What lists that grew turned out to be: one entry a sample, or not."""
+    mergers: dict[str, Merger] = field(default_factory=dict)
+    """By path, what merges a tensor that was left there, and remembers the dim that follows the batch."""
 
     def settle(
-        self, source: nn.Module, replicas: Sequence[Replica], outcomes: Sequence[Outcome], sizes: Sequence[int]
+        self,
+        source: nn.Module,
+        replicas: Sequence[Replica],
+        outcomes: Sequence[Outcome],
+        sizes: Sequence[int],
+        places: Mapping[int, Place],
     ) -> bool:
-        """Set on the source what `forward` changed, and say whether that was anything."""
+        """Set on the source what `forward` changed, and say whether that was anything.
+
+        `places` says where each container of the source is.
+        """
         if not any(outcome.changes or outcome.written for outcome in outcomes):
             return False
         modules = replicas[0].source_modules
@@ -48,6 +65,7 @@ class Settler:
         writes = [
             *self._attributes(modules, names, replicas, outcomes, sizes),
             *self._tensors(source, replicas, outcomes, sizes),
+            *self._contents(replicas, outcomes, sizes, places),
         ]
         for write in writes:
             write()
@@ -65,6 +83,7 @@ class Settler:
     ) -> list[Write]:
         """Attributes and buffers that `forward` set to another object."""
         tables = [{(c.module, c.name): c for c in outcome.changes.attributes} for outcome in outcomes]
+        origins = [replica.cloner.origins() for replica in replicas] if any(tables) else []
         writes = []
         for key in dict.fromkeys(key for table in tables for key in table):
             index, name = key
@@ -74,9 +93,10 @@ class Settler:
             holder = modules[index]._buffers if change.buffer else modules[index].__dict__
             old = holder.get(name, MISSING)
             new = [table[key].new if key in table else _held(replicas[r], change) for r, table in enumerate(tables)]
+            new = [known.get(id(value), value) for known, value in zip(origins, new, strict=True)]
             path = f"{names[index]}.{name}" if names[index] else name
             derived = is_derived(modules[index], name)
-            value = new[0] if derived else self._merge(path, old, new, sizes)
+            value = new[0] if derived else self.merge(Place(path), old, new, sizes, known_rule(modules[index], name))
             writes.append(_setter(holder, name, _home(value, old)))
         return writes
 
@@ -86,22 +106,67 @@ class Settler:
         """State tensors that `forward` wrote in place."""
         touched = {id(pair[0]): pair[0] for outcome in outcomes for pair in outcome.written}
         copies = [{id(original): copy for original, copy in replica.tensors.state} for replica in replicas]
-        writes = []
+        writes, owners = [], Owners(source)
         for key, original in touched.items():
             values = [table[key] for table in copies]
-            path = tensor_name(source, original)
-            merged = self._merge(path, original, values, sizes)
+            owner = owners.of(original)
+            merged = self.merge(Place(owner.path), original, values, sizes, known_rule(owner.module, owner.name))
             writes.append(_copier(original, merged))
         return writes
 
-    def _merge(self, path: str, old: Any, new: list[Any], sizes: Sequence[int]) -> Any:
-        rule = next((rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), None)
+    def _contents(
+        self,
+        replicas: Sequence[Replica],
+        outcomes: Sequence[Outcome],
+        sizes: Sequence[int],
+        places: Mapping[int, Place],
+    ) -> list[Write]:
+        """Containers that `forward` changed in place."""
+        if not any(outcome.changes.contents for outcome in outcomes):
+            return []
+        counterparts = [{id(source): made for source, _, made in replica.cloner.containers} for replica in replicas]
+        origins = [replica.cloner.origins() for replica in replicas]
+        changed = [{id(inside.container): inside.after for inside in o.changes.contents} for o in outcomes]
+        writes = []
+        for key, container in {id(source): source for source, _, _ in replicas[0].cloner.containers}.items():
+            made = [table.get(key) for table in counterparts]
+            if not any(id(one) in table for one, table in zip(made, changed, strict=True)):
+                continue
+            new = []
+            for one, table, known in zip(made, changed, origins, strict=True):
+                after = table[id(one)] if id(one) in table else contents_of(one)
+                new.append(Contents(_known(after.keys, known), _known(after.items, known)))
+            place = places.get(key, Place("a container that no module holds by name"))
+            merged = merge_contents(container, place, contents_of(container), new, sizes, self)
+            writes.append(partial(put, container, merged))
+        return writes
+
+    def rule(self, place: Place) -> StateRule | None:
+        """The rule of a place: its own, or that of what it is in, up to the attribute."""
+        for count in range(len(place.keys), -1, -1):
+            where = str(Place(place.attribute, place.keys[:count]))
+            found = next((rule for pattern, rule in self.rules.items() if fnmatchcase(where, pattern)), None)
+            if found is not None:
+                return found
+        return None
+
+    def merge(
+        self, place: Place, old: Any, new: list[Any], sizes: Sequence[int], known: StateRule | None = None
+    ) -> Any:
+        """The whole's value of an attribute, or of an entry of a container; `known` is a rule of torch's own layer."""
+        rule, path = self.rule(place) or known, str(place)
         if rule is not None:
-            return apply_state_rule(rule, old, new, sizes, path)
-        if all(equal(value, new[0]) for value in new) and not _is_count(old, new[0], sizes):
+            return apply_state_rule(rule, old, new, sizes, path, entry=bool(place.keys))
+        if all(value is old for value in new):
+            return old
+        if all(equal(value, new[0]) for value in new) and (equal(old, new[0]) or not is_count(old, new[0], sizes)):
             return new[0]
-        if self._is_output(path, old, new, sizes):
-            return self._merge_output(path, new, sizes)
+        if self._is_output(place, old, new, sizes):
+            return self._merge_output(place, new, sizes)
+        return self.refuse(path, new)
+
+    def refuse(self, path: str, new: list[Any]) -> Any:
+        """`StateError` for changes that no rule explains; or the first replica's value, and a warning."""
         if self.unmerged == "warn":
             warnings.warn(f"{path} was changed differently by each replica; the first one's is kept.", stacklevel=2)
             return new[0]
@@ -110,38 +175,59 @@ class Settler:
             f"Write one of:\n"
             f"  state={{{path!r}: 'sum'}}    # old + the sum of the changes: counters, running totals\n"
             f"  state={{{path!r}: 'mean'}}   # weighted by samples; or 'max', 'min', 'first', a function\n"
+            f"  state={{{path!r}: 'cat'}}    # joined in the order of the samples: lists, sets, what follows the batch\n"
             f"  on_unmerged_state='warn'   # keep the first replica's and say so"
         )
 
-    def _is_output(self, path: str, old: Any, new: list[Any], sizes: Sequence[int]) -> bool:
+    def output_rule(self, place: Place) -> Any:
+        """The rule that a place has as an output: its own, or that of what it is in."""
+        for count in range(len(place.keys), -1, -1):
+            rule = rule_for(self.outputs.rules, (*place.attribute.split("."), *place.keys[:count]))
+            if rule is not None:
+                return rule
+        return None
+
+    def _is_output(self, place: Place, old: Any, new: list[Any], sizes: Sequence[int]) -> bool:
         """Whether an attribute is one more output: it needs a gradient, follows the batch, or has an output's rule.
 
         A tensor that had this very shape before the call is state, whatever the size of a shard happens to be.
         """
-        if rule_for(self.outputs.rules, tuple(path.split("."))) is not None and path not in self.rules:
+        if self.output_rule(place) is not None:
             return True
         tensors = [list(tensors_in(value)) for value in new]
         if any(tensor.requires_grad for mine in tensors for tensor in mine):
             return True
         if isinstance(old, Tensor) and any(isinstance(value, Tensor) and value.shape == old.shape for value in new):
             return False
-        dim = self.outputs.dim
-        return all(
-            mine and all(tensor.ndim > dim and tensor.shape[dim] == size for tensor in mine)
-            for mine, size in zip(tensors, sizes, strict=True)
-        )
+        counts = set(map(len, tensors))
+        if counts == {0} or len(counts) > 1:
+            return False
+        return all(_follows([tensor.shape for tensor in leaf], sizes) for leaf in zip(*tensors, strict=True))
 
-    def _merge_output(self, path: str, new: list[Any], sizes: Sequence[int]) -> Any:
+    def _merge_output(self, place: Place, new: list[Any], sizes: Sequence[int]) -> Any:
+        path = str(place)
         device = next((t.device for value in new for t in tensors_in(value)), None)
         near = [map_tensors(lambda t: t.to(device), value) for value in new]
-        rule = rule_for(self.outputs.rules, tuple(path.split(".")))
+        rule = self.output_rule(place)
+        if path not in self.mergers:
+            self.mergers[path] = Merger(self.outputs.dim, rules={} if rule is None else {"*": rule})
         try:
-            return Merger(self.outputs.dim, rules={} if rule is None else {"*": rule}).merge(near, sizes)
+            return self.mergers[path].merge(near, sizes)
         except MergeError as error:
             raise StateError(
                 f"forward left a tensor at {path!r} that cannot be merged: {error}\n"
                 f"Name it as an output:  merge={{{path!r}: ...}}"
             ) from error
+
+
+def _known(items: Sequence[Any], origins: Mapping[int, Any]) -> tuple[Any, ...]:
+    """Items of a replica's container, with the source's own objects where they stand for one."""
+    return tuple(origins.get(id(item), item) for item in items)
+
+
+def _follows(shapes: Sequence[torch.Size], sizes: Sequence[int]) -> bool:
+    """Whether some dim of the replicas' tensors has the size of the shard on each of them."""
+    return any(follow(shapes, sizes, len(shapes[0]), dim) for dim in range(len(shapes[0])))
 
 
 _TRAINABLE = (
@@ -156,51 +242,9 @@ def refuse_writes(source: nn.Module, written: Sequence[Tensor]) -> None:
         raise StateError(_TRAINABLE.format(path=tensor_name(source, written[0])))
 
 
-def apply_state_rule(rule: StateRule, old: Any, new: list[Any], sizes: Sequence[int], path: str) -> Any:
-    """The whole's new value under a rule."""
-    if callable(rule):
-        return rule(old, new, list(sizes))
-    if rule == "first":
-        return new[0]
-    if rule == "sum":
-        if old is MISSING or old is None:
-            raise StateError(f"state={{{path!r}: 'sum'}} needs a value from before the call: set it in __init__.")
-        device = old.device if isinstance(old, Tensor) else None
-        total = old
-        for value in new:
-            total = total + ((value.to(device) if device is not None else value) - old)
-        return total
-    try:
-        return Merger.of(rule).merge(_together(new), sizes)
-    except MergeError as error:
-        raise StateError(f"state={{{path!r}: {rule!r}}} cannot be applied: {error}") from error
-
-
-def check_state_rule(pattern: str, rule: Any) -> None:
-    """Refuse a rule that does not exist, when it is given."""
-    if not callable(rule) and rule not in RULES:
-        raise StateError(
-            f"state={{{pattern!r}: {rule!r}}}: write one of {', '.join(RULES)} or a function (old, new, sizes)."
-        )
-
-
-def _together(values: list[Any]) -> list[Any]:
-    device = values[0].device if isinstance(values[0], Tensor) else None
-    return values if device is None else [value.to(device) for value in values]
-
-
 def _held(replica: Replica, change: Any) -> Any:
     _, module = replica.cloner.modules[change.module]
     return (module._buffers if change.buffer else module.__dict__).get(change.name, MISSING)
-
-
-def _is_count(old: Any, new: Any, sizes: Sequence[int]) -> bool:
-    """Whether a number grew by the samples of a shard: equal on even shards, and still not what the whole would get."""
-    if sizes[0] < 2 or isinstance(new, bool) or type(old) is not type(new):
-        return False
-    if isinstance(new, Tensor):
-        return not (new.ndim or old.ndim or new.requires_grad) and bool(new - old == sizes[0])
-    return isinstance(new, (int, float)) and new - old == sizes[0]
 
 
 def _home(value: Any, old: Any) -> Any:
@@ -220,19 +264,3 @@ def _copier(original: Tensor, value: Tensor) -> Write:
             original.data.copy_(value)
 
     return write
-
-
-def module_names(source: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
-    """The dotted name of each module; its class for one that is not registered."""
-    known = {id(module): name for name, module in source.named_modules()}
-    return [known.get(id(module), type(module).__name__) for module in modules]
-
-
-def tensor_name(source: nn.Module, tensor: Tensor) -> str:
-    """The dotted name of a tensor that some module of the source holds."""
-    for prefix, module in source.named_modules():
-        for table in (module._parameters, module._buffers, module.__dict__):
-            for name, value in table.items():
-                if value is tensor:
-                    return f"{prefix}.{name}" if prefix else name
-    return "a tensor that no module holds by name"
