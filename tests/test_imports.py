@@ -21,7 +21,7 @@ FLOORS = [
     {"structure"},
     {"devices", "random"},
     {"replicas", "reduce"},
-    {"bridge", "collectives", "hooks"},
+    {"bridge", "collectives", "hooks", "user_hooks"},
     {"engines"},
     {"crossing", "options", "probe"},
     {"accept", "explain", "face", "functional", "loader", "parallel"},

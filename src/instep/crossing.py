@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from instep.bridge import Backward, Notes, Side, Span, bridge, enter
+from instep.devices import move
 from instep.engines.protocol import Engine, Job
 from instep.replicas.ambient import Ambient
+from instep.replicas.carry import Slot
+from instep.replicas.contents import Contents
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.tensors import Way
-from instep.replicas.contents import Contents
 from instep.replicas.watch import Changes, Inside
 from instep.structure.tree import map_tensors, tensors_in
 
@@ -28,20 +30,28 @@ class Crossing:
     method: str
     ambient: Ambient
     follow: bool
+    sizes: Sequence[int] = ()
+    carried: Sequence[Slot] = ()
+    """State that each replica gets its samples' part of."""
 
     def run(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[Outcome]:
         """Every replica's outcome, with outputs that belong to the caller's graph."""
         ways = [_Way() for _ in shards]
         grad = self.ambient.grad and not self.ambient.inference
         notes = Notes()
+        count = len(names)
+        shards = [[*values, *parts] for values, parts in zip(shards, self._parts(), strict=True)]
         if self.engine.joint:
             entered = [_own_memory(values, notes) for values in shards] if grad else shards
         else:
             entered = [way.enter(values) if grad else values for way, values in zip(ways, shards, strict=True)]
         arguments = [
-            (list(values[:positional]), dict(zip(names[positional:], values[positional:], strict=True)))
+            (list(values[:positional]), dict(zip(names[positional:], values[positional:count], strict=True)))
             for values in entered
         ]
+        if self.carried:
+            for replica, values in zip(self.replicas, entered, strict=True):
+                replica.lend(self.carried, values[count:])
         outcomes = self.engine.forward(Job(self.replicas, arguments, self.method, self.ambient, self.follow))
         for replica, outcome in zip(self.replicas, outcomes, strict=True):
             outcome.output = _own_tensors(outcome.output, replica.tensors.sources)
@@ -50,6 +60,11 @@ class Crossing:
         elif grad:
             self._join(ways, outcomes)
         return outcomes
+
+    def _parts(self) -> list[list[Any]]:
+        """Each replica's part of carried state, on its device."""
+        columns = [slot.cut(self.sizes) for slot in self.carried]
+        return [[move(column[r], replica.device) for column in columns] for r, replica in enumerate(self.replicas)]
 
     def _watch_joint(self, notes: Notes, outcomes: list[Outcome]) -> None:
         """In a joint graph, look for writes of the caller just before a backward enters a replica."""

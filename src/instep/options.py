@@ -29,6 +29,7 @@ class Options:
     min_shard: int = 1
     place: Mapping[str, DeviceLike] = field(default_factory=dict)
     on_unmerged_state: str = "error"
+    hooks: str = "whole"
     private_copies: bool = False
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
@@ -33,6 +34,7 @@ from instep.options import Method, Options
 from instep.private import follows_one_thread
 from instep.random import RandomState
 from instep.replicas.ambient import Ambient
+from instep.replicas.carry import ALONE, UNSURE, Slot, agree, judge, verdict_on
 from instep.replicas.crew import Crew
 from instep.replicas.settle import Settler, refuse_writes
 from instep.replicas.state_rules import check_state_rule
@@ -41,6 +43,7 @@ from instep.structure.marks import bare
 from instep.structure.merge import Merger
 from instep.structure.plan import SplitPlan
 from instep.structure.split import apply_plan
+from instep.user_hooks import UserHooks
 
 
 class DataParallel(Transparent):
@@ -66,6 +69,8 @@ class DataParallel(Transparent):
         min_shard: the fewest samples that a replica is given.
         place: leaves that go to another device than their replica's: `{"lengths": "cpu"}`.
         on_unmerged_state: `"error"`, or `"warn"` to keep the first replica's state where no rule is given.
+        hooks: `"whole"` shows hooks that were put on submodules whole batches, by running such calls on one device;
+            `"per_replica"` shows them shards.
         private_copies: give every replica memory of its own even on the source's device.
     """
 
@@ -85,6 +90,7 @@ class DataParallel(Transparent):
         min_shard: int = 1,
         place: Mapping[str, DeviceLike] | None = None,
         on_unmerged_state: str = "error",
+        hooks: str = "whole",
         private_copies: bool = False,
     ) -> None:
         options = Options(
@@ -100,6 +106,7 @@ class DataParallel(Transparent):
             min_shard=min_shard,
             place=dict(place or {}),
             on_unmerged_state=on_unmerged_state,
+            hooks=hooks,
             private_copies=private_copies,
         )
         super().__init__(accept(module))
@@ -110,6 +117,8 @@ class DataParallel(Transparent):
             check_state_rule(pattern, rule)
         if options.on_unmerged_state not in ("error", "warn"):
             raise WrapError(f"on_unmerged_state={options.on_unmerged_state!r}: write 'error' or 'warn'.")
+        if options.hooks not in ("whole", "per_replica"):
+            raise WrapError(f"hooks={options.hooks!r}: write 'whole' or 'per_replica'.")
         devices = devices_of(options.device_ids, self.module)
         if home_of(self.module) not in (None, devices[0]):
             self.module.to(devices[0])
@@ -124,6 +133,7 @@ class DataParallel(Transparent):
         self._instep_settler = Settler(
             options.state, Merger.of(options.merge, AUTO, options.dim), options.on_unmerged_state
         )
+        self._instep_hooks = UserHooks(self.module)
         self._instep_methods: dict[str, Method] = {}
         self._instep_called = False
         self._instep_restructured = self._instep_warned = False
@@ -142,6 +152,8 @@ class DataParallel(Transparent):
             self._instep_called = True
         if self._instep_alone or inside_replica() or self._is_lazy() or follows_one_thread():
             return self._alone(method, args, kwargs)
+        if self._is_hooked():
+            return self._alone(method, args, kwargs)
         known = self._method(method)
         names, values = known.name(args, kwargs)
         plan = known.planner.plan(names, values)
@@ -158,14 +170,23 @@ class DataParallel(Transparent):
         values: Sequence[Any],
         positional: int,
         random: RandomState,
+        rehearse: bool = False,
     ) -> Any:
-        """The algorithm: split, place, cross, merge, settle."""
+        """The algorithm: split, place, cross, merge, settle; a rehearsal leaves the last out."""
         replicas = self._instep_crew.ready()[: plan.parts]
+        if self._is_hooked():  # on a module that is not registered, or has just come
+            return self._on_source(method, plan, values, positional)
+        carried = self._carried(plan)
+        verdict = verdict_on(carried, plan.sizes)
+        if verdict is ALONE:
+            return self._on_source(method, plan, values, positional)
+        if verdict is UNSURE and not rehearse:
+            return self._both_ways(method, known, plan, values, positional, random, carried)
         if replicas[0].cloner.draws:
             self._instep_engine.in_turn = True
         shards = self._place(plan, apply_plan(plan, values))
         ambient = Ambient.capture(self._instep_devices)
-        crossing = Crossing(self._instep_engine, replicas, method, ambient, self._instep_crew.behind)
+        crossing = Crossing(self._instep_engine, replicas, method, ambient, self._instep_crew.behind, plan.sizes, carried)
         try:
             outcomes = crossing.run(shards, positional, plan.names)
         except Exception:
@@ -174,23 +195,56 @@ class DataParallel(Transparent):
             outcomes = []
         if not outcomes or self._instep_crew.part():
             random.restore()
-            return self._together(method, known, plan, values, positional, random)
+            return self._together(method, known, plan, values, positional, random, rehearse)
         if not self._instep_engine.in_turn and random.moved():
             self._take_turns(random)
-            return self._together(method, known, plan, values, positional, random)
+            return self._together(method, known, plan, values, positional, random, rehearse)
         if any(outcome.changes.structure for outcome in outcomes):
             self._forget(random)
-            kwargs = dict(zip(plan.names[positional:], values[positional:], strict=True))
-            return self._alone(method, values[:positional], kwargs)
+            return self._on_source(method, plan, values, positional)
         refuse_writes(self.module, self._instep_crew.written())
         outputs = [on_output_device(outcome.output, self._instep_output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
         merged = known.merger.merge(outputs, plan.sizes, inputs)
+        if rehearse:
+            return merged
         self._instep_crew.changed = self._instep_settler.settle(
             self.module, replicas, outcomes, plan.sizes, self._instep_crew.shelf.places
         )
-        self._instep_crew.done()
         return merged
+
+    def _carried(self, plan: SplitPlan) -> list[Slot]:
+        """State from earlier calls that follows the batch and that this one may read."""
+        carry, modules = self._instep_settler.carry, self._instep_crew.modules or []
+        carry.declare(self.module, modules, sum(plan.sizes))
+        return carry.in_use(modules)
+
+    def _both_ways(
+        self,
+        method: str,
+        known: Method,
+        plan: SplitPlan,
+        values: Sequence[Any],
+        positional: int,
+        random: RandomState,
+        carried: list[Slot],
+    ) -> Any:
+        """The module's own result, and what its replicas would come to if each had its part of carried state."""
+        try:
+            with torch.no_grad():
+                rehearsed = self._together(method, known, plan, bare(values), positional, random, rehearse=True)
+        except Exception as error:
+            rehearsed = error
+        self._instep_crew.restore()
+        self._instep_crew.discard()
+        random.restore()
+        output = self._on_source(method, plan, values, positional)
+        judge(carried, not random.moved() and agree(output, rehearsed))
+        return output
+
+    def _on_source(self, method: str, plan: SplitPlan, values: Sequence[Any], positional: int) -> Any:
+        kwargs = dict(zip(plan.names[positional:], values[positional:], strict=True))
+        return self._alone(method, values[:positional], kwargs)
 
     def _alone(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The module itself, on the first device."""
@@ -244,11 +298,21 @@ class DataParallel(Transparent):
         random = RandomState(self._instep_devices)
         try:
             yield random
+            self._instep_crew.done()
         except BaseException:
             self._instep_crew.restore()
             self._instep_crew.discard()
             random.restore()
             raise
+
+    def _is_hooked(self) -> bool:
+        """Whether hooks of the user's are there that are to see whole batches."""
+        if self._instep_options.hooks != "whole":
+            return False
+        found = self._instep_hooks.find(self._instep_crew.modules, self._instep_crew.made)
+        if found is not None:
+            self._instep_hooks.tell(found)
+        return found is not None
 
     def _method(self, name: str) -> Method:
         known = self._instep_methods.get(name)

@@ -105,3 +105,11 @@ def _class_at(module: str, name: str) -> Any:
 
 spectral_norm_class: Any = _class_at("torch.nn.utils.parametrizations", "_SpectralNorm")
 """The parametrization behind `spectral_norm`; where it is missing, its vectors have to be equal on every replica."""
+
+
+def global_hooks() -> list[tuple[str, list[Any]]]:
+    """Hooks that were registered for every module; none where torch keeps them elsewhere."""
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    held: Any = torch.nn.modules.module
+    tables = ((kind, getattr(held, f"_global_{kind}", None)) for kind in kinds)
+    return [(kind.replace("_", " ")[:-1], list(table.values())) for kind, table in tables if table]

@@ -39,6 +39,8 @@ class Crew:
         """The containers of the source, and which of them replicas share."""
         self._own: dict[int, Any] = {}
         """By their ids, containers that each replica has for itself, because `forward` changes them."""
+        self.made = 0
+        """How many times the modules of the source were taken stock of."""
         self._running = False
         self._watch: Watch | None = None
         self._first_values: list[Tensor] | None = []
@@ -144,7 +146,13 @@ class Crew:
             self._first_values = [source.detach().clone() for source, _ in self.replicas[0].trainable]
         self._take_stock()
 
+    @property
+    def modules(self) -> list[nn.Module] | None:
+        """The modules of the source, registered or not; None before they are known."""
+        return self.replicas[0].source_modules if self.replicas else None
+
     def _take_stock(self) -> None:
+        self.made += 1
         first = self.replicas[0]
         containers = [(value, items) for value, items, _ in first.cloner.containers]
         trainable, state = ([source for source, _ in pairs] for pairs in (first.trainable, first.tensors.state))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from instep.structure.tree import open_node
+from instep.structure.tree import attributes_of, open_node
 
 
 def equal_tensors(left: Tensor, right: Tensor) -> bool:
@@ -40,4 +41,11 @@ def equal(left: Any, right: Any) -> bool:
     one, two = open_node(left), open_node(right)
     if one is not None and two is not None:
         return list(one.keys) == list(two.keys) and all(map(equal, one.children, two.children))
-    return isinstance(left, (int, float, complex, str, bytes, bool)) and (left == right or left != left != right)
+    if isinstance(left, (int, float, complex, str, bytes, bool)):
+        return left == right or left != left != right
+    if isinstance(left, np.ndarray):
+        return np.array_equal(left, right, equal_nan=left.dtype.kind in "fc")
+    if type(left).__eq__ is not object.__eq__:
+        return (left == right) is True
+    mine, theirs = attributes_of(left), attributes_of(right)
+    return bool(mine) and list(mine) == list(theirs) and all(map(equal, mine.values(), theirs.values()))

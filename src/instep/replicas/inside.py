@@ -28,7 +28,7 @@ class Judge(Protocol):
 
     def merge(self, place: Place, old: Any, new: list[Any], sizes: Sequence[int]) -> Any: ...
 
-    def refuse(self, path: str, new: list[Any]) -> Any: ...
+    def refuse(self, place: Place, new: list[Any]) -> Any: ...
 
 
 def merge_contents(
@@ -68,12 +68,10 @@ def _merge_sets(place: Place, old: Contents, new: Sequence[Contents], judge: Jud
     if judge.rule(place) in ("cat", "sum"):
         gone = set().union(*(before - one for one in after))
         return Contents((), tuple(before.union(*after) - gone))
-    return Contents((), tuple(judge.refuse(str(place), after)))
+    return Contents((), tuple(judge.refuse(place, after)))
 
 
-def _merge_tables(
-    place: Place, old: Contents, new: Sequence[Contents], sizes: Sequence[int], judge: Judge
-) -> Contents:
+def _merge_tables(place: Place, old: Contents, new: Sequence[Contents], sizes: Sequence[int], judge: Judge) -> Contents:
     """Dictionaries and attributes, entry by entry."""
     before = dict(zip(old.keys, old.items, strict=True))
     tables = [dict(zip(one.keys, one.items, strict=True)) for one in new]
@@ -118,10 +116,8 @@ def _merge_sequences(
     if len(lengths) == 1:
         was = old if lengths == {len(old)} else (MISSING,) * len(new[0])
         columns = [list(column) for column in zip(*new, strict=True)]
-        return tuple(
-            judge.merge(place.at(index), was[index], column, sizes) for index, column in enumerate(columns)
-        )
-    return tuple(judge.refuse(str(place), [list(items) for items in new]))
+        return tuple(judge.merge(place.at(index), was[index], column, sizes) for index, column in enumerate(columns))
+    return tuple(judge.refuse(place, [list(items) for items in new]))
 
 
 def _kept(old: tuple[Any, ...], items: tuple[Any, ...]) -> int:
@@ -148,10 +144,10 @@ def _merge_added(
             judge.readings[path] = SAMPLES
             return joined
         if sizes[0] < 2 or all(_alike(column) for column in columns) or _follow_the_batch(joined, sizes[0]):
-            return list(judge.refuse(path, [list(items) for items in added]))
+            return list(judge.refuse(place, [list(items) for items in added]))
         return joined
     if len(set(lengths)) > 1:
-        return list(judge.refuse(path, [list(items) for items in added]))
+        return list(judge.refuse(place, [list(items) for items in added]))
     if lengths != list(sizes):
         judge.readings[path] = ENTRIES
     return [judge.merge(place.at(start + index), MISSING, column, sizes) for index, column in enumerate(columns)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from instep.replicas.carry import Slot
 from instep.replicas.clone import Cloner
 from instep.replicas.contents import contents_of, put
 from instep.replicas.equal import equal_tensors
 from instep.replicas.tensors import Tensors, Way
-from instep.replicas.watch import MISSING, NOTHING, Changes, Watch
+from instep.replicas.watch import MISSING, NOTHING, Changes, Set, Watch
+from instep.structure.tree import map_tensors, tensors_in
 
 Pair = tuple[Tensor, Tensor]
 
@@ -34,6 +36,8 @@ class Replica:
             self._flatten_weights()
         self._watch = self._new_watch()
         self._versions: list[int] = []
+        self._lent: dict[tuple[int, str], tuple[Any, Any]] = {}
+        """Parts of carried state that the replica was given for one call, each with a copy of it as it was."""
 
     def __repr__(self) -> str:
         return f"replica {self.index} on {self.device}"
@@ -83,6 +87,35 @@ class Replica:
         else:
             self._watch.update(changes)
 
+    def lend(self, slots: Sequence[Slot], parts: Sequence[Any] | None) -> None:
+        """Give the replica its samples' part of carried state; None only forgets the whole that it had."""
+        self._lent = {}
+        places = {id(module): index for index, module in enumerate(self.source_modules)}
+        for number, slot in enumerate(slots):
+            index = places[id(slot.module)]
+            _, module = self.cloner.modules[index]
+            buffer = slot.name in slot.module._buffers
+            held = module._buffers if buffer else module.__dict__
+            self.tensors.drop({id(tensor) for tensor in tensors_in(held.get(slot.name))})
+            if parts is not None:
+                held[slot.name] = parts[number]
+                self._lent[index, slot.name] = parts[number], map_tensors(lambda t: t.detach().clone(), parts[number])
+                self._watch.update(Changes(False, [Set(index, slot.name, None, parts[number], buffer)]))
+        if self._versions:
+            self._versions = [copy._version for _, copy in self.tensors.state]
+
+    def _written_parts(self) -> list[Set]:
+        """Carried state that `forward` wrote in place."""
+        found = []
+        for (index, name), (part, before) in self._lent.items():
+            _, module = self.cloner.modules[index]
+            buffer = name in module._buffers
+            same = (module._buffers if buffer else module.__dict__).get(name) is part
+            pairs = zip(tensors_in(part), tensors_in(before), strict=True)
+            if same and not all(equal_tensors(now, then) for now, then in pairs):
+                found.append(Set(index, name, part, part, buffer))
+        return found
+
     def follow_state(self) -> None:
         """Bring buffers and other tensors without gradient up to the source's values.
 
@@ -107,7 +140,10 @@ class Replica:
 
     def changes(self) -> Changes:
         """What `forward` set on the replica since it was last brought up to date."""
-        return self._watch.look()
+        changes = self._watch.look()
+        if self._lent and not changes.structure:
+            return Changes(False, [*changes.attributes, *self._written_parts()], changes.contents)
+        return changes
 
     def written(self) -> list[Pair]:
         """State tensors whose values `forward` wrote in place, as (source, copy).

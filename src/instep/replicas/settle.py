@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import MergeError, StateError
+from instep.replicas.carry import Carry, tensors_by_path
 from instep.replicas.contents import Contents, contents_of, put
 from instep.replicas.derived import is_cache, is_derived
 from instep.replicas.equal import equal
@@ -45,6 +46,9 @@ class Settler:
     """What lists that grew turned out to be: one entry a sample, or not."""
     mergers: dict[str, Merger] = field(default_factory=dict)
     """By path, what merges a tensor that was left there, and remembers the dim that follows the batch."""
+
+    def __post_init__(self) -> None:
+        self.carry = Carry(self.rules)
 
     def settle(
         self,
@@ -98,6 +102,8 @@ class Settler:
             derived = is_derived(modules[index], name)
             value = new[0] if derived else self.merge(Place(path), old, new, sizes, known_rule(modules[index], name))
             writes.append(_setter(holder, name, _home(value, old)))
+            if path in self.mergers and self.mergers[path].dims:
+                self.carry.note(modules[index], name, path, self.mergers[path].dims)
         return writes
 
     def _tensors(
@@ -127,7 +133,7 @@ class Settler:
         counterparts = [{id(source): made for source, _, made in replica.cloner.containers} for replica in replicas]
         origins = [replica.cloner.origins() for replica in replicas]
         changed = [{id(inside.container): inside.after for inside in o.changes.contents} for o in outcomes]
-        writes = []
+        writes: list[Write] = []
         for key, container in {id(source): source for source, _, _ in replicas[0].cloner.containers}.items():
             made = [table.get(key) for table in counterparts]
             if not any(id(one) in table for one, table in zip(made, changed, strict=True)):
@@ -155,6 +161,8 @@ class Settler:
     ) -> Any:
         """The whole's value of an attribute, or of an entry of a container; `known` is a rule of torch's own layer."""
         rule, path = self.rule(place) or known, str(place)
+        if rule == "cat" and all(any(True for _ in tensors_in(value)) for value in new):
+            return self._merge_output(place, new, sizes)
         if rule is not None:
             return apply_state_rule(rule, old, new, sizes, path, entry=bool(place.keys))
         if all(value is old for value in new):
@@ -163,19 +171,22 @@ class Settler:
             return new[0]
         if self._is_output(place, old, new, sizes):
             return self._merge_output(place, new, sizes)
-        return self.refuse(path, new)
+        return self.refuse(place, new)
 
-    def refuse(self, path: str, new: list[Any]) -> Any:
+    def refuse(self, place: Place, new: list[Any]) -> Any:
         """`StateError` for changes that no rule explains; or the first replica's value, and a warning."""
+        path = str(place.spoken())
+        alike = all(equal(value, new[0]) for value in new)
+        how = "by what may be the size of a shard, alike" if alike else "differently"
         if self.unmerged == "warn":
-            warnings.warn(f"{path} was changed differently by each replica; the first one's is kept.", stacklevel=2)
+            warnings.warn(f"{path} was changed {how} by each replica; the first one's is kept.", stacklevel=2)
             return new[0]
         raise StateError(
-            f"forward changed {path!r} differently on each replica, and no rule says what the whole would have.\n"
+            f"forward changed {path!r} {how} on each replica, and no rule says what the whole would have.\n"
             f"Write one of:\n"
             f"  state={{{path!r}: 'sum'}}    # old + the sum of the changes: counters, running totals\n"
             f"  state={{{path!r}: 'mean'}}   # weighted by samples; or 'max', 'min', 'first', a function\n"
-            f"  state={{{path!r}: 'cat'}}    # joined in the order of the samples: lists, sets, what follows the batch\n"
+            f"  state={{{path!r}: 'cat'}}    # joined in the order of the samples: lists and sets that grew\n"
             f"  on_unmerged_state='warn'   # keep the first replica's and say so"
         )
 
@@ -211,13 +222,17 @@ class Settler:
         rule = self.output_rule(place)
         if path not in self.mergers:
             self.mergers[path] = Merger(self.outputs.dim, rules={} if rule is None else {"*": rule})
+        merger = self.mergers[path]
         try:
-            return self.mergers[path].merge(near, sizes)
+            merged = merger.merge(near, sizes)
         except MergeError as error:
             raise StateError(
                 f"forward left a tensor at {path!r} that cannot be merged: {error}\n"
                 f"Name it as an output:  merge={{{path!r}: ...}}"
             ) from error
+        if isinstance(rule, tuple) and rule[0] == "cat":  # a dim that was said needs no finding, and is kept too
+            merger.dims.update({where: (tensor.ndim, rule[1]) for where, tensor in tensors_by_path(merged)})
+        return merged
 
 
 def _known(items: Sequence[Any], origins: Mapping[int, Any]) -> tuple[Any, ...]:

@@ -46,6 +46,13 @@ class Place(NamedTuple):
     def at(self, key: Any) -> Place:
         return Place(self.attribute, (*self.keys, str(key)))
 
+    def spoken(self) -> Place:
+        """The place to name in a rule: a list rather than an entry of it, which has another number at each call."""
+        keys = self.keys
+        while keys and keys[-1].isdigit():
+            keys = keys[:-1]
+        return Place(self.attribute, keys)
+
 
 class Shelf:
     """Every container that can be reached from the attributes of some modules, as it was."""
@@ -90,14 +97,15 @@ def container_of(value: Any) -> Any:
     """What a value is changed through, if it can be: itself, or an object's dictionary of attributes."""
     if isinstance(value, (dict, list, deque, set)) or is_array(value):
         return value
-    if not _is_users(type(value)):
+    cls: type = type(value)
+    if not _is_users(cls):
         return None
     attributes = getattr(value, "__dict__", None)
     return attributes if type(attributes) is dict else value
 
 
 @functools.cache
-def _is_users(cls: type) -> bool:
+def _is_users(cls: Any) -> bool:
     """Whether objects of a class hold a program's own values: not those of Python, torch or numpy."""
     if cls in (types.SimpleNamespace, argparse.Namespace):
         return True

@@ -1,0 +1,197 @@
+"""State that follows the batch and is carried from one call to the next: the hidden state of a recurrent network.
+
+A tensor that `forward` left on the module, one row a sample, is read by the next call sample by sample, or as a whole (a
+memory of earlier samples). Only the program knows which. So the first call that may read one is computed both ways: the
+module itself gives the result, and the replicas, each with its samples' part, have to come to the same. If they do, the
+tensor is cut for the replicas from then on. `state={"h": "cat"}` says so from the beginning.
+"""
+
+from __future__ import annotations
+
+import dis
+import types
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.replicas.names import module_names
+from instep.replicas.watch import MISSING
+from instep.structure.tree import Path, open_node
+
+CUT, ALONE, UNSURE = "cut", "alone", "unsure"
+
+
+@dataclass
+class Slot:
+    """An attribute or buffer that followed the batch when it was set, and the dims in which its tensors did."""
+
+    module: nn.Module
+    name: str
+    path: str
+    dims: dict[Path, int]
+    verdict: str = UNSURE
+
+    @property
+    def holder(self) -> dict[str, Any]:
+        """The dictionary that it is in."""
+        buffers: dict[str, Any] = self.module._buffers
+        return buffers if self.name in buffers else self.module.__dict__
+
+    @property
+    def value(self) -> Any:
+        return self.holder.get(self.name, MISSING)
+
+    def leaves(self) -> list[tuple[Tensor, int]]:
+        """Its tensors that follow the batch, each with the dim."""
+        return [(tensor, self.dims[path]) for path, tensor in tensors_by_path(self.value) if path in self.dims]
+
+    def cut(self, sizes: Sequence[int]) -> list[Any]:
+        """One part for each replica, in memory of its own."""
+
+        def part(value: Any, path: Path, start: int, size: int) -> Any:
+            if isinstance(value, Tensor):
+                return value.narrow(self.dims[path], start, size).clone() if path in self.dims else value
+            node = open_node(value)
+            if node is None:
+                return value
+            inside = zip(node.keys, node.children, strict=True)
+            return node.close([part(child, (*path, key), start, size) for key, child in inside])
+
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        return [part(self.value, (), start, size) for start, size in zip(starts, sizes, strict=True)]
+
+
+@dataclass
+class Carry:
+    """Every slot that is known of one source module."""
+
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    slots: dict[tuple[int, str], Slot] = field(default_factory=dict)
+    _read: dict[str, bool] = field(default_factory=dict)
+
+    def note(self, module: nn.Module, name: str, path: str, dims: Mapping[Path, tuple[int, int]]) -> None:
+        """An attribute was merged from tensors that follow the batch in these dims."""
+        known = self.slots.get((id(module), name))
+        verdict = known.verdict if known is not None else CUT if self._is_declared(path) else UNSURE
+        self.slots[id(module), name] = Slot(module, name, path, {p: dim for p, (_, dim) in dims.items()}, verdict)
+
+    def _is_declared(self, path: str) -> bool:
+        return any(rule == "cat" and fnmatchcase(path, pattern) for pattern, rule in self.rules.items())
+
+    def declare(self, source: nn.Module, modules: Sequence[nn.Module], total: int) -> None:
+        """Take tensors that a rule says are joined as carried, also before any call has set them."""
+        if "cat" not in self.rules.values():
+            return
+        for module, prefix in zip(modules, module_names(source, modules), strict=True):
+            for name, value in (*module.__dict__.items(), *module._buffers.items()):
+                path = f"{prefix}.{name}" if prefix else name
+                if (id(module), name) in self.slots or not self._is_declared(path):
+                    continue
+                found = {p: t.shape.index(total) for p, t in tensors_by_path(value) if list(t.shape).count(total) == 1}
+                if found:
+                    self.slots[id(module), name] = Slot(module, name, path, found, CUT)
+
+    def in_use(self, modules: Sequence[nn.Module]) -> list[Slot]:
+        """The slots that hold something and that some code of the modules may read."""
+        return [s for s in self.slots.values() if s.leaves() and (s.verdict == CUT or self._is_read(s.name, modules))]
+
+    def _is_read(self, name: str, modules: Sequence[nn.Module]) -> bool:
+        if name not in self._read:
+            classes = {cls for module in modules for cls in type(module).__mro__}
+            self._read[name] = any(_reads(cls, name) for cls in classes if not _is_torch(cls))
+        return self._read[name]
+
+
+def verdict_on(slots: Sequence[Slot], sizes: Sequence[int]) -> str:
+    """Whether slots can be cut for parts of these sizes, or the module itself has to run, or it has to be found out."""
+    total = sum(sizes)
+    for slot in slots:
+        if slot.verdict == ALONE or any(tensor.shape[dim] != total for tensor, dim in slot.leaves()):
+            return ALONE
+    return UNSURE if any(slot.verdict == UNSURE for slot in slots) else CUT
+
+
+def judge(slots: Sequence[Slot], same: bool) -> None:
+    """Note what a call that was computed both ways has shown."""
+    for slot in slots:
+        if slot.verdict == UNSURE:
+            slot.verdict = CUT if same else ALONE
+    if not same:
+        names = ", ".join(repr(slot.path) for slot in slots)
+        warnings.warn(
+            f"forward may read {names}, which an earlier call left there, one row a sample; whether each sample reads "
+            f"its own row cannot be told. Such calls run on one device.\n"
+            f"If each does, write:  state={{{slots[0].path!r}: 'cat'}}",
+            stacklevel=7,
+        )
+
+
+def agree(left: Any, right: Any) -> bool:
+    """Whether two structures hold the same numbers up to rounding."""
+    ones, others = list(tensors_by_path(left)), list(tensors_by_path(right))
+    return [path for path, _ in ones] == [path for path, _ in others] and all(
+        one.shape == other.shape and _close(one, other) for (_, one), (_, other) in zip(ones, others, strict=True)
+    )
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    one, other = one.detach(), other.detach().to(one.device)
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one, other.to(one.dtype), rtol=1e-3, atol=1e-5, equal_nan=True)
+
+
+def tensors_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor of a structure, with the keys that lead to it."""
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    node = open_node(value)
+    if node is not None:
+        for key, child in zip(node.keys, node.children, strict=True):
+            yield from tensors_by_path(child, (*path, key))
+
+
+def _is_torch(cls: type) -> bool:
+    return cls is object or (cls.__module__ or "").partition(".")[0] == "torch"
+
+
+def _reads(cls: type, name: str) -> bool:
+    """Whether some function of a class loads an attribute of this name, or has its name as a text."""
+    return any(_code_reads(code, name) for code in _codes(vars(cls).values()))
+
+
+def _codes(values: Iterable[Any]) -> Iterator[types.CodeType]:
+    pending, seen = list(values), set()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        if isinstance(value, property):
+            pending += [value.fget, value.fset]
+        if isinstance(value, types.FunctionType) and id(value) not in seen:
+            seen.add(id(value))
+            yield value.__code__
+            pending += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # not filled yet
+        return False
+
+
+def _code_reads(code: types.CodeType, name: str) -> bool:
+    if name in code.co_consts:
+        return True
+    if name in code.co_names:
+        loads = ("LOAD_ATTR", "LOAD_METHOD")
+        if any(step.opname in loads and step.argval == name for step in dis.get_instructions(code)):
+            return True
+    return any(_code_reads(inner, name) for inner in code.co_consts if isinstance(inner, types.CodeType))
