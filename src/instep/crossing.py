@@ -97,9 +97,9 @@ class Crossing:
         for replica, mine in zip(self.replicas, leaves, strict=True):
             for source, copy in replica.tensors.state:
                 span.notes.add(source, copy)
-            if replica.tensors.way is not Way.ALIAS:  # an alias shares the counter itself
-                for source, leaf in zip(sources, mine, strict=True):
-                    span.notes.add(source, leaf)
+            for source, leaf in zip(sources, mine, strict=True):
+                if replica.tensors.way is not Way.ALIAS or id(source) in replica.tensors.apart:
+                    span.notes.add(source, leaf)  # an alias shares the counter itself
         shards = [shard for way in ways for shard in way.outside]
         made = iter(bridge(span, *sources, *shards))
         for outcome, outputs in zip(outcomes, found, strict=True):

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
@@ -34,8 +33,9 @@ from instep.options import Method, Options
 from instep.private import follows_one_thread
 from instep.random import RandomState
 from instep.replicas.ambient import Ambient
-from instep.replicas.carry import ALONE, UNSURE, Slot, agree, judge, verdict_on
+from instep.replicas.carry import ALONE, UNSURE, Slot
 from instep.replicas.crew import Crew
+from instep.replicas.rehearse import compare
 from instep.replicas.settle import Settler, refuse_writes
 from instep.replicas.state_rules import check_state_rule
 from instep.structure.dims import AUTO
@@ -170,23 +170,29 @@ class DataParallel(Transparent):
         values: Sequence[Any],
         positional: int,
         random: RandomState,
-        rehearse: bool = False,
+        rehearsal: list[Slot] | None = None,
     ) -> Any:
-        """The algorithm: split, place, cross, merge, settle; a rehearsal leaves the last out."""
+        """The algorithm: split, place, cross, merge, settle. A rehearsal cuts these slots and leaves the last out."""
         replicas = self._instep_crew.ready()[: plan.parts]
         if self._is_hooked():  # on a module that is not registered, or has just come
             return self._on_source(method, plan, values, positional)
-        carried = self._carried(plan)
-        verdict = verdict_on(carried, plan.sizes)
-        if verdict is ALONE:
+        carried, verdict = self._instep_settler.carry.found(
+            self.module, replicas[0].source_modules, plan.sizes, rehearsal
+        )
+        if verdict == ALONE:
             return self._on_source(method, plan, values, positional)
-        if verdict is UNSURE and not rehearse:
-            return self._both_ways(method, known, plan, values, positional, random, carried)
+        if verdict == UNSURE:
+            again = partial(self._together, method, known, plan, values, positional, random)
+            alone = partial(self._on_source, method, plan, values, positional)
+            return compare(carried, again, alone, self._instep_crew, random)
         if replicas[0].cloner.draws:
             self._instep_engine.in_turn = True
         shards = self._place(plan, apply_plan(plan, values))
         ambient = Ambient.capture(self._instep_devices)
-        crossing = Crossing(self._instep_engine, replicas, method, ambient, self._instep_crew.behind, plan.sizes, carried)
+        self._instep_crew.release(carried, plan.parts)
+        crossing = Crossing(
+            self._instep_engine, replicas, method, ambient, self._instep_crew.behind, plan.sizes, carried
+        )
         try:
             outcomes = crossing.run(shards, positional, plan.names)
         except Exception:
@@ -195,10 +201,10 @@ class DataParallel(Transparent):
             outcomes = []
         if not outcomes or self._instep_crew.part():
             random.restore()
-            return self._together(method, known, plan, values, positional, random, rehearse)
+            return self._together(method, known, plan, values, positional, random, rehearsal)
         if not self._instep_engine.in_turn and random.moved():
             self._take_turns(random)
-            return self._together(method, known, plan, values, positional, random, rehearse)
+            return self._together(method, known, plan, values, positional, random, rehearsal)
         if any(outcome.changes.structure for outcome in outcomes):
             self._forget(random)
             return self._on_source(method, plan, values, positional)
@@ -206,41 +212,15 @@ class DataParallel(Transparent):
         outputs = [on_output_device(outcome.output, self._instep_output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
         merged = known.merger.merge(outputs, plan.sizes, inputs)
-        if rehearse:
+        if rehearsal is not None:
             return merged
+        rewritten = self._instep_crew.rewritten(plan.parts)
         self._instep_crew.changed = self._instep_settler.settle(
             self.module, replicas, outcomes, plan.sizes, self._instep_crew.shelf.places
         )
+        for weight, rows in rewritten:
+            weight.data.copy_(rows)
         return merged
-
-    def _carried(self, plan: SplitPlan) -> list[Slot]:
-        """State from earlier calls that follows the batch and that this one may read."""
-        carry, modules = self._instep_settler.carry, self._instep_crew.modules or []
-        carry.declare(self.module, modules, sum(plan.sizes))
-        return carry.in_use(modules)
-
-    def _both_ways(
-        self,
-        method: str,
-        known: Method,
-        plan: SplitPlan,
-        values: Sequence[Any],
-        positional: int,
-        random: RandomState,
-        carried: list[Slot],
-    ) -> Any:
-        """The module's own result, and what its replicas would come to if each had its part of carried state."""
-        try:
-            with torch.no_grad():
-                rehearsed = self._together(method, known, plan, bare(values), positional, random, rehearse=True)
-        except Exception as error:
-            rehearsed = error
-        self._instep_crew.restore()
-        self._instep_crew.discard()
-        random.restore()
-        output = self._on_source(method, plan, values, positional)
-        judge(carried, not random.moved() and agree(output, rehearsed))
-        return output
 
     def _on_source(self, method: str, plan: SplitPlan, values: Sequence[Any], positional: int) -> Any:
         kwargs = dict(zip(plan.names[positional:], values[positional:], strict=True))

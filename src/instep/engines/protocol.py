@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from instep.replicas.ambient import Ambient
 from instep.replicas.replica import Outcome, Replica, run
-from instep.replicas.tensors import refuse_gradients
+from instep.replicas.tensors import Way, no_gradients_left, refuse_gradients
 
 
 @dataclass
@@ -56,7 +56,9 @@ def _perform(job: Job, index: int) -> Outcome:
         with job.ambient.enter(replica.device):
             if job.follow:
                 replica.follow_state()
-            outcome = run(replica, job.method, args, kwargs)
+            joint = replica.tensors.way in (Way.SHARE, Way.LINK)
+            with no_gradients_left(source for source, _ in replica.trainable if joint):
+                outcome = run(replica, job.method, args, kwargs)
         if guard.touched:
             refuse_gradients(leaf for _, leaf in replica.trainable)
         return outcome

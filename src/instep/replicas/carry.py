@@ -1,29 +1,27 @@
 """State that follows the batch and is carried from one call to the next: the hidden state of a recurrent network.
 
-A tensor that `forward` left on the module, one row a sample, is read by the next call sample by sample, or as a whole (a
-memory of earlier samples). Only the program knows which. So the first call that may read one is computed both ways: the
-module itself gives the result, and the replicas, each with its samples' part, have to come to the same. If they do, the
-tensor is cut for the replicas from then on. `state={"h": "cat"}` says so from the beginning.
+A tensor that `forward` left on the module, one row a sample, is read by the next call sample by sample, or as a whole
+(a memory of earlier samples). Only the program knows which. So the first call that may read one is computed three
+times: the module itself gives the result, and the replicas, each with its samples' part, then each with the whole, are
+compared with it. What came to the same is done from then on. `state={"h": "cat"}` says at once that it is cut.
 """
 
 from __future__ import annotations
 
 import dis
 import types
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from instep.replicas.names import module_names
 from instep.replicas.watch import MISSING
 from instep.structure.tree import Path, open_node
 
-CUT, ALONE, UNSURE = "cut", "alone", "unsure"
+CUT, WHOLE, ALONE, UNSURE = "cut", "whole", "alone", "unsure"
 
 
 @dataclass
@@ -83,10 +81,8 @@ class Carry:
     def _is_declared(self, path: str) -> bool:
         return any(rule == "cat" and fnmatchcase(path, pattern) for pattern, rule in self.rules.items())
 
-    def declare(self, source: nn.Module, modules: Sequence[nn.Module], total: int) -> None:
+    def _declare(self, source: nn.Module, modules: Sequence[nn.Module], total: int) -> None:
         """Take tensors that a rule says are joined as carried, also before any call has set them."""
-        if "cat" not in self.rules.values():
-            return
         for module, prefix in zip(modules, module_names(source, modules), strict=True):
             for name, value in (*module.__dict__.items(), *module._buffers.items()):
                 path = f"{prefix}.{name}" if prefix else name
@@ -96,54 +92,33 @@ class Carry:
                 if found:
                     self.slots[id(module), name] = Slot(module, name, path, found, CUT)
 
-    def in_use(self, modules: Sequence[nn.Module]) -> list[Slot]:
-        """The slots that hold something and that some code of the modules may read."""
-        return [s for s in self.slots.values() if s.leaves() and (s.verdict == CUT or self._is_read(s.name, modules))]
+    def found(
+        self, source: nn.Module, modules: Sequence[nn.Module], sizes: Sequence[int], rehearsal: list[Slot] | None
+    ) -> tuple[list[Slot], str]:
+        """The slots that matter in a call with shards of these sizes, and whether they can be cut for it.
+
+        In a rehearsal the given ones are cut, whatever is known about them.
+        """
+        if rehearsal is not None:
+            return rehearsal, CUT
+        if "cat" in self.rules.values():
+            self._declare(source, modules, sum(sizes))
+        slots = self._in_use(modules) if self.slots else []
+        for slot in slots:
+            if slot.verdict == ALONE or any(tensor.shape[dim] != sum(sizes) for tensor, dim in slot.leaves()):
+                return slots, ALONE
+        return slots, UNSURE if any(slot.verdict == UNSURE for slot in slots) else CUT
+
+    def _in_use(self, modules: Sequence[nn.Module]) -> list[Slot]:
+        """The slots that hold something which some code of the modules may read, and which not every replica has."""
+        held = [slot for slot in self.slots.values() if slot.verdict != WHOLE and slot.leaves()]
+        return [slot for slot in held if slot.verdict == CUT or self._is_read(slot.name, modules)]
 
     def _is_read(self, name: str, modules: Sequence[nn.Module]) -> bool:
         if name not in self._read:
             classes = {cls for module in modules for cls in type(module).__mro__}
             self._read[name] = any(_reads(cls, name) for cls in classes if not _is_torch(cls))
         return self._read[name]
-
-
-def verdict_on(slots: Sequence[Slot], sizes: Sequence[int]) -> str:
-    """Whether slots can be cut for parts of these sizes, or the module itself has to run, or it has to be found out."""
-    total = sum(sizes)
-    for slot in slots:
-        if slot.verdict == ALONE or any(tensor.shape[dim] != total for tensor, dim in slot.leaves()):
-            return ALONE
-    return UNSURE if any(slot.verdict == UNSURE for slot in slots) else CUT
-
-
-def judge(slots: Sequence[Slot], same: bool) -> None:
-    """Note what a call that was computed both ways has shown."""
-    for slot in slots:
-        if slot.verdict == UNSURE:
-            slot.verdict = CUT if same else ALONE
-    if not same:
-        names = ", ".join(repr(slot.path) for slot in slots)
-        warnings.warn(
-            f"forward may read {names}, which an earlier call left there, one row a sample; whether each sample reads "
-            f"its own row cannot be told. Such calls run on one device.\n"
-            f"If each does, write:  state={{{slots[0].path!r}: 'cat'}}",
-            stacklevel=7,
-        )
-
-
-def agree(left: Any, right: Any) -> bool:
-    """Whether two structures hold the same numbers up to rounding."""
-    ones, others = list(tensors_by_path(left)), list(tensors_by_path(right))
-    return [path for path, _ in ones] == [path for path, _ in others] and all(
-        one.shape == other.shape and _close(one, other) for (_, one), (_, other) in zip(ones, others, strict=True)
-    )
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    one, other = one.detach(), other.detach().to(one.device)
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    return torch.allclose(one, other.to(one.dtype), rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
 def tensors_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from instep.devices import home_of
 from instep.errors import StateError, WrapError
 from instep.reduce import send
+from instep.replicas.carry import Slot
 from instep.replicas.clone import holds_source
 from instep.replicas.equal import equal_tensors
 from instep.replicas.memory import Lay, Writes
-from instep.replicas.names import module_names
+from instep.replicas.names import TRAINABLE, module_names, tensor_name
+from instep.replicas.renorm import renormed_weights, rewritten
 from instep.replicas.replica import Replica
 from instep.replicas.shelf import Shelf
 from instep.replicas.tensors import Way
@@ -30,6 +32,7 @@ class Crew:
         self.source = source
         self.devices = list(devices)
         self.ways = [_way(device == self.devices[0] and not private, joint) for device in self.devices]
+        self._near = list(self.ways)
         self.frozen = False
         """Whether values are taken as unchanged: nothing is sent or compared."""
         self.changed = False
@@ -37,6 +40,8 @@ class Crew:
         self.replicas: list[Replica] = []
         self.shelf: Shelf
         """The containers of the source, and which of them replicas share."""
+        self._apart: dict[int, Tensor] = {}
+        """By their ids, trainable weights that `forward` itself rewrites: each replica has its own."""
         self._own: dict[int, Any] = {}
         """By their ids, containers that each replica has for itself, because `forward` changes them."""
         self.made = 0
@@ -128,7 +133,8 @@ class Crew:
         before = len(self.replicas[0].cloner.modules)
         for replica in self.replicas:
             replica.apply(changes)
-        if len(self.replicas[0].cloner.modules) == before:
+        same = len(self.replicas[0].cloner.modules) == before
+        if same and renormed_weights(self.source.modules()).keys() == self._apart.keys():
             self._take_stock()
         else:
             self._make()
@@ -140,8 +146,12 @@ class Crew:
                 f"the module was moved to {now} after it was wrapped for {home}.\n"
                 f"Wrap it anew: instep.DataParallel(model, device_ids=[...])."
             )
+        self._apart = renormed_weights(self.source.modules())
+        self.ways = [Way.LINK if self._apart and way is Way.SHARE else way for way in self._near]
         places = zip(self.devices, self.ways, strict=True)
-        self.replicas = [Replica(index, self.source, *place, self._own) for index, place in enumerate(places)]
+        self.replicas = [
+            Replica(index, self.source, *place, self._own, self._apart) for index, place in enumerate(places)
+        ]
         if self._first_values is not None and self.ways[0] in (Way.ALIAS, Way.SHARE):
             self._first_values = [source.detach().clone() for source, _ in self.replicas[0].trainable]
         self._take_stock()
@@ -168,13 +178,14 @@ class Crew:
         self.shelf = Shelf(modules, module_names(self.source, modules), first.cloner)
 
     def _note_writes(self) -> None:
-        self._writes = Writes([pair for replica in self.replicas for pair in replica.trainable])
+        pairs = [pair for replica in self.replicas for pair in replica.trainable]
+        self._writes = Writes([(source, held) for source, held in pairs if id(source) not in self._apart])
 
     def _renew_links(self) -> None:
         """Replicas that are linked to the source's graph are made anew: their tensors belong to one call."""
         for index, way in enumerate(self.ways):
             if way is Way.LINK:
-                self.replicas[index] = Replica(index, self.source, self.devices[index], way, self._own)
+                self.replicas[index] = Replica(index, self.source, self.devices[index], way, self._own, self._apart)
         if Way.LINK in self.ways:
             self._note_writes()
 
@@ -184,6 +195,29 @@ class Crew:
         if far:
             sources = [source for source, _ in far[0].trainable]
             send(sources, [[leaf for _, leaf in replica.trainable] for replica in far])
+        if self._apart:
+            near = [replica for replica, way in zip(self.replicas, self.ways, strict=True) if way is Way.ALIAS]
+            apart = [[pair for pair in replica.trainable if id(pair[0]) in self._apart] for replica in near]
+            for pairs in apart:
+                send([source for source, _ in pairs], [[leaf for _, leaf in pairs]])
+
+    def rewritten(self, active: int) -> list[tuple[Tensor, Tensor]]:
+        """Weights that `forward` itself rewrote rows of, each with its new values."""
+        found = []
+        for key, weight in self._apart.items():
+            copies = [held for replica in self.replicas[:active] for s, held in replica.trainable if id(s) == key]
+            try:
+                values = rewritten(weight, copies)
+            except ValueError:
+                raise StateError(TRAINABLE.format(path=tensor_name(self.source, weight))) from None
+            if values is not None:
+                found.append((weight, values))
+        return found
+
+    def release(self, slots: Sequence[Slot], active: int) -> None:
+        """Let replicas that have no part in a call forget carried state that the others get parts of."""
+        for replica in self.replicas[active:]:
+            replica.lend(slots, None)
 
 
 def _way(near: bool, joint: bool) -> Way:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,10 @@ def equal_tensors(left: Tensor, right: Tensor) -> bool:
     return bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
-def equal(left: Any, right: Any) -> bool:
+_DEEPEST = 20
+
+
+def equal(left: Any, right: Any, depth: int = 0) -> bool:
     """Whether two values that replicas hold are equal; a tensor that needs a gradient equals only itself."""
     if left is right:
         return True
@@ -42,10 +46,16 @@ def equal(left: Any, right: Any) -> bool:
     if one is not None and two is not None:
         return list(one.keys) == list(two.keys) and all(map(equal, one.children, two.children))
     if isinstance(left, (int, float, complex, str, bytes, bool)):
-        return left == right or left != left != right
+        return bool(left == right or left != left != right)
+    if isinstance(left, deque):
+        return len(left) == len(right) and all(map(equal, left, right))
     if isinstance(left, np.ndarray):
         return np.array_equal(left, right, equal_nan=left.dtype.kind in "fc")
-    if type(left).__eq__ is not object.__eq__:
+    comparison: Any = type(left).__eq__
+    if comparison is not object.__eq__:
         return (left == right) is True
+    if depth > _DEEPEST:
+        return False
     mine, theirs = attributes_of(left), attributes_of(right)
-    return bool(mine) and list(mine) == list(theirs) and all(map(equal, mine.values(), theirs.values()))
+    pairs = zip(mine.values(), theirs.values(), strict=False)
+    return bool(mine) and list(mine) == list(theirs) and all(equal(one, two, depth + 1) for one, two in pairs)

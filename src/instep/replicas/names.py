@@ -7,6 +7,11 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+TRAINABLE = (
+    "forward wrote to the trainable parameter {path!r}, which every replica would do once more.\n"
+    "Change it outside forward (after optimizer.step()), or make it a buffer and give it a state rule."
+)
+
 
 class Owner(NamedTuple):
     """The module that holds a tensor, the name it has there, and its dotted name from the root."""

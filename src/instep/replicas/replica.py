@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from instep.errors import BridgeError
 from instep.replicas.carry import Slot
 from instep.replicas.clone import Cloner
-from instep.replicas.contents import contents_of, put
+from instep.replicas.contents import Contents, contents_of, put
 from instep.replicas.equal import equal_tensors
-from instep.replicas.tensors import Tensors, Way
+from instep.replicas.tensors import Tensors, Way, shared_storages
 from instep.replicas.watch import MISSING, NOTHING, Changes, Set, Watch
 from instep.structure.tree import map_tensors, tensors_in
 
@@ -25,15 +26,23 @@ class Replica:
     """The module on one device, with its own tensors; everything else is the source's own objects."""
 
     def __init__(
-        self, index: int, source: nn.Module, device: torch.device, way: Way, own: Mapping[int, Any] | None = None
+        self,
+        index: int,
+        source: nn.Module,
+        device: torch.device,
+        way: Way,
+        own: Mapping[int, Any] | None = None,
+        apart: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.index = index
         self.device = device
-        self.tensors = Tensors(device, way)
+        self.tensors = Tensors(device, way, apart or {}, shared_storages(source.modules()))
         self.cloner = Cloner(self.tensors.make, own)
         self.module: nn.Module = self.cloner.clone(source)
         if way in (Way.PRIVATE, Way.LINK):
             self._flatten_weights()
+        for made in self.modules:
+            made.__dict__["zero_grad"] = _refuse_zero_grad
         self._watch = self._new_watch()
         self._versions: list[int] = []
         self._lent: dict[tuple[int, str], tuple[Any, Any]] = {}
@@ -43,8 +52,12 @@ class Replica:
         return f"replica {self.index} on {self.device}"
 
     def _new_watch(self) -> Watch:
+        return Watch([module for _, module in self.cloner.modules], *self._loose())
+
+    def _loose(self) -> tuple[list[tuple[Any, Contents]], list[Tensor]]:
+        """What is watched beside the modules themselves: containers, and whether tensors take a gradient."""
         made = [(made, contents_of(made)) for _, _, made in self.cloner.containers]
-        return Watch([module for _, module in self.cloner.modules], made)
+        return made, [held for _, held in (*self.tensors.trainable, *self.tensors.state)]
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -70,7 +83,6 @@ class Replica:
 
     def apply(self, changes: Changes) -> None:
         """Set on the replica what was set on the source."""
-        containers = len(self.cloner.containers)
         for change in changes.attributes:
             _, module = self.cloner.modules[change.module]
             held = module._buffers if change.buffer else module.__dict__
@@ -82,10 +94,7 @@ class Replica:
             if id(inside.container) in counterparts:
                 gone = self.cloner.refill(inside.container, counterparts[id(inside.container)])
                 self.tensors.drop({id(made) for made in gone if isinstance(made, Tensor)})
-        if containers or self.cloner.containers:
-            self._watch = self._new_watch()
-        else:
-            self._watch.update(changes)
+        self._watch.renew(changes, *self._loose())
 
     def lend(self, slots: Sequence[Slot], parts: Sequence[Any] | None) -> None:
         """Give the replica its samples' part of carried state; None only forgets the whole that it had."""
@@ -174,6 +183,13 @@ class Replica:
         for inside in changes.contents:
             put(inside.container, inside.before)
         self._watch.update(changes)
+
+
+def _refuse_zero_grad(*_: Any, **__: Any) -> None:
+    raise BridgeError(
+        "zero_grad() was called inside forward: gradients belong to the module, and replicas have none of their own.\n"
+        "Call it outside, before backward()."
+    )
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ from instep.replicas.contents import Contents, contents_of, put
 from instep.replicas.derived import is_cache, is_derived
 from instep.replicas.equal import equal
 from instep.replicas.inside import merge_contents
-from instep.replicas.names import Owners, module_names, tensor_name
+from instep.replicas.names import TRAINABLE, Owners, module_names, tensor_name
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.shelf import Place
 from instep.replicas.state_rules import StateRule, apply_state_rule, is_count, known_rule
@@ -245,16 +245,10 @@ def _follows(shapes: Sequence[torch.Size], sizes: Sequence[int]) -> bool:
     return any(follow(shapes, sizes, len(shapes[0]), dim) for dim in range(len(shapes[0])))
 
 
-_TRAINABLE = (
-    "forward wrote to the trainable parameter {path!r}, which every replica would do once more.\n"
-    "Change it outside forward (after optimizer.step()), or make it a buffer and give it a state rule."
-)
-
-
 def refuse_writes(source: nn.Module, written: Sequence[Tensor]) -> None:
     """`StateError` if `forward` wrote to trainable tensors of the source."""
     if written:
-        raise StateError(_TRAINABLE.format(path=tensor_name(source, written[0])))
+        raise StateError(TRAINABLE.format(path=tensor_name(source, written[0])))
 
 
 def _held(replica: Replica, change: Any) -> Any:

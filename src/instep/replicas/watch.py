@@ -172,6 +172,15 @@ class Watch:
             self._containers = [(container, contents_of(container)) for container, _ in self._containers]
 
 
+    def renew(
+        self, changes: Changes, containers: Sequence[tuple[Any, Contents]] = (), tensors: Sequence[Tensor] = ()
+    ) -> None:
+        """Take what was set as seen, and watch these containers and tensors from now on."""
+        self.update(Changes(False, changes.attributes))
+        self._containers, self._tensors = list(containers), list(tensors)
+        self._trainable = list(map(_needs_gradient, tensors))
+
+
 def _is_structure(change: Inside) -> bool:
     """Whether a module or a trainable parameter came or went."""
     then, now = ({id(item): item for item in held.items} for held in (change.before, change.after))

@@ -1,0 +1,69 @@
+"""Finding out how a call may read state that an earlier one left on the module: by computing it in several ways."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.random import RandomState
+from instep.replicas.carry import ALONE, CUT, UNSURE, WHOLE, Slot, tensors_by_path
+from instep.replicas.crew import Crew
+
+
+def compare(
+    carried: list[Slot],
+    again: Callable[[list[Slot]], Any],
+    alone: Callable[[], Any],
+    crew: Crew,
+    random: RandomState,
+) -> Any:
+    """The module's own result; and whether replicas that have their part of carried state, or the whole of it, come
+    to the same. A module that draws random numbers cannot be compared with itself."""
+    rehearsed: dict[str, Any] = {}
+    for way, slots in ((CUT, carried), (WHOLE, [])):
+        try:
+            with torch.no_grad():
+                rehearsed[way] = again(slots)
+        except Exception as error:  # this way is not the one: the module itself says what is wrong, if anything is
+            rehearsed[way] = error
+        crew.restore()
+        crew.discard()
+        random.restore()
+    output = alone()
+    fitting = [way for way, result in rehearsed.items() if not random.moved() and agree(output, result)]
+    judge(carried, fitting[0] if fitting else ALONE)
+    return output
+
+
+def judge(slots: Sequence[Slot], verdict: str) -> None:
+    """Note what a call that was computed in several ways has shown."""
+    for slot in slots:
+        if slot.verdict == UNSURE:
+            slot.verdict = verdict
+    if verdict == ALONE:
+        names = ", ".join(repr(slot.path) for slot in slots)
+        warnings.warn(
+            f"forward may read {names}, which an earlier call left there, one row a sample; whether each sample reads "
+            f"its own row cannot be told. Such calls run on one device.\n"
+            f"If each does, write:  state={{{slots[0].path!r}: 'cat'}}",
+            stacklevel=7,
+        )
+
+
+def agree(left: Any, right: Any) -> bool:
+    """Whether two structures hold the same numbers up to rounding."""
+    ones, others = list(tensors_by_path(left)), list(tensors_by_path(right))
+    return [path for path, _ in ones] == [path for path, _ in others] and all(
+        one.shape == other.shape and _close(one, other) for (_, one), (_, other) in zip(ones, others, strict=True)
+    )
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    one, other = one.detach(), other.detach().to(one.device)
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one, other.to(one.dtype), rtol=1e-3, atol=1e-5, equal_nan=True)
