@@ -223,12 +223,12 @@ class Cloner:
     def _object(self, value: Any) -> Any:
         """Some object with attributes; one that does not let itself be copied is shared."""
         try:
-            made = shallow_copy(value)
+            made = types.SimpleNamespace() if type(value) is types.SimpleNamespace else shallow_copy(value)
         except TypeError:
             return self._note(value, value)
         self._note(value, made)
         for name, item in attributes_of(value).items():
-            if name in getattr(made, "__dict__", ()):
+            if name in getattr(value, "__dict__", ()):
                 made.__dict__[name] = self.clone(item)
             else:
                 object.__setattr__(made, name, self.clone(item))

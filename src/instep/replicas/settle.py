@@ -68,7 +68,7 @@ class Settler:
         names = module_names(source, modules)
         writes = [
             *self._attributes(modules, names, replicas, outcomes, sizes),
-            *self._tensors(source, replicas, outcomes, sizes),
+            *self._tensors(source, replicas, outcomes, sizes, places),
             *self._contents(replicas, outcomes, sizes, places),
         ]
         for write in writes:
@@ -107,7 +107,12 @@ class Settler:
         return writes
 
     def _tensors(
-        self, source: nn.Module, replicas: Sequence[Replica], outcomes: Sequence[Outcome], sizes: Sequence[int]
+        self,
+        source: nn.Module,
+        replicas: Sequence[Replica],
+        outcomes: Sequence[Outcome],
+        sizes: Sequence[int],
+        places: Mapping[int, Place],
     ) -> list[Write]:
         """State tensors that `forward` wrote in place."""
         touched = {id(pair[0]): pair[0] for outcome in outcomes for pair in outcome.written}
@@ -116,7 +121,8 @@ class Settler:
         for key, original in touched.items():
             values = [table[key] for table in copies]
             owner = owners.of(original)
-            merged = self.merge(Place(owner.path), original, values, sizes, known_rule(owner.module, owner.name))
+            place = Place(owner.path) if owner.module is not None else _place_inside(original, replicas[0], places)
+            merged = self.merge(place, original, values, sizes, known_rule(owner.module, owner.name))
             writes.append(_copier(original, merged))
         return writes
 
@@ -233,6 +239,15 @@ class Settler:
         if isinstance(rule, tuple) and rule[0] == "cat":  # a dim that was said needs no finding, and is kept too
             merger.dims.update({where: (tensor.ndim, rule[1]) for where, tensor in tensors_by_path(merged)})
         return merged
+
+
+def _place_inside(tensor: Tensor, replica: Replica, places: Mapping[int, Place]) -> Place:
+    """Where a tensor is that no module holds by name: the container it is in, and its key there."""
+    for container, contents, _ in replica.cloner.containers:
+        for index, item in enumerate(contents.items):
+            if item is tensor and id(container) in places:
+                return places[id(container)].at(contents.keys[index] if contents.keys else index)
+    return Place("a tensor that no module holds by name")
 
 
 def _known(items: Sequence[Any], origins: Mapping[int, Any]) -> tuple[Any, ...]:
