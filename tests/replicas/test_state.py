@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 import instep
 
-KINDS = [("serial", False), ("serial", True), ("threads", False), ("threads", True)]
-SIZES = (7, 5, 4, 6, 1, 9)
+KINDS = [("serial", False), ("threads", False), ("threads", True)]
+SIZES = (7, 4, 1, 6)
 
 
-@pytest.fixture(params=KINDS, ids=["serial", "serial-private", "threads", "threads-private"])
+@pytest.fixture(params=KINDS, ids=["serial", "threads", "threads-private"])
 def wrap(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     """Wraps a module on every engine, with shared and private memory; wrappers are closed when the test ends."""
     engine, private = request.param
@@ -96,8 +96,9 @@ class Net(nn.Module):
 
 
 STATE = (
-    "n samples top log table counter seen recent stats slotted space histogram loose tensors total again view queue"
-).split()
+    *("n", "samples", "top", "log", "table", "counter", "seen", "recent", "stats", "slotted", "space", "histogram"),
+    *("loose", "tensors", "total", "again", "view", "queue"),
+)
 
 
 def state_of(net: Net) -> dict[str, Any]:

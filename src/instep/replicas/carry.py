@@ -116,8 +116,7 @@ class Carry:
 
     def _is_read(self, name: str, modules: Sequence[nn.Module]) -> bool:
         if name not in self._read:
-            classes = {cls for module in modules for cls in type(module).__mro__}
-            self._read[name] = any(_reads(cls, name) for cls in classes if not _is_torch(cls))
+            self._read[name] = code_reads(modules, name)
         return self._read[name]
 
 
@@ -130,6 +129,12 @@ def tensors_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]
     if node is not None:
         for key, child in zip(node.keys, node.children, strict=True):
             yield from tensors_by_path(child, (*path, key))
+
+
+def code_reads(modules: Sequence[nn.Module], name: str) -> bool:
+    """Whether some code of the modules' classes, other than torch's own, may read an attribute of this name."""
+    classes = {cls for module in modules for cls in type(module).__mro__}
+    return any(_reads(cls, name) for cls in classes if not _is_torch(cls))
 
 
 def _is_torch(cls: type) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from instep.replicas.clone import holds_source
 from instep.replicas.equal import equal_tensors
 from instep.replicas.memory import Lay, Writes
 from instep.replicas.names import TRAINABLE, module_names, tensor_name
-from instep.replicas.renorm import renormed_weights, rewritten
+from instep.replicas.renorm import is_used_elsewhere, renormed_weights, rewritten
 from instep.replicas.replica import Replica
 from instep.replicas.shelf import Shelf
 from instep.replicas.tensors import Way
@@ -42,6 +43,8 @@ class Crew:
         """The containers of the source, and which of them replicas share."""
         self._apart: dict[int, Tensor] = {}
         """By their ids, trainable weights that `forward` itself rewrites: each replica has its own."""
+        self._tied = False
+        self._told = False
         self._own: dict[int, Any] = {}
         """By their ids, containers that each replica has for itself, because `forward` changes them."""
         self.made = 0
@@ -63,6 +66,17 @@ class Crew:
         self._writes.begin()
         self._running = True
         return self.replicas
+
+    def is_tied(self) -> bool:
+        """Whether a weight that `forward` rewrites is used elsewhere too: only the module itself can run."""
+        if self._tied and not self._told:
+            self._told = True
+            warnings.warn(
+                "a weight that keeps below a norm is used elsewhere too, or may be (Embedding(max_norm=...)): calls "
+                "run on one device, where every use sees the rows that the whole batch has changed.",
+                stacklevel=6,
+            )
+        return self._tied
 
     def part(self) -> bool:
         """Whether `forward` changed containers that replicas share.
@@ -163,6 +177,7 @@ class Crew:
 
     def _take_stock(self) -> None:
         self.made += 1
+        self._tied = bool(self._apart) and is_used_elsewhere(self.replicas[0].source_modules, self._apart)
         first = self.replicas[0]
         containers = [(value, items) for value, items, _ in first.cloner.containers]
         trainable, state = ([source for source, _ in pairs] for pairs in (first.trainable, first.tensors.state))

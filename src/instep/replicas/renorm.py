@@ -1,16 +1,18 @@
 """`nn.Embedding(max_norm=...)`: a layer that rewrites rows of its own trainable weight in `forward`.
 
 Each replica has such a weight in memory of its own. A row comes out the same wherever it was used, so rows that some
-replica has rewritten are the module's.
+replica has rewritten are the module's. That is so as long as the layer alone uses the weight: tied to another one, it
+would show there which rows the other replicas' samples have used, so such a module runs on one device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from instep.replicas.carry import code_reads
 from instep.replicas.equal import equal_tensors
 
 Pair = tuple[Tensor, Tensor]
@@ -20,6 +22,12 @@ def renormed_weights(modules: Iterable[nn.Module]) -> dict[int, Tensor]:
     """By their ids, the trainable weights whose rows `forward` keeps below a norm."""
     layers = (m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.max_norm is not None)
     return {id(layer.weight): layer.weight for layer in layers if layer.weight.requires_grad}
+
+
+def is_used_elsewhere(modules: Sequence[nn.Module], weights: Mapping[int, Tensor]) -> bool:
+    """Whether another module has one of these weights too, or some code of the modules reads a weight by itself."""
+    holders = [id(p) for module in modules for p in module._parameters.values() if id(p) in weights]
+    return len(holders) > len(set(holders)) or (bool(weights) and code_reads(modules, "weight"))
 
 
 def rewritten(weight: Tensor, copies: Sequence[Tensor]) -> Tensor | None:

@@ -285,6 +285,9 @@ def _setter(holder: dict[str, Any], name: str, value: Any) -> Write:
 def _copier(original: Tensor, value: Tensor) -> Write:
     def write() -> None:
         with torch.no_grad(), torch.inference_mode(False):
-            original.data.copy_(value)
+            if original.shape == value.shape:
+                original.data.copy_(value)
+            else:
+                original.data = value.to(original.device, original.dtype, copy=True)
 
     return write

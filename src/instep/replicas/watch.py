@@ -171,7 +171,6 @@ class Watch:
         if changes.contents:
             self._containers = [(container, contents_of(container)) for container, _ in self._containers]
 
-
     def renew(
         self, changes: Changes, containers: Sequence[tuple[Any, Contents]] = (), tensors: Sequence[Tensor] = ()
     ) -> None:
