@@ -174,7 +174,9 @@ class DataParallel(Transparent):
     ) -> Any:
         """The algorithm: split, place, cross, merge, settle. A rehearsal cuts these slots and leaves the last out."""
         replicas = self._instep_crew.ready()[: plan.parts]
-        if self._instep_crew.is_tied() or self._is_hooked():  # a hook on a module that is not registered, or has just come
+        if (
+            self._instep_crew.is_tied() or self._is_hooked()
+        ):  # a hook on a module that is not registered, or has just come
             return self._on_source(method, plan, values, positional)
         carried, verdict = self._instep_settler.carry.found(
             self.module, replicas[0].source_modules, plan.sizes, rehearsal
@@ -206,6 +208,8 @@ class DataParallel(Transparent):
             self._take_turns(random)
             return self._together(method, known, plan, values, positional, random, rehearsal)
         if any(outcome.changes.structure for outcome in outcomes):
+            if rehearsal is not None:
+                return None
             self._forget(random)
             return self._on_source(method, plan, values, positional)
         refuse_writes(self.module, self._instep_crew.written())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.errors import StateError
 from instep.random import RandomState
 from instep.replicas.carry import ALONE, CUT, UNSURE, WHOLE, Slot, tensors_by_path
 from instep.replicas.crew import Crew
@@ -28,6 +29,8 @@ def compare(
         try:
             with torch.no_grad():
                 rehearsed[way] = again(slots)
+        except StateError:  # not for want of the right way
+            raise
         except Exception as error:  # this way is not the one: the module itself says what is wrong, if anything is
             rehearsed[way] = error
         crew.restore()

@@ -21,6 +21,8 @@ from instep.structure.tree import map_tensors, tensors_in
 
 Pair = tuple[Tensor, Tensor]
 
+_LOOKS = 3  # calls, in training and in evaluation, in which values are compared on an accelerator
+
 
 class Replica:
     """The module on one device, with its own tensors; everything else is the source's own objects."""
@@ -45,6 +47,9 @@ class Replica:
             made.__dict__["zero_grad"] = _refuse_zero_grad
         self._watch = self._new_watch()
         self._versions: list[int] = []
+        self._silent: set[int] = set()
+        """By their ids, copies that `forward` was seen to write without moving a version counter."""
+        self._looks = {True: _LOOKS, False: _LOOKS}
         self._lent: dict[tuple[int, str], tuple[Any, Any]] = {}
         """Parts of carried state that the replica was given for one call, each with a copy of it as it was."""
 
@@ -158,18 +163,27 @@ class Replica:
         """State tensors whose values `forward` wrote in place, as (source, copy).
 
         On the CPU values are compared. On an accelerator that would wait for the device, so there the version counter
-        tells, and the statistics of batch normalisation, which move without it, are known by their class.
+        tells, and the statistics of batch normalisation, which move without it, are known by their class. The first
+        calls compare values there too, on the source's device: what they find is taken as written ever after.
         """
         if self.device.type == "cpu":
             return [pair for pair in self.tensors.state if not equal_tensors(pair[0].cpu(), pair[1])]
-        silent = {
+        silent = self._silent | {
             id(buffer)
             for module in self.modules
             if isinstance(module, _BatchNorm) and module.training
             for buffer in module.buffers(recurse=False)
         }
         moved = zip(self.tensors.state, self._versions, strict=True)
-        return [pair for pair, version in moved if pair[1]._version != version or id(pair[1]) in silent]
+        found = [pair for pair, version in moved if pair[1]._version != version or id(pair[1]) in silent]
+        if self._looks[self.module.training]:
+            self._looks[self.module.training] -= 1
+            known = {id(copy) for _, copy in found}
+            rest = [pair for pair in self.tensors.state if id(pair[1]) not in known and pair[0].device == self.device]
+            quiet = [pair for pair in rest if not equal_tensors(*pair)]
+            self._silent.update(id(copy) for _, copy in quiet)
+            found += quiet
+        return found
 
     def revert(self, changes: Changes) -> None:
         """Set back what `forward` set on the replica."""
