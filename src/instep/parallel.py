@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -174,9 +175,7 @@ class DataParallel(Transparent):
     ) -> Any:
         """The algorithm: split, place, cross, merge, settle. A rehearsal cuts these slots and leaves the last out."""
         replicas = self._instep_crew.ready()[: plan.parts]
-        if (
-            self._instep_crew.is_tied() or self._is_hooked()
-        ):  # a hook on a module that is not registered, or has just come
+        if self._instep_crew.is_tied() or self._is_hooked():  # modules that are not registered are known by now
             return self._on_source(method, plan, values, positional)
         carried, verdict = self._instep_settler.carry.found(
             self.module, replicas[0].source_modules, plan.sizes, rehearsal
@@ -186,7 +185,8 @@ class DataParallel(Transparent):
         if verdict == UNSURE:
             again = partial(self._together, method, known, plan, values, positional, random)
             alone = partial(self._on_source, method, plan, values, positional)
-            return compare(carried, again, alone, self._instep_crew, random)
+            on_one = partial(self._on_one, method, plan, values, positional)
+            return compare(carried, again, on_one, alone, self._instep_crew, random)
         if replicas[0].cloner.draws:
             self._instep_engine.in_turn = True
         shards = self._place(plan, apply_plan(plan, values))
@@ -215,9 +215,9 @@ class DataParallel(Transparent):
         refuse_writes(self.module, self._instep_crew.written())
         outputs = [on_output_device(outcome.output, self._instep_output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
+        if rehearsal is not None:  # nothing is learned from it
+            return replace(known.merger, seen={}, readings={}, dims={}).merge(outputs, plan.sizes, inputs)
         merged = known.merger.merge(outputs, plan.sizes, inputs)
-        if rehearsal is not None:
-            return merged
         rewritten = self._instep_crew.rewritten(plan.parts)
         self._instep_crew.changed = self._instep_settler.settle(
             self.module, replicas, outcomes, plan.sizes, self._instep_crew.shelf.places
@@ -226,7 +226,17 @@ class DataParallel(Transparent):
             weight.data.copy_(rows)
         return merged
 
+    def _on_one(self, method: str, plan: SplitPlan, values: Sequence[Any], positional: int) -> Any:
+        """What one replica makes of the whole batch; the module is left as it was."""
+        replicas = self._instep_crew.ready()[:1]
+        shards = self._place(plan, [list(bare(values))])
+        ambient = Ambient.capture(self._instep_devices)
+        crossing = Crossing(self._instep_engine, replicas, method, ambient, self._instep_crew.behind)
+        output = crossing.run(shards, positional, plan.names)[0].output
+        return on_output_device(output, self._instep_output)
+
     def _on_source(self, method: str, plan: SplitPlan, values: Sequence[Any], positional: int) -> Any:
+        self._instep_crew.done()
         kwargs = dict(zip(plan.names[positional:], values[positional:], strict=True))
         return self._alone(method, values[:positional], kwargs)
 

@@ -37,16 +37,18 @@ def normal(*shape: int) -> Tensor:
 class Recurrent(nn.Module):
     """Carries the hidden state of an LSTM, batch in dim 1, cut off from the graph or not."""
 
-    def __init__(self, detach: bool = True, dropout: float = 0.0) -> None:
+    def __init__(self, detach: bool = True, dropout: float = 0.0, noise: float = 0.0) -> None:
         super().__init__()
-        self.rnn, self.out = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, 2)
-        self.dropout = nn.Dropout(dropout)
+        self.rnn, self.out = nn.LSTM(3, 5, 2, batch_first=True, dropout=dropout), nn.Linear(5, 2)
+        self.dropout, self.noise = nn.Dropout(dropout), noise
         self.detach, self.parts = detach, 0
         self.h: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         y, h = self.rnn(x, self.h)
         self.h = tuple(t.detach() for t in h) if self.detach else h
+        if self.noise:
+            y = y + self.noise * torch.randn_like(y)
         return self.out(self.dropout(y))
 
 
@@ -199,11 +201,20 @@ def test_what_is_set_before_the_first_call_is_cut_where_a_rule_says_so(wrap: Cal
 
 
 def test_a_module_that_draws_numbers_runs_on_one_device_and_says_so(wrap: Callable[..., Any]) -> None:
-    model = wrap(Recurrent(dropout=0.5).double())
+    model = wrap(Recurrent(noise=0.5).double())
     model(normal(8, 4, 3))
     with pytest.warns(UserWarning, match=r"forward may read 'h'[\s\S]*state=\{'h': 'cat'\}"):
         model(normal(8, 4, 3))
     model(normal(8, 4, 3))
+
+
+def test_dropout_does_not_hide_how_state_is_read(wrap: Callable[..., Any]) -> None:
+    net = Recurrent(dropout=0.5).double()
+    model = wrap(net)
+    for _ in range(3):
+        model(normal(8, 4, 3)).sum().backward()
+    assert [slot.verdict for slot in model._instep_settler.carry.slots.values()] == ["cut"]
+    assert all(module.training for module in net.modules())
 
 
 def test_with_a_rule_such_a_module_runs_on_all(wrap: Callable[..., Any]) -> None:

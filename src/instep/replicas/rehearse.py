@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from instep.errors import StateError
 from instep.random import RandomState
@@ -18,28 +21,46 @@ from instep.replicas.crew import Crew
 def compare(
     carried: list[Slot],
     again: Callable[[list[Slot]], Any],
+    on_one: Callable[[], Any],
     alone: Callable[[], Any],
     crew: Crew,
     random: RandomState,
 ) -> Any:
     """The module's own result; and whether replicas that have their part of carried state, or the whole of it, come
-    to the same. A module that draws random numbers cannot be compared with itself."""
-    rehearsed: dict[str, Any] = {}
-    for way, slots in ((CUT, carried), (WHOLE, [])):
-        try:
-            with torch.no_grad():
-                rehearsed[way] = again(slots)
-        except StateError:  # not for want of the right way
-            raise
-        except Exception as error:  # this way is not the one: the module itself says what is wrong, if anything is
-            rehearsed[way] = error
-        crew.restore()
-        crew.discard()
-        random.restore()
+    to what one replica does with the whole batch. Dropout layers are quiet meanwhile; a module that draws random
+    numbers otherwise cannot be compared with itself."""
+    results: list[Any] = []
+    with _quiet(crew.modules or []):
+        for attempt in (on_one, partial(again, carried), partial(again, [])):
+            try:
+                with torch.no_grad():
+                    results.append(attempt())
+            except StateError:  # not for want of the right way
+                raise
+            except Exception as error:  # this way is not the one: the module itself says what is wrong, if anything is
+                results.append(error)
+            results.append(random.moved())
+            crew.restore()
+            crew.discard()
+            random.restore()
+    oracle, drew, cut, _, whole, _ = results
     output = alone()
-    fitting = [way for way, result in rehearsed.items() if not random.moved() and agree(output, result)]
+    fitting = [way for way, result in ((CUT, cut), (WHOLE, whole)) if not drew and agree(oracle, result)]
     judge(carried, fitting[0] if fitting else ALONE)
     return output
+
+
+@contextmanager
+def _quiet(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Dropout, also that of recurrent layers, turned off."""
+    drawing = [m for m in modules if m.training and isinstance(m, (_DropoutNd, nn.RNNBase))]
+    try:
+        for module in drawing:
+            module.training = False
+        yield
+    finally:
+        for module in drawing:
+            module.training = True
 
 
 def judge(slots: Sequence[Slot], verdict: str) -> None:
