@@ -178,7 +178,7 @@ class DataParallel(Transparent):
         if self._instep_crew.is_tied() or self._is_hooked():  # modules that are not registered are known by now
             return self._on_source(method, plan, values, positional)
         carried, verdict = self._instep_settler.carry.found(
-            self.module, replicas[0].source_modules, plan.sizes, rehearsal
+            self.module, replicas[0].source_modules, plan.sizes, self._instep_crew.shelf.places, rehearsal
         )
         if verdict == ALONE:
             return self._on_source(method, plan, values, positional)
@@ -187,6 +187,7 @@ class DataParallel(Transparent):
             alone = partial(self._on_source, method, plan, values, positional)
             on_one = partial(self._on_one, method, plan, values, positional)
             return compare(carried, again, on_one, alone, self._instep_crew, random)
+        carried = [slot for slot in carried if slot.module is not None]
         if replicas[0].cloner.draws:
             self._instep_engine.in_turn = True
         shards = self._place(plan, apply_plan(plan, values))

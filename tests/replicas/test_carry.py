@@ -112,6 +112,34 @@ class Kept(nn.Module):
         return self.kept
 
 
+class Table(nn.Module):
+    """Keeps its state in a dictionary, and begins anew when the batch has another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(3, 5)
+        self.table: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.table.get("h")
+        y = self.cell(x, x.new_ones(x.shape[0], 5) if h is None or len(h) != len(x) else h)
+        self.table["h"] = y.detach()
+        return y
+
+
+class Stash(nn.Module):
+    """Leaves features in a dictionary for its user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 5)
+        self.stash: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.stash["y"] = self.layer(x).tanh()
+        return self.stash["y"]
+
+
 def story(module: Any, batches: list[Tensor]) -> list[Tensor]:
     found = []
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -224,6 +252,20 @@ def test_with_a_rule_such_a_module_runs_on_all(wrap: Callable[..., Any]) -> None
         warnings.simplefilter("error")
         assert_same_story(plain, model, [normal(7, 4, 3) for _ in range(3)])
     assert [slot.verdict for slot in model._instep_settler.carry.slots.values()] == ["cut"]
+
+
+def test_state_in_a_dictionary_runs_on_one_device(wrap: Callable[..., Any]) -> None:
+    plain, net = twins(Table)
+    model = wrap(net)
+    with pytest.warns(UserWarning, match=r"forward may read 'table\.h'"):
+        assert_same_story(plain, model, [normal(size, 3) for size in (8, 8, 8, 4, 4)])
+
+
+def test_features_in_a_dictionary_are_no_state(wrap: Callable[..., Any]) -> None:
+    plain, net = twins(Stash)
+    model = wrap(net)
+    assert_same_story(plain, model, [normal(size, 3) for size in (8, 8, 7, 5, 8)])
+    assert [slot.verdict for slot in model._instep_settler.carry.slots.values()] == ["whole"]
 
 
 def test_what_nobody_reads_is_not_carried(wrap: Callable[..., Any]) -> None:

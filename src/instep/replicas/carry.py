@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dis
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -26,22 +26,30 @@ CUT, WHOLE, ALONE, UNSURE = "cut", "whole", "alone", "unsure"
 
 @dataclass
 class Slot:
-    """An attribute or buffer that followed the batch when it was set, and the dims in which its tensors did."""
+    """An attribute, a buffer or an entry of a dictionary that followed the batch when it was set, and the dims in which
+    its tensors did."""
 
-    module: nn.Module
+    module: nn.Module | None
+    """None for an entry of a dictionary, which is never cut: replicas have the whole, or the module itself runs."""
     name: str
     path: str
     dims: dict[Path, int]
     verdict: str = UNSURE
+    table: dict[Any, Any] | None = None
+    key: Any = None
 
     @property
     def holder(self) -> dict[str, Any]:
         """The dictionary that it is in."""
+        if self.module is None:
+            return {}
         buffers: dict[str, Any] = self.module._buffers
         return buffers if self.name in buffers else self.module.__dict__
 
     @property
     def value(self) -> Any:
+        if self.table is not None:
+            return self.table.get(self.key, MISSING)
         return self.holder.get(self.name, MISSING)
 
     def leaves(self) -> list[tuple[Tensor, int]]:
@@ -78,6 +86,15 @@ class Carry:
         verdict = known.verdict if known is not None else CUT if self._is_declared(path) else UNSURE
         self.slots[id(module), name] = Slot(module, name, path, {p: dim for p, (_, dim) in dims.items()}, verdict)
 
+    def note_entry(
+        self, table: dict[Any, Any], key: Any, attribute: str, path: str, dims: Mapping[Path, tuple[int, int]]
+    ) -> None:
+        """An entry of a dictionary on the module was merged from tensors that follow the batch in these dims."""
+        known = self.slots.get((id(table), str(key)))
+        if known is None and not self._is_declared(path):
+            found = {p: dim for p, (_, dim) in dims.items()}
+            self.slots[id(table), str(key)] = Slot(None, attribute, path, found, table=table, key=key)
+
     def _is_declared(self, path: str) -> bool:
         return any(rule == "cat" and fnmatchcase(path, pattern) for pattern, rule in self.rules.items())
 
@@ -93,19 +110,29 @@ class Carry:
                     self.slots[id(module), name] = Slot(module, name, path, found, CUT)
 
     def found(
-        self, source: nn.Module, modules: Sequence[nn.Module], sizes: Sequence[int], rehearsal: list[Slot] | None
+        self,
+        source: nn.Module,
+        modules: Sequence[nn.Module],
+        sizes: Sequence[int],
+        containers: Collection[int],
+        rehearsal: list[Slot] | None,
     ) -> tuple[list[Slot], str]:
         """The slots that matter in a call with shards of these sizes, and whether they can be cut for it.
 
-        In a rehearsal the given ones are cut, whatever is known about them.
+        `containers` are the ids of those that the modules hold. In a rehearsal the given slots are cut, whatever is
+        known about them.
         """
         if rehearsal is not None:
             return rehearsal, CUT
         if "cat" in self.rules.values():
             self._declare(source, modules, sum(sizes))
+        gone = [key for key, slot in self.slots.items() if slot.table is not None and id(slot.table) not in containers]
+        for key in gone:
+            del self.slots[key]
         slots = self._in_use(modules) if self.slots else []
         for slot in slots:
-            if slot.verdict == ALONE or any(tensor.shape[dim] != sum(sizes) for tensor, dim in slot.leaves()):
+            fits = slot.module is None or all(tensor.shape[dim] == sum(sizes) for tensor, dim in slot.leaves())
+            if slot.verdict == ALONE or not fits:
                 return slots, ALONE
         return slots, UNSURE if any(slot.verdict == UNSURE for slot in slots) else CUT
 

@@ -29,24 +29,28 @@ def compare(
     """The module's own result; and whether replicas that have their part of carried state, or the whole of it, come
     to what one replica does with the whole batch. Dropout layers are quiet meanwhile; a module that draws random
     numbers otherwise cannot be compared with itself."""
-    results: list[Any] = []
+    parts = [slot for slot in carried if slot.module is not None]
+    ways: dict[str, Callable[[], Any]] = {ALONE: on_one, CUT: partial(again, parts), WHOLE: partial(again, [])}
+    results: dict[str, Any] = {}
+    drew = False
     with _quiet(crew.modules or []):
-        for attempt in (on_one, partial(again, carried), partial(again, [])):
+        for way, attempt in ways.items():
             try:
                 with torch.no_grad():
-                    results.append(attempt())
+                    results[way] = attempt()
             except StateError:  # not for want of the right way
                 raise
             except Exception as error:  # this way is not the one: the module itself says what is wrong, if anything is
-                results.append(error)
-            results.append(random.moved())
+                results[way] = error
+            drew = drew or (way == ALONE and random.moved())
             crew.restore()
             crew.discard()
             random.restore()
-    oracle, drew, cut, _, whole, _ = results
+    shown = any(bool(tensor.any()) for slot in carried for tensor, _ in slot.leaves())  # zeros prove nothing
     output = alone()
-    fitting = [way for way, result in ((CUT, cut), (WHOLE, whole)) if not drew and agree(oracle, result)]
-    judge(carried, fitting[0] if fitting else ALONE)
+    fitting = [way for way in (WHOLE, CUT) if not drew and agree(results[ALONE], results[way])]
+    if shown or not fitting:
+        judge(carried, fitting[0] if fitting else ALONE)
     return output
 
 
@@ -67,13 +71,14 @@ def judge(slots: Sequence[Slot], verdict: str) -> None:
     """Note what a call that was computed in several ways has shown."""
     for slot in slots:
         if slot.verdict == UNSURE:
-            slot.verdict = verdict
+            slot.verdict = WHOLE if verdict == CUT and slot.module is None else verdict
     if verdict == ALONE:
         names = ", ".join(repr(slot.path) for slot in slots)
         warnings.warn(
             f"forward may read {names}, which an earlier call left there, one row a sample; whether each sample reads "
             f"its own row cannot be told. Such calls run on one device.\n"
-            f"If each does, write:  state={{{slots[0].path!r}: 'cat'}}",
+            f"If each does, keep it as an attribute of a module, not in a dictionary, and write:  "
+            f"state={{{slots[0].path!r}: 'cat'}}",
             stacklevel=7,
         )
 

@@ -107,8 +107,8 @@ class Replica:
         places = {id(module): index for index, module in enumerate(self.source_modules)}
         for number, slot in enumerate(slots):
             index = places[id(slot.module)]
-            _, module = self.cloner.modules[index]
-            buffer = slot.name in slot.module._buffers
+            source, module = self.cloner.modules[index]
+            buffer = slot.name in source._buffers
             held = module._buffers if buffer else module.__dict__
             self.tensors.drop({id(tensor) for tensor in tensors_in(held.get(slot.name))})
             if parts is not None:

@@ -151,7 +151,15 @@ class Settler:
             place = places.get(key, Place("a container that no module holds by name"))
             merged = merge_contents(container, place, contents_of(container), new, sizes, self)
             writes.append(partial(put, container, merged))
+            if isinstance(container, dict):
+                self._note_entries(container, place, merged.keys)
         return writes
+
+    def _note_entries(self, table: dict[Any, Any], place: Place, keys: Sequence[Any]) -> None:
+        for key in keys:
+            path = str(place.at(key))
+            if path in self.mergers and self.mergers[path].dims:
+                self.carry.note_entry(table, key, place.attribute.rpartition(".")[2], path, self.mergers[path].dims)
 
     def rule(self, place: Place) -> StateRule | None:
         """The rule of a place: its own, or that of what it is in, up to the attribute."""
