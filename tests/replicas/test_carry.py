@@ -245,6 +245,22 @@ def test_dropout_does_not_hide_how_state_is_read(wrap: Callable[..., Any]) -> No
     assert all(module.training for module in net.modules())
 
 
+def test_zeros_prove_nothing(wrap: Callable[..., Any]) -> None:
+    """A state that stays zero could be read in any way; it is not compared for ever."""
+
+    class Still(Cell):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.h = torch.zeros_like(self.h)
+            return y
+
+    plain, net = twins(Still)
+    model = wrap(net)
+    with pytest.warns(UserWarning, match="forward may read 'h'"):
+        assert_same_story(plain, model, [normal(7, 3) for _ in range(5)])
+    assert [slot.verdict for slot in model._instep_settler.carry.slots.values()] == ["alone"]
+
+
 def test_with_a_rule_such_a_module_runs_on_all(wrap: Callable[..., Any]) -> None:
     plain, net = twins(Recurrent)
     model = wrap(net, state={"h": "cat"})

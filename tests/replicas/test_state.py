@@ -231,6 +231,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "buffer": (lambda net, x, y: net.total.add_(y.detach().sum(0)), "total"),
     "tensor in a dict": (lambda net, x, y: net.tensors["total"].add_(y.detach().sum(0)), "tensors.total"),
     "a shape": (lambda net, x, y: setattr(net, "n", x.shape), "n"),
+    "ones for samples": (lambda net, x, y: setattr(net, "top", torch.ones(len(x))), "top"),
     "the size": (lambda net, x, y: setattr(net, "top", x.shape[0]), "top"),
 }
 
@@ -258,6 +259,19 @@ def test_warn_keeps_the_first_replicas(wrap: Callable[..., Any], name: str) -> N
         wrap(net, on_unmerged_state="warn")(x)
     first(x[:4])
     assert_equal(state_of(net), state_of(first), "state")
+
+
+def test_a_tensor_named_in_merge_is_an_output_also_where_replicas_agree(wrap: Callable[..., Any]) -> None:
+    def change(net: Net, x: Tensor, y: Tensor) -> None:
+        net.top = torch.ones(len(x))
+        net.samples = (x == x).sum()
+
+    plain, net = Net(change), Net(change)
+    model = wrap(net, merge={"top": "cat", "samples": "sum"})
+    for size in (8, 6, 7):
+        x = torch.randn(size, 3)
+        model(x), plain(x)
+        assert_equal(state_of(net), state_of(plain), "state")
 
 
 def test_what_the_user_changes_between_calls_is_there(wrap: Callable[..., Any]) -> None:

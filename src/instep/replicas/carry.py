@@ -37,6 +37,8 @@ class Slot:
     verdict: str = UNSURE
     table: dict[Any, Any] | None = None
     key: Any = None
+    tries: int = 0
+    """How many comparisons have shown nothing."""
 
     @property
     def holder(self) -> dict[str, Any]:
@@ -84,7 +86,9 @@ class Carry:
         """An attribute was merged from tensors that follow the batch in these dims."""
         known = self.slots.get((id(module), name))
         verdict = known.verdict if known is not None else CUT if self._is_declared(path) else UNSURE
-        self.slots[id(module), name] = Slot(module, name, path, {p: dim for p, (_, dim) in dims.items()}, verdict)
+        tries = known.tries if known is not None else 0
+        found = {p: dim for p, (_, dim) in dims.items()}
+        self.slots[id(module), name] = Slot(module, name, path, found, verdict, tries=tries)
 
     def note_entry(
         self, table: dict[Any, Any], key: Any, attribute: str, path: str, dims: Mapping[Path, tuple[int, int]]

@@ -181,11 +181,28 @@ class Settler:
             return apply_state_rule(rule, old, new, sizes, path, entry=bool(place.keys))
         if all(value is old for value in new):
             return old
-        if all(equal(value, new[0]) for value in new) and (equal(old, new[0]) or not is_count(old, new[0], sizes)):
-            return new[0]
+        if self._is_named(place) and all(any(True for _ in tensors_in(value)) for value in new):
+            return self._merge_output(place, new, sizes)
+        if all(equal(value, new[0]) for value in new):
+            if equal(old, new[0]) or not (
+                is_count(old, new[0], sizes) or self._may_follow(path, old, new[0], sizes[0])
+            ):
+                return new[0]
+            if path not in self.mergers:
+                return self.refuse(place, new)
         if self._is_output(place, old, new, sizes):
             return self._merge_output(place, new, sizes)
         return self.refuse(place, new)
+
+    def _may_follow(self, path: str, old: Any, new: Any, size: int) -> bool:
+        """Whether tensors that are alike on every replica may hold the samples of a shard each: zeros, or ones."""
+        tensors = list(tensors_in(new))
+        if tensors and path in self.mergers and self.mergers[path].dims:
+            return True
+        if size < 2 or (isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape):
+            return False
+        dim = self.outputs.dim
+        return any(tensor.ndim > dim and tensor.shape[dim] == size for tensor in tensors)
 
     def refuse(self, place: Place, new: list[Any]) -> Any:
         """`StateError` for changes that no rule explains; or the first replica's value, and a warning."""
@@ -211,6 +228,11 @@ class Settler:
             if rule is not None:
                 return rule
         return None
+
+    def _is_named(self, place: Place) -> bool:
+        """Whether `merge=` names this very place, or what it is in."""
+        paths = ((*place.attribute.split("."), *place.keys[:count]) for count in range(len(place.keys) + 1))
+        return any(rule_for(self.outputs.named, path) is not None for path in paths)
 
     def _is_output(self, place: Place, old: Any, new: list[Any], sizes: Sequence[int]) -> bool:
         """Whether an attribute is one more output: it needs a gradient, follows the batch, or has an output's rule.
