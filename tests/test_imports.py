@@ -21,7 +21,7 @@ FLOORS = [
     {"structure"},
     {"compiled", "devices", "random"},
     {"replicas", "reduce"},
-    {"batchnorm", "bridge", "collectives", "hooks", "meeting"},
+    {"batchnorm", "bridge", "collectives", "hooks", "meeting", "user_hooks"},
     {"engines"},
     {"crossing", "probe"},
     {"accept", "explain", "face", "functional", "loader", "loss", "options", "parallel"},

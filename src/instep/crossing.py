@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from instep.bridge import Backward, Notes, Side, Span, bridge, enter
+from instep.devices import move
 from instep.engines.protocol import Engine, Job
 from instep.random import Streams
 from instep.replicas.ambient import Ambient
+from instep.replicas.carry import Slot
+from instep.replicas.contents import Contents
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.tensors import Way
-from instep.replicas.watch import Changes
+from instep.replicas.watch import Changes, Inside
 from instep.structure.tree import map_tensors, tensors_in
 
 
@@ -32,20 +35,27 @@ class Crossing:
     """Where the replicas draw random numbers from."""
     sizes: Sequence[int] = ()
     """The samples of each replica's shard."""
+    carried: Sequence[Slot] = ()
+    """State that each replica gets its samples' part of."""
 
     def run(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[Outcome]:
         """Every replica's outcome, with outputs that belong to the caller's graph."""
         ways = [_Way() for _ in shards]
         grad = self.ambient.grad and not self.ambient.inference
         notes = Notes()
+        count = len(names)
+        shards = [[*values, *parts] for values, parts in zip(shards, self._parts(), strict=True)]
         if self.engine.joint:
             entered = [_own_memory(values, notes) for values in shards] if grad else shards
         else:
             entered = [way.enter(values) if grad else values for way, values in zip(ways, shards, strict=True)]
         arguments = [
-            (list(values[:positional]), dict(zip(names[positional:], values[positional:], strict=True)))
+            (list(values[:positional]), dict(zip(names[positional:], values[positional:count], strict=True)))
             for values in entered
         ]
+        if self.carried:
+            for replica, values in zip(self.replicas, entered, strict=True):
+                replica.lend(self.carried, values[count:])
         outcomes = self.engine.forward(
             Job(self.replicas, arguments, self.method, self.ambient, self.follow, self.streams, self.sizes)
         )
@@ -56,6 +66,11 @@ class Crossing:
         elif grad:
             self._join(ways, outcomes)
         return outcomes
+
+    def _parts(self) -> list[list[Any]]:
+        """Each replica's part of carried state, on its device."""
+        columns = [slot.cut(self.sizes) for slot in self.carried]
+        return [[move(column[r], replica.device) for column in columns] for r, replica in enumerate(self.replicas)]
 
     def _watch_joint(self, notes: Notes, outcomes: list[Outcome]) -> None:
         """In a joint graph, look for writes of the caller just before a backward enters a replica."""
@@ -88,9 +103,9 @@ class Crossing:
         for replica, mine in zip(self.replicas, leaves, strict=True):
             for source, copy in replica.tensors.state:
                 span.notes.add(source, copy)
-            if replica.tensors.way is not Way.ALIAS:  # an alias shares the counter itself
-                for source, leaf in zip(sources, mine, strict=True):
-                    span.notes.add(source, leaf)
+            for source, leaf in zip(sources, mine, strict=True):
+                if replica.tensors.way is not Way.ALIAS or id(source) in replica.tensors.apart:
+                    span.notes.add(source, leaf)  # an alias shares the counter itself
         shards = [shard for way in ways for shard in way.outside]
         made = iter(bridge(span, *sources, *shards))
         for outcome, outputs in zip(outcomes, found, strict=True):
@@ -167,9 +182,17 @@ def _own_memory(values: Sequence[Any], notes: Notes) -> list[Any]:
 def _tensors_of(outcome: Outcome) -> list[Tensor]:
     """Output tensors of a replica, and tensors that it set on itself; each once."""
     found = list(tensors_in(outcome.output))
-    for change in outcome.changes.attributes:
-        found.extend(tensors_in(change.new))
+    for value in _left(outcome.changes):
+        found.extend(tensors_in(value))
     return list({id(tensor): tensor for tensor in found}.values())
+
+
+def _left(changes: Changes) -> Iterator[Any]:
+    """What a replica set on itself, or put into its containers."""
+    yield from (change.new for change in changes.attributes)
+    for inside in changes.contents:
+        before = set(map(id, inside.before.items))
+        yield from (item for item in inside.after.items if id(item) not in before)
 
 
 def _replace(outcome: Outcome, table: dict[int, Tensor]) -> None:
@@ -177,9 +200,17 @@ def _replace(outcome: Outcome, table: dict[int, Tensor]) -> None:
         return table.get(id(tensor), tensor)
 
     outcome.output = map_tensors(swap, outcome.output)
-    if any(id(t) in table for change in outcome.changes.attributes for t in tensors_in(change.new)):
+    if any(id(t) in table for value in _left(outcome.changes) for t in tensors_in(value)):
         attributes = [change._replace(new=map_tensors(swap, change.new)) for change in outcome.changes.attributes]
-        outcome.changes = Changes(outcome.changes.structure, attributes)
+        contents = [_replace_inside(swap, inside) for inside in outcome.changes.contents]
+        outcome.changes = Changes(outcome.changes.structure, attributes, contents)
+
+
+def _replace_inside(swap: Callable[[Tensor], Tensor], inside: Inside) -> Inside:
+    """A container's new contents in the caller's graph; what it held before stays what it was."""
+    before = set(map(id, inside.before.items))
+    items = tuple(item if id(item) in before else map_tensors(swap, item) for item in inside.after.items)
+    return inside._replace(after=Contents(inside.after.keys, items))
 
 
 def _connected(

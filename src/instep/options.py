@@ -37,6 +37,7 @@ class Options:
     cost: str | Callable[..., Any] | None = None
     place: Mapping[str, DeviceLike] = field(default_factory=dict)
     on_unmerged_state: str = "error"
+    hooks: str = "whole"
     private_copies: bool = False
     sync_batchnorm: bool = True
 
@@ -76,6 +77,26 @@ class Method:
         if cost is None or plan.parts == 1:
             return plan
         return self.planner.weigh(plan, _costs(cost, dict(zip(names, values, strict=True))))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a method, planned."""
+
+    method: str
+    known: Method
+    plan: SplitPlan
+    values: Sequence[Any]
+    """The arguments, positional ones first."""
+    positional: int
+
+    @property
+    def args(self) -> Sequence[Any]:
+        return self.values[: self.positional]
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return dict(zip(self.plan.names[self.positional :], self.values[self.positional :], strict=True))
 
 
 TARGET = "target"

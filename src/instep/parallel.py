@@ -31,19 +31,23 @@ from instep.errors import WrapError
 from instep.explain import Explanation, explain
 from instep.face import Transparent
 from instep.locks import ProcessLock
-from instep.options import Method, Options, check_shares
+from instep.options import Call, Method, Options, check_shares
 from instep.private import follows_one_thread
 from instep.random import RandomState, Streams, Turns, threads_can_draw
 from instep.replicas.ambient import Ambient
+from instep.replicas.carry import ALONE, UNSURE, Slot
 from instep.replicas.clone import Wrapper
 from instep.replicas.crew import Crew
-from instep.replicas.replica import Replica
-from instep.replicas.settle import Settler, check_state_rule, refuse_writes
+from instep.replicas.rehearse import compare
+from instep.replicas.replica import Outcome, Replica
+from instep.replicas.settle import Settler, refuse_writes
+from instep.replicas.state_rules import check_state_rule
 from instep.structure.dims import AUTO
 from instep.structure.marks import bare
 from instep.structure.merge import Merger
 from instep.structure.plan import SplitPlan
 from instep.structure.split import apply_plan
+from instep.user_hooks import UserHooks
 
 
 class DataParallel(Transparent, Wrapper):
@@ -72,6 +76,8 @@ class DataParallel(Transparent, Wrapper):
             arguments by name (`lambda lengths: lengths`); shards then have about equal cost. It is read at each call.
         place: leaves that go to another device than their replica's: `{"lengths": "cpu"}`.
         on_unmerged_state: `"error"`, or `"warn"` to keep the first replica's state where no rule is given.
+        hooks: `"whole"` shows hooks that were put on submodules whole batches, by running such calls on one device;
+            `"per_replica"` shows them shards.
         private_copies: give every replica memory of its own even on the source's device.
         sync_batchnorm: normalise over the whole batch, as one device does; False is faster and takes each shard alone.
     """
@@ -94,6 +100,7 @@ class DataParallel(Transparent, Wrapper):
         cost: str | Callable[..., Any] | None = None,
         place: Mapping[str, DeviceLike] | None = None,
         on_unmerged_state: str = "error",
+        hooks: str = "whole",
         private_copies: bool = False,
         sync_batchnorm: bool = True,
     ) -> None:
@@ -112,6 +119,7 @@ class DataParallel(Transparent, Wrapper):
             cost=cost,
             place=dict(place or {}),
             on_unmerged_state=on_unmerged_state,
+            hooks=hooks,
             private_copies=private_copies,
             sync_batchnorm=sync_batchnorm,
         )
@@ -123,6 +131,8 @@ class DataParallel(Transparent, Wrapper):
             check_state_rule(pattern, rule)
         if options.on_unmerged_state not in ("error", "warn"):
             raise WrapError(f"on_unmerged_state={options.on_unmerged_state!r}: write 'error' or 'warn'.")
+        if options.hooks not in ("whole", "per_replica"):
+            raise WrapError(f"hooks={options.hooks!r}: write 'whole' or 'per_replica'.")
         devices = devices_of(options.device_ids, self.module)
         check_shares(options.shares, len(devices))
         if home_of(self.module) not in (None, devices[0]):
@@ -145,6 +155,7 @@ class DataParallel(Transparent, Wrapper):
         self._instep_settler = Settler(
             options.state, Merger.of(options.merge, AUTO, options.dim), options.on_unmerged_state, running_rule
         )
+        self._instep_hooks = UserHooks(self.module)
         self._instep_methods: dict[str, Method] = {}
         self._instep_turns = Turns()
         self._instep_called = False
@@ -165,45 +176,94 @@ class DataParallel(Transparent, Wrapper):
             self._instep_called = True
         if self._instep_alone or inside_replica() or self._is_lazy() or follows_one_thread():
             return self._alone(method, args, kwargs)
+        if self._is_hooked():
+            return self._alone(method, args, kwargs)
         known = self._method(method)
         names, values = known.name(args, kwargs)
         plan = known.plan(names, values, self._instep_options.cost)
         if plan.parts == 1:
             return self._alone(method, args, kwargs)
         with self._instep_lock, self._unharmed() as random:
-            return self._together(method, known, plan, values, len(args), random)
+            return self._together(Call(method, known, plan, values, len(args)), random)
 
     def _together(
-        self,
-        method: str,
-        known: Method,
-        plan: SplitPlan,
-        values: Sequence[Any],
-        positional: int,
-        random: RandomState,
-        again: bool = False,
+        self, call: Call, random: RandomState, rehearsal: list[Slot] | None = None, *, again: bool = False
     ) -> Any:
-        """The algorithm: split, place, cross, merge, settle."""
-        replicas = self._instep_crew.ready()[: plan.parts]
+        """The algorithm: split, place, cross, merge, settle.
+
+        A rehearsal cuts these slots of carried state and leaves the last step out. A call is run `again`, one replica
+        after another, if replicas drew from one generator.
+        """
+        crew, plan = self._instep_crew, call.plan
+        replicas = crew.ready()[: plan.parts]
+        if crew.is_tied() or self._is_hooked():  # modules that are not registered are known by now
+            return self._on_source(call)
+        carried, verdict = self._instep_settler.carry.found(
+            self.module, replicas[0].source_modules, plan.sizes, crew.shelf.places, rehearsal
+        )
+        if verdict == ALONE:
+            return self._on_source(call)
+        if verdict == UNSURE:
+            retry, alone = partial(self._together, call, random), partial(self._on_source, call)
+            return compare(carried, retry, partial(self._on_one, call, random), alone, crew, random)
         self._instep_outfit.speak(self.module)
         streams = self._streams(random, replicas, again)
-        shards = streams.arguments(self._place(plan, apply_plan(plan, values)))
-        ambient, behind = Ambient.capture(self._instep_devices), self._instep_crew.behind
-        crossing = Crossing(self._instep_engine, replicas, known.runs, ambient, behind, streams, plan.sizes)
-        outcomes = crossing.run(shards, positional, plan.names)
+        shards = streams.arguments(self._place(plan, apply_plan(plan, call.values)))
+        outcomes = self._cross(call, replicas, shards, streams, [slot for slot in carried if slot.module is not None])
+        if outcomes is None:
+            random.restore()
+            return self._together(call, random, rehearsal, again=again)
         if not streams.in_turn and self._drew_from_one(random):
-            return self._together(method, known, plan, values, positional, random, again=True)
+            return self._together(call, random, rehearsal, again=True)
         if any(outcome.changes.structure for outcome in outcomes):
+            if rehearsal is not None:
+                return None
             self._forget(random)
-            kwargs = dict(zip(plan.names[positional:], values[positional:], strict=True))
-            return self._alone(method, values[:positional], kwargs)
-        streams.settle()
-        refuse_writes(self.module, self._instep_crew.written())
+            return self._on_source(call)
+        refuse_writes(self.module, crew.written())
         outputs = [on_output_device(outcome.output, self._instep_output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
-        merged = known.whole(known.merger.merge(outputs, plan.sizes, inputs))
-        self._instep_crew.changed = self._instep_settler.settle(self.module, replicas, outcomes, plan.sizes)
+        if rehearsal is not None:  # nothing is learned from it
+            return call.known.merger.once().merge(outputs, plan.sizes, inputs)
+        streams.settle()
+        merged = call.known.whole(call.known.merger.merge(outputs, plan.sizes, inputs))
+        rewritten = crew.rewritten(plan.parts)
+        crew.changed = self._instep_settler.settle(self.module, replicas, outcomes, plan.sizes, crew.shelf.places)
+        for weight, rows in rewritten:
+            weight.data.copy_(rows)
         return merged
+
+    def _cross(
+        self, call: Call, replicas: Sequence[Replica], shards: Any, streams: Streams, carried: list[Slot]
+    ) -> list[Outcome] | None:
+        """Every replica's outcome; None if they changed something that they shared, and have their own of it now."""
+        crew, engine = self._instep_crew, self._instep_engine
+        crew.release(carried, len(replicas))
+        ambient = Ambient.capture(self._instep_devices)
+        runs, sizes = call.known.runs, call.plan.sizes
+        crossing = Crossing(engine, replicas, runs, ambient, crew.behind, streams, sizes, carried)
+        try:
+            outcomes = crossing.run(shards, call.positional, call.plan.names)
+        except Exception:
+            if not crew.part():
+                raise
+            return None
+        return None if crew.part() else outcomes
+
+    def _on_one(self, call: Call, random: RandomState) -> Any:
+        """What one replica makes of the whole batch; the module is left as it was, but for draws."""
+        replicas = self._instep_crew.ready()[:1]
+        streams = self._streams(random, replicas, again=False)
+        shards = self._place(call.plan, [list(bare(call.values))])
+        ambient, behind = Ambient.capture(self._instep_devices), self._instep_crew.behind
+        crossing = Crossing(self._instep_engine, replicas, call.known.runs, ambient, behind, streams)
+        output = crossing.run(shards, call.positional, call.plan.names)[0].output
+        streams.settle()
+        return on_output_device(output, self._instep_output)
+
+    def _on_source(self, call: Call) -> Any:
+        self._instep_crew.done()
+        return self._alone(call.method, call.args, call.kwargs)
 
     def _alone(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The module itself, on the first device."""
@@ -267,10 +327,21 @@ class DataParallel(Transparent, Wrapper):
         random = RandomState(self._instep_devices)
         try:
             yield random
+            self._instep_crew.done()
         except BaseException:
+            self._instep_crew.restore()
             self._instep_crew.discard()
             random.restore()
             raise
+
+    def _is_hooked(self) -> bool:
+        """Whether hooks of the user's are there that are to see whole batches."""
+        if self._instep_options.hooks != "whole":
+            return False
+        found = self._instep_hooks.find(self._instep_crew.modules, self._instep_crew.made)
+        if found is not None:
+            self._instep_hooks.tell(found)
+        return found is not None
 
     def _method(self, name: str) -> Method:
         known = self._instep_methods.get(name)

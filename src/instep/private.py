@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -200,3 +201,23 @@ def stand_in_for_default_generator(stand_in: Any) -> None:
     if functions.default_generator is not torch.default_generator:
         raise RuntimeError("torch.random keeps its generator elsewhere")
     functions.default_generator = stand_in
+
+
+def _class_at(module: str, name: str) -> Any:
+    """A class that torch keeps in a private place, or None."""
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+spectral_norm_class: Any = _class_at("torch.nn.utils.parametrizations", "_SpectralNorm")
+"""The parametrization behind `spectral_norm`; where it is missing, its vectors have to be equal on every replica."""
+
+
+def global_hooks() -> list[tuple[str, list[Any]]]:
+    """Hooks that were registered for every module; none where torch keeps them elsewhere."""
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    held: Any = torch.nn.modules.module
+    tables = ((kind, getattr(held, f"_global_{kind}", None)) for kind in kinds)
+    return [(kind.replace("_", " ")[:-1], list(table.values())) for kind, table in tables if table]

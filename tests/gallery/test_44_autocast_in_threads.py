@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import instep
 
 from .beside import on_each_engine
-
-
-class Says(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-        self.dtypes: set[torch.dtype] = set()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x)
-        self.dtypes.add(out.dtype)
-        return out
 
 
 @on_each_engine

@@ -111,7 +111,7 @@ def test_hooks_that_hold_the_source_are_rebuilt() -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     net[0].register_forward_hook(lambda module, args, out: out + net[1].bias)
     net[1].register_forward_pre_hook(functools.partial(shifted, net[0]))
-    with instep.DataParallel(net, ["cpu"] * 2) as model:
+    with instep.DataParallel(net, ["cpu"] * 2, hooks="per_replica") as model:
         x = torch.randn(4, 3)
         out, expected = model(x), net(x)
         torch.testing.assert_close(out, expected)

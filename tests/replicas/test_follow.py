@@ -47,7 +47,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[instep.DataParallel, 
     net = Net().double()
     net.loose, net.listed[0] = net.loose.double(), net.listed[0].double()
     net.plain_modules[0].double()
-    with instep.DataParallel(net, ["cpu"] * 3, engine=engine, private_copies=private) as model:
+    with instep.DataParallel(net, ["cpu"] * 3, engine=engine, private_copies=private, hooks="per_replica") as model:
         model(torch.randn(5, 3, dtype=torch.float64))
         yield model, net
 

@@ -11,20 +11,21 @@ import functools
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from instep.replicas.contents import Contents, contents_of, is_array, put
 from instep.structure.tree import SCALARS, attributes_of, shallow_copy
 
 TensorMaker = Callable[[Tensor], Tensor]
 GeneratorMaker = Callable[[torch.Generator], torch.Generator]
 
 # Seen as they are: nothing of the source can hang below them.
-_OPAQUE = (*SCALARS, type, types.ModuleType, types.CodeType, torch.dtype, torch.device, torch.Size)
+OPAQUE = (*SCALARS, type, types.ModuleType, types.CodeType, torch.dtype, torch.device, torch.Size)
 _MAX_VISITS = 200_000
 
 
@@ -44,8 +45,8 @@ class Layer:
 
     memo: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     """By the id of the source: the source, held so that its id is not used again, and what was made of it."""
-    containers: list[tuple[Any, tuple[Any, ...], Any]] = field(default_factory=list)
-    """Containers of the source that were rebuilt, with the items they had and what was made of them."""
+    containers: list[tuple[Any, Contents, Any]] = field(default_factory=list)
+    """Containers of the source that were rebuilt, with what they held and what was made of them."""
     generators: list[tuple[torch.Generator, torch.Generator]] = field(default_factory=list)
     """Generators of the source, with what was made of them."""
 
@@ -53,9 +54,11 @@ class Layer:
 class Cloner:
     """Rebuilds objects of one source module for one replica; the same object is always rebuilt as the same object."""
 
-    def __init__(self, tensor: TensorMaker, generator: GeneratorMaker) -> None:
+    def __init__(self, tensor: TensorMaker, generator: GeneratorMaker, own: Mapping[int, Any] | None = None) -> None:
         self._tensor = tensor
         self._generator = generator
+        self._own = own or {}
+        """By their ids, containers without tensors that each replica has for itself, because `forward` changes them."""
         self._base = self._layer = Layer()
         self._layers: dict[Any, Layer] = {}
         self._plain: dict[int, Any] = {}
@@ -66,8 +69,8 @@ class Cloner:
         """Every module of the source that was met, registered or not, with what was made of it."""
 
     @property
-    def containers(self) -> list[tuple[Any, tuple[Any, ...], Any]]:
-        """Every container of the source that was rebuilt, with its items then and what was made of it."""
+    def containers(self) -> list[tuple[Any, Contents, Any]]:
+        """Every container of the source that was rebuilt, with what it held then and what was made of it."""
         return [entry for layer in (self._base, *self._layers.values()) for entry in layer.containers]
 
     @property
@@ -80,7 +83,7 @@ class Cloner:
         known = self._known(value)
         if known is not None:
             return known[1]
-        if isinstance(value, _OPAQUE):
+        if isinstance(value, OPAQUE):
             return value
         self._depth += 1
         try:
@@ -110,6 +113,33 @@ class Cloner:
         finally:
             self._layer = self._base
         return made, [old for _, old in before.memo.values()]
+
+    def has_own(self, value: Any) -> bool:
+        """Whether something else was made of a value."""
+        known = self._known(value)
+        return known is not None and known[1] is not value
+
+    def origins(self) -> dict[int, Any]:
+        """By the id of what was made: the object of the source that it stands for."""
+        layers = (self._base, *self._layers.values())
+        return {id(made): source for layer in layers for source, made in layer.memo.values()}
+
+    def refill(self, source: Any, made: Any) -> list[Any]:
+        """Bring what was made of a container up to the source's contents; returns what nothing needs any longer."""
+        key = ("inside", id(source))
+        before, contents = self._layers.pop(key, Layer()), contents_of(source)
+        held = {id(item) for item in contents.items if isinstance(item, Tensor)}
+        self._layer = Layer({name: pair for name, pair in before.memo.items() if name in held})
+        try:
+            keys = tuple(map(self.clone, contents.keys))
+            put(made, Contents(keys, tuple(map(self.clone, contents.items))))
+            self._layer.containers.append((source, contents, made))
+            self._layers[key] = self._layer
+        finally:
+            self._layer = self._base
+        for layer in (self._base, *self._layers.values()):
+            layer.containers = [e for e in layer.containers if e[2] is not made or e[1] is contents]
+        return [old for name, (_, old) in before.memo.items() if name not in held]
 
     def _make(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -145,6 +175,8 @@ class Cloner:
         maker = _MAKERS.get(type(value))
         if maker is not None:
             return maker(self, value)
+        if is_array(value):
+            return self._array(value)
         for base in (dict, list, set, deque):
             if isinstance(value, base):
                 return _MAKERS[base](self, value)
@@ -154,27 +186,21 @@ class Cloner:
 
     def _list(self, value: Any) -> Any:
         made = self._note(value, _empty_like(value))
-        self._layer.containers.append((value, tuple(value), made))
+        self._layer.containers.append((value, contents_of(value), made))
         made.extend(self.clone(item) for item in tuple(value))
         return made
 
     def _set(self, value: Any) -> Any:
         made = self._note(value, _empty_like(value))
-        self._layer.containers.append((value, tuple(value), made))
+        self._layer.containers.append((value, contents_of(value), made))
         made.update(self.clone(item) for item in tuple(value))
         return made
 
     def _dict(self, value: Any) -> Any:
         made = self._note(value, _empty_like(value))
-        self._layer.containers.append((value, tuple(value.values()), made))
+        self._layer.containers.append((value, contents_of(value), made))
         for key, item in tuple(value.items()):
             dict.__setitem__(made, self.clone(key), self.clone(item))
-        return made
-
-    def _namespace(self, value: types.SimpleNamespace) -> Any:
-        made = self._note(value, types.SimpleNamespace())
-        self._layer.containers.append((value.__dict__, tuple(value.__dict__.values()), made.__dict__))
-        made.__dict__.update({name: self.clone(item) for name, item in tuple(value.__dict__.items())})
         return made
 
     def _tuple(self, value: Any) -> Any:
@@ -213,35 +239,70 @@ class Cloner:
     def _object(self, value: Any) -> Any:
         """Some object with attributes; one that does not let itself be copied is shared."""
         try:
-            made = shallow_copy(value)
+            made = types.SimpleNamespace() if type(value) is types.SimpleNamespace else shallow_copy(value)
         except TypeError:
             self.draws = self.draws or any(isinstance(i, torch.Generator) for i in attributes_of(value).values())
             return self._note(value, value)
         self._note(value, made)
         for name, item in attributes_of(value).items():
-            if name in getattr(made, "__dict__", ()):
+            if name in getattr(value, "__dict__", ()):
                 made.__dict__[name] = self.clone(item)
             else:
                 object.__setattr__(made, name, self.clone(item))
         if hasattr(value, "__dict__"):
-            self._layer.containers.append((value.__dict__, tuple(value.__dict__.values()), made.__dict__))
+            self._layer.containers.append((value.__dict__, contents_of(value.__dict__), made.__dict__))
+        else:
+            self._layer.containers.append((value, contents_of(value), made))
+        return made
+
+    def _array(self, value: Any) -> Any:
+        made = self._note(value, value.copy())
+        self._layer.containers.append((value, contents_of(value), made))
         return made
 
     def _reaches(self, value: Any) -> bool:
-        """Whether a tensor, a module or a generator can be reached from a value."""
-        pending, seen = [value], {id(value)}
-        while pending:
-            item = pending.pop()
-            if isinstance(item, (Tensor, nn.Module, torch.Generator)):
-                return True
-            if len(seen) > _MAX_VISITS:
-                return False
-            for child in _children(item):
-                if id(child) not in seen and id(child) not in self._plain and not isinstance(child, _OPAQUE):
-                    seen.add(id(child))
-                    pending.append(child)
+        """Whether a tensor, module, generator or container that each replica has for itself can be reached."""
+        if holds_source(value, self._own, self._plain):
+            return True
         self._plain[id(value)] = value
         return False
+
+
+def holds_source(value: Any, own: Mapping[int, Any] | None = None, plain: Mapping[int, Any] | None = None) -> bool:
+    """Whether a tensor, a module, or one of `own` can be reached from a value, by another way than through `plain`."""
+    own = own or {}
+
+    def found(item: Any) -> bool:
+        mine = id(item) in own or id(getattr(item, "__dict__", own)) in own
+        return mine or isinstance(item, (Tensor, nn.Module, torch.Generator))
+
+    return _leads_to(value, found, plain or {})
+
+
+def holds_structure(value: Any) -> bool:
+    """Whether a module or a trainable parameter can be reached from a value."""
+
+    def found(item: Any) -> bool:
+        return isinstance(item, nn.Module) or (isinstance(item, nn.Parameter) and item.requires_grad)
+
+    return not isinstance(value, OPAQUE) and _leads_to(value, found, {})
+
+
+def _leads_to(value: Any, found: Callable[[Any], bool], plain: Mapping[int, Any]) -> bool:
+    pending, seen = [value], {id(value)}
+    while pending:
+        item = pending.pop()
+        if found(item):
+            return True
+        if isinstance(item, Tensor):
+            continue
+        if len(seen) > _MAX_VISITS:
+            return False
+        for child in _children(item):
+            if id(child) not in seen and id(child) not in plain and not isinstance(child, OPAQUE):
+                seen.add(id(child))
+                pending.append(child)
+    return False
 
 
 _UNKNOWN = object()
@@ -260,7 +321,6 @@ _MAKERS: dict[type, Callable[[Cloner, Any], Any]] = {
     types.MethodType: Cloner._method,
     functools.partial: Cloner._partial,
     weakref.ref: Cloner._weakref,
-    types.SimpleNamespace: Cloner._namespace,
 }
 
 

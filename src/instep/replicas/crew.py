@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from instep.devices import home_of
-from instep.errors import WrapError
+from instep.errors import StateError, WrapError
 from instep.reduce import send
+from instep.replicas.carry import Slot
+from instep.replicas.clone import holds_source
 from instep.replicas.equal import equal_tensors
 from instep.replicas.memory import Lay, Writes
+from instep.replicas.names import TRAINABLE, module_names, tensor_name
+from instep.replicas.renorm import is_used_elsewhere, renormed_weights, rewritten
 from instep.replicas.replica import Dress, Replica
+from instep.replicas.shelf import Shelf
 from instep.replicas.tensors import Way
 from instep.replicas.watch import STRUCTURE, Changes, Watch
 
@@ -33,11 +40,23 @@ class Crew:
         self.devices = list(devices)
         self.ways = [_way(device == self.devices[0] and not private, joint) for device in self.devices]
         self.dress = dress
+        self._near = list(self.ways)
         self.frozen = False
         """Whether values are taken as unchanged: nothing is sent or compared."""
         self.changed = False
         """Whether the last call changed state of the module."""
         self.replicas: list[Replica] = []
+        self.shelf: Shelf
+        """The containers of the source, and which of them replicas share."""
+        self._apart: dict[int, Tensor] = {}
+        """By their ids, trainable weights that `forward` itself rewrites: each replica has its own."""
+        self._tied = False
+        self._told = False
+        self._own: dict[int, Any] = {}
+        """By their ids, containers that each replica has for itself, because `forward` changes them."""
+        self.made = 0
+        """How many times the modules of the source were taken stock of."""
+        self._running = False
         self._watch: Watch | None = None
         self._first_values: list[Tensor] | None = []
 
@@ -52,12 +71,56 @@ class Crew:
         if not self.frozen:
             self._send()
         self._writes.begin()
+        self._running = True
         return self.replicas
+
+    def is_tied(self) -> bool:
+        """Whether a weight that `forward` rewrites is used elsewhere too: only the module itself can run."""
+        if self._tied and not self._told:
+            self._told = True
+            warnings.warn(
+                "a weight that keeps below a norm is used elsewhere too, or may be (Embedding(max_norm=...)): calls "
+                "run on one device, where every use sees the rows that the whole batch has changed.",
+                stacklevel=6,
+            )
+        return self._tied
+
+    def part(self) -> bool:
+        """Whether `forward` changed containers that replicas share.
+
+        Then they are put back, and from now on each replica has its own.
+        """
+        changed = self.restore()
+        if not changed:
+            return False
+        for container in changed:
+            if id(container) in self._own:
+                raise StateError(
+                    f"forward changes {str(self.shelf.places[id(container)])!r}, which every replica would do once "
+                    f"more, and of which no copy can be made for each.\nChange it outside forward."
+                )
+            self._own[id(container)] = container
+        self.discard()
+        return True
+
+    def restore(self) -> list[Any]:
+        """Put back what `forward` changed in containers that replicas share, and say which those were."""
+        running, self._running = self._running, False
+        return self.shelf.restore() if running else []
+
+    def done(self) -> None:
+        """The call is over: what changes from now on is the user's doing."""
+        self._running = False
 
     def changes(self) -> Changes:
         """What changed on the source since the last call, apart from values."""
         if self._watch is None or not self._lay.holds():
             return STRUCTURE
+        moved = self.shelf.changed()
+        if moved:
+            if any(holds_source(container, self._own) for container in moved):
+                return STRUCTURE
+            self._stock_shelf()
         return self._watch.look()
 
     @property
@@ -91,7 +154,8 @@ class Crew:
         before = len(self.replicas[0].cloner.modules)
         for replica in self.replicas:
             replica.apply(changes)
-        if len(self.replicas[0].cloner.modules) == before:
+        same = len(self.replicas[0].cloner.modules) == before
+        if same and renormed_weights(self.source.modules()).keys() == self._apart.keys():
             self._take_stock()
         else:
             self._make()
@@ -103,29 +167,48 @@ class Crew:
                 f"the module was moved to {now} after it was wrapped for {home}.\n"
                 f"Wrap it anew: instep.DataParallel(model, device_ids=[...])."
             )
+        self._apart = renormed_weights(self.source.modules())
+        self.ways = [Way.LINK if self._apart and way is Way.SHARE else way for way in self._near]
         places = zip(self.devices, self.ways, strict=True)
-        self.replicas = [Replica(index, self.source, *place, self.dress) for index, place in enumerate(places)]
+        self.replicas = [self._replica(index, *place) for index, place in enumerate(places)]
         if self._first_values is not None and self.ways[0] in (Way.ALIAS, Way.SHARE):
             self._first_values = [source.detach().clone() for source, _ in self.replicas[0].trainable]
         self._take_stock()
 
+    @property
+    def modules(self) -> list[nn.Module] | None:
+        """The modules of the source, registered or not; None before they are known."""
+        return self.replicas[0].source_modules if self.replicas else None
+
     def _take_stock(self) -> None:
+        self.made += 1
+        self._tied = bool(self._apart) and is_used_elsewhere(self.replicas[0].source_modules, self._apart)
         first = self.replicas[0]
         containers = [(value, items) for value, items, _ in first.cloner.containers]
         trainable, state = ([source for source, _ in pairs] for pairs in (first.trainable, first.tensors.state))
         joint = Way.SHARE in self.ways  # replicas that hold the source's own tensors follow wherever these move
         self._watch = Watch(first.source_modules, containers, [*trainable, *state] if joint else state)
         self._lay = Lay([] if joint else trainable)
+        self._stock_shelf()
         self._note_writes()
 
+    def _stock_shelf(self) -> None:
+        first = self.replicas[0]
+        modules = first.source_modules
+        self.shelf = Shelf(modules, module_names(self.source, modules), first.cloner)
+
     def _note_writes(self) -> None:
-        self._writes = Writes([pair for replica in self.replicas for pair in replica.trainable])
+        pairs = [pair for replica in self.replicas for pair in replica.trainable]
+        self._writes = Writes([(source, held) for source, held in pairs if id(source) not in self._apart])
+
+    def _replica(self, index: int, device: torch.device, way: Way) -> Replica:
+        return Replica(index, self.source, device, way, dress=self.dress, own=self._own, apart=self._apart)
 
     def _renew_links(self) -> None:
         """Replicas that are linked to the source's graph are made anew: their tensors belong to one call."""
         for index, way in enumerate(self.ways):
             if way is Way.LINK:
-                self.replicas[index] = Replica(index, self.source, self.devices[index], way, self.dress)
+                self.replicas[index] = self._replica(index, self.devices[index], way)
         if Way.LINK in self.ways:
             self._note_writes()
 
@@ -135,6 +218,29 @@ class Crew:
         if far:
             sources = [source for source, _ in far[0].trainable]
             send(sources, [[leaf for _, leaf in replica.trainable] for replica in far])
+        if self._apart:
+            near = [replica for replica, way in zip(self.replicas, self.ways, strict=True) if way is Way.ALIAS]
+            apart = [[pair for pair in replica.trainable if id(pair[0]) in self._apart] for replica in near]
+            for pairs in apart:
+                send([source for source, _ in pairs], [[leaf for _, leaf in pairs]])
+
+    def rewritten(self, active: int) -> list[tuple[Tensor, Tensor]]:
+        """Weights that `forward` itself rewrote rows of, each with its new values."""
+        found = []
+        for key, weight in self._apart.items():
+            copies = [held for replica in self.replicas[:active] for s, held in replica.trainable if id(s) == key]
+            try:
+                values = rewritten(weight, copies)
+            except ValueError:
+                raise StateError(TRAINABLE.format(path=tensor_name(self.source, weight))) from None
+            if values is not None:
+                found.append((weight, values))
+        return found
+
+    def release(self, slots: Sequence[Slot], active: int) -> None:
+        """Let replicas that have no part in a call forget carried state that the others get parts of."""
+        for replica in self.replicas[active:]:
+            replica.lend(slots, None)
 
 
 def _way(near: bool, joint: bool) -> Way:

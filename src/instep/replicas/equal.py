@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from instep.structure.tree import open_node
+from instep.structure.tree import attributes_of, open_node
 
 
 def equal_tensors(left: Tensor, right: Tensor) -> bool:
@@ -29,7 +31,10 @@ def equal_tensors(left: Tensor, right: Tensor) -> bool:
     return bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
-def equal(left: Any, right: Any) -> bool:
+_DEEPEST = 20
+
+
+def equal(left: Any, right: Any, depth: int = 0) -> bool:
     """Whether two values that replicas hold are equal; a tensor that needs a gradient equals only itself."""
     if left is right:
         return True
@@ -40,4 +45,17 @@ def equal(left: Any, right: Any) -> bool:
     one, two = open_node(left), open_node(right)
     if one is not None and two is not None:
         return list(one.keys) == list(two.keys) and all(map(equal, one.children, two.children))
-    return isinstance(left, (int, float, complex, str, bytes, bool)) and (left == right or left != left != right)
+    if isinstance(left, (int, float, complex, str, bytes, bool)):
+        return bool(left == right or left != left != right)
+    if isinstance(left, deque):
+        return len(left) == len(right) and all(map(equal, left, right))
+    if isinstance(left, np.ndarray):
+        return np.array_equal(left, right, equal_nan=left.dtype.kind in "fc")
+    comparison: Any = type(left).__eq__
+    if comparison is not object.__eq__:
+        return (left == right) is True
+    if depth > _DEEPEST:
+        return False
+    mine, theirs = attributes_of(left), attributes_of(right)
+    pairs = zip(mine.values(), theirs.values(), strict=False)
+    return bool(mine) and list(mine) == list(theirs) and all(equal(one, two, depth + 1) for one, two in pairs)

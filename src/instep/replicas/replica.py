@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,42 +12,66 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.compiled import compiled_by
+from instep.errors import BridgeError
 from instep.random import counterpart
+from instep.replicas.carry import Slot
 from instep.replicas.clone import Cloner
+from instep.replicas.contents import Contents, contents_of, put
 from instep.replicas.equal import equal_tensors
-from instep.replicas.tensors import Tensors, Way
-from instep.replicas.watch import MISSING, NOTHING, Changes, Watch
+from instep.replicas.tensors import Tensors, Way, shared_storages
+from instep.replicas.watch import MISSING, NOTHING, Changes, Set, Watch
+from instep.structure.tree import map_tensors, tensors_in
 
 Pair = tuple[Tensor, Tensor]
 Dress = Callable[[nn.Module, nn.Module], None]
 """What is done to each module of a replica when it is made, given the module that it stands for."""
+
+_LOOKS = 3  # calls, in training and in evaluation, in which values are compared on an accelerator
 
 
 class Replica:
     """The module on one device, with its own tensors; everything else is the source's own objects."""
 
     def __init__(
-        self, index: int, source: nn.Module, device: torch.device, way: Way, dress: Dress | None = None
+        self,
+        index: int,
+        source: nn.Module,
+        device: torch.device,
+        way: Way,
+        *,
+        dress: Dress | None = None,
+        own: Mapping[int, Any] | None = None,
+        apart: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.index = index
         self.device = device
-        self.tensors = Tensors(device, way)
-        self.cloner = Cloner(self.tensors.make, partial(counterpart, device=device))
+        self.tensors = Tensors(device, way, apart or {}, shared_storages(source.modules()))
+        self.cloner = Cloner(self.tensors.make, partial(counterpart, device=device), own)
         self.module: nn.Module = self.cloner.clone(source)
         if way in (Way.PRIVATE, Way.LINK):
             self._flatten_weights()
-        if dress is not None:
-            for original, made in self.cloner.modules:
+        for original, made in self.cloner.modules:
+            made.__dict__["zero_grad"] = _refuse_zero_grad
+            if dress is not None:
                 dress(original, made)
         self._watch = self._new_watch()
         self._versions: list[int] = []
+        self._silent: set[int] = set()
+        """By their ids, copies that `forward` was seen to write without moving a version counter."""
+        self._looks = {True: _LOOKS, False: _LOOKS}
+        self._lent: dict[tuple[int, str], tuple[Any, Any]] = {}
+        """Parts of carried state that the replica was given for one call, each with a copy of it as it was."""
 
     def __repr__(self) -> str:
         return f"replica {self.index} on {self.device}"
 
     def _new_watch(self) -> Watch:
-        made = [(made, _items(made)) for _, _, made in self.cloner.containers]
-        return Watch([module for _, module in self.cloner.modules], made)
+        return Watch([module for _, module in self.cloner.modules], *self._loose())
+
+    def _loose(self) -> tuple[list[tuple[Any, Contents]], list[Tensor]]:
+        """What is watched beside the modules themselves: containers, and whether tensors take a gradient."""
+        made = [(made, contents_of(made)) for _, _, made in self.cloner.containers]
+        return made, [held for _, held in (*self.tensors.trainable, *self.tensors.state)]
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -73,17 +97,47 @@ class Replica:
 
     def apply(self, changes: Changes) -> None:
         """Set on the replica what was set on the source."""
-        containers = len(self.cloner.containers)
         for change in changes.attributes:
             _, module = self.cloner.modules[change.module]
             held = module._buffers if change.buffer else module.__dict__
             key = (change.module, change.name, change.buffer)
             held[change.name], gone = self.cloner.renew(key, change.name, change.new)
             self.tensors.drop({id(made) for made in gone if isinstance(made, Tensor)})
-        if containers or self.cloner.containers:
-            self._watch = self._new_watch()
-        else:
-            self._watch.update(changes)
+        for inside in changes.contents:
+            counterparts = {id(source): made for source, _, made in self.cloner.containers}
+            if id(inside.container) in counterparts:
+                gone = self.cloner.refill(inside.container, counterparts[id(inside.container)])
+                self.tensors.drop({id(made) for made in gone if isinstance(made, Tensor)})
+        self._watch.renew(changes, *self._loose())
+
+    def lend(self, slots: Sequence[Slot], parts: Sequence[Any] | None) -> None:
+        """Give the replica its samples' part of carried state; None only forgets the whole that it had."""
+        self._lent = {}
+        places = {id(module): index for index, module in enumerate(self.source_modules)}
+        for number, slot in enumerate(slots):
+            index = places[id(slot.module)]
+            source, module = self.cloner.modules[index]
+            buffer = slot.name in source._buffers
+            held = module._buffers if buffer else module.__dict__
+            self.tensors.drop({id(tensor) for tensor in tensors_in(held.get(slot.name))})
+            if parts is not None:
+                held[slot.name] = parts[number]
+                self._lent[index, slot.name] = parts[number], map_tensors(lambda t: t.detach().clone(), parts[number])
+                self._watch.update(Changes(False, [Set(index, slot.name, None, parts[number], buffer)]))
+        if self._versions:
+            self._versions = [copy._version for _, copy in self.tensors.state]
+
+    def _written_parts(self) -> list[Set]:
+        """Carried state that `forward` wrote in place."""
+        found = []
+        for (index, name), (part, before) in self._lent.items():
+            _, module = self.cloner.modules[index]
+            buffer = name in module._buffers
+            same = (module._buffers if buffer else module.__dict__).get(name) is part
+            pairs = zip(tensors_in(part), tensors_in(before), strict=True)
+            if same and not all(equal_tensors(now, then) for now, then in pairs):
+                found.append(Set(index, name, part, part, buffer))
+        return found
 
     def follow_state(self) -> None:
         """Bring buffers and other tensors without gradient up to the source's values.
@@ -109,24 +163,36 @@ class Replica:
 
     def changes(self) -> Changes:
         """What `forward` set on the replica since it was last brought up to date."""
-        return self._watch.look()
+        changes = self._watch.look()
+        if self._lent and not changes.structure:
+            return Changes(False, [*changes.attributes, *self._written_parts()], changes.contents)
+        return changes
 
     def written(self) -> list[Pair]:
         """State tensors whose values `forward` wrote in place, as (source, copy).
 
         On the CPU values are compared. On an accelerator that would wait for the device, so there the version counter
-        tells, and the statistics of batch normalisation, which move without it, are known by their class.
+        tells, and the statistics of batch normalisation, which move without it, are known by their class. The first
+        calls compare values there too, on the source's device: what they find is taken as written ever after.
         """
         if self.device.type == "cpu":
             return [pair for pair in self.tensors.state if not equal_tensors(pair[0].cpu(), pair[1])]
-        silent = {
+        silent = self._silent | {
             id(buffer)
             for module in self.modules
             if isinstance(module, _BatchNorm) and module.training
             for buffer in module.buffers(recurse=False)
         }
         moved = zip(self.tensors.state, self._versions, strict=True)
-        return [pair for pair, version in moved if pair[1]._version != version or id(pair[1]) in silent]
+        found = [pair for pair, version in moved if pair[1]._version != version or id(pair[1]) in silent]
+        if self._looks[self.module.training]:
+            self._looks[self.module.training] -= 1
+            known = {id(copy) for _, copy in found}
+            rest = [pair for pair in self.tensors.state if id(pair[1]) not in known and pair[0].device == self.device]
+            quiet = [pair for pair in rest if not equal_tensors(*pair)]
+            self._silent.update(id(copy) for _, copy in quiet)
+            found += quiet
+        return found
 
     def revert(self, changes: Changes) -> None:
         """Set back what `forward` set on the replica."""
@@ -137,11 +203,16 @@ class Replica:
                 held.pop(change.name, None)
             else:
                 held[change.name] = change.old
+        for inside in changes.contents:
+            put(inside.container, inside.before)
         self._watch.update(changes)
 
 
-def _items(container: Any) -> tuple[Any, ...]:
-    return tuple(container.values() if isinstance(container, dict) else container)
+def _refuse_zero_grad(*_: Any, **__: Any) -> None:
+    raise BridgeError(
+        "zero_grad() was called inside forward: gradients belong to the module, and replicas have none of their own.\n"
+        "Call it outside, before backward()."
+    )
 
 
 def _is_dense(tensor: Tensor) -> bool:

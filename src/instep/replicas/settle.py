@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from instep.errors import MergeError, StateError
+from instep.replicas.carry import Carry, tensors_by_path
+from instep.replicas.contents import Contents, contents_of, put
 from instep.replicas.derived import is_cache, is_derived
 from instep.replicas.equal import equal
+from instep.replicas.inside import merge_contents
+from instep.replicas.names import TRAINABLE, Owners, module_names, tensor_name
 from instep.replicas.replica import Outcome, Replica
+from instep.replicas.shelf import Place
+from instep.replicas.state_rules import StateRule, apply_state_rule, is_count, known_rule
 from instep.replicas.watch import MISSING
 from instep.structure.merge import Merger
 from instep.structure.rules import rule_for
+from instep.structure.shapes import follow
 from instep.structure.tree import map_tensors, tensors_in
 
-StateRule = str | Callable[..., Any]
-RULES = ("sum", "mean", "max", "min", "first")
 Write = Callable[[], None]
 
 
@@ -37,19 +43,35 @@ class Settler:
     """The rules of outputs, for tensors that `forward` left on the module."""
     unmerged: str = "error"
     usual: Callable[[nn.Module, str], StateRule | None] | None = None
-    """The rule for state that torch's own layers keep, by its path, where the user gave none."""
+    """The rule for state that torch's own layers keep, by its path, where the user gave none and replicas differ."""
+    readings: dict[str, str] = field(default_factory=dict)
+    """What lists that grew turned out to be: one entry a sample, or not."""
+    mergers: dict[str, Merger] = field(default_factory=dict)
+    """By path, what merges a tensor that was left there, and remembers the dim that follows the batch."""
+
+    def __post_init__(self) -> None:
+        self.carry = Carry(self.rules)
 
     def settle(
-        self, source: nn.Module, replicas: Sequence[Replica], outcomes: Sequence[Outcome], sizes: Sequence[int]
+        self,
+        source: nn.Module,
+        replicas: Sequence[Replica],
+        outcomes: Sequence[Outcome],
+        sizes: Sequence[int],
+        places: Mapping[int, Place],
     ) -> bool:
-        """Set on the source what `forward` changed, and say whether that was anything."""
+        """Set on the source what `forward` changed, and say whether that was anything.
+
+        `places` says where each container of the source is.
+        """
         if not any(outcome.changes or outcome.written for outcome in outcomes):
             return False
         modules = replicas[0].source_modules
         names = module_names(source, modules)
         writes = [
             *self._attributes(modules, names, replicas, outcomes, sizes),
-            *self._tensors(source, replicas, outcomes, sizes),
+            *self._tensors(source, replicas, outcomes, sizes, places),
+            *self._contents(replicas, outcomes, sizes, places),
         ]
         for write in writes:
             write()
@@ -67,6 +89,7 @@ class Settler:
     ) -> list[Write]:
         """Attributes and buffers that `forward` set to another object."""
         tables = [{(c.module, c.name): c for c in outcome.changes.attributes} for outcome in outcomes]
+        origins = [replica.cloner.origins() for replica in replicas] if any(tables) else []
         writes = []
         for key in dict.fromkeys(key for table in tables for key in table):
             index, name = key
@@ -76,136 +99,211 @@ class Settler:
             holder = modules[index]._buffers if change.buffer else modules[index].__dict__
             old = holder.get(name, MISSING)
             new = [table[key].new if key in table else _held(replicas[r], change) for r, table in enumerate(tables)]
+            new = [known.get(id(value), value) for known, value in zip(origins, new, strict=True)]
             path = f"{names[index]}.{name}" if names[index] else name
             derived = is_derived(modules[index], name)
-            value = new[0] if derived else self._merge(path, old, new, sizes)
+            value = new[0] if derived else self.merge(Place(path), old, new, sizes, known_rule(modules[index], name))
             writes.append(_setter(holder, name, _home(value, old)))
+            if path in self.mergers and self.mergers[path].dims:
+                self.carry.note(modules[index], name, path, self.mergers[path].dims)
         return writes
 
     def _tensors(
-        self, source: nn.Module, replicas: Sequence[Replica], outcomes: Sequence[Outcome], sizes: Sequence[int]
+        self,
+        source: nn.Module,
+        replicas: Sequence[Replica],
+        outcomes: Sequence[Outcome],
+        sizes: Sequence[int],
+        places: Mapping[int, Place],
     ) -> list[Write]:
         """State tensors that `forward` wrote in place."""
         touched = {id(pair[0]): pair[0] for outcome in outcomes for pair in outcome.written}
         copies = [{id(original): copy for original, copy in replica.tensors.state} for replica in replicas]
-        writes = []
+        writes, owners = [], Owners(source)
         for key, original in touched.items():
             values = [table[key] for table in copies]
-            path = tensor_name(source, original)
-            merged = self._merge(path, original, values, sizes, source)
+            owner = owners.of(original)
+            place = Place(owner.path) if owner.module is not None else _place_inside(original, replicas[0], places)
+            known = known_rule(owner.module, owner.name)
+            if known is None and self.usual is not None and not all(equal(value, values[0]) for value in values):
+                known = self.usual(source, owner.path)
+            merged = self.merge(place, original, values, sizes, known)
             writes.append(_copier(original, merged))
         return writes
 
-    def _merge(self, path: str, old: Any, new: list[Any], sizes: Sequence[int], root: nn.Module | None = None) -> Any:
-        rule = next((rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), None)
+    def _contents(
+        self,
+        replicas: Sequence[Replica],
+        outcomes: Sequence[Outcome],
+        sizes: Sequence[int],
+        places: Mapping[int, Place],
+    ) -> list[Write]:
+        """Containers that `forward` changed in place."""
+        if not any(outcome.changes.contents for outcome in outcomes):
+            return []
+        counterparts = [{id(source): made for source, _, made in replica.cloner.containers} for replica in replicas]
+        origins = [replica.cloner.origins() for replica in replicas]
+        changed = [{id(inside.container): inside.after for inside in o.changes.contents} for o in outcomes]
+        writes: list[Write] = []
+        for key, container in {id(source): source for source, _, _ in replicas[0].cloner.containers}.items():
+            made = [table.get(key) for table in counterparts]
+            if not any(id(one) in table for one, table in zip(made, changed, strict=True)):
+                continue
+            new = []
+            for one, table, known in zip(made, changed, origins, strict=True):
+                after = table[id(one)] if id(one) in table else contents_of(one)
+                new.append(Contents(_known(after.keys, known), _known(after.items, known)))
+            place = places.get(key, Place("a container that no module holds by name"))
+            merged = merge_contents(container, place, contents_of(container), new, sizes, self)
+            writes.append(partial(put, container, merged))
+            if isinstance(container, dict):
+                self._note_entries(container, place, merged.keys)
+        return writes
+
+    def _note_entries(self, table: dict[Any, Any], place: Place, keys: Sequence[Any]) -> None:
+        for key in keys:
+            path = str(place.at(key))
+            if path in self.mergers and self.mergers[path].dims:
+                self.carry.note_entry(table, key, place.attribute.rpartition(".")[2], path, self.mergers[path].dims)
+
+    def rule(self, place: Place) -> StateRule | None:
+        """The rule of a place: its own, or that of what it is in, up to the attribute."""
+        for count in range(len(place.keys), -1, -1):
+            where = str(Place(place.attribute, place.keys[:count]))
+            found = next((rule for pattern, rule in self.rules.items() if fnmatchcase(where, pattern)), None)
+            if found is not None:
+                return found
+        return None
+
+    def merge(
+        self, place: Place, old: Any, new: list[Any], sizes: Sequence[int], known: StateRule | None = None
+    ) -> Any:
+        """The whole's value of an attribute, or of an entry of a container; `known` is a rule of torch's own layer."""
+        rule, path = self.rule(place) or known, str(place)
+        if rule == "cat" and all(any(True for _ in tensors_in(value)) for value in new):
+            return self._merge_output(place, new, sizes)
         if rule is not None:
-            return apply_state_rule(rule, old, new, sizes, path)
-        if all(equal(value, new[0]) for value in new) and not _is_count(old, new[0], sizes):
-            return new[0]
-        rule = None if root is None or self.usual is None else self.usual(root, path)
-        if rule is not None:
-            return apply_state_rule(rule, old, new, sizes, path)
-        if self._is_output(path, old, new, sizes):
-            return self._merge_output(path, new, sizes)
+            return apply_state_rule(rule, old, new, sizes, path, entry=bool(place.keys))
+        if all(value is old for value in new):
+            return old
+        if self._is_named(place) and all(any(True for _ in tensors_in(value)) for value in new):
+            return self._merge_output(place, new, sizes)
+        if all(equal(value, new[0]) for value in new):
+            if equal(old, new[0]) or not (
+                is_count(old, new[0], sizes) or self._may_follow(path, old, new[0], sizes[0])
+            ):
+                return new[0]
+            if path not in self.mergers:
+                return self.refuse(place, new)
+        if self._is_output(place, old, new, sizes):
+            return self._merge_output(place, new, sizes)
+        return self.refuse(place, new)
+
+    def _may_follow(self, path: str, old: Any, new: Any, size: int) -> bool:
+        """Whether tensors that are alike on every replica may hold the samples of a shard each: zeros, or ones."""
+        tensors = list(tensors_in(new))
+        if tensors and path in self.mergers and self.mergers[path].dims:
+            return True
+        if size < 2 or (isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape):
+            return False
+        dim = self.outputs.dim
+        return any(tensor.ndim > dim and tensor.shape[dim] == size for tensor in tensors)
+
+    def refuse(self, place: Place, new: list[Any]) -> Any:
+        """`StateError` for changes that no rule explains; or the first replica's value, and a warning."""
+        path = str(place.spoken())
+        alike = all(equal(value, new[0]) for value in new)
+        how = "by what may be the size of a shard, alike" if alike else "differently"
         if self.unmerged == "warn":
-            warnings.warn(f"{path} was changed differently by each replica; the first one's is kept.", stacklevel=2)
+            warnings.warn(f"{path} was changed {how} by each replica; the first one's is kept.", stacklevel=2)
             return new[0]
         raise StateError(
-            f"forward changed {path!r} differently on each replica, and no rule says what the whole would have.\n"
+            f"forward changed {path!r} {how} on each replica, and no rule says what the whole would have.\n"
             f"Write one of:\n"
             f"  state={{{path!r}: 'sum'}}    # old + the sum of the changes: counters, running totals\n"
             f"  state={{{path!r}: 'mean'}}   # weighted by samples; or 'max', 'min', 'first', a function\n"
+            f"  state={{{path!r}: 'cat'}}    # joined in the order of the samples: lists and sets that grew\n"
             f"  on_unmerged_state='warn'   # keep the first replica's and say so"
         )
 
-    def _is_output(self, path: str, old: Any, new: list[Any], sizes: Sequence[int]) -> bool:
+    def output_rule(self, place: Place) -> Any:
+        """The rule that a place has as an output: its own, or that of what it is in."""
+        for count in range(len(place.keys), -1, -1):
+            rule = rule_for(self.outputs.rules, (*place.attribute.split("."), *place.keys[:count]))
+            if rule is not None:
+                return rule
+        return None
+
+    def _is_named(self, place: Place) -> bool:
+        """Whether `merge=` names this very place, or what it is in."""
+        paths = ((*place.attribute.split("."), *place.keys[:count]) for count in range(len(place.keys) + 1))
+        return any(rule_for(self.outputs.named, path) is not None for path in paths)
+
+    def _is_output(self, place: Place, old: Any, new: list[Any], sizes: Sequence[int]) -> bool:
         """Whether an attribute is one more output: it needs a gradient, follows the batch, or has an output's rule.
 
         A tensor that had this very shape before the call is state, whatever the size of a shard happens to be.
         """
-        if rule_for(self.outputs.rules, tuple(path.split("."))) is not None and path not in self.rules:
+        if self.output_rule(place) is not None:
             return True
         tensors = [list(tensors_in(value)) for value in new]
         if any(tensor.requires_grad for mine in tensors for tensor in mine):
             return True
         if isinstance(old, Tensor) and any(isinstance(value, Tensor) and value.shape == old.shape for value in new):
             return False
-        dim = self.outputs.dim
-        return all(
-            mine and all(tensor.ndim > dim and tensor.shape[dim] == size for tensor in mine)
-            for mine, size in zip(tensors, sizes, strict=True)
-        )
+        counts = set(map(len, tensors))
+        if counts == {0} or len(counts) > 1:
+            return False
+        return all(_follows([tensor.shape for tensor in leaf], sizes) for leaf in zip(*tensors, strict=True))
 
-    def _merge_output(self, path: str, new: list[Any], sizes: Sequence[int]) -> Any:
+    def _merge_output(self, place: Place, new: list[Any], sizes: Sequence[int]) -> Any:
+        path = str(place)
         device = next((t.device for value in new for t in tensors_in(value)), None)
         near = [map_tensors(lambda t: t.to(device), value) for value in new]
-        rule = rule_for(self.outputs.rules, tuple(path.split(".")))
+        rule = self.output_rule(place)
+        if path not in self.mergers:
+            self.mergers[path] = Merger(self.outputs.dim, rules={} if rule is None else {"*": rule})
+        merger = self.mergers[path]
         try:
-            return Merger(self.outputs.dim, rules={} if rule is None else {"*": rule}).merge(near, sizes)
+            merged = merger.merge(near, sizes)
         except MergeError as error:
             raise StateError(
                 f"forward left a tensor at {path!r} that cannot be merged: {error}\n"
                 f"Name it as an output:  merge={{{path!r}: ...}}"
             ) from error
+        if isinstance(rule, tuple) and rule[0] == "cat":  # a dim that was said needs no finding, and is kept too
+            merger.dims.update({where: (tensor.ndim, rule[1]) for where, tensor in tensors_by_path(merged)})
+        return merged
 
 
-_TRAINABLE = (
-    "forward wrote to the trainable parameter {path!r}, which every replica would do once more.\n"
-    "Change it outside forward (after optimizer.step()), or make it a buffer and give it a state rule."
-)
+def _place_inside(tensor: Tensor, replica: Replica, places: Mapping[int, Place]) -> Place:
+    """Where a tensor is that no module holds by name: the container it is in, and its key there."""
+    for container, contents, _ in replica.cloner.containers:
+        for index, item in enumerate(contents.items):
+            if item is tensor and id(container) in places:
+                return places[id(container)].at(contents.keys[index] if contents.keys else index)
+    return Place("a tensor that no module holds by name")
+
+
+def _known(items: Sequence[Any], origins: Mapping[int, Any]) -> tuple[Any, ...]:
+    """Items of a replica's container, with the source's own objects where they stand for one."""
+    return tuple(origins.get(id(item), item) for item in items)
+
+
+def _follows(shapes: Sequence[torch.Size], sizes: Sequence[int]) -> bool:
+    """Whether some dim of the replicas' tensors has the size of the shard on each of them."""
+    return any(follow(shapes, sizes, len(shapes[0]), dim) for dim in range(len(shapes[0])))
 
 
 def refuse_writes(source: nn.Module, written: Sequence[Tensor]) -> None:
     """`StateError` if `forward` wrote to trainable tensors of the source."""
     if written:
-        raise StateError(_TRAINABLE.format(path=tensor_name(source, written[0])))
-
-
-def apply_state_rule(rule: StateRule, old: Any, new: list[Any], sizes: Sequence[int], path: str) -> Any:
-    """The whole's new value under a rule."""
-    if callable(rule):
-        return rule(old, new, list(sizes))
-    if rule == "first":
-        return new[0]
-    if rule == "sum":
-        if old is MISSING or old is None:
-            raise StateError(f"state={{{path!r}: 'sum'}} needs a value from before the call: set it in __init__.")
-        device = old.device if isinstance(old, Tensor) else None
-        total = old
-        for value in new:
-            total = total + ((value.to(device) if device is not None else value) - old)
-        return total
-    try:
-        return Merger.of(rule).merge(_together(new), sizes)
-    except MergeError as error:
-        raise StateError(f"state={{{path!r}: {rule!r}}} cannot be applied: {error}") from error
-
-
-def check_state_rule(pattern: str, rule: Any) -> None:
-    """Refuse a rule that does not exist, when it is given."""
-    if not callable(rule) and rule not in RULES:
-        raise StateError(
-            f"state={{{pattern!r}: {rule!r}}}: write one of {', '.join(RULES)} or a function (old, new, sizes)."
-        )
-
-
-def _together(values: list[Any]) -> list[Any]:
-    device = values[0].device if isinstance(values[0], Tensor) else None
-    return values if device is None else [value.to(device) for value in values]
+        raise StateError(TRAINABLE.format(path=tensor_name(source, written[0])))
 
 
 def _held(replica: Replica, change: Any) -> Any:
     _, module = replica.cloner.modules[change.module]
     return (module._buffers if change.buffer else module.__dict__).get(change.name, MISSING)
-
-
-def _is_count(old: Any, new: Any, sizes: Sequence[int]) -> bool:
-    """Whether a number grew by the samples of a shard: equal on even shards, and still not what the whole would get."""
-    if sizes[0] < 2 or isinstance(new, bool) or type(old) is not type(new):
-        return False
-    if isinstance(new, Tensor):
-        return not (new.ndim or old.ndim or new.requires_grad) and bool(new - old == sizes[0])
-    return isinstance(new, (int, float)) and new - old == sizes[0]
 
 
 def _home(value: Any, old: Any) -> Any:
@@ -222,22 +320,9 @@ def _setter(holder: dict[str, Any], name: str, value: Any) -> Write:
 def _copier(original: Tensor, value: Tensor) -> Write:
     def write() -> None:
         with torch.no_grad(), torch.inference_mode(False):
-            original.data.copy_(value)
+            if original.shape == value.shape:
+                original.data.copy_(value)
+            else:
+                original.data = value.to(original.device, original.dtype, copy=True)
 
     return write
-
-
-def module_names(source: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
-    """The dotted name of each module; its class for one that is not registered."""
-    known = {id(module): name for name, module in source.named_modules()}
-    return [known.get(id(module), type(module).__name__) for module in modules]
-
-
-def tensor_name(source: nn.Module, tensor: Tensor) -> str:
-    """The dotted name of a tensor that some module of the source holds."""
-    for prefix, module in source.named_modules():
-        for table in (module._parameters, module._buffers, module.__dict__):
-            for name, value in table.items():
-                if value is tensor:
-                    return f"{prefix}.{name}" if prefix else name
-    return "a tensor that no module holds by name"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -51,10 +53,41 @@ def refuse_gradients(leaves: Iterable[Tensor]) -> None:
         )
 
 
+@contextmanager
+def no_gradients_left(sources: Iterable[Tensor]) -> Iterator[None]:
+    """Around a `forward` that works on the source's own tensors: refuses a backward inside it, as elsewhere."""
+    leaves = [(leaf, leaf.grad) for leaf in sources if leaf.is_leaf]
+    for leaf, _ in leaves:
+        leaf.grad = None
+    try:
+        yield
+        refuse_gradients(leaf for leaf, _ in leaves)
+    finally:
+        for leaf, gradient in leaves:
+            leaf.grad = gradient
+
+
+def shared_storages(modules: Iterable[nn.Module]) -> set[int]:
+    """The addresses of storages that two or more tensors without gradient of some modules are views of."""
+    held = {
+        id(tensor): tensor
+        for module in modules
+        for table in (module._buffers, module._parameters, module.__dict__)
+        for tensor in table.values()
+        if isinstance(tensor, Tensor) and not tensor.requires_grad
+    }
+    dense = [t for t in held.values() if t.layout is torch.strided and not t.is_nested and type(t) in _DENSE]
+    count = Counter(tensor.untyped_storage().data_ptr() for tensor in dense if not tensor.is_meta)
+    return {address for address, number in count.items() if number > 1 and address}
+
+
+_DENSE = (Tensor, nn.Parameter)
+
+
 def leaf_like(source: Tensor, data: Tensor) -> Tensor:
     """A leaf of the source tensor's own class and attributes around `data`."""
     made = torch.Tensor._make_subclass(type(source), data, source.requires_grad)
-    made.__dict__.update(source.__dict__)
+    made.__dict__ = source.__dict__  # what is set on the source's parameter is there for the replicas too
     return made
 
 
@@ -73,11 +106,16 @@ class Tensors:
 
     device: torch.device
     way: Way
+    apart: Mapping[int, Tensor] = field(default_factory=dict)
+    """By their ids, trainable tensors that get memory of their own here whatever the way."""
+    views: Collection[int] = ()
+    """Storages that several tensors of the source are views of, by their addresses."""
     guard: Guard = field(default_factory=Guard)
     trainable: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """(source, counterpart) for each tensor that takes a gradient."""
     state: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """(source, copy) for each tensor that takes none."""
+    _storages: dict[int, Tensor] = field(default_factory=dict)
     sources: dict[int, Tensor] = field(default_factory=dict)
     """By the id of a counterpart: what it stands for."""
 
@@ -98,7 +136,9 @@ class Tensors:
         if self.way is Way.LINK:
             grad = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(grad):  # the first turns gradients on by itself
-                return source.to(self.device) if source.device != self.device else source.clone()
+                made = source.to(self.device) if source.device != self.device else source.clone()
+            made.__dict__ = source.__dict__
+            return made
         with torch.inference_mode(False), torch.no_grad():
             made = self._leaf(source)
         made.register_hook(self.guard)
@@ -106,7 +146,7 @@ class Tensors:
 
     def _leaf(self, source: Tensor) -> Tensor:
         data = source.detach()
-        if self.way is Way.PRIVATE:
+        if self.way is Way.PRIVATE or id(source) in self.apart:
             data = data.to(self.device, copy=True)
         elif source.is_inference():
             data = data.clone()
@@ -117,11 +157,25 @@ class Tensors:
     def copy(self, source: Tensor) -> Tensor:
         """A copy of a tensor that takes no gradient, as the class that the source is."""
         with torch.inference_mode(False), torch.no_grad():
-            data = source.detach().to(self.device, copy=True)
+            data = self._copied(source)
             if isinstance(source, nn.Parameter) or type(source) is not Tensor:
                 return leaf_like(source, data) if type(source).__torch_function__ is _PLAIN else data
-            data.__dict__.update(source.__dict__)
+            data.__dict__ = source.__dict__
             return data
+
+    def _copied(self, source: Tensor) -> Tensor:
+        """Its values here; where tensors of the source are views of one storage, they are views of one copy."""
+        if source.layout is not torch.strided or source.is_nested or not self.views:
+            return source.detach().to(self.device, copy=True)
+        storage = source.untyped_storage()
+        if storage.data_ptr() not in self.views:
+            return source.detach().to(self.device, copy=True)
+        if storage.data_ptr() not in self._storages:
+            whole = torch.empty(0, dtype=torch.uint8, device=source.device).set_(storage)
+            self._storages[storage.data_ptr()] = whole.to(self.device, copy=True)
+        here = self._storages[storage.data_ptr()].untyped_storage()
+        made = torch.empty(0, dtype=source.dtype, device=self.device)
+        return made.set_(here, source.storage_offset(), source.size(), source.stride())
 
     def drop(self, made: Collection[int]) -> None:
         """Forget counterparts by their ids."""

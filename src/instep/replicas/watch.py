@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from instep.replicas.clone import REGISTRIES, TABLES
+from instep.replicas.clone import REGISTRIES, TABLES, holds_structure
+from instep.replicas.contents import Contents, contents_of, holds_still
 from instep.replicas.identity import Holdings
 
 Items = tuple[Any, ...]
@@ -33,6 +34,14 @@ class Set(NamedTuple):
     buffer: bool = False
 
 
+class Inside(NamedTuple):
+    """A container that was changed in place, with what it held before and after."""
+
+    container: Any
+    before: Contents
+    after: Contents
+
+
 MISSING = object()
 """The old value of an attribute that was not there."""
 
@@ -43,9 +52,10 @@ class Changes:
 
     structure: bool
     attributes: Sequence[Set] = ()
+    contents: Sequence[Inside] = ()
 
     def __bool__(self) -> bool:
-        return self.structure or bool(self.attributes)
+        return self.structure or bool(self.attributes) or bool(self.contents)
 
 
 NOTHING = Changes(False)
@@ -92,14 +102,14 @@ class Stock:
 class Watch:
     """Modules as they were when the watch was made or last brought up to date.
 
-    `containers` are lists and dictionaries that belong to the structure, with their items; `tensors` those whose
-    `requires_grad` does.
+    `containers` are lists, dictionaries and the like, with what they held; `tensors` those whose `requires_grad`
+    belongs to the structure.
     """
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        containers: Sequence[tuple[Any, Items]] = (),
+        containers: Sequence[tuple[Any, Contents]] = (),
         tensors: Sequence[Tensor] = (),
     ) -> None:
         self._modules = list(modules)
@@ -117,13 +127,17 @@ class Watch:
         self._holdings = Holdings([held.table for stock in self._stocks for held in stock.held])
 
     def look(self) -> Changes:
-        """What changed. Attributes and buffers that were only set anew are listed; anything else is a new structure."""
+        """What changed. Attributes and buffers that were only set anew, and containers that only hold other values,
+        are listed; anything else is a new structure."""
         if list(map(_needs_gradient, self._tensors)) != self._trainable:
             return STRUCTURE
-        for container, items in self._containers:
-            now = container.values() if isinstance(container, dict) else container
-            if len(container) != len(items) or not all(map(is_, now, items)):
-                return STRUCTURE
+        inside = [
+            Inside(container, before, contents_of(container))
+            for container, before in self._containers
+            if not holds_still(container, before)
+        ]
+        if any(map(_is_structure, inside)):
+            return STRUCTURE
         if any(self._empty) or list(map(type, self._modules)) != self._types:
             return STRUCTURE
         if RemovableHandle.next_id != self._hooks_made:  # torch counts every hook that is registered anywhere
@@ -131,9 +145,11 @@ class Watch:
             if any(self._no_hooks):
                 self._hooks_made = -1
                 return STRUCTURE
-        return NOTHING if self._holdings.same() else self._look_closely()
+        if self._holdings.same():
+            return Changes(False, (), inside) if inside else NOTHING
+        return self._look_closely(inside)
 
-    def _look_closely(self) -> Changes:
+    def _look_closely(self, inside: Sequence[Inside]) -> Changes:
         found: list[Set] = []
         for stock in self._stocks:
             for held in stock.held:
@@ -143,7 +159,7 @@ class Watch:
                 if changes is None:
                     return STRUCTURE
                 found += changes
-        return Changes(False, found)
+        return Changes(False, found, inside)
 
     def update(self, changes: Changes) -> None:
         """Take what a look found as seen."""
@@ -152,6 +168,22 @@ class Watch:
             self._stocks[index] = Stock.of(index, self._modules[index])
         if touched:
             self._add_up()
+        if changes.contents:
+            self._containers = [(container, contents_of(container)) for container, _ in self._containers]
+
+    def renew(
+        self, changes: Changes, containers: Sequence[tuple[Any, Contents]] = (), tensors: Sequence[Tensor] = ()
+    ) -> None:
+        """Take what was set as seen, and watch these containers and tensors from now on."""
+        self.update(Changes(False, changes.attributes))
+        self._containers, self._tensors = list(containers), list(tensors)
+        self._trainable = list(map(_needs_gradient, tensors))
+
+
+def _is_structure(change: Inside) -> bool:
+    """Whether a module or a trainable parameter came or went."""
+    then, now = ({id(item): item for item in held.items} for held in (change.before, change.after))
+    return any(holds_structure(held[key]) for held in (then, now) for key in held if key not in then or key not in now)
 
 
 def _attributes_set(held: Held) -> list[Set] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,10 @@ class Merger:
         for rule in rules.values():
             check_rule(rule)
         return cls(dim=dim, out_dims=out_dims, rules=rules)
+
+    def once(self) -> Merger:
+        """A merger with the same rules, from which nothing is learned."""
+        return replace(self, seen={}, readings={}, dims={})
 
     def merge(self, parts: Sequence[Any], sizes: Sequence[int], inputs: Sequence[Mapping[str, Any]] = ()) -> Any:
         """The whole output; `MergeError` where that would be a guess."""

@@ -1,0 +1,208 @@
+"""State that follows the batch and is carried from one call to the next: the hidden state of a recurrent network.
+
+A tensor that `forward` left on the module, one row a sample, is read by the next call sample by sample, or as a whole
+(a memory of earlier samples). Only the program knows which. So the first call that may read one is computed three
+times: the module itself gives the result, and the replicas, each with its samples' part, then each with the whole, are
+compared with it. What came to the same is done from then on. `state={"h": "cat"}` says at once that it is cut.
+"""
+
+from __future__ import annotations
+
+import dis
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from instep.replicas.names import module_names
+from instep.replicas.watch import MISSING
+from instep.structure.tree import Path, open_node
+
+CUT, WHOLE, ALONE, UNSURE = "cut", "whole", "alone", "unsure"
+
+
+@dataclass
+class Slot:
+    """An attribute, a buffer or an entry of a dictionary that followed the batch when it was set, and the dims in which
+    its tensors did."""
+
+    module: nn.Module | None
+    """None for an entry of a dictionary, which is never cut: replicas have the whole, or the module itself runs."""
+    name: str
+    path: str
+    dims: dict[Path, int]
+    verdict: str = UNSURE
+    table: dict[Any, Any] | None = None
+    key: Any = None
+    tries: int = 0
+    """How many comparisons have shown nothing."""
+
+    @property
+    def holder(self) -> dict[str, Any]:
+        """The dictionary that it is in."""
+        if self.module is None:
+            return {}
+        buffers: dict[str, Any] = self.module._buffers
+        return buffers if self.name in buffers else self.module.__dict__
+
+    @property
+    def value(self) -> Any:
+        if self.table is not None:
+            return self.table.get(self.key, MISSING)
+        return self.holder.get(self.name, MISSING)
+
+    def leaves(self) -> list[tuple[Tensor, int]]:
+        """Its tensors that follow the batch, each with the dim."""
+        return [(tensor, self.dims[path]) for path, tensor in tensors_by_path(self.value) if path in self.dims]
+
+    def cut(self, sizes: Sequence[int]) -> list[Any]:
+        """One part for each replica, in memory of its own."""
+
+        def part(value: Any, path: Path, start: int, size: int) -> Any:
+            if isinstance(value, Tensor):
+                return value.narrow(self.dims[path], start, size).clone() if path in self.dims else value
+            node = open_node(value)
+            if node is None:
+                return value
+            inside = zip(node.keys, node.children, strict=True)
+            return node.close([part(child, (*path, key), start, size) for key, child in inside])
+
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        return [part(self.value, (), start, size) for start, size in zip(starts, sizes, strict=True)]
+
+
+@dataclass
+class Carry:
+    """Every slot that is known of one source module."""
+
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    slots: dict[tuple[int, str], Slot] = field(default_factory=dict)
+    _read: dict[str, bool] = field(default_factory=dict)
+
+    def note(self, module: nn.Module, name: str, path: str, dims: Mapping[Path, tuple[int, int]]) -> None:
+        """An attribute was merged from tensors that follow the batch in these dims."""
+        known = self.slots.get((id(module), name))
+        verdict = known.verdict if known is not None else CUT if self._is_declared(path) else UNSURE
+        tries = known.tries if known is not None else 0
+        found = {p: dim for p, (_, dim) in dims.items()}
+        self.slots[id(module), name] = Slot(module, name, path, found, verdict, tries=tries)
+
+    def note_entry(
+        self, table: dict[Any, Any], key: Any, attribute: str, path: str, dims: Mapping[Path, tuple[int, int]]
+    ) -> None:
+        """An entry of a dictionary on the module was merged from tensors that follow the batch in these dims."""
+        known = self.slots.get((id(table), str(key)))
+        if known is None and not self._is_declared(path):
+            found = {p: dim for p, (_, dim) in dims.items()}
+            self.slots[id(table), str(key)] = Slot(None, attribute, path, found, table=table, key=key)
+
+    def _is_declared(self, path: str) -> bool:
+        return any(rule == "cat" and fnmatchcase(path, pattern) for pattern, rule in self.rules.items())
+
+    def _declare(self, source: nn.Module, modules: Sequence[nn.Module], total: int) -> None:
+        """Take tensors that a rule says are joined as carried, also before any call has set them."""
+        for module, prefix in zip(modules, module_names(source, modules), strict=True):
+            for name, value in (*module.__dict__.items(), *module._buffers.items()):
+                path = f"{prefix}.{name}" if prefix else name
+                if (id(module), name) in self.slots or not self._is_declared(path):
+                    continue
+                found = {p: t.shape.index(total) for p, t in tensors_by_path(value) if list(t.shape).count(total) == 1}
+                if found:
+                    self.slots[id(module), name] = Slot(module, name, path, found, CUT)
+
+    def found(
+        self,
+        source: nn.Module,
+        modules: Sequence[nn.Module],
+        sizes: Sequence[int],
+        containers: Collection[int],
+        rehearsal: list[Slot] | None,
+    ) -> tuple[list[Slot], str]:
+        """The slots that matter in a call with shards of these sizes, and whether they can be cut for it.
+
+        `containers` are the ids of those that the modules hold. In a rehearsal the given slots are cut, whatever is
+        known about them.
+        """
+        if rehearsal is not None:
+            return rehearsal, CUT
+        if "cat" in self.rules.values():
+            self._declare(source, modules, sum(sizes))
+        gone = [key for key, slot in self.slots.items() if slot.table is not None and id(slot.table) not in containers]
+        for key in gone:
+            del self.slots[key]
+        slots = self._in_use(modules) if self.slots else []
+        for slot in slots:
+            fits = slot.module is None or all(tensor.shape[dim] == sum(sizes) for tensor, dim in slot.leaves())
+            if slot.verdict == ALONE or not fits:
+                return slots, ALONE
+        return slots, UNSURE if any(slot.verdict == UNSURE for slot in slots) else CUT
+
+    def _in_use(self, modules: Sequence[nn.Module]) -> list[Slot]:
+        """The slots that hold something which some code of the modules may read, and which not every replica has."""
+        held = [slot for slot in self.slots.values() if slot.verdict != WHOLE and slot.leaves()]
+        return [slot for slot in held if slot.verdict == CUT or self._is_read(slot.name, modules)]
+
+    def _is_read(self, name: str, modules: Sequence[nn.Module]) -> bool:
+        if name not in self._read:
+            self._read[name] = code_reads(modules, name)
+        return self._read[name]
+
+
+def tensors_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor of a structure, with the keys that lead to it."""
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    node = open_node(value)
+    if node is not None:
+        for key, child in zip(node.keys, node.children, strict=True):
+            yield from tensors_by_path(child, (*path, key))
+
+
+def code_reads(modules: Sequence[nn.Module], name: str) -> bool:
+    """Whether some code of the modules' classes, other than torch's own, may read an attribute of this name."""
+    classes = {cls for module in modules for cls in type(module).__mro__}
+    return any(_reads(cls, name) for cls in classes if not _is_torch(cls))
+
+
+def _is_torch(cls: type) -> bool:
+    return cls is object or (cls.__module__ or "").partition(".")[0] == "torch"
+
+
+def _reads(cls: type, name: str) -> bool:
+    """Whether some function of a class loads an attribute of this name, or has its name as a text."""
+    return any(_code_reads(code, name) for code in _codes(vars(cls).values()))
+
+
+def _codes(values: Iterable[Any]) -> Iterator[types.CodeType]:
+    pending, seen = list(values), set()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        if isinstance(value, property):
+            pending += [value.fget, value.fset]
+        if isinstance(value, types.FunctionType) and id(value) not in seen:
+            seen.add(id(value))
+            yield value.__code__
+            pending += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # not filled yet
+        return False
+
+
+def _code_reads(code: types.CodeType, name: str) -> bool:
+    if name in code.co_consts:
+        return True
+    if name in code.co_names:
+        loads = ("LOAD_ATTR", "LOAD_METHOD")
+        if any(step.opname in loads and step.argval == name for step in dis.get_instructions(code)):
+            return True
+    return any(_code_reads(inner, name) for inner in code.co_consts if isinstance(inner, types.CodeType))

@@ -1,0 +1,54 @@
+"""The dotted names of modules and tensors, for rules and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+TRAINABLE = (
+    "forward wrote to the trainable parameter {path!r}, which every replica would do once more.\n"
+    "Change it outside forward (after optimizer.step()), or make it a buffer and give it a state rule."
+)
+
+
+class Owner(NamedTuple):
+    """The module that holds a tensor, the name it has there, and its dotted name from the root."""
+
+    module: nn.Module | None
+    name: str
+    path: str
+
+
+_NOBODY = Owner(None, "", "a tensor that no module holds by name")
+
+
+def module_names(source: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
+    """The dotted name of each module; its class for one that is not registered."""
+    known = {id(module): name for name, module in source.named_modules()}
+    return [known.get(id(module), type(module).__name__) for module in modules]
+
+
+class Owners:
+    """Who holds each tensor of a source module; looked up in one pass when it is first asked."""
+
+    def __init__(self, source: nn.Module) -> None:
+        self._source = source
+        self._known: dict[int, Owner] | None = None
+
+    def of(self, tensor: Tensor) -> Owner:
+        if self._known is None:
+            self._known = {}
+            for prefix, module in self._source.named_modules():
+                for table in (module._parameters, module._buffers, module.__dict__):
+                    for name, value in table.items():
+                        if isinstance(value, Tensor):
+                            path = f"{prefix}.{name}" if prefix else name
+                            self._known.setdefault(id(value), Owner(module, name, path))
+        return self._known.get(id(tensor), _NOBODY)
+
+
+def tensor_name(source: nn.Module, tensor: Tensor) -> str:
+    """The dotted name of a tensor that some module of the source holds."""
+    return Owners(source).of(tensor).path

@@ -1,0 +1,105 @@
+"""Finding out how a call may read state that an earlier one left on the module: by computing it in several ways."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from instep.errors import StateError
+from instep.random import RandomState
+from instep.replicas.carry import ALONE, CUT, UNSURE, WHOLE, Slot, tensors_by_path
+from instep.replicas.crew import Crew
+
+
+def compare(
+    carried: list[Slot],
+    again: Callable[[list[Slot]], Any],
+    on_one: Callable[[], Any],
+    alone: Callable[[], Any],
+    crew: Crew,
+    random: RandomState,
+) -> Any:
+    """The module's own result; and whether replicas that have their part of carried state, or the whole of it, come
+    to what one replica does with the whole batch. Dropout layers are quiet meanwhile; a module that draws random
+    numbers otherwise cannot be compared with itself."""
+    parts = [slot for slot in carried if slot.module is not None]
+    ways: dict[str, Callable[[], Any]] = {ALONE: on_one, CUT: partial(again, parts), WHOLE: partial(again, [])}
+    results: dict[str, Any] = {}
+    drew = False
+    with _quiet(crew.modules or []):
+        for way, attempt in ways.items():
+            try:
+                with torch.no_grad():
+                    results[way] = attempt()
+            except StateError:  # not for want of the right way
+                raise
+            except Exception as error:  # this way is not the one: the module itself says what is wrong, if anything is
+                results[way] = error
+            drew = drew or (way == ALONE and random.moved())
+            crew.restore()
+            crew.discard()
+            random.restore()
+    shown = any(bool(tensor.any()) for slot in carried for tensor, _ in slot.leaves())  # zeros prove nothing
+    output = alone()
+    fitting = [way for way in (WHOLE, CUT) if not drew and agree(results[ALONE], results[way])]
+    for slot in carried:
+        slot.tries += 1
+    if shown or not fitting:
+        judge(carried, fitting[0] if fitting else ALONE)
+    elif any(slot.tries >= _TRIES for slot in carried):
+        judge(carried, ALONE)
+    return output
+
+
+_TRIES = 3
+
+
+@contextmanager
+def _quiet(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Dropout, also that of recurrent layers, turned off."""
+    drawing = [m for m in modules if m.training and isinstance(m, (_DropoutNd, nn.RNNBase))]
+    try:
+        for module in drawing:
+            module.training = False
+        yield
+    finally:
+        for module in drawing:
+            module.training = True
+
+
+def judge(slots: Sequence[Slot], verdict: str) -> None:
+    """Note what a call that was computed in several ways has shown."""
+    for slot in slots:
+        if slot.verdict == UNSURE:
+            slot.verdict = WHOLE if verdict == CUT and slot.module is None else verdict
+    if verdict == ALONE:
+        names = ", ".join(repr(slot.path) for slot in slots)
+        warnings.warn(
+            f"forward may read {names}, which an earlier call left there, one row a sample; whether each sample reads "
+            f"its own row cannot be told. Such calls run on one device.\n"
+            f"If each does, keep it as an attribute of a module, not in a dictionary, and write:  "
+            f"state={{{slots[0].path!r}: 'cat'}}",
+            stacklevel=7,
+        )
+
+
+def agree(left: Any, right: Any) -> bool:
+    """Whether two structures hold the same numbers up to rounding."""
+    ones, others = list(tensors_by_path(left)), list(tensors_by_path(right))
+    return [path for path, _ in ones] == [path for path, _ in others] and all(
+        one.shape == other.shape and _close(one, other) for (_, one), (_, other) in zip(ones, others, strict=True)
+    )
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    one, other = one.detach(), other.detach().to(one.device)
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one, other.to(one.dtype), rtol=1e-3, atol=1e-5, equal_nan=True)

@@ -1,0 +1,112 @@
+"""What a rule makes of the replicas' values, and the rules that come with torch's own layers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from instep.errors import MergeError, StateError
+from instep.private import spectral_norm_class
+from instep.replicas.watch import MISSING
+from instep.structure.merge import Merger
+
+StateRule = str | Callable[..., Any]
+RULES = ("sum", "mean", "max", "min", "first", "cat")
+
+
+def apply_state_rule(
+    rule: StateRule, old: Any, new: list[Any], sizes: Sequence[int], path: str, *, entry: bool = False
+) -> Any:
+    """The whole's new value under a rule. An `entry` of a container may come from nothing: it counts as zero."""
+    if callable(rule):
+        return rule(None if old is MISSING else old, [None if v is MISSING else v for v in new], list(sizes))
+    if rule == "first":
+        return new[0]
+    if rule == "sum":
+        return _sum(old, new, path, entry)
+    there = [(value, size) for value, size in zip(new, sizes, strict=True) if value is not MISSING]
+    values = [value for value, _ in there]
+    if rule == "cat" and all(isinstance(value, (list, tuple)) for value in values):
+        return type(values[0])(item for value in values for item in value)
+    try:
+        return Merger.of(rule).merge(_together(values), [size for _, size in there])
+    except MergeError as error:
+        raise StateError(f"state={{{path!r}: {rule!r}}} cannot be applied: {error}") from error
+
+
+def _sum(old: Any, new: list[Any], path: str, entry: bool) -> Any:
+    if old is MISSING or old is None:
+        if not entry:
+            raise StateError(f"state={{{path!r}: 'sum'}} needs a value from before the call: set it in __init__.")
+        there = [value for value in _together(new) if value is not MISSING]
+        return sum(there[1:], start=there[0])
+    device = old.device if isinstance(old, Tensor) else None
+    total = old
+    for value in new:
+        if value is not MISSING:
+            total = total + ((value.to(device) if device is not None else value) - old)
+    return total
+
+
+def _together(values: list[Any]) -> list[Any]:
+    device = next((value.device for value in values if isinstance(value, Tensor)), None)
+    return [value.to(device) if isinstance(value, Tensor) else value for value in values]
+
+
+def check_state_rule(pattern: str, rule: Any) -> None:
+    """Refuse a rule that does not exist, when it is given."""
+    if not callable(rule) and rule not in RULES:
+        raise StateError(
+            f"state={{{pattern!r}: {rule!r}}}: write one of {', '.join(RULES)} or a function (old, new, sizes)."
+        )
+
+
+def known_rule(module: nn.Module | None, name: str) -> StateRule | None:
+    """The rule of a layer whose state torch itself changes in `forward`.
+
+    Instance normalisation averages over samples, so the weighted mean is exact. The vectors of spectral normalisation
+    come from the weights alone. What a quantization observer keeps is the least and the greatest value, also where it
+    is a moving average, which grows with what comes in.
+    """
+    if isinstance(module, _InstanceNorm) and name in ("running_mean", "running_var"):
+        return "mean"
+    if spectral_norm_class is not None and isinstance(module, spectral_norm_class) and name in ("_u", "_v"):
+        return "first"
+    if name in ("min_val", "max_val") and isinstance(module, _observers()):
+        return "min" if name == "min_val" else "max"
+    return None
+
+
+def _observers() -> tuple[Any, ...]:
+    """The observers of quantization, if anybody has imported them."""
+    held = sys.modules.get("torch.ao.quantization.observer")
+    names = ("MinMaxObserver", "PerChannelMinMaxObserver")
+    return () if held is None else tuple(getattr(held, name) for name in names if hasattr(held, name))
+
+
+def is_count(old: Any, new: Any, sizes: Sequence[int]) -> bool:
+    """Whether a value may speak of the samples of a shard: equal on even shards, and not what the whole would get.
+
+    That is a number that grew by a shard's samples or came to be their number, and a shape that begins with it.
+    """
+    size = sizes[0]
+    if size < 2 or isinstance(new, (bool, np.bool_)):
+        return False
+    if isinstance(new, torch.Size) or (isinstance(new, tuple) and new and all(type(n) is int for n in new)):
+        return bool(new) and new[0] == size
+    if isinstance(new, Tensor):
+        if new.ndim or new.requires_grad or new.is_meta:
+            return False
+        new = new.item()
+    if isinstance(old, Tensor):
+        old = old.item() if not old.ndim else MISSING
+    if not isinstance(new, (int, float)):
+        return False
+    grown = new - old if isinstance(old, (int, float)) else new
+    return grown == size or (new == size and grown != 1)

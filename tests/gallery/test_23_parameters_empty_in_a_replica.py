@@ -1,0 +1,41 @@
+"""Row 23: `.parameters()` and `ParameterList` are empty inside a replica of `torch.nn.DataParallel`.
+
+There, replicas hold plain tensors under the names of parameters; here they hold real leaf parameters.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+
+
+class Net(nn.Module):
+    """Looks at its own parameters in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.scales = nn.ParameterList([nn.Parameter(torch.full((2,), float(i + 1))) for i in range(2)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        for scale in self.scales:
+            y = y * scale
+        penalty = sum(p.square().sum() for p in self.parameters())
+        return y, y.sum(1) * 0 + penalty
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_parameters_are_there_on_every_replica(engine: str) -> None:
+    net, plain = Net(), Net()
+    plain.load_state_dict(net.state_dict())
+    x = torch.randn(5, 3)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        for module in (model, plain):
+            y, penalty = module(x)
+            (y.square().mean() + penalty.mean()).backward()
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)

@@ -1,0 +1,32 @@
+"""Row 25: a buffer that forward sets anew (`self.b = self.b + 1`) is not kept by `torch.nn.DataParallel`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("b", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.b = self.b + 1
+        self.total = self.total + x.sum(0)
+        return x * self.b
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_the_buffer_is_kept(engine: str) -> None:
+    net, plain = Net(), Net()
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, state={"total": "sum"}) as model:
+        for size in (5, 4, 7):
+            x = torch.randn(size, 3)
+            torch.testing.assert_close(model(x), plain(x))
+            torch.testing.assert_close(dict(net.named_buffers()), dict(plain.named_buffers()))
+    assert net.state_dict().keys() == plain.state_dict().keys()

@@ -1,0 +1,57 @@
+"""Row 30: plain tensors, cached devices and bound methods of a replica still belong to the first device.
+
+Here tensors that nobody registered are brought to each replica, and bound methods are bound to the replica.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.shift = torch.ones(2)
+        self.table = {"scale": torch.full((2,), 2.0)}
+        self.run = self.through
+        self.steps = [self.through, lambda y: y + self.shift]
+
+    def through(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        owners = {id(self), id(self.run.__self__), id(self.steps[0].__self__)}
+        assert len(owners) == 1, "a method is bound to another replica"
+        return self.steps[1](self.steps[0](x)) * self.table["scale"]
+
+
+def test_a_shallow_replica_runs_the_first_ones_methods() -> None:
+    """`torch.nn.parallel.replicate` copies `__dict__`: what is in it still leads to the module it came from."""
+    net = Net()
+    replica = copy.copy(net)
+    with pytest.raises(AssertionError, match="bound to another replica"):
+        replica(torch.randn(2, 3))
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_everything_is_the_replicas_own(engine: str) -> None:
+    net = Net()
+    x = torch.randn(5, 3)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, private_copies=True) as model:
+        torch.testing.assert_close(model(x), net(x))
+        model(x).sum().backward()
+        mine = net.layer.weight.grad.clone()
+        net.shift = torch.zeros(2)
+        net.table["scale"].mul_(2)
+        torch.testing.assert_close(model(x), net(x))
+    net.zero_grad()
+    net.table["scale"].div_(2)
+    net(x).sum().backward()
+    torch.testing.assert_close(mine, net.layer.weight.grad)
