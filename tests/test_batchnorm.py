@@ -174,7 +174,7 @@ def test_one_meeting_forward_and_one_backward_for_each_layer(monkeypatch: pytest
 def test_hooks_run_and_the_source_is_untouched(way: str) -> None:
     net = nn.Sequential(nn.BatchNorm1d(4)).double()
     seen: list[int] = []
-    with replicated(net, way) as (_, model):
+    with replicated(net, way, hooks="per_replica") as (_, model):
         model.module[0].register_forward_hook(lambda module, args, out: seen.append(len(out)))
         model(normal(7, 4))
         assert "forward" not in model.module[0].__dict__

@@ -12,7 +12,7 @@ from instep.meeting import PeerFailed, Position, Seat, attend, first_error
 from instep.random import Streams
 from instep.replicas.ambient import Ambient
 from instep.replicas.replica import Outcome, Replica, run
-from instep.replicas.tensors import Way, no_gradients_left, refuse_gradients
+from instep.replicas.tensors import refuse_gradients
 
 
 @dataclass
@@ -77,9 +77,7 @@ def _perform(job: Job, index: int) -> Outcome:
         with job.ambient.enter(replica.device), job.streams.forward(index), attend(seat):
             if job.follow:
                 replica.follow_state()
-            joint = replica.tensors.way in (Way.SHARE, Way.LINK)
-            with no_gradients_left(source for source, _ in replica.trainable if joint):
-                outcome = run(replica, job.method, args, kwargs, job.ambient.compiler)
+            outcome = run(replica, job.method, args, kwargs, job.ambient.compiler)
         if guard.touched:
             refuse_gradients(leaf for _, leaf in replica.trainable)
         outcome.seat = seat

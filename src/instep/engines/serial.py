@@ -8,6 +8,7 @@ from functools import partial
 from instep.engines.protocol import Job, perform, raise_first
 from instep.engines.room import FORWARD, Room, run_here
 from instep.replicas.replica import Outcome
+from instep.replicas.tensors import no_gradients_left
 
 
 class SerialEngine:
@@ -25,8 +26,10 @@ class SerialEngine:
         names, aside = [str(replica) for replica in job.replicas], job.streams.step_aside
         job.room = Room(names, FORWARD, joint=True, in_turn=True, step_aside=aside)
         tasks = [partial(perform, job, index) for index in range(len(job.replicas))]
-        outcomes = run_here(tasks, job.room, stop=lambda outcome: outcome.error is not None)
-        raise_first(job.replicas[: len(outcomes)], outcomes)
+        sources = {id(source): source for replica in job.replicas for source, _ in replica.trainable}
+        with no_gradients_left(sources.values()):
+            outcomes = run_here(tasks, job.room, stop=lambda outcome: outcome.error is not None)
+            raise_first(job.replicas[: len(outcomes)], outcomes)
         return outcomes
 
     def hold(self) -> AbstractContextManager[None]:
