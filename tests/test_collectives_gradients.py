@@ -309,21 +309,24 @@ def test_a_checkpointed_region_that_only_some_replicas_use_never_hangs(reentrant
         assert_same_gradients(model, plain)
 
 
+MADE: list[weakref.ref[Tensor]] = []
+
+
 @each_way
 def test_a_graph_that_is_dropped_is_freed(way: str) -> None:
-    made: list[weakref.ref[Tensor]] = []
+    MADE.clear()
 
     def body(self: Any, x: Tensor) -> Tensor:
         z = self.layer(x)
-        made.append(weakref.ref(z))
+        MADE.append(weakref.ref(z))
         return z * instep.all_reduce(z.tanh().sum(0))
 
     with replicated(Does(body), way) as (_, model):
         out = model(batch())
-        assert any(ref() is not None for ref in made)
+        assert any(ref() is not None for ref in MADE)
         del out
         gc.collect()
-        assert all(ref() is None for ref in made)
+        assert all(ref() is None for ref in MADE)
 
 
 KEPT: list[Tensor] = []  # a global, for what a module holds is the replica's own in a replica

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from typing import Any
 
@@ -47,13 +48,18 @@ def equal(left: Any, right: Any, depth: int = 0) -> bool:
         return list(one.keys) == list(two.keys) and all(map(equal, one.children, two.children))
     if isinstance(left, (int, float, complex, str, bytes, bool)):
         return bool(left == right or left != left != right)
+    if isinstance(left, weakref.ref):
+        return left() is right()
     if isinstance(left, deque):
         return len(left) == len(right) and all(map(equal, left, right))
     if isinstance(left, np.ndarray):
         return np.array_equal(left, right, equal_nan=left.dtype.kind in "fc")
     comparison: Any = type(left).__eq__
     if comparison is not object.__eq__:
-        return (left == right) is True
+        try:
+            return (left == right) is True
+        except Exception:  # values that cannot even be compared are not known to be equal
+            return False
     if depth > _DEEPEST:
         return False
     mine, theirs = attributes_of(left), attributes_of(right)
