@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from instep.devices import DeviceLike
+from instep.probe import Probe
 from instep.structure.dims import AUTO, dims_by_name
 from instep.structure.merge import Merger
 from instep.structure.plan import Planner, named_arguments
@@ -30,16 +31,18 @@ class Options:
     place: Mapping[str, DeviceLike] = field(default_factory=dict)
     on_unmerged_state: str = "error"
     private_copies: bool = False
+    probe: bool = True
 
 
 class Method:
     """What is known about one method of the module: the names of its arguments, and how its calls were read."""
 
-    def __init__(self, function: Callable[..., Any], options: Options, replicas: int) -> None:
+    def __init__(self, function: Callable[..., Any], options: Options, replicas: int, name: str = "forward") -> None:
         self.parameters, self.rest = _parameter_names(function)
         in_dims = dims_by_name(options.in_dims, self.parameters, self.rest)
         self.planner = Planner(replicas, options.dim, in_dims, options.min_shard)
         self.merger = Merger.of(options.merge, options.out_dims, options.dim)
+        self.probe = Probe(name, self.merger, options.min_shard) if options.probe else None
 
     def name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         return named_arguments(self.parameters, self.rest, args, kwargs)

@@ -66,6 +66,8 @@ class DataParallel(Transparent):
         place: leaves that go to another device than their replica's: `{"lengths": "cpu"}`.
         on_unmerged_state: `"error"`, or `"warn"` to keep the first replica's state where no rule is given.
         private_copies: give every replica memory of its own even on the source's device.
+        probe: try a few samples in parts and together before the first call of each structure, to know what its outputs
+            mean; without it they are merged by what their shapes say.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class DataParallel(Transparent):
         place: Mapping[str, DeviceLike] | None = None,
         on_unmerged_state: str = "error",
         private_copies: bool = False,
+        probe: bool = True,
     ) -> None:
         options = Options(
             device_ids=None if device_ids is None else tuple(device_ids),
@@ -100,6 +103,7 @@ class DataParallel(Transparent):
             place=dict(place or {}),
             on_unmerged_state=on_unmerged_state,
             private_copies=private_copies,
+            probe=probe,
         )
         super().__init__(accept(module))
         self._set_up(options)
@@ -158,7 +162,11 @@ class DataParallel(Transparent):
         positional: int,
         random: RandomState,
     ) -> Any:
-        """The algorithm: split, place, cross, merge, settle."""
+        """The algorithm: probe, split, place, cross, merge, settle."""
+        if known.probe is not None:
+            place, home = partial(self._place_one, plan), self._instep_devices[0]
+            found = known.probe.before(self.module, home, plan, values, positional, place)
+            self._instep_settler.found = found
         replicas = self._instep_crew.ready()[: plan.parts]
         if replicas[0].cloner.draws:
             self._instep_engine.in_turn = True
@@ -204,6 +212,10 @@ class DataParallel(Transparent):
             for values, device in zip(shards, self._instep_devices, strict=False)
         ]
 
+    def _place_one(self, plan: SplitPlan, shard: list[Any]) -> list[Any]:
+        """One replica's arguments on the first device."""
+        return self._place(plan, [shard])[0]
+
     def _take_turns(self, random: RandomState) -> None:
         """Forget a call in which replicas drew random numbers side by side; from now on they run in turn."""
         random.restore()
@@ -241,7 +253,7 @@ class DataParallel(Transparent):
         known = self._instep_methods.get(name)
         if known is None:
             function = getattr(self.module, name)
-            known = self._instep_methods[name] = Method(function, self._instep_options, len(self._instep_devices))
+            known = self._instep_methods[name] = Method(function, self._instep_options, len(self._instep_devices), name)
         return known
 
     def _is_lazy(self) -> bool:
@@ -261,7 +273,8 @@ class DataParallel(Transparent):
         if self._instep_alone:
             return Explanation(f"one device: the module itself runs on {self._instep_devices[0]}", (), ())
         plan = known.planner.plan(names, values)
-        return explain(plan, values, self._instep_devices, self._instep_choice, known.merger)
+        trial = "" if known.probe is None else known.probe.last.words
+        return explain(plan, values, self._instep_devices, self._instep_choice, known.merger, trial)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,6 +22,7 @@ from instep.replicas.watch import MISSING
 from instep.structure.merge import Merger
 from instep.structure.rules import rule_for
 from instep.structure.tree import map_tensors, tensors_in
+from instep.structure.verdicts import Verdicts
 
 StateRule = str | Callable[..., Any]
 RULES = ("sum", "mean", "max", "min", "first")
@@ -36,6 +37,8 @@ class Settler:
     outputs: Merger
     """The rules of outputs, for tensors that `forward` left on the module."""
     unmerged: str = "error"
+    found: Mapping[str, Verdicts] = field(default_factory=dict)
+    """By dotted name: what trials said of the tensors that `forward` sets on the module."""
 
     def settle(
         self, source: nn.Module, replicas: Sequence[Replica], outcomes: Sequence[Outcome], sizes: Sequence[int]
@@ -100,7 +103,7 @@ class Settler:
             return apply_state_rule(rule, old, new, sizes, path)
         if all(equal(value, new[0]) for value in new) and not _is_count(old, new[0], sizes):
             return new[0]
-        if self._is_output(path, old, new, sizes):
+        if path in self.found or self._is_output(path, old, new, sizes):
             return self._merge_output(path, new, sizes)
         if self.unmerged == "warn":
             warnings.warn(f"{path} was changed differently by each replica; the first one's is kept.", stacklevel=2)
@@ -136,7 +139,9 @@ class Settler:
         near = [map_tensors(lambda t: t.to(device), value) for value in new]
         rule = rule_for(self.outputs.rules, tuple(path.split(".")))
         try:
-            return Merger(self.outputs.dim, rules={} if rule is None else {"*": rule}).merge(near, sizes)
+            merger = Merger(self.outputs.dim, rules={} if rule is None else {"*": rule})
+            merger.use(self.found.get(path, {}))
+            return merger.merge(near, sizes)
         except MergeError as error:
             raise StateError(
                 f"forward left a tensor at {path!r} that cannot be merged: {error}\n"
