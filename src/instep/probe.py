@@ -74,7 +74,7 @@ class Probe:
         self.named = Named(merger.named, merger.general, merger.declared)
         self.last = Known(words="nothing was tried yet")
         self._structures: dict[Any, Known] = {}
-        self._loosely: dict[Any, Known] = {}
+        self._loosely: dict[Any, list[Known]] = {}
         self._by_plan: dict[Any, tuple[SplitPlan, Known]] = {}
 
     def before(
@@ -110,9 +110,9 @@ class Probe:
         known = self._structures.get((flags, loose))
         if known is None and len(self._structures) < MOST_STRUCTURES:
             known = self._structures[flags, loose] = Known()
-            self._loosely.setdefault(loose, known)
-        elif known is None:  # texts that differ from call to call, rather than words that choose what is done
-            known = self._loosely.get(loose) or Known(words="not tried: too many kinds of calls", next=1 << 62)
+            self._loosely.setdefault(loose, []).append(known)
+        elif known is None:
+            known = _agreed(self._loosely.get(loose, ()))
         if len(self._by_plan) >= 512:
             self._by_plan.clear()
         self._by_plan[key] = plan, known
@@ -249,6 +249,13 @@ def wider(batch: int, least: int = 1) -> tuple[int, int]:
     """Parts of more samples, for what a few did not show."""
     half = max(least, min(_WIDE, (batch - 1) // 2))
     return (half, half + 1) if 2 <= half <= (batch - 1) // 2 else sizes_for(batch, least)
+
+
+def _agreed(others: Sequence[Known]) -> Known:
+    """What calls that differ only in their words have in common, if it is everything: then words are just texts."""
+    if others and all(other.found == others[0].found for other in others):
+        return others[0]
+    return Known(words="not tried: too many kinds of calls", next=1 << 62)
 
 
 def _has_ready(role: Role) -> bool:

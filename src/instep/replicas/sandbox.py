@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from instep.replicas.clone import REGISTRIES, TABLES, Cloner
+from instep.replicas.equal import equal_tensors
 from instep.replicas.snapshot import Dice, Snapshot
 from instep.replicas.tensors import Tensors, Way
 from instep.structure.tree import map_tensors, tensors_in
@@ -43,7 +44,7 @@ class Sandbox:
         self._snapshot = Snapshot(modules)
         self._then = [(module, dict(module.__dict__)) for module in modules]
         self._dice = Dice(device)
-        self._versions = [made._version for _, made in self._tensors.trainable]
+        self._writes: bool | None = None
 
     @property
     def excuse(self) -> str | None:
@@ -82,10 +83,10 @@ class Sandbox:
         with torch.no_grad(), torch.inference_mode(False):
             for source, made in self._tensors.state:
                 _write(made, source)
-            for (source, made), version in zip(self._tensors.trainable, self._versions, strict=True):
-                if made._version != version:
-                    _write(made, source)
-        self._versions = [made._version for _, made in self._tensors.trainable]
+            if self._writes is None:  # a forward that writes to its weights does so in every run
+                self._writes = any(not equal_tensors(*pair) for pair in self._tensors.trainable)
+            for source, made in self._tensors.trainable if self._writes else ():
+                _write(made, source)
 
     def _attributes_set(self) -> Iterator[tuple[str, Any]]:
         """Attributes that hold tensors or numbers and that a run has set to another object."""

@@ -67,6 +67,8 @@ class Constant:
 
     def merge(self, parts: Sequence[Any], scene: Scene, path: Path) -> Any:
         first = parts[0]
+        if all(part is first for part in parts):
+            return first
         if all(isinstance(part, Tensor) for part in parts):
             same = all(part.shape == first.shape for part in parts) and equal_scalars(parts)
             if same:
