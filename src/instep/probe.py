@@ -10,7 +10,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from instep.structure.types import kind_of
 from instep.structure.verdicts import Constant, Reduced, Verdict, Verdicts
 from instep.structure.weights import best_window
 
+T = TypeVar("T")
 Place = Callable[[Sequence[Any]], Sequence[Any]]
 """Brings one replica's arguments to the first device."""
 
@@ -157,14 +158,14 @@ class _Attempt:
         try:
             with probing() as excuses, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                sandbox = Sandbox(source, device)
+                sandbox = _refusing(Sandbox, source, device)
                 findings, attributes = self._try(sandbox, first, rivals, excuses)
                 wide = wider(self.batch, self.least)
                 if findings.open - set(findings.found) and not findings.errors and wide != first:
                     more, attributes = self._try(sandbox, wide, rivals, excuses)
                     findings = _both(findings, more)
-        except Exception as error:  # whatever a module has against so few samples, the call may be fine
-            known.words = f"not tried: {type(error).__name__}: {error}".strip().splitlines()[0]
+        except _Refused as refused:
+            known.words = f"not tried: {refused}"
             known.ask_again(worth=known.trials < 2)
             return
         unexplained = [e for path, e in findings.errors.items() if not _is_proven(known.found.get(path))]
@@ -217,9 +218,9 @@ class _Attempt:
         inputs, runs = [], []
         for shard in (*apart, *together):
             inputs.append(dict(zip(self.plan.names, shard, strict=True)))
-            mine = _copied(shard)
+            mine = _refusing(_copied, shard)
             named = dict(zip(self.plan.names[self.positional :], mine[self.positional :], strict=True))
-            runs.append(sandbox.run(self.method, mine[: self.positional], named))
+            runs.append(_refusing(sandbox.run, self.method, mine[: self.positional], named))
         return (inputs[0], inputs[1], inputs[2]), runs
 
     def _cut(self, sizes: Sequence[int], wanted: int) -> list[list[Any]]:
@@ -230,6 +231,18 @@ class _Attempt:
         with torch.no_grad():
             shards = apply_plan(plan, self.values)[skipped : skipped + wanted]
             return [list(self.place(shard)) for shard in shards]
+
+
+class _Refused(Exception):
+    """The module, or an argument, has something against a trial; the call itself may be fine."""
+
+
+def _refusing(work: Callable[..., T], *args: Any) -> T:
+    """What some work gives that runs code of the user's."""
+    try:
+        return work(*args)
+    except Exception as error:
+        raise _Refused(f"{type(error).__name__}: {error}".strip().splitlines()[0]) from error
 
 
 def sizes_for(batch: int, least: int = 1) -> tuple[int, int]:
@@ -301,7 +314,7 @@ def _adds_up(sandbox: Sandbox, name: str, said: Findings) -> bool:
         return False
     owner, _, key = name.rpartition(".")
     old = sandbox.module.get_submodule(owner).__dict__.get(key)
-    return isinstance(old, (int, float)) or (isinstance(old, Tensor) and not bool(old.any()))
+    return old == 0 if isinstance(old, (int, float)) else isinstance(old, Tensor) and not bool(old.any())
 
 
 def _is_proven(verdict: Verdict | None) -> bool:
