@@ -294,6 +294,17 @@ def test_rows_that_are_selected_follow_one_another(wrap: Any, engine: str) -> No
     assert_parity(wrap, net, x, loss=some, options={"engine": engine})
 
 
+@both_engines
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int32, torch.float16, torch.bfloat16, torch.complex64]
+)
+def test_every_type_of_number(wrap: Any, engine: str, dtype: torch.dtype) -> None:
+    net, x = Net(lambda _, h: ((h * 3).round().to(dtype), (h[:, :2] > 0).to(dtype).T)), torch.randn(7, 3)
+    model = wrap(net, engine=engine)
+    assert_same(model(x), net(x))
+    assert probe_of(model).last.words == "tried on 2 and 3 samples, and on them together"
+
+
 def test_zeros_prove_nothing_until_there_are_others(wrap: Any) -> None:
     net = Net(lambda s, h: {"loss": (h * s.gate).pow(2).mean()})
     net.gate = nn.Parameter(torch.zeros(()))

@@ -155,6 +155,30 @@ def test_a_classifier(made: Any, engine: str) -> None:
         assert torch.equal(model(x=x, target=target)["right"], plain(x=x, target=target)["right"])
 
 
+@both_engines
+def test_a_mean_over_tokens_that_is_left_on_the_module(made: Any, engine: str) -> None:
+    class Leaves(Tagger):
+        def forward(self, ids: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+            out = super().forward(ids, labels)
+            self.loss = out["loss"]
+            return out["logits"]
+
+    net = Leaves()
+    plain = copy.deepcopy(net)
+    model = instep.DataParallel(net, ["cpu"] * 2, engine=engine)
+    made.append(model)
+    full = torch.randint(1, WORDS, (7, 9))
+    for ids, labels in ((full, full), ragged(7, -100), ragged(6, -100)):
+        for module in (net, plain):
+            module.zero_grad()
+        model(ids, labels)
+        plain(ids, labels)
+        torch.testing.assert_close(net.loss, plain.loss)
+        net.loss.backward()
+        plain.loss.backward()
+        torch.testing.assert_close(net.head.weight.grad, plain.head.weight.grad)
+
+
 def test_a_mean_over_what_no_argument_tells(made: Any) -> None:
     """Weights of classes in a loss: the message has the lines to write."""
 

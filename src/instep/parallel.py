@@ -185,7 +185,12 @@ class DataParallel(Transparent):
         outputs = [on_output_device(outcome.output, self._instep_output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
         merged = known.merger.merge(outputs, plan.sizes, inputs)
-        self._instep_crew.changed = self._instep_settler.settle(self.module, replicas, outcomes, plan.sizes)
+        settler = self._instep_settler
+        settler.inputs = inputs
+        try:
+            self._instep_crew.changed = settler.settle(self.module, replicas, outcomes, plan.sizes)
+        finally:
+            settler.inputs = ()
         return merged
 
     def _alone(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -62,7 +62,8 @@ class Known:
 
     def rivals(self) -> list[Reduced]:
         """Verdicts that leave more than one rule."""
-        return [v for v in self.found.values() if isinstance(v, Reduced) and len(v.rules) > 1]
+        tables = (self.found, *self.attributes.values()) if self.attributes else (self.found,)
+        return [v for table in tables for v in table.values() if isinstance(v, Reduced) and len(v.rules) > 1]
 
 
 class Probe:
@@ -201,11 +202,11 @@ class _Attempt:
         findings = judge(trial([output for output, _ in runs]), self.named)
         tables = [table for _, table in runs]
         attributes: dict[str, Verdicts] = {}
-        for name in tables[2] if sure else ():
-            if all(name in table for table in tables):
-                said = judge(trial([table[name] for table in tables]), Named())
-                if said.found and not said.errors and not _adds_up(sandbox, name, said):
-                    attributes[name] = {path: v for path, v in said.found.items() if not isinstance(v, Constant)}
+        for name in dict.fromkeys(name for table in tables for name in table) if sure else ():
+            held = sandbox.held(name)
+            said = judge(trial([table.get(name, held) for table in tables]), Named())
+            if said.found and not said.errors and not _adds_up(held, said):
+                attributes[name] = {path: v for path, v in said.found.items() if not isinstance(v, Constant)}
         return findings, {name: found for name, found in attributes.items() if found}
 
     def _run(
@@ -307,13 +308,11 @@ def _tolerances(sandbox: Sandbox, inputs: Mapping[str, Any]) -> tuple[float, flo
     return tolerance, fine
 
 
-def _adds_up(sandbox: Sandbox, name: str, said: Findings) -> bool:
+def _adds_up(old: Any, said: Findings) -> bool:
     """Whether an attribute may be a running total, which looks like a sum only as long as it starts from zero."""
     verdict = said.found.get(())
     if not isinstance(verdict, Reduced) or verdict.rules != ("sum",):
         return False
-    owner, _, key = name.rpartition(".")
-    old = sandbox.module.get_submodule(owner).__dict__.get(key)
     return old == 0 if isinstance(old, (int, float)) else isinstance(old, Tensor) and not bool(old.any())
 
 

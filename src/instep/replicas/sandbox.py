@@ -77,6 +77,11 @@ class Sandbox:
         finally:
             self._put_back()
 
+    def held(self, name: str) -> Any:
+        """The value of an attribute before a run, by its dotted name; None if there is none."""
+        owner, _, key = name.rpartition(".")
+        return self.module.get_submodule(owner).__dict__.get(key)
+
     def _put_back(self) -> None:
         self._dice.restore()
         self._snapshot.restore()

@@ -39,6 +39,8 @@ class Settler:
     unmerged: str = "error"
     found: Mapping[str, Verdicts] = field(default_factory=dict)
     """By dotted name: what trials said of the tensors that `forward` sets on the module."""
+    inputs: Sequence[Mapping[str, Any]] = ()
+    """The arguments of the replicas, for as long as their call is settled."""
 
     def settle(
         self, source: nn.Module, replicas: Sequence[Replica], outcomes: Sequence[Outcome], sizes: Sequence[int]
@@ -101,9 +103,11 @@ class Settler:
         rule = next((rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), None)
         if rule is not None:
             return apply_state_rule(rule, old, new, sizes, path)
+        if path in self.found:
+            return self._merge_output(path, new, sizes)
         if all(equal(value, new[0]) for value in new) and not _is_count(old, new[0], sizes):
             return new[0]
-        if path in self.found or self._is_output(path, old, new, sizes):
+        if self._is_output(path, old, new, sizes):
             return self._merge_output(path, new, sizes)
         if self.unmerged == "warn":
             warnings.warn(f"{path} was changed differently by each replica; the first one's is kept.", stacklevel=2)
@@ -141,7 +145,7 @@ class Settler:
         try:
             merger = Merger(self.outputs.dim, rules={} if rule is None else {"*": rule})
             merger.use(self.found.get(path, {}))
-            return merger.merge(near, sizes)
+            return merger.merge(near, sizes, self.inputs)
         except MergeError as error:
             raise StateError(
                 f"forward left a tensor at {path!r} that cannot be merged: {error}\n"

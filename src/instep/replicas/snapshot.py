@@ -23,6 +23,8 @@ from instep.structure.tree import SCALARS, attributes_of
 MOST = 100_000
 _OF_TORCH = (Tensor, nn.Module, torch.dtype, torch.device, torch.Size)
 _ENDS = (*SCALARS, *_OF_TORCH, type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)
+# Objects that other threads may be at work on: what they hold is not ours to put back.
+_BUSY = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading", "torch.utils.data")
 _PLAIN = (list, dict, set, deque)
 
 
@@ -65,11 +67,11 @@ class Snapshot:
 
     def _keep(self, item: Any) -> Iterable[Any]:
         """Remember what one object holds, and say what else that leads to."""
-        if isinstance(item, _ENDS) or id(item) in self._seen:
+        if isinstance(item, _ENDS) or id(item) in self._seen or type(item).__module__.startswith(_BUSY):
             return ()
         self._seen[id(item)] = item
         if len(self._seen) > MOST:
-            raise TooMuch
+            raise TooMuch("the module leads to more objects than can be put back")
         if isinstance(item, torch.Generator):
             self._generators.append((item, item.get_state()))
         elif isinstance(item, np.ndarray):

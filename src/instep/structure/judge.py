@@ -174,8 +174,9 @@ class _Judging:
         self.findings.errors[path] = across_samples(path, why, self.trial.sizes)
 
     def _tensors(self, values: Sequence[Tensor], path: Path) -> None:
-        if len({value.dtype for value in values}) > 1:
+        if len({value.dtype for value in values}) > 1 or any(v.is_quantized or v.is_meta for v in values):
             return
+        values = [_ordinary(value) for value in values]
         whole = values[2]
         parts = _unsqueezed(values, self.sizes)
         shapes = [tuple(part.shape) for part in parts]
@@ -210,8 +211,9 @@ class _Judging:
                 return
             first = whole.narrow(dim, 0, 1)
             same = bool(((whole == first) | (whole.isnan() & first.isnan())).all())
-            exact = whole.is_floating_point() or whole.is_complex() or torch.equal(together, whole)
-            sure = exact and not same and not _is_sorted(whole) and not self._is_tiny(whole)
+            real = whole.is_floating_point() or whole.is_complex()
+            sure = (not self._is_tiny(whole) if real else torch.equal(together, whole)) and not _is_sorted(whole)
+            sure = sure and not same
             self._say(path, Joined(whole.ndim, dim, proven=sure))
 
     def _selected(self, parts: Sequence[Tensor], path: Path) -> None:
@@ -329,6 +331,15 @@ def _unsqueezed(values: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tens
                 made[index] = part.unsqueeze(dim)
                 break
     return made
+
+
+def _ordinary(value: Tensor) -> Tensor:
+    """The same numbers in a type that every operation knows."""
+    if value.is_complex():
+        return value.to(torch.complex128)
+    if value.is_floating_point():
+        return value.double() if value.dtype.itemsize > 2 else value.float()
+    return value if value.dtype is torch.bool else value.long()
 
 
 def _is_sorted(whole: Tensor) -> bool:
