@@ -1,7 +1,7 @@
 """What the probe costs: the first call with and without it, and every later call.
 
-Each first call is made by a new wrapper around a new module; both sides run in turns in one process, and every number is
-a median over rounds.
+Each first call is made by a new wrapper around a new module; both sides run in turns in one process, and every number
+is a median over rounds.
 """
 
 from __future__ import annotations
