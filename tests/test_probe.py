@@ -316,6 +316,19 @@ def test_zeros_prove_nothing_until_there_are_others(wrap: Any) -> None:
     assert said(model, x)["loss"] == "mean weighted by samples (the probe)"
 
 
+@both_engines
+def test_what_a_few_samples_do_not_show_is_looked_for_among_more(wrap: Any, engine: str) -> None:
+    """Five samples are all right, the next ones are not: a share, and a count."""
+    net = Net(lambda _, h: {"share": (h[:, 0] > 0).float().mean(), "wrong": int((h[:, 0] <= 0).sum())})
+    nn.init.zeros_(net.layer.bias)
+    signs = torch.ones(20)
+    signs[[6, 8, 9, 17]] = -1
+    x = net.layer.weight[0].detach() * signs[:, None]
+    model = wrap(net, engine=engine)
+    torch.testing.assert_close(model(x)["share"], torch.tensor(16 / 20))
+    assert model(x)["wrong"] == 4
+
+
 def test_a_head_of_zeros_hides_nothing_for_ever(wrap: Any) -> None:
     net = Net(lambda _, h: h - h.mean(0))
     nn.init.zeros_(net.layer.weight)
@@ -640,5 +653,5 @@ def test_a_total_that_begins_in_forward_is_noticed_at_the_second_call(wrap: Any)
 
 def test_sizes_of_parts() -> None:
     assert [sizes_for(batch, 3) for batch in (6, 7, 9)] == [(3, 3), (3, 4), (3, 4)]
-    assert [wider(batch) for batch in (2, 4, 5, 9, 100)] == [(1, 1), (1, 3), (2, 3), (4, 5), (8, 9)]
-    assert [wider(batch, 9) for batch in (18, 19, 100)] == [(9, 9), (9, 10), (9, 10)]
+    assert [wider(batch) for batch in (2, 4, 5, 9, 100)] == [(1, 1), (1, 3), (2, 3), (4, 5), (16, 17)]
+    assert [wider(batch, 9) for batch in (18, 19, 100)] == [(9, 9), (9, 10), (16, 17)]

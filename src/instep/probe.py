@@ -34,7 +34,7 @@ Place = Callable[[Sequence[Any]], Sequence[Any]]
 
 MOST_STRUCTURES = 32
 MOST_TRIALS = 6
-_WIDE = 8
+_WIDE = 16
 _TOLERANCES = {torch.float64: (1e-8, 1e-9), torch.float32: (3e-4, 2e-5), torch.float16: (2e-2, 3e-3)}
 
 
@@ -162,7 +162,7 @@ class _Attempt:
                 sandbox = _refusing(Sandbox, source, device)
                 findings, attributes = self._try(sandbox, first, rivals, excuses)
                 wide = wider(self.batch, self.least)
-                if findings.open - set(findings.found) and not findings.errors and wide != first:
+                if _is_unclear(findings) and not findings.errors and wide != first:
                     more, attributes = self._try(sandbox, wide, rivals, excuses)
                     findings = _both(findings, more)
         except _Refused as refused:
@@ -314,6 +314,11 @@ def _adds_up(old: Any, said: Findings) -> bool:
     if not isinstance(verdict, Reduced) or verdict.rules != ("sum",):
         return False
     return old == 0 if isinstance(old, (int, float)) else isinstance(old, Tensor) and not bool(old.any())
+
+
+def _is_unclear(findings: Findings) -> bool:
+    """Whether there are values of which a few samples show nothing: zeros, or the same for all."""
+    return any(isinstance(findings.found.get(path), (Constant, type(None))) for path in findings.open)
 
 
 def _is_proven(verdict: Verdict | None) -> bool:
