@@ -109,6 +109,9 @@ def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
 
 def _look_up(path: Path, value: Any) -> Any:
     for key in path:
+        if type(value) is dict:
+            value = value.get(key)
+            continue
         node = open_node(value)
         if node is None:
             return None
