@@ -24,7 +24,7 @@ FLOORS = [
     {"batchnorm", "bridge", "collectives", "hooks", "meeting", "user_hooks"},
     {"engines"},
     {"crossing", "probe"},
-    {"accept", "explain", "face", "functional", "loader", "loss", "options", "parallel"},
+    {"accept", "explain", "face", "functional", "loader", "loss", "options", "parallel", "together"},
     {"check", "doctor"},
     {"__init__"},
     {"demo", "report", "cli", "__main__"},

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import instep
-import instep.parallel
 import instep.random
+import instep.together
 from instep.random import RandomState, Streams, threads_can_draw
 
 ENGINES = ("serial", "threads")
@@ -192,7 +192,7 @@ def test_the_default_generator_by_name_is_drawn_from_in_turn() -> None:
             for _ in range(3):
                 torch.default_generator.manual_seed(6)
                 runs.append(model(torch.zeros(6, 4)))
-            assert model._instep_turns.always == (engine == "threads")
+            assert model._instep_together._turns.always == (engine == "threads")
     assert all(torch.equal(run, runs[0]) for run in runs)
     assert len({tuple(row) for row in runs[0].tolist()}) == 6
 
@@ -259,7 +259,7 @@ def test_compiled_code_draws_from_the_streams() -> None:
                 out.sum().backward()
                 assert torch.equal(x.grad, out)
                 runs.append(out.detach())
-            assert not model._instep_turns.always
+            assert not model._instep_together._turns.always
     torch._dynamo.reset()
     assert all(torch.equal(run, runs[0]) for run in runs)
     assert not torch.equal(runs[0][:2], runs[0][2:])
@@ -268,7 +268,7 @@ def test_compiled_code_draws_from_the_streams() -> None:
 @pytest.fixture
 def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch as it would be without the key that streams need."""
-    for module in (instep.random, instep.parallel):
+    for module in (instep.random, instep.together):
         monkeypatch.setattr(module, "threads_can_draw", lambda: False)
 
 
@@ -285,7 +285,7 @@ def test_without_streams_replicas_that_draw_run_in_turn_and_draw_the_same() -> N
                 out.sum().backward()
                 torch.testing.assert_close(x.grad * (out != 0), out.detach())
                 runs.append((out.detach(), state()))
-            assert model._instep_turns.always == (engine == "threads")
+            assert model._instep_together._turns.always == (engine == "threads")
     assert all(torch.equal(out, runs[0][0]) and torch.equal(after, runs[0][1]) for out, after in runs)
 
 

@@ -28,7 +28,10 @@ OPS = ("sum", "mean", "max", "min")
 def replica() -> Position:
     """Which replica this is: `index` of `count`, its `device`, its shard's `size` and `offset` in the batch."""
     place = seat()
-    return OUTSIDE if place is None else place.position
+    if place is None:
+        alone()
+        return OUTSIDE
+    return place.position
 
 
 def all_reduce(x: Any, op: str = "sum") -> Any:

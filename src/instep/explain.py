@@ -23,6 +23,8 @@ class Explanation:
     heading: str
     inputs: tuple[tuple[str, str, str], ...]
     outputs: tuple[tuple[str, str], ...]
+    trial: str = ""
+    """What the probe did for the last call."""
 
     def __str__(self) -> str:
         lines = [self.heading, "inputs:"]
@@ -31,6 +33,8 @@ class Explanation:
             lines += ["outputs, as they were merged last:", *_aligned(self.outputs)]
         else:
             lines.append("outputs: known after the first call")
+        if self.trial:
+            lines.append(f"probe: {self.trial}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -44,7 +48,12 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def explain(
-    plan: SplitPlan, values: Sequence[Any], devices: Sequence[torch.device], choice: Choice, merger: Merger
+    plan: SplitPlan,
+    values: Sequence[Any],
+    devices: Sequence[torch.device],
+    choice: Choice,
+    merger: Merger,
+    trial: str = "",
 ) -> Explanation:
     """The explanation of a plan."""
     if plan.batch is None:
@@ -59,8 +68,16 @@ def explain(
         for name, value, role in zip(plan.names, values, plan.roles, strict=True)
         for row in _rows(role, value, (name,))
     ]
-    outputs = tuple((show_path(path) or "(output)", what) for path, what in merger.seen.items())
-    return Explanation(heading, tuple(rows), outputs)
+    outputs = tuple((show_path(path) or "(output)", _why(path, what, merger)) for path, what in merger.seen.items())
+    return Explanation(heading, tuple(rows), outputs, trial)
+
+
+def _why(path: Path, what: str, merger: Merger) -> str:
+    """What was done at a path, and whether it was the probe that said so."""
+    verdict = merger.found.get(path)
+    if verdict is None:
+        return what
+    return f"{what} (the probe)" if verdict.words == what else f"{what} (the probe: {verdict.words})"
 
 
 def _rows(role: Role, value: Any, path: Path) -> Iterator[tuple[str, str, str]]:

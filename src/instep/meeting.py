@@ -30,6 +30,7 @@ from torch import Tensor
 
 from instep.errors import CollectiveError
 from instep.private import keeps_graph
+from instep.replicas.probing import excuse
 
 Row = list[Tensor | None]
 
@@ -101,17 +102,12 @@ def seat() -> Seat | None:
 
 
 def alone() -> None:
-    """Note that this thread did something together with others, and was alone."""
-    _here.alone = calls_alone() + 1
+    """Say that something was done together with others by one alone, which is nothing.
 
-
-def calls_alone() -> int:
-    """How often this thread did something together with others outside of a parallel call, where that is nothing.
-
-    What is run in parts to see how its outputs belong together asks before and after: such a module looks at the whole
-    batch and takes care of that itself.
+    What is run in parts to see how its outputs belong together is excused by it: such a module looks at the whole batch
+    and takes care of that itself.
     """
-    return int(getattr(_here, "alone", 0))
+    excuse("a cross-replica operation")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from instep.devices import DeviceLike
 from instep.errors import StructureError, WrapError
 from instep.loss import Loss, WithLoss
+from instep.probe import Probe
 from instep.structure.dims import AUTO, dims_by_name
 from instep.structure.merge import Merger
 from instep.structure.plan import Planner, SplitPlan, named_arguments
@@ -40,6 +41,7 @@ class Options:
     hooks: str = "whole"
     private_copies: bool = False
     sync_batchnorm: bool = True
+    probe: bool = True
 
 
 class Method:
@@ -57,6 +59,7 @@ class Method:
         in_dims = dims_by_name(options.in_dims, names, self.rest)
         self.planner = Planner(replicas, options.dim, in_dims, options.min_shard, options.shares)
         self.merger = Merger.of(merge, options.out_dims, options.dim)
+        self.probe = Probe(self.runs, self.merger, options.min_shard) if options.probe else None
 
     def name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """The names and values of the arguments of a call."""

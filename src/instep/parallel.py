@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +14,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from instep.accept import accept, refuse_outer_wrapper
 from instep.batchnorm import Outfit, running_rule
 from instep.compiled import compiled_by, compiler, untraced
-from instep.crossing import Crossing
 from instep.devices import (
     DeviceLike,
     device_of,
@@ -33,21 +32,14 @@ from instep.face import Transparent
 from instep.locks import ProcessLock
 from instep.options import Call, Method, Options, check_shares
 from instep.private import follows_one_thread
-from instep.random import RandomState, Streams, Turns, threads_can_draw
-from instep.replicas.ambient import Ambient
-from instep.replicas.carry import ALONE, UNSURE, Slot
 from instep.replicas.clone import Wrapper
 from instep.replicas.crew import Crew
-from instep.replicas.rehearse import compare
-from instep.replicas.replica import Outcome, Replica
-from instep.replicas.settle import Settler, refuse_writes
+from instep.replicas.settle import Settler
 from instep.replicas.state_rules import check_state_rule
 from instep.structure.dims import AUTO
 from instep.structure.marks import bare
 from instep.structure.merge import Merger
-from instep.structure.plan import SplitPlan
-from instep.structure.split import apply_plan
-from instep.user_hooks import UserHooks
+from instep.together import Together
 
 
 class DataParallel(Transparent, Wrapper):
@@ -80,6 +72,8 @@ class DataParallel(Transparent, Wrapper):
             `"per_replica"` shows them shards.
         private_copies: give every replica memory of its own even on the source's device.
         sync_batchnorm: normalise over the whole batch, as one device does; False is faster and takes each shard alone.
+        probe: try a few samples in parts and together before the first call of each structure, to know what its outputs
+            mean; without it they are merged by what their shapes say.
     """
 
     def __init__(
@@ -103,6 +97,7 @@ class DataParallel(Transparent, Wrapper):
         hooks: str = "whole",
         private_copies: bool = False,
         sync_batchnorm: bool = True,
+        probe: bool = True,
     ) -> None:
         options = Options(
             device_ids=None if device_ids is None else tuple(device_ids),
@@ -122,6 +117,7 @@ class DataParallel(Transparent, Wrapper):
             hooks=hooks,
             private_copies=private_copies,
             sync_batchnorm=sync_batchnorm,
+            probe=probe,
         )
         super().__init__(accept(module))
         self._set_up(options)
@@ -144,22 +140,23 @@ class DataParallel(Transparent, Wrapper):
         self._instep_stays = devices[0].type == self._instep_output.type == "cpu" and not options.place
         self._instep_choice: Choice = choose(options.engine, devices)
         self._instep_engine: Engine = start(self._instep_choice, devices)
-        self._instep_outfit = Outfit(options.sync_batchnorm)
-        self._instep_crew = Crew(
+        outfit, joint = Outfit(options.sync_batchnorm), self._instep_engine.joint
+        self._instep_crew = Crew(self.module, devices, private=options.private_copies, joint=joint, dress=outfit)
+        self._instep_together = Together(
             self.module,
             devices,
-            private=options.private_copies,
-            joint=self._instep_engine.joint,
-            dress=self._instep_outfit,
+            self._instep_output,
+            self._instep_engine,
+            self._instep_crew,
+            Settler(
+                options.state, Merger.of(options.merge, AUTO, options.dim), options.on_unmerged_state, running_rule
+            ),
+            outfit,
+            options,
+            _weakly(self._alone),
         )
-        self._instep_settler = Settler(
-            options.state, Merger.of(options.merge, AUTO, options.dim), options.on_unmerged_state, running_rule
-        )
-        self._instep_hooks = UserHooks(self.module)
         self._instep_methods: dict[str, Method] = {}
-        self._instep_turns = Turns()
         self._instep_called = False
-        self._instep_restructured = self._instep_warned = False
         self._instep_lock = ProcessLock(self._instep_crew.discard)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,94 +173,15 @@ class DataParallel(Transparent, Wrapper):
             self._instep_called = True
         if self._instep_alone or inside_replica() or self._is_lazy() or follows_one_thread():
             return self._alone(method, args, kwargs)
-        if self._is_hooked():
+        if self._instep_together.is_hooked():
             return self._alone(method, args, kwargs)
         known = self._method(method)
         names, values = known.name(args, kwargs)
         plan = known.plan(names, values, self._instep_options.cost)
         if plan.parts == 1:
             return self._alone(method, args, kwargs)
-        with self._instep_lock, self._unharmed() as random:
-            return self._together(Call(method, known, plan, values, len(args)), random)
-
-    def _together(
-        self, call: Call, random: RandomState, rehearsal: list[Slot] | None = None, *, again: bool = False
-    ) -> Any:
-        """The algorithm: split, place, cross, merge, settle.
-
-        A rehearsal cuts these slots of carried state and leaves the last step out. A call is run `again`, one replica
-        after another, if replicas drew from one generator.
-        """
-        crew, plan = self._instep_crew, call.plan
-        replicas = crew.ready()[: plan.parts]
-        if crew.is_tied() or self._is_hooked():  # modules that are not registered are known by now
-            return self._on_source(call)
-        carried, verdict = self._instep_settler.carry.found(
-            self.module, replicas[0].source_modules, plan.sizes, crew.shelf.places, rehearsal
-        )
-        if verdict == ALONE:
-            return self._on_source(call)
-        if verdict == UNSURE:
-            retry, alone = partial(self._together, call, random), partial(self._on_source, call)
-            return compare(carried, retry, partial(self._on_one, call, random), alone, crew, random)
-        self._instep_outfit.speak(self.module)
-        streams = self._streams(random, replicas, again)
-        shards = streams.arguments(self._place(plan, apply_plan(plan, call.values)))
-        outcomes = self._cross(call, replicas, shards, streams, [slot for slot in carried if slot.module is not None])
-        if outcomes is None:
-            random.restore()
-            return self._together(call, random, rehearsal, again=again)
-        if not streams.in_turn and self._drew_from_one(random):
-            return self._together(call, random, rehearsal, again=True)
-        if any(outcome.changes.structure for outcome in outcomes):
-            if rehearsal is not None:
-                return None
-            self._forget(random)
-            return self._on_source(call)
-        refuse_writes(self.module, crew.written())
-        outputs = [on_output_device(outcome.output, self._instep_output) for outcome in outcomes]
-        inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
-        if rehearsal is not None:  # nothing is learned from it
-            return call.known.merger.once().merge(outputs, plan.sizes, inputs)
-        streams.settle()
-        merged = call.known.whole(call.known.merger.merge(outputs, plan.sizes, inputs))
-        rewritten = crew.rewritten(plan.parts)
-        crew.changed = self._instep_settler.settle(self.module, replicas, outcomes, plan.sizes, crew.shelf.places)
-        for weight, rows in rewritten:
-            weight.data.copy_(rows)
-        return merged
-
-    def _cross(
-        self, call: Call, replicas: Sequence[Replica], shards: Any, streams: Streams, carried: list[Slot]
-    ) -> list[Outcome] | None:
-        """Every replica's outcome; None if they changed something that they shared, and have their own of it now."""
-        crew, engine = self._instep_crew, self._instep_engine
-        crew.release(carried, len(replicas))
-        ambient = Ambient.capture(self._instep_devices)
-        runs, sizes = call.known.runs, call.plan.sizes
-        crossing = Crossing(engine, replicas, runs, ambient, crew.behind, streams, sizes, carried)
-        try:
-            outcomes = crossing.run(shards, call.positional, call.plan.names)
-        except Exception:
-            if not crew.part():
-                raise
-            return None
-        return None if crew.part() else outcomes
-
-    def _on_one(self, call: Call, random: RandomState) -> Any:
-        """What one replica makes of the whole batch; the module is left as it was, but for draws."""
-        replicas = self._instep_crew.ready()[:1]
-        streams = self._streams(random, replicas, again=False)
-        shards = self._place(call.plan, [list(bare(call.values))])
-        ambient, behind = Ambient.capture(self._instep_devices), self._instep_crew.behind
-        crossing = Crossing(self._instep_engine, replicas, call.known.runs, ambient, behind, streams)
-        output = crossing.run(shards, call.positional, call.plan.names)[0].output
-        streams.settle()
-        return on_output_device(output, self._instep_output)
-
-    def _on_source(self, call: Call) -> Any:
-        self._instep_crew.done()
-        return self._alone(call.method, call.args, call.kwargs)
+        with self._instep_lock:
+            return self._instep_together.run(Call(method, known, plan, values, len(args)))
 
     def _alone(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The module itself, on the first device."""
@@ -279,69 +197,6 @@ class DataParallel(Transparent, Wrapper):
             args, kwargs = moved[: len(args)], dict(zip(names[len(args) :], moved[len(args) :], strict=True))
         output = compiled_by(compiler(), function, args, kwargs)
         return output if self._instep_output == device else on_output_device(output, self._instep_output)
-
-    def _place(self, plan: SplitPlan, shards: list[list[Any]]) -> list[list[Any]]:
-        """Each replica's shards on its device; leaves that are there already are not touched."""
-        rules = self._instep_options.place
-        keep = stays_on_host(shards[0]) if any(d.type != "cpu" for d in self._instep_devices) else False
-        return [
-            [place(value, (name,), device, keep, rules) for name, value in zip(plan.names, values, strict=True)]
-            for values, device in zip(shards, self._instep_devices, strict=False)
-        ]
-
-    def _streams(self, random: RandomState, replicas: Sequence[Replica], again: bool) -> Streams:
-        """Where the replicas draw from in a call, or in one that is run `again` for drawing from one generator."""
-        engine = self._instep_engine
-        in_turn = again or engine.in_turn or self._instep_turns.always or replicas[0].cloner.draws
-        held = [replica.cloner.generators for replica in replicas]
-        return Streams(random, held, own=not engine.joint and threads_can_draw(), in_turn=in_turn)
-
-    def _drew_from_one(self, random: RandomState) -> bool:
-        """Whether replicas that ran side by side drew from one generator; if so, the call is forgotten."""
-        moved = random.moved()
-        self._instep_turns.note(moved)
-        if moved:
-            random.restore()
-            self._instep_crew.discard()
-        return moved
-
-    def _forget(self, random: RandomState) -> None:
-        """Forget a call in which `forward` changed the structure of its replica.
-
-        Layers or hooks that come to be in the first call do so on the module itself, and are there for the next one.
-        """
-        random.restore()
-        self._instep_crew.discard()
-        if self._instep_restructured and not self._instep_warned:
-            warnings.warn(
-                "forward adds, removes or replaces modules, parameters, hooks, or entries of a list or dictionary that "
-                "holds tensors or modules, again and again: such calls run on one device.",
-                stacklevel=5,
-            )
-            self._instep_warned = True
-        self._instep_restructured = True
-
-    @contextmanager
-    def _unharmed(self) -> Iterator[RandomState]:
-        """A call that fails leaves the random state as it was, and its replicas are not used again."""
-        random = RandomState(self._instep_devices)
-        try:
-            yield random
-            self._instep_crew.done()
-        except BaseException:
-            self._instep_crew.restore()
-            self._instep_crew.discard()
-            random.restore()
-            raise
-
-    def _is_hooked(self) -> bool:
-        """Whether hooks of the user's are there that are to see whole batches."""
-        if self._instep_options.hooks != "whole":
-            return False
-        found = self._instep_hooks.find(self._instep_crew.modules, self._instep_crew.made)
-        if found is not None:
-            self._instep_hooks.tell(found)
-        return found is not None
 
     def _method(self, name: str) -> Method:
         known = self._instep_methods.get(name)
@@ -371,7 +226,8 @@ class DataParallel(Transparent, Wrapper):
         if self._instep_alone:
             return Explanation(f"one device: the module itself runs on {self._instep_devices[0]}", (), ())
         plan = known.plan(names, values, self._instep_options.cost)
-        return explain(plan, values, self._instep_devices, self._instep_choice, known.merger)
+        trial = "" if known.probe is None else known.probe.last.words
+        return explain(plan, values, self._instep_devices, self._instep_choice, known.merger, trial)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -424,3 +280,15 @@ class DataParallel(Transparent, Wrapper):
         Transparent.__init__(self, state["module"])
         self.__dict__.update(state["hooks"])
         self._set_up(state["options"])
+
+
+def _weakly(method: Any) -> Callable[..., Any]:
+    """A method of the wrapper, for something that the wrapper holds and that must not hold on to it."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = weak()
+        assert bound is not None  # it is called from inside a call of the wrapper
+        return bound(*args)
+
+    return call

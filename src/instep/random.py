@@ -144,7 +144,7 @@ class Streams:
 
     def arguments(self, shards: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         """The arguments of each replica, with a generator of its own for each that several of them were given."""
-        counts = Counter(key for values in shards for key in {id(g) for g in _generators_in(values)})
+        counts = Counter(key for values in shards for key in {id(g) for g in generators_in(values)})
         shared = {key for key, count in counts.items() if count > 1}
         if not shared:
             return shards
@@ -305,12 +305,13 @@ class RandomState:
             source.restore()
 
 
-def _generators_in(value: Any) -> Iterator[torch.Generator]:
+def generators_in(value: Any) -> Iterator[torch.Generator]:
+    """Every generator in an argument of a call."""
     if isinstance(value, torch.Generator):
         yield value
     elif type(value) in (list, tuple, dict):
         for item in value.values() if type(value) is dict else value:
-            yield from _generators_in(item)
+            yield from generators_in(item)
 
 
 def counterpart(generator: torch.Generator, device: torch.device) -> torch.Generator:

@@ -20,7 +20,7 @@ class Sized(nn.Module):
 @on_each_engine
 def test_shares(engine: str) -> None:
     x, lengths = torch.randn(9, 2), [1] * 9
-    with instep.DataParallel(Sized(), ["cpu"] * 2, engine=engine, shares=[2, 1]) as model:
+    with instep.DataParallel(Sized(), ["cpu"] * 2, engine=engine, shares=[2, 1], probe=False) as model:
         out, sizes = model(x, lengths)
     assert torch.equal(out, x)
     assert sizes.tolist() == [6] * 6 + [3] * 3
@@ -30,7 +30,7 @@ def test_shares(engine: str) -> None:
 @pytest.mark.parametrize("cost", ["lengths", lambda lengths: torch.tensor(lengths)], ids=["name", "function"])
 def test_cost(engine: str, cost: object) -> None:
     x, lengths = torch.randn(6, 2), [9, 1, 1, 3, 2, 2]
-    with instep.DataParallel(Sized(), ["cpu"] * 2, engine=engine, cost=cost) as model:  # type: ignore[arg-type]
+    with instep.DataParallel(Sized(), ["cpu"] * 2, engine=engine, cost=cost, probe=False) as model:  # type: ignore[arg-type]
         out, sizes = model(x, lengths)
         assert "1 on cpu, 5 on cpu" in str(model.explain(x, lengths))
         again, _ = model(x, lengths[::-1])

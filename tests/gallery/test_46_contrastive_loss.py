@@ -57,6 +57,15 @@ def test_what_is_usually_done_gives_another_gradient(engine: str, gather: str) -
     expected = gradient(net, net, x, y)
     wrong = copy.deepcopy(net)
     wrong.gather = gather
-    with instep.DataParallel(wrong, ["cpu"] * 3, engine=engine) as model:
+    with instep.DataParallel(wrong, ["cpu"] * 3, engine=engine, probe=False) as model:
         got = gradient(wrong, model, x, y)
     assert (got - expected).norm() > 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_samples_that_meet_without_a_gather_are_an_error(engine: str) -> None:
+    with (
+        instep.DataParallel(Pairs("not at all"), ["cpu"] * 3, engine=engine) as model,
+        pytest.raises(instep.MergeError, match=r"depend on other samples.*[\s\S]*instep\.all_gather"),
+    ):
+        model(*torch.randn(2, 7, 3))

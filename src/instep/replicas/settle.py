@@ -6,7 +6,8 @@ Everything is decided before anything is written, so that a `StateError` leaves 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -30,6 +31,7 @@ from instep.structure.merge import Merger
 from instep.structure.rules import rule_for
 from instep.structure.shapes import follow
 from instep.structure.tree import map_tensors, tensors_in
+from instep.structure.verdicts import Verdicts
 
 Write = Callable[[], None]
 
@@ -48,9 +50,22 @@ class Settler:
     """What lists that grew turned out to be: one entry a sample, or not."""
     mergers: dict[str, Merger] = field(default_factory=dict)
     """By path, what merges a tensor that was left there, and remembers the dim that follows the batch."""
+    found: Mapping[str, Verdicts] = field(default_factory=dict)
+    """By dotted name: what trials said of the tensors that `forward` sets on the module."""
+    inputs: Sequence[Mapping[str, Any]] = ()
+    """The arguments of the replicas, for as long as their call is settled."""
 
     def __post_init__(self) -> None:
         self.carry = Carry(self.rules)
+
+    @contextmanager
+    def given(self, inputs: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+        """The arguments of the replicas, which some rules look at."""
+        self.inputs = inputs
+        try:
+            yield
+        finally:
+            self.inputs = ()
 
     def settle(
         self,
@@ -186,6 +201,8 @@ class Settler:
             return apply_state_rule(rule, old, new, sizes, path, entry=bool(place.keys))
         if all(value is old for value in new):
             return old
+        if path in self.found:
+            return self._merge_output(place, new, sizes)
         if self._is_named(place) and all(any(True for _ in tensors_in(value)) for value in new):
             return self._merge_output(place, new, sizes)
         if all(equal(value, new[0]) for value in new):
@@ -265,7 +282,8 @@ class Settler:
             self.mergers[path] = Merger(self.outputs.dim, rules={} if rule is None else {"*": rule})
         merger = self.mergers[path]
         try:
-            merged = merger.merge(near, sizes)
+            merger.use(self.found.get(path, {}))
+            merged = merger.merge(near, sizes, self.inputs)
         except MergeError as error:
             raise StateError(
                 f"forward left a tensor at {path!r} that cannot be merged: {error}\n"

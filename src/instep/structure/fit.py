@@ -299,3 +299,20 @@ def holds_tensors(value: Any, _seen: set[int] | None = None, depth: int = 8) -> 
     if node is not None:
         return any(holds_tensors(child, seen, depth) for child in node.children)
     return any(holds_tensors(child, seen, depth - 1) for child in attributes_of(value).values())
+
+
+def holds_samples(item: Any, size: int) -> bool | None:
+    """Whether an entry of a list holds `size` samples; None if it says neither."""
+    kind = own_kind(item)
+    if kind is not None:
+        count = kind.size(item)
+        return None if count is None else count == size
+    if isinstance(item, (Tensor, np.ndarray)):
+        return True if size in item.shape else None if item.ndim == 0 or item.shape[0] == 1 else False
+    node = open_node(item)
+    if node is None:
+        return None
+    if is_sequence(item) and len(item) == size and not holds_tensors(item):
+        return True
+    below = {holds_samples(child, size) for child in node.children}
+    return False if False in below else True if True in below else None

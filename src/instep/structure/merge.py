@@ -13,7 +13,15 @@ from torch import Tensor
 
 from instep.errors import MergeError
 from instep.structure.dims import AUTO, Declared, check_dims, declared_root
-from instep.structure.fit import NUMBERS, holds_tensors, is_record_of_samples, own_kind, samples_in, size_along
+from instep.structure.fit import (
+    NUMBERS,
+    holds_samples,
+    holds_tensors,
+    is_record_of_samples,
+    own_kind,
+    samples_in,
+    size_along,
+)
 from instep.structure.merge_messages import cannot_merge, no_rule_for_type, other_entries, two_readings, unknown_sizes
 from instep.structure.recipe import COLUMN, Miss, Recipe, recipe_for
 from instep.structure.rules import (
@@ -26,10 +34,11 @@ from instep.structure.rules import (
     rule_for,
     speaks_of,
 )
-from instep.structure.shapes import follow, is_integer, join_along, join_as_before
+from instep.structure.shapes import equal_scalars, equal_values, few, follow, is_integer, join_along, join_as_before
 from instep.structure.split import Parts, join, undo_plan
 from instep.structure.tree import SCALARS, Node, Path, is_sequence, open_node, specific_first
 from instep.structure.types import Kind, kind_of
+from instep.structure.verdicts import Joined, Reading, Verdicts
 
 
 @dataclass
@@ -45,6 +54,8 @@ class Merger:
     readings: dict[Path, str] = field(default_factory=dict)
     dims: dict[Path, tuple[int, int]] = field(default_factory=dict)
     """The rank of a leaf and the dim of it that followed the batch, which decides when two dims do."""
+    found: Verdicts = field(default_factory=dict)
+    """What a trial said of leaves that no rule names."""
 
     def __post_init__(self) -> None:
         check_dims(self.out_dims, "out_dims")
@@ -85,6 +96,19 @@ class Merger:
         if not self.rules and self.declared.auto and not self.declared.patterns and len(parts) > 1:
             self._learn(parts, sizes)
         return merged
+
+    def use(self, found: Verdicts) -> None:
+        """Merge by other verdicts from now on."""
+        if found is self.found:
+            return
+        self.found = found
+        self._recipes.clear()
+        for path, verdict in found.items():
+            self.dims.pop(path, None)
+            if isinstance(verdict, Joined):
+                self.dims[path] = verdict.rank, verdict.dim
+            elif isinstance(verdict, Reading):
+                self.readings[path] = COLUMN if verdict.samples else "inside"
 
     def _learn(self, parts: Sequence[Any], sizes: tuple[int, ...]) -> None:
         recipe = recipe_for(
@@ -155,7 +179,7 @@ class _Merging:
     def __init__(self, merger: Merger) -> None:
         self.merger = merger
         self.dims, self.seen, self.readings = merger.dims, merger.seen, merger.readings
-        self.named, self.general = merger.named, merger.general
+        self.named, self.general, self.found = merger.named, merger.general, merger.found
         self.undeclared = merger.declared.auto and not merger.declared.patterns
 
     def node(self, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared, inherited: Rule | None) -> Any:
@@ -183,6 +207,11 @@ class _Merging:
         if spec.spec is None:
             self._note(path, "the first replica's (out_dims is None)")
             return first
+        verdict = self.found.get(path) if rule is None else None
+        own = isinstance(first, Tensor) and first is parts[-1]  # the module's, and whole already
+        if verdict is not None and not own and verdict.fits(parts, scene):
+            self._note(path, verdict.words)
+            return verdict.merge(parts, scene, path)
         if first is parts[-1] and all(part is first for part in parts):
             self._note(path, "the same on every replica")
             return first
@@ -276,7 +305,7 @@ class _Merging:
         """Whether a list as long as its shard could be a structure too; `MergeError` if its entries speak for that."""
         if all(_PLAIN_TYPES.issuperset(map(type, part)) for part in parts):
             return True
-        found = {_follows(item, size) for part, size in zip(parts, sizes, strict=True) for item in part}
+        found = {holds_samples(item, size) for part, size in zip(parts, sizes, strict=True) for item in part}
         if True in found and False not in found:
             raise two_readings(path, self.merger.dim)
         return False not in found
@@ -332,10 +361,10 @@ class _Merging:
         raise cannot_merge(path, parts, f"tensors of shapes {shown}", sizes, two_dims=len(matches) > 1)
 
     def _scalars(self, parts: Sequence[Tensor], scene: Scene, path: Path) -> Any:
-        if not _equal_scalars(parts):
-            raise cannot_merge(path, parts, f"a 0-d tensor that differs between replicas ({_few(parts)})", scene.sizes)
+        if not equal_scalars(parts):
+            raise cannot_merge(path, parts, f"a 0-d tensor that differs between replicas ({few(parts)})", scene.sizes)
         if is_integer(parts[0]):
-            raise cannot_merge(path, parts, f"a constant or a count, which is equal here ({_few(parts)})", scene.sizes)
+            raise cannot_merge(path, parts, f"a constant or a count, which is equal here ({few(parts)})", scene.sizes)
         self._note(path, "equal on every replica")
         if any(part.requires_grad for part in parts):
             return mean_of_equals(parts, scene.sizes)
@@ -351,15 +380,15 @@ class _Merging:
     def _values(self, parts: Sequence[Any], scene: Scene, path: Path) -> Any:
         first = parts[0]
         if isinstance(first, torch.Size) and any(set(part) & set(scene.sizes) for part in parts):
-            raise cannot_merge(path, parts, f"shapes, which hold the size of a shard ({_few(parts)})", scene.sizes)
+            raise cannot_merge(path, parts, f"shapes, which hold the size of a shard ({few(parts)})", scene.sizes)
         if not isinstance(first, (*SCALARS, np.generic, np.ndarray, torch.Size)):
             raise no_rule_for_type(path, first)
         if type(first) is int and parts == list(scene.sizes):
-            raise cannot_merge(path, parts, f"a constant or the number of samples ({_few(parts)})", scene.sizes)
-        if all(_equal_values(part, first) for part in parts):
+            raise cannot_merge(path, parts, f"a constant or the number of samples ({few(parts)})", scene.sizes)
+        if all(equal_values(part, first) for part in parts):
             self._note(path, "equal on every replica")
             return first
-        raise cannot_merge(path, parts, f"a value that differs between replicas ({_few(parts)})", scene.sizes)
+        raise cannot_merge(path, parts, f"a value that differs between replicas ({few(parts)})", scene.sizes)
 
     def _note(self, path: Path, what: str) -> None:
         self.seen[path] = what
@@ -367,36 +396,3 @@ class _Merging:
 
 def _is_sliceable(part: Any) -> bool:
     return isinstance(part, list) or is_record_of_samples(part)
-
-
-def _follows(item: Any, size: int) -> bool | None:
-    """Whether an entry of a list holds `size` samples; None if it says neither."""
-    kind = own_kind(item)
-    if kind is not None:
-        count = kind.size(item)
-        return None if count is None else count == size
-    if isinstance(item, (Tensor, np.ndarray)):
-        return True if size in item.shape else None if item.ndim == 0 or item.shape[0] == 1 else False
-    node = open_node(item)
-    if node is None:
-        return None
-    if is_sequence(item) and len(item) == size and not holds_tensors(item):
-        return True
-    below = {_follows(child, size) for child in node.children}
-    return False if False in below else True if True in below else None
-
-
-def _equal_scalars(parts: Sequence[Tensor]) -> bool:
-    first = parts[0]
-    return all(part.dtype == first.dtype and torch.equal(part, first) for part in parts) or all(
-        part.dtype == first.dtype and bool(torch.isnan(part)) for part in parts
-    )
-
-
-def _equal_values(one: Any, other: Any) -> bool:
-    return bool(np.all(one == other)) or (one != one and other != other)
-
-
-def _few(parts: Sequence[Any]) -> str:
-    shown = [repr(part.item()) if isinstance(part, Tensor) else repr(part) for part in parts[:4]]
-    return ", ".join(shown) + (", ..." if len(parts) > 4 else "")

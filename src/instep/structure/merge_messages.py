@@ -20,7 +20,12 @@ def _line(path: Path, rule: str) -> str:
 
 
 def cannot_merge(
-    path: Path, parts: Sequence[Any], why: str, sizes: Sequence[int], two_dims: bool = False
+    path: Path,
+    parts: Sequence[Any],
+    why: str,
+    sizes: Sequence[int],
+    two_dims: bool = False,
+    counts: Sequence[str] = (),
 ) -> MergeError:
     """Parts that could mean several things: what they are, and the rules to choose from."""
     if any(open_node(part) is not None for part in parts):
@@ -34,11 +39,33 @@ def cannot_merge(
         f"Write what it means:  {_line(path, '...')}  with {choices},",
         "  instep.weighted_by(...) for a mean over something else than samples, or a function (parts, sizes) -> value.",
     ]
+    lines += [f"  {_line(path, count)}" for count in counts]
     if 1 in sizes:
         lines.append("Where a shard of one sample loses a dim (squeeze), min_shard=2 keeps shards larger.")
     if two_dims:
-        lines.append("Where an entry depends on the whole batch, compute it outside forward, on the merged outputs.")
+        lines.append(
+            "Where an entry depends on the whole batch, gather what it is computed from, instep.all_gather(z), or "
+            "compute it outside forward, on the merged outputs."
+        )
     return MergeError("\n".join(lines))
+
+
+def across_samples(path: Path, why: str, sizes: Sequence[int]) -> MergeError:
+    """An output whose entries look at other samples than their own."""
+    a, b = sizes
+    return MergeError(
+        f"cannot merge {_place(path)}: {why}. It was tried on {a} and {b} samples apart and on the {a + b} together.\n"
+        f"Samples meet somewhere in forward. Write one of:\n"
+        f"  z = instep.all_gather(z)   # inside forward, before samples meet: every replica sees the whole batch\n"
+        f"  compute it outside forward, on the merged outputs\n"
+        f"  {_line(path, '...')}   # 'cat', 'list', 'drop', ...: what the parts give is what is meant\n"
+        f"  {_line(path, '(lambda parts, sizes: ...)')}   # a function of the parts"
+    )
+
+
+def unexplained(path: Path, parts: Sequence[Any], why: str, sizes: Sequence[int], counts: Sequence[str]) -> MergeError:
+    """An output for which no rule gives, from the parts, what the whole gives."""
+    return cannot_merge(path, parts, f"{why}; no sum, mean or constant explains it", sizes, counts=counts)
 
 
 def other_entries(

@@ -46,7 +46,8 @@ def recipe_for(
     elif cls is list or cls is tuple:
         lengths = [len(part) for part in parts]
         plain = all(_PLAIN_TYPES.issuperset(map(type, part)) for part in parts)
-        if lengths == list(sizes) and cls is list and (plain or readings.get(path) == COLUMN):
+        column = readings.get(path) == COLUMN or (plain and readings.get(path) != "inside")
+        if lengths == list(sizes) and cls is list and column:
             return _column(sizes, plain and readings.get(path) != COLUMN)
         if len(set(lengths)) > 1 or lengths == list(sizes):
             return None

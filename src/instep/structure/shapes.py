@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,3 +36,21 @@ def join_along(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: in
         if shape != first and shape[:dim] + shape[dim + 1 :] != first[:dim] + first[dim + 1 :]:
             return False
     return True
+
+
+def equal_scalars(parts: Sequence[Tensor]) -> bool:
+    """Whether tensors of one shape are equal to the last bit, or all nothing but NaN."""
+    first = parts[0]
+    return all(part.dtype == first.dtype and torch.equal(part, first) for part in parts) or all(
+        part.dtype == first.dtype and bool(torch.isnan(part).all()) for part in parts
+    )
+
+
+def equal_values(one: Any, other: Any) -> bool:
+    return bool(np.all(one == other)) or bool(np.all(one != one) and np.all(other != other))
+
+
+def few(parts: Sequence[Any]) -> str:
+    """The first values, for a message."""
+    shown = [repr(part.item()) if isinstance(part, Tensor) else repr(part) for part in parts[:4]]
+    return ", ".join(shown) + (", ..." if len(parts) > 4 else "")

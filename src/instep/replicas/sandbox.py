@@ -1,0 +1,146 @@
+"""The module once more, to be run where nobody notices.
+
+A sandbox has its own copy of every tensor, no hooks of the user, and starts every run from the same state.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from instep.random import generators_in
+from instep.replicas.clone import REGISTRIES, TABLES, Cloner
+from instep.replicas.equal import equal_tensors
+from instep.replicas.snapshot import Dice, Snapshot
+from instep.replicas.tensors import Tensors, Way
+from instep.structure.tree import map_tensors, tensors_in
+
+_NONE = object()
+
+
+class Sandbox:
+    """A throw-away copy of a module on one device."""
+
+    def __init__(self, source: nn.Module, device: torch.device) -> None:
+        self.device = device
+        self.drew = False
+        """Whether a run since this was last set to False drew random numbers."""
+        self._tensors = Tensors(device, Way.PRIVATE)
+        cloner = Cloner(self._tensors.make, lambda generator: generator)  # put back after every run, like all else
+        self.module: nn.Module = cloner.clone(source.__dict__.get("_modules", {}).get("_orig_mod", source))
+        modules = [made for _, made in cloner.modules]
+        for module in modules:
+            _without_hooks(module)
+            if isinstance(module, (_NormBase, _DropoutNd)):
+                module.__dict__["training"] = False
+        self._modules = modules
+        self._names = {id(module): name for name, module in self.module.named_modules()}
+        self._snapshot = Snapshot(modules)
+        self._then = [(module, dict(module.__dict__)) for module in modules]
+        self._dice = Dice(device)
+        self._writes: bool | None = None
+
+    @property
+    def excuse(self) -> str | None:
+        """Why its parts and whole would differ whatever it computes."""
+        lacking = [m for m in self._modules if isinstance(m, _BatchNorm) and m.running_mean is None]
+        return "batch normalisation without running statistics" if lacking else None
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The floating-point types that it computes in."""
+        return {made.dtype for _, made in self._tensors.trainable if made.is_floating_point()}
+
+    def quieten(self) -> None:
+        """Run in evaluation mode from now on, where nothing should be drawn."""
+        self._snapshot.restore()
+        for module in self._modules:
+            module.__dict__["training"] = False
+        self._snapshot = Snapshot(self._modules)
+        self._then = [(module, dict(module.__dict__)) for module in self._modules]
+
+    def run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What a call gives, and the attributes that it sets, by dotted name; then everything is put back."""
+        self._dice.hold(generators_in([*args, *kwargs.values()]))
+        try:
+            with self._surroundings():
+                function = self.module if method == "forward" else getattr(self.module, method)
+                output = map_tensors(_own, function(*args, **kwargs))
+                attributes = {name: map_tensors(_own, value) for name, value in self._attributes_set()}
+            self.drew = self.drew or self._dice.moved() or self._snapshot.drew()
+            return output, attributes
+        finally:
+            self._put_back()
+
+    def held(self, name: str) -> Any:
+        """The value of an attribute before a run, by its dotted name; None if there is none."""
+        owner, _, key = name.rpartition(".")
+        return self.module.get_submodule(owner).__dict__.get(key)
+
+    def _put_back(self) -> None:
+        self._dice.restore()
+        self._snapshot.restore()
+        with torch.no_grad(), torch.inference_mode(False):
+            for source, made in self._tensors.state:
+                _write(made, source)
+            if self._writes is None:  # a forward that writes to its weights does so in every run
+                self._writes = any(not equal_tensors(*pair) for pair in self._tensors.trainable)
+            for source, made in self._tensors.trainable if self._writes else ():
+                _write(made, source)
+
+    def _attributes_set(self) -> Iterator[tuple[str, Any]]:
+        """Attributes that hold tensors or numbers and that a run has set to another object."""
+        for module, then in self._then:
+            name = self._names.get(id(module))
+            for key, value in module.__dict__.items() if name is not None else ():
+                if key in TABLES or key == "training" or value is then.get(key, _NONE):
+                    continue
+                if isinstance(value, (int, float)) or any(True for _ in tensors_in(value)):
+                    yield (f"{name}.{key}" if name else key), value
+
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """The caller's own, without gradients, compiled code, or casts that autocast would keep."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if self.device.type != "cpu":
+                stack.enter_context(torch.get_device_module(self.device).device(self.device))
+            if "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            kept = torch.is_autocast_cache_enabled()
+            stack.callback(torch.set_autocast_cache_enabled, kept)
+            torch.set_autocast_cache_enabled(False)
+            yield
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _write(made: Tensor, source: Tensor) -> None:
+    if made.shape == source.shape and made.dtype == source.dtype and made.layout is torch.strided:
+        made.data.copy_(source.detach())
+    else:
+        made.data = source.detach().to(made.device, copy=True)
+
+
+def _without_hooks(module: nn.Module) -> None:
+    """Take the user's hooks off; those of torch itself compute weights (weight_norm, pruning) and stay."""
+    module.__dict__["_compiled_call_impl"] = None
+    for name in TABLES:
+        hooks = module.__dict__.get(name)
+        if name not in REGISTRIES and hooks:
+            for key in [key for key, hook in hooks.items() if not _is_of_torch(hook)]:
+                del hooks[key]
+
+
+def _is_of_torch(hook: Any) -> bool:
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return home.startswith("torch.")

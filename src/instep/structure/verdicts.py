@@ -1,0 +1,183 @@
+"""What the numbers of a trial said about one output, and merging by it.
+
+A verdict speaks of a leaf: the dim of it that follows the batch, or that it is constant, a sum of the parts, or a mean
+of them under some weights. It is used only for parts that look like those it was found for; everything else is left
+to the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from instep.structure.fit import NUMBERS
+from instep.structure.merge_messages import cannot_merge
+from instep.structure.rules import Rule, Scene, WeightedBy, apply_rule, mean_of_equals
+from instep.structure.shapes import equal_scalars, equal_values, few
+from instep.structure.tree import Path
+from instep.structure.weights import Count
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A tensor or array whose batch is in `dim`; a shard of one sample may have lost that dim."""
+
+    rank: int
+    dim: int
+    proven: bool = True
+    """Whether numbers showed that samples are independent; shapes alone do not."""
+
+    @property
+    def words(self) -> str:
+        sure = "" if self.proven else ", by shapes alone"
+        return f"batch in dim {self.dim}{sure}"
+
+    def fits(self, parts: Sequence[Any], scene: Scene) -> bool:
+        """Whether every part has the rank, or lacks one dim because it holds one sample."""
+        return all(isinstance(part, Tensor) for part in parts) and all(
+            part.ndim == self.rank or (size == 1 and part.ndim == self.rank - 1)
+            for part, size in zip(parts, scene.sizes, strict=True)
+        )
+
+    def merge(self, parts: Sequence[Any], scene: Scene, path: Path) -> Any:
+        whole = [part if part.ndim == self.rank else part.unsqueeze(self.dim) for part in parts]
+        shapes = [part.shape for part in whole]
+        others = {(*shape[: self.dim], *shape[self.dim + 1 :]) for shape in shapes}
+        if [shape[self.dim] for shape in shapes] != list(scene.sizes) or len(others) > 1:
+            shown = [list(part.shape) for part in parts]
+            raise cannot_merge(path, parts, f"tensors of shapes {shown}, with the batch in dim {self.dim}", scene.sizes)
+        return torch.cat(whole, self.dim)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same for parts and whole: nothing of the batch is in it, as far as was seen."""
+
+    proven: bool = False
+
+    words = "constant"
+
+    def fits(self, *_: Any) -> bool:
+        return True
+
+    def merge(self, parts: Sequence[Any], scene: Scene, path: Path) -> Any:
+        first = parts[0]
+        if all(part is first for part in parts):
+            return first
+        if all(isinstance(part, Tensor) for part in parts):
+            same = all(part.shape == first.shape for part in parts) and equal_scalars(parts)
+            if same:
+                needs = first.is_floating_point() and any(part.requires_grad for part in parts)
+                return mean_of_equals(parts, scene.sizes) if needs else first
+            why = f"a tensor that was the same for parts and whole, and now differs ({_shown(parts)})"
+        elif all(equal_values(part, first) for part in parts):
+            return first
+        else:
+            why = f"a value that was the same for parts and whole, and now differs ({few(parts)})"
+        raise cannot_merge(path, parts, why, scene.sizes)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A sum, or a mean under some weights, of what the parts give.
+
+    Several rules are kept where the numbers fit more than one (a mean over samples and one over valid labels, when
+    every sample has as many): they are used only as long as they say the same.
+    """
+
+    rules: tuple[Rule, ...]
+    proven: bool = True
+
+    @property
+    def words(self) -> str:
+        return " or ".join(_said(rule) for rule in self.rules)
+
+    def fits(self, parts: Sequence[Any], _: Scene) -> bool:
+        shapes = {tuple(part.shape) if isinstance(part, (Tensor, np.ndarray)) else () for part in parts}
+        return len(shapes) == 1 and all(isinstance(part, (Tensor, np.ndarray, *NUMBERS)) for part in parts)
+
+    def merge(self, parts: Sequence[Any], scene: Scene, path: Path) -> Any:
+        if len(self.rules) > 1 and not self.agree(scene):
+            raise cannot_merge(
+                path, parts, f"it can be a {self.words}, which differ for this batch", scene.sizes, counts=_counts(self)
+            )
+        return apply_rule(self.rules[0], parts, scene, path)
+
+    def agree(self, scene: Scene) -> bool:
+        """Whether all rules weigh these shards alike."""
+        if len(self.rules) < 2:
+            return True
+        first, *others = [_share(rule, scene) for rule in self.rules]
+        return all(np.allclose(first, other, rtol=1e-9, atol=0) for other in others)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Parts that follow one another, however long each is: rows that were selected, boxes that were found."""
+
+    dim: int | None
+    """The dim along which tensors are joined; None for lists."""
+    proven: bool = True
+
+    @property
+    def words(self) -> str:
+        return "the parts one after another" + ("" if self.dim is None else f", along dim {self.dim}")
+
+    def fits(self, parts: Sequence[Any], _: Scene) -> bool:
+        if self.dim is None:
+            return all(isinstance(part, (list, tuple)) for part in parts)
+        dim = self.dim
+        return all(isinstance(part, Tensor) and part.ndim > dim for part in parts)
+
+    def merge(self, parts: Sequence[Any], scene: Scene, path: Path) -> Any:
+        return apply_rule("list" if self.dim is None else ("cat", self.dim), parts, scene, path)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A list with one entry a sample, or one whose entries each have a meaning of their own, whatever its length."""
+
+    samples: bool
+    proven: bool = True
+
+    @property
+    def words(self) -> str:
+        return "one entry a sample" if self.samples else "a structure"
+
+    def fits(self, *_: Any) -> bool:
+        return False  # a merger that knows the reading of a list needs nothing else
+
+    def merge(self, parts: Sequence[Any], scene: Scene, path: Path) -> Any:
+        raise cannot_merge(path, parts, "a list is merged by its reading", scene.sizes)
+
+
+Verdict: TypeAlias = Joined | Constant | Reduced | Listed | Reading
+Verdicts: TypeAlias = Mapping[Path, Verdict]
+
+
+def _said(rule: Rule) -> str:
+    if isinstance(rule, WeightedBy):
+        return f"mean weighted by {rule.weight}"
+    return {"mean": "mean weighted by samples", "sum": "sum of the parts"}.get(str(rule), str(rule))
+
+
+def _share(rule: Rule, scene: Scene) -> list[float]:
+    """Each part's weight in the whole, under a rule that is a mean."""
+    weights = [float(w) for w in (rule.weights(scene, "") if isinstance(rule, WeightedBy) else scene.sizes)]
+    whole = sum(weights) or 1.0
+    return [weight / whole for weight in weights]
+
+
+def _counts(verdict: Reduced) -> list[str]:
+    return [
+        rule.weight.line for rule in verdict.rules if isinstance(rule, WeightedBy) and isinstance(rule.weight, Count)
+    ]
+
+
+def _shown(parts: Sequence[Tensor]) -> str:
+    return few(parts) if all(part.ndim == 0 for part in parts) else f"shapes {[list(part.shape) for part in parts]}"

@@ -1,0 +1,45 @@
+"""Pitfall 4: on uneven shards, and over tokens, the mean of the replicas' means is not the mean of the batch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import instep
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 9)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_mean_of_means(engine: str, padded: bool) -> None:
+    net = Tagger()
+    plain, averaged = copy.deepcopy(net), copy.deepcopy(net)
+    ids = torch.randint(0, 9, (5, 6))
+    labels = ids.clone()
+    if padded:
+        labels[3:, 1:] = -100
+    plain(ids, labels).backward()
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        loss = model(ids, labels)
+        loss.backward()
+    torch.testing.assert_close(loss, plain(ids, labels))
+    torch.testing.assert_close(net.head.weight.grad, plain.head.weight.grad)
+
+    # What averaging over replicas gives, as DistributedDataParallel does with gradients.
+    shards = zip(ids.split(3), labels.split(3), strict=True)
+    torch.stack([averaged(*shard) for shard in shards]).mean().backward()
+    assert averaged.head.weight.grad is not None
+    assert plain.head.weight.grad is not None
+    assert not torch.allclose(averaged.head.weight.grad, plain.head.weight.grad, rtol=1e-2)

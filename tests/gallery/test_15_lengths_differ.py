@@ -1,0 +1,64 @@
+"""Pitfall 15: outputs whose length depends on the data ("Gather got an input of invalid size")."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+
+
+class Selects(nn.Linear):
+    """The rows that are worth keeping, and the boxes of each sample."""
+
+    def forward(self, x: Tensor) -> Any:
+        out = super().forward(x)
+        return {"kept": out[x[:, 0] > 0], "boxes": [row[: 1 + index % 2] for index, row in enumerate(out)]}
+
+
+class Encodes(nn.Linear):
+    """Padded to the longest of what it is given."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)[:, : int(lengths.max())]
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_rows_that_were_selected_follow_one_another(engine: str) -> None:
+    net, x = Selects(3, 2), torch.randn(7, 3)
+    x[:, 0] = torch.tensor([1.0, -1, 1, 1, -1, 1, 1])
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, merge={"boxes": "list"}) as model:
+        ours, plain = model(x), net(x)
+    torch.testing.assert_close(ours["kept"], plain["kept"])
+    assert len(ours["boxes"]) == 7
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_shapes_that_cannot_be_joined_are_named(engine: str) -> None:
+    net, x, lengths = Encodes(3, 2), torch.randn(4, 6, 3), torch.tensor([2, 3, 6, 4])
+    with (
+        instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model,
+        pytest.raises(instep.MergeError, match=r"(?s)shapes \[\[2, 3, 2\], \[2, 6, 2\]\].*'pad', 'nested', 'list'"),
+    ):
+        model(x, lengths)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, merge="pad") as model:
+        assert model(x, lengths).shape == (4, 6, 2)
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_unique_values_are_an_error_that_names_the_rule(engine: str) -> None:
+    class Distinct(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.unique((2 * super().forward(x)).round())
+
+    net, x = Distinct(3, 2), torch.randn(9, 3)
+    with (
+        instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model,
+        pytest.raises(instep.MergeError, match=r"apart, .* together"),
+    ):
+        model(x)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, merge="unique") as model:
+        torch.testing.assert_close(model(x), net(x))

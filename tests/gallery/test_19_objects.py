@@ -1,0 +1,58 @@
+"""Pitfall 19: strings and objects cannot be gathered; here they merge as tensors do, or the line to write is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+
+
+class Box:
+    def __init__(self, corners: list[float]) -> None:
+        self.corners = corners
+
+
+class Net(nn.Linear):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        out = super().forward(x)
+        rows = out.tolist()
+        return {
+            "boxes": [Box(row) for row in rows],
+            "records": [{"best": max(row), "text": f"{index}"} for index, row in enumerate(rows)],
+        }
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_one_object_a_sample(engine: str) -> None:
+    net, x = Net(3, 2), torch.randn(5, 3)
+    options: Any = {"engine": engine, "merge": {"records": "list"}}  # its texts count from the start of each shard
+    with instep.DataParallel(net, ["cpu"] * 2, **options) as model:
+        ours, plain = model(x), net(x)
+    assert [box.corners for box in ours["boxes"]] == [pytest.approx(box.corners) for box in plain["boxes"]]
+    assert [r["best"] for r in ours["records"]] == [pytest.approx(r["best"]) for r in plain["records"]]
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_texts_that_count_samples_are_seen(engine: str) -> None:
+    with (
+        instep.DataParallel(Net(3, 2), ["cpu"] * 2, engine=engine) as model,
+        pytest.raises(instep.MergeError, match=r"'records'.*not the same entries"),
+    ):
+        model(torch.randn(5, 3))
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_an_object_for_the_whole_batch_names_the_line(engine: str) -> None:
+    class One(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return Box(super().forward(x).sum().tolist())
+
+    with (
+        instep.DataParallel(One(3, 2), ["cpu"] * 2, engine=engine) as model,
+        pytest.raises(instep.MergeError, match=r"instep\.register\(Box"),
+    ):
+        model(torch.randn(5, 3))
