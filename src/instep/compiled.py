@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 from instep.private import leave_frame_alone, set_frame_compiler
 
 P = ParamSpec("P")
@@ -79,3 +81,31 @@ def allowing(graphs: int | None) -> Iterator[None]:
         yield
     finally:
         config.recompile_limit = before
+
+
+_stance_lock = threading.Lock()
+_stances: list[Any] = []
+_eager = 0
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Compiled code runs uncompiled inside, and nothing is compiled.
+
+    torch keeps that setting for the whole process: the first thread to come sets it, the last one to leave puts it back.
+    """
+    global _eager
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with _stance_lock:
+        if not _eager:
+            _stances.append(torch.compiler.set_stance("force_eager"))
+        _eager += 1
+    try:
+        yield
+    finally:
+        with _stance_lock:
+            _eager -= 1
+            if not _eager:
+                _stances.pop().__exit__(None, None, None)

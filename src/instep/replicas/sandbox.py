@@ -5,7 +5,6 @@ A sandbox has its own copy of every tensor, no hooks of the user, and starts eve
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from instep.compiled import eagerly
 from instep.random import generators_in
 from instep.replicas.clone import REGISTRIES, TABLES, Cloner
 from instep.replicas.equal import equal_tensors
@@ -112,8 +112,7 @@ class Sandbox:
             stack.enter_context(torch.no_grad())
             if self.device.type != "cpu":
                 stack.enter_context(torch.get_device_module(self.device).device(self.device))
-            if "torch._dynamo" in sys.modules:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(eagerly())
             kept = torch.is_autocast_cache_enabled()
             stack.callback(torch.set_autocast_cache_enabled, kept)
             torch.set_autocast_cache_enabled(False)
