@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from instep.locks import ProcessLock
 from instep.private import leave_frame_alone, set_frame_compiler
 
 P = ParamSpec("P")
@@ -83,7 +84,7 @@ def allowing(graphs: int | None) -> Iterator[None]:
         config.recompile_limit = before
 
 
-_stance_lock = threading.Lock()
+_stance_lock = ProcessLock()
 _stances: list[Any] = []
 _eager = 0
 
@@ -92,7 +93,7 @@ _eager = 0
 def eagerly() -> Iterator[None]:
     """Compiled code runs uncompiled inside, and nothing is compiled.
 
-    torch keeps that setting for the whole process: the first thread to come sets it, the last one to leave puts it back.
+    torch keeps that setting for the whole process: the first thread to come sets it, the last one to leave resets it.
     """
     global _eager
     if "torch._dynamo" not in sys.modules:
