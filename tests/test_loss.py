@@ -218,3 +218,43 @@ def test_what_it_refuses() -> None:
         instep.with_loss(net, nn.MSELoss(), target="y")(torch.ones(2, 4))
     with pytest.raises(TypeError, match="position -1"):
         instep.with_loss(net, nn.MSELoss())(x=torch.ones(2, 4))
+
+
+class Centred(nn.Linear):
+    """Looks at the whole batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out - out.mean(0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_samples_that_meet_are_refused_here_too(engine: str) -> None:
+    x, y = torch.randn(B, 4), torch.randn(B, CLASSES)
+    model = instep.DataParallel(instep.with_loss(Centred(4, CLASSES), nn.MSELoss()), ["cpu"] * 2, engine=engine)
+    with pytest.raises(instep.MergeError, match=r"do not add up[\s\S]*all_gather"):
+        model(x, y)
+    model = instep.DataParallel(instep.with_loss(nn.Linear(4, 1), nn.MSELoss()), ["cpu"] * 2, engine=engine)
+    with pytest.raises(instep.MergeError, match="do not add up"):
+        model(x, y[:, 0])  # [B, 1] against [B]: every sample against every other
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_wrong_weight_is_refused(engine: str) -> None:
+    def masked(output: Tensor, target: Tensor) -> Tensor:
+        return (output.squeeze(-1)[target != 0] ** 2).mean()
+
+    module = instep.with_loss(nn.Linear(4, 1), masked, weight=lambda output, target: len(target))
+    model = instep.DataParallel(module, ["cpu"] * 2, engine=engine)
+    with pytest.raises(instep.MergeError, match="weight= is not what its mean divides by"):
+        model(torch.randn(B, 4), torch.tensor([0, 1, 1, 0, 1, 0, 1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_sum_may_be_more_than_a_short_number_can_be(dtype: torch.dtype) -> None:
+    module = instep.with_loss(nn.Linear(4, 64).to(dtype), nn.MSELoss())
+    x, y = torch.randn(800, 4).to(dtype), torch.randn(800, 64).to(dtype) * 3
+    with instep.DataParallel(module, ["cpu"] * 2) as model:
+        loss, expected = model(x, y), module(x, y)
+    assert loss.dtype is expected.dtype is dtype
+    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0)

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.meeting import Seat, seat, share
@@ -107,7 +106,7 @@ def _normalise(layer: _BatchNorm, input: Tensor, place: Seat) -> Tensor:
         shift = shift + layer.bias
     zeros, ones = x.new_zeros(channels), x.new_ones(channels)
     # x * scale + shift, by torch's own kernels, which are the fastest for a factor for each channel
-    return batch_norm(x, zeros, ones, scale, shift, training=False, momentum=0.0, eps=0.0).to(input.dtype)
+    return torch.batch_norm(x, scale, shift, zeros, ones, False, 0.0, 0.0, False).to(input.dtype)
 
 
 class Statistics(torch.autograd.Function):

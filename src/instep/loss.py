@@ -87,7 +87,11 @@ class Loss:
         total = copy.copy(known)
         total.reduction = "sum"
         divisor = 1 if known.reduction == "sum" else _divisor(known, output, target)
-        return {"sum": total(output, target), "divisor": divisor}
+        if known.reduction == "sum" or output.dtype not in _SHORT or torch.is_autocast_enabled(output.device.type):
+            return {"sum": total(output, target), "divisor": divisor}
+        # The mean of a batch is a number like any other, but its sum may be more than a short number can be.
+        loss = total(output.float(), target.float() if target.is_floating_point() else target)
+        return {"sum": loss, "divisor": divisor, "dtype": output.dtype}
 
     def of_whole(self, merged: Any) -> Any:
         """The loss from what the replicas gave together."""
@@ -96,7 +100,8 @@ class Loss:
         known = _known(self.criterion)
         if self.weight is None and known is not None and known.reduction == "sum":
             return merged["sum"]
-        return merged["sum"] / merged["divisor"]
+        loss = merged["sum"] / merged["divisor"]
+        return loss.to(merged["dtype"]) if "dtype" in merged else loss
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """The arguments of the module, and the target."""
@@ -150,6 +155,7 @@ def _weighed(loss: Any, weight: Any) -> dict[str, Any]:
     return {"sum": loss * weight if float(weight) else loss.new_zeros(()), "divisor": weight}
 
 
+_SHORT = (torch.float16, torch.bfloat16)
 _FUNCTIONS: dict[Any, Any] = {
     functional.cross_entropy: nn.CrossEntropyLoss,
     functional.nll_loss: nn.NLLLoss,

@@ -59,7 +59,12 @@ class Method:
         in_dims = dims_by_name(options.in_dims, names, self.rest)
         self.planner = Planner(replicas, options.dim, in_dims, options.min_shard, options.shares)
         self.merger = Merger.of(merge, options.out_dims, options.dim)
-        self.probe = Probe(self.runs, self.merger, options.min_shard) if options.probe else None
+        self.probe: Probe | None = None
+        if options.probe and self._loss is not None and self._loss.summed:
+            judged = Merger.of(AUTO, AUTO, options.dim)  # what we know of a loss is judged like anything else
+            self.probe = Probe(self.runs, judged, options.min_shard, adds_up="sum")
+        elif options.probe:
+            self.probe = Probe(self.runs, self.merger, options.min_shard)
 
     def name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """The names and values of the arguments of a call."""

@@ -7,23 +7,26 @@ notices. Where a trial cannot be made, outputs are merged by the tables.
 from __future__ import annotations
 
 import copy
+import enum
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from instep.errors import MergeError
 from instep.replicas.probing import probing
 from instep.replicas.sandbox import Sandbox
 from instep.structure.judge import Findings, Named, Trial, judge
 from instep.structure.merge import Merger
+from instep.structure.merge_messages import losses_meet
 from instep.structure.plan import SplitPlan
-from instep.structure.roles import Inside, Ready, Role
+from instep.structure.roles import Inside, Keep, Ready, Role
 from instep.structure.rules import Scene, WeightedBy
 from instep.structure.split import apply_plan
-from instep.structure.tree import Path, is_sequence, open_node, tensors_in
+from instep.structure.tree import SCALARS, Path, is_sequence, open_node, tensors_in
 from instep.structure.types import kind_of
 from instep.structure.verdicts import Constant, Reduced, Verdict, Verdicts
 from instep.structure.weights import best_window
@@ -69,8 +72,10 @@ class Known:
 class Probe:
     """What trials said about the calls of one method; its merger follows it."""
 
-    def __init__(self, method: str, merger: Merger, least: int = 1) -> None:
+    def __init__(self, method: str, merger: Merger, least: int = 1, *, adds_up: str | None = None) -> None:
         self.method = method
+        self.adds_up = adds_up
+        """The output that has to be the sum of what the parts give, if it is known already what outputs are."""
         self.least = least
         self.merger = merger
         self.named = Named(merger.named, merger.general, merger.declared)
@@ -78,6 +83,7 @@ class Probe:
         self._structures: dict[Any, Known] = {}
         self._loosely: dict[Any, list[Known]] = {}
         self._by_plan: dict[Any, tuple[SplitPlan, Known]] = {}
+        self._plain: dict[int, tuple[SplitPlan, list[bool]]] = {}
 
     def before(
         self,
@@ -86,29 +92,37 @@ class Probe:
         plan: SplitPlan,
         values: Sequence[Any],
         positional: int,
+        kind: int,
         place: Place,
     ) -> dict[str, Verdicts]:
         """See to it that this call's outputs are known, as far as they can be; `MergeError` for what nothing explains.
 
-        Gives what is known of the attributes that `forward` sets.
+        `kind` tells apart what the module has been: its modes and settings. Gives what is known of the attributes that
+        `forward` sets.
         """
-        known = self._known(plan, values, source.training)
+        known = self._known(plan, values, kind)
         due = known.is_due()
         rivals = [] if due else self._in_doubt(known, plan, values)
         if due or rivals:
             attempt = _Attempt(self.method, self.named, plan, values, positional, place, self.least)
-            attempt.make(source, device, known, rivals)
+            try:
+                attempt.make(source, device, known, rivals)
+            except MergeError as error:
+                raise error if self.adds_up is None else losses_meet() from error
+        if self.adds_up is not None and _is_other(known.found.get((self.adds_up,))):
+            raise losses_meet()
         self.last = known
         self.merger.use(known.found)
         return known.attributes
 
-    def _known(self, plan: SplitPlan, values: Sequence[Any], training: bool) -> Known:
-        flags = tuple([value for value in values if type(value) is bool or type(value) is str])
-        key = (id(plan), training, flags)
+    def _known(self, plan: SplitPlan, values: Sequence[Any], kind: int) -> Known:
+        pairs = zip(plan.roles, values, self._plain_in(plan), strict=True)
+        flags = (kind, *[flag for role, value, plain in pairs if plain for flag in _flags(role, value)])
+        key = (id(plan), flags)
         entry = self._by_plan.get(key)
         if entry is not None:
             return entry[1]
-        loose = (training, plan.names, tuple([_outline(value) for value in values]))
+        loose = (plan.names, tuple([_outline(value) for value in values]))
         known = self._structures.get((flags, loose))
         if known is None and len(self._structures) < MOST_STRUCTURES:
             known = self._structures[flags, loose] = Known()
@@ -119,6 +133,15 @@ class Probe:
             self._by_plan.clear()
         self._by_plan[key] = plan, known
         return known
+
+    def _plain_in(self, plan: SplitPlan) -> list[bool]:
+        """Which of the arguments hold plain values that every replica is given."""
+        entry = self._plain.get(id(plan))
+        if entry is None or entry[0] is not plan:
+            if len(self._plain) >= 512:
+                self._plain.clear()
+            entry = self._plain[id(plan)] = plan, [_has(Keep, role) for role in plan.roles]
+        return entry[1]
 
     def _in_doubt(self, known: Known, plan: SplitPlan, values: Sequence[Any]) -> list[Any]:
         """The weights among which this call would have to choose."""
@@ -151,7 +174,7 @@ class _Attempt:
 
     def make(self, source: nn.Module, device: torch.device, known: Known, rivals: Sequence[Any]) -> None:
         """Try, and note what was seen."""
-        if self.batch < 2 or any(map(_has_ready, self.plan.roles)):
+        if self.batch < 2 or any(_has(Ready, role) for role in self.plan.roles):
             known.words = "not tried: the batch came already split"
             known.ask_again(worth=False)
             return
@@ -265,6 +288,23 @@ def wider(batch: int, least: int = 1) -> tuple[int, int]:
     return (half, half + 1) if 2 <= half <= (batch - 1) // 2 else sizes_for(batch, least)
 
 
+def _is_other(verdict: Verdict | None) -> bool:
+    """Whether numbers showed that an output is something else than a sum."""
+    return verdict is not None and verdict.proven and not (isinstance(verdict, Reduced) and "sum" in verdict.rules)
+
+
+def _flags(role: Role, value: Any) -> Iterator[Any]:
+    """Plain values that every replica is given, and that may decide what the outputs mean: words, numbers, switches."""
+    if isinstance(role, Keep):
+        if isinstance(value, (*SCALARS, enum.Enum)):
+            yield type(value), value
+    elif isinstance(role, Inside):
+        node = open_node(value)
+        assert node is not None
+        for below, child in zip(role.roles, node.children, strict=True):
+            yield from _flags(below, child)
+
+
 def _agreed(others: Sequence[Known]) -> Known:
     """What calls that differ only in their words have in common, if it is everything: then words are just texts."""
     if others and all(other.found == others[0].found for other in others):
@@ -272,8 +312,9 @@ def _agreed(others: Sequence[Known]) -> Known:
     return Known(words="not tried: too many kinds of calls", next=1 << 62)
 
 
-def _has_ready(role: Role) -> bool:
-    return isinstance(role, Ready) or (isinstance(role, Inside) and any(map(_has_ready, role.roles)))
+def _has(kind: type[Role], role: Role) -> bool:
+    """Whether a role, or one inside it, is of a kind."""
+    return isinstance(role, kind) or (isinstance(role, Inside) and any(_has(kind, below) for below in role.roles))
 
 
 def _copied(values: Sequence[Any]) -> list[Any]:

@@ -98,6 +98,7 @@ class Together:
         merged = call.known.whole(call.known.merger.merge(outputs, plan.sizes, inputs))
         rewritten = crew.rewritten(plan.parts)
         with self.settler.given(inputs):
+            crew.settled(outcomes)
             crew.changed = self.settler.settle(self.module, replicas, outcomes, plan.sizes, crew.shelf.places)
         for weight, rows in rewritten:
             weight.data.copy_(rows)
@@ -117,6 +118,7 @@ class Together:
                 plan,
                 call.values,
                 call.positional,
+                self.crew.kinds.now,
                 lambda shard: self._place(plan, [list(shard)])[0],
             )
 

@@ -15,10 +15,11 @@ from instep.reduce import send
 from instep.replicas.carry import Slot
 from instep.replicas.clone import holds_source
 from instep.replicas.equal import equal_tensors
+from instep.replicas.kind import Kinds
 from instep.replicas.memory import Lay, Writes
 from instep.replicas.names import TRAINABLE, module_names, tensor_name
 from instep.replicas.renorm import is_used_elsewhere, renormed_weights, rewritten
-from instep.replicas.replica import Dress, Replica
+from instep.replicas.replica import Dress, Outcome, Replica
 from instep.replicas.shelf import Shelf
 from instep.replicas.tensors import Way
 from instep.replicas.watch import STRUCTURE, Changes, Watch
@@ -57,6 +58,9 @@ class Crew:
         self.made = 0
         """How many times the modules of the source were taken stock of."""
         self._running = False
+        self.kinds = Kinds()
+        self._edited = False
+        """Whether something inside an object that the source holds was changed since the last call."""
         self._watch: Watch | None = None
         self._first_values: list[Tensor] | None = []
 
@@ -67,6 +71,9 @@ class Crew:
             self._make()
         elif changes:
             self._apply(changes)
+        if changes or self._edited:
+            self.kinds.look(self.replicas[0].source_modules, self._edited)
+            self._edited = False
         self._renew_links()
         if not self.frozen:
             self._send()
@@ -108,6 +115,13 @@ class Crew:
         running, self._running = self._running, False
         return self.shelf.restore() if running else []
 
+    def settled(self, outcomes: Sequence[Outcome]) -> None:
+        """What these calls of `forward` have set is state, and no setting of the module's."""
+        modules = self.replicas[0].source_modules
+        for outcome in outcomes:
+            for change in outcome.changes.attributes:
+                self.kinds.is_state(modules[change.module], change.name)
+
     def done(self) -> None:
         """The call is over: what changes from now on is the user's doing."""
         self._running = False
@@ -118,6 +132,7 @@ class Crew:
             return STRUCTURE
         moved = self.shelf.changed()
         if moved:
+            self._edited = self._edited or any(id(container) not in self._own for container in moved)
             if any(holds_source(container, self._own) for container in moved):
                 return STRUCTURE
             self._stock_shelf()

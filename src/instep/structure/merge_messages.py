@@ -113,3 +113,15 @@ def unknown_sizes(length: int | None, inner: Sequence[set[int | None]]) -> Merge
         f"  merge(parts, {[length] * len(batched)})   # one entry a sample\n"
         f"  merge(parts, {batched})   # a structure of batched tensors"
     )
+
+
+def losses_meet() -> MergeError:
+    """The losses of parts of a batch do not add up to the loss of the whole."""
+    return MergeError(
+        "the losses of two parts of the batch do not add up to the loss of both: samples meet in forward or in the "
+        "criterion, or weight= is not what its mean divides by.\n"
+        "Write one of:\n"
+        "  z = instep.all_gather(z)   # inside forward, before samples meet: every replica sees the whole batch\n"
+        "  loss = criterion(model(x), y)   # the loss outside, on the merged output\n"
+        "  probe=False   # if what each shard gives alone is what is meant"
+    )

@@ -1,0 +1,67 @@
+"""Which module a source is at a call: the same objects with other settings compute something else.
+
+What was learned about a module holds for its modes, layers and plain attributes as they were: another criterion,
+`model.center = True` or `model.head.eval()` make it another one. Tensors, and what `forward` itself sets, do not.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from instep.structure.tree import SCALARS
+
+_MOST = 256
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
+
+
+class Kinds:
+    """Numbers the kinds that one source module has been of."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        """The kind it is of."""
+        self._numbers: dict[Any, int] = {}
+        self._serials: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._count = itertools.count()
+        self._state: set[tuple[int, str]] = set()
+        self._edits = 0
+
+    def look(self, modules: Iterable[nn.Module], edited: bool = False) -> None:
+        """Something has changed on the source, perhaps inside an object that it holds: see which kind it is of now."""
+        self._edits += edited
+        key = (self._edits, *[self._describe(module) for module in modules])
+        if key not in self._numbers and len(self._numbers) >= _MOST:
+            self._numbers.clear()
+        if key not in self._numbers:
+            self._numbers[key] = next(self._count)
+        self.now = self._numbers[key]
+
+    def is_state(self, module: nn.Module, name: str) -> None:
+        """An attribute is set by `forward`, and so no setting of the module's."""
+        self._state.add((self._serial(module), name))
+
+    def _serial(self, module: nn.Module) -> int:
+        if module not in self._serials:
+            self._serials[module] = next(self._count)
+        return self._serials[module]
+
+    def _describe(self, module: nn.Module) -> tuple[Any, ...]:
+        serial = self._serial(module)
+        held = [
+            (name, _describe(value))
+            for name, value in module.__dict__.items()
+            if name not in _OF_EVERY_MODULE and (serial, name) not in self._state and not isinstance(value, Tensor)
+        ]
+        return (serial, type(module), *held)
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, (*SCALARS, enum.Enum)):
+        return (type(value), value)
+    return id(value)
