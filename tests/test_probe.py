@@ -484,7 +484,7 @@ def test_nobody_notices_a_trial() -> None:
     )
     held = {name: id(value) for name, value in net.__dict__.items()}
     versions = {name: t._version for name, t in net.state_dict(keep_vars=True).items()}
-    known.probe.before(net, torch.device("cpu"), plan, values, 2, lambda shard: shard)
+    known.probe.before(net, torch.device("cpu"), plan, values, 2, 0, lambda shard: shard)
     assert known.probe.last.trials == 1
     assert "only shapes" in known.probe.last.words
     assert not fired

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from instep.compiled import meets
 from instep.meeting import Seat, seat, share
 
 # Classes whose forward is torch's own; a subclass that has another one knows best.
@@ -27,6 +28,7 @@ class Synced:
     def __init__(self, layer: _BatchNorm) -> None:
         self._layer = weakref.ref(layer)
 
+    @meets
     def __call__(self, input: Tensor) -> Tensor:
         layer = self._layer()
         assert layer is not None

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from instep.compiled import meets
 from instep.errors import CollectiveError
 from instep.meeting import OUTSIDE, Position, Seat, alone, seat, share
 from instep.structure.tree import Path, map_tensors, open_node, show_path, tensors_in
@@ -25,6 +26,7 @@ from instep.structure.types import kind_of
 OPS = ("sum", "mean", "max", "min")
 
 
+@meets
 def replica() -> Position:
     """Which replica this is: `index` of `count`, its `device`, its shard's `size` and `offset` in the batch."""
     place = seat()
@@ -34,6 +36,7 @@ def replica() -> Position:
     return place.position
 
 
+@meets
 def all_reduce(x: Any, op: str = "sum") -> Any:
     """The sum, mean, max or min over the replicas of every tensor and number in a structure, on every replica.
 
@@ -57,6 +60,7 @@ def all_reduce(x: Any, op: str = "sum") -> Any:
     return _refill(x, (), tensors, values)
 
 
+@meets
 def all_gather(x: Any, dim: int = 0) -> Any:
     """Every replica's `x`, joined in the order of the replicas, on every replica.
 

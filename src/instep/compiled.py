@@ -27,8 +27,13 @@ _WHY = (
     "or compile the module itself, instep.DataParallel(torch.compile(net))"
 )
 
+_MEETING = (
+    "replicas meet here (batch normalisation over the whole batch, instep.all_gather, instep.all_reduce), which no "
+    "single graph holds: compile without fullgraph=True"
+)
 
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
+
+def untraced(function: Callable[P, R], why: str = _WHY) -> Callable[P, R]:
     """A function that the compiler runs as it is, with everything it calls; `compiler` tells which one was at work."""
 
     @functools.wraps(function)
@@ -43,8 +48,13 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
     leave_frame_alone(call)
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    call._torchdynamo_disable_msg = _WHY  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
     return call
+
+
+def meets(function: Callable[P, R]) -> Callable[P, R]:
+    """A function in which replicas meet, which no graph can hold."""
+    return untraced(function, _MEETING)
 
 
 def compiler() -> Any:

@@ -226,7 +226,8 @@ class DataParallel(Transparent, Wrapper):
         if self._instep_alone:
             return Explanation(f"one device: the module itself runs on {self._instep_devices[0]}", (), ())
         plan = known.plan(names, values, self._instep_options.cost)
-        trial = "" if known.probe is None else known.probe.last.words
+        tried = None if known.probe is None else known.probe.recall(plan, values, self._instep_crew.kinds.now)
+        trial = "" if known.probe is None else "not tried yet" if tried is None else tried.words
         return explain(plan, values, self._instep_devices, self._instep_choice, known.merger, trial)
 
     @contextmanager

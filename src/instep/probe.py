@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import MergeError
+from instep.replicas.carry import Slot
 from instep.replicas.probing import probing
 from instep.replicas.sandbox import Sandbox
 from instep.structure.judge import Findings, Named, Trial, judge
@@ -94,6 +95,7 @@ class Probe:
         positional: int,
         kind: int,
         place: Place,
+        carried: Sequence[Slot] = (),
     ) -> dict[str, Verdicts]:
         """See to it that this call's outputs are known, as far as they can be; `MergeError` for what nothing explains.
 
@@ -104,7 +106,7 @@ class Probe:
         due = known.is_due()
         rivals = [] if due else self._in_doubt(known, plan, values)
         if due or rivals:
-            attempt = _Attempt(self.method, self.named, plan, values, positional, place, self.least)
+            attempt = _Attempt(self.method, self.named, plan, values, positional, place, self.least, carried)
             try:
                 attempt.make(source, device, known, rivals)
             except MergeError as error:
@@ -114,6 +116,11 @@ class Probe:
         self.last = known
         self.merger.use(known.found)
         return known.attributes
+
+    def recall(self, plan: SplitPlan, values: Sequence[Any], kind: int) -> Known | None:
+        """What is known about such a call, if one was tried."""
+        known = self._known(plan, values, kind)
+        return known if known.words else None
 
     def _known(self, plan: SplitPlan, values: Sequence[Any], kind: int) -> Known:
         pairs = zip(plan.roles, values, self._plain_in(plan), strict=True)
@@ -167,7 +174,9 @@ class _Attempt:
         positional: int,
         place: Place,
         least: int,
+        carried: Sequence[Slot],
     ) -> None:
+        self.carried = [slot for slot in carried if slot.module is not None]
         self.method, self.named, self.plan, self.values = method, named, plan, values
         self.positional, self.place = positional, place
         self.batch, self.least = plan.batch or 0, least
@@ -240,7 +249,10 @@ class _Attempt:
         apart = self._cut([start, *sizes, self.batch - start - sum(sizes)], 2)
         together = self._cut([start, sum(sizes), self.batch - start - sum(sizes)], 1)
         inputs, runs = [], []
-        for shard in (*apart, *together):
+        places = [(start, sizes[0]), (start + sizes[0], sizes[1]), (start, sum(sizes))]
+        for shard, (first, count) in zip((*apart, *together), places, strict=True):
+            for slot in self.carried:
+                sandbox.lend(slot, slot.cut([first, count, self.batch - first - count])[1])
             inputs.append(dict(zip(self.plan.names, shard, strict=True)))
             mine = _refusing(_copied, shard)
             named = dict(zip(self.plan.names[self.positional :], mine[self.positional :], strict=True))

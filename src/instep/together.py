@@ -21,7 +21,7 @@ from instep.random import RandomState, Streams, Turns, threads_can_draw
 from instep.replicas.ambient import Ambient
 from instep.replicas.carry import ALONE, UNSURE, Slot
 from instep.replicas.crew import Crew
-from instep.replicas.rehearse import compare
+from instep.replicas.rehearse import compare, left_in
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.settle import Settler, refuse_writes
 from instep.structure.marks import bare
@@ -55,11 +55,19 @@ class Together:
         with self._unharmed() as random:
             return self._run(call, random)
 
-    def _run(self, call: Call, random: RandomState, rehearsal: list[Slot] | None = None, *, again: bool = False) -> Any:
+    def _run(
+        self,
+        call: Call,
+        random: RandomState,
+        rehearsal: list[Slot] | None = None,
+        *,
+        slots: Sequence[Slot] = (),
+        again: bool = False,
+    ) -> Any:
         """The algorithm: split, place, cross, merge, settle.
 
-        A rehearsal cuts these slots of carried state and leaves the last step out. A call is run `again`, one replica
-        after another, if replicas drew from one generator.
+        A rehearsal cuts some of the slots of carried state, and gives what was left in all of them instead of the last
+        step. A call is run `again`, one replica after another, if replicas drew from one generator.
         """
         crew, plan = self.crew, call.plan
         replicas = crew.ready()[: plan.parts]
@@ -71,19 +79,19 @@ class Together:
         if verdict == ALONE:
             return self._on_source(call)
         if verdict == UNSURE:
-            retry, alone = partial(self._run, call, random), partial(self._on_source, call)
-            return compare(carried, retry, partial(self._on_one, call, random), alone, crew, random)
+            retry, alone = partial(self._run, call, random, slots=carried), partial(self._on_source, call)
+            return compare(carried, retry, partial(self._on_one, call, random, carried), alone, crew, random)
         if rehearsal is None and not again:
-            self._probe(call, bool(carried))
+            self._probe(call, carried)
         self.outfit.speak(self.module)
         streams = self._streams(random, replicas, again)
         shards = streams.arguments(self._place(plan, apply_plan(plan, call.values)))
         outcomes = self._cross(call, replicas, shards, streams, [slot for slot in carried if slot.module is not None])
         if outcomes is None:
             random.restore()
-            return self._run(call, random, rehearsal, again=again)
+            return self._run(call, random, rehearsal, slots=slots, again=again)
         if not streams.in_turn and self._drew_from_one(random):
-            return self._run(call, random, rehearsal, again=True)
+            return self._run(call, random, rehearsal, slots=slots, again=True)
         if any(outcome.changes.structure for outcome in outcomes):
             if rehearsal is not None:
                 return None
@@ -93,7 +101,7 @@ class Together:
         outputs = [on_output_device(outcome.output, self.output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
         if rehearsal is not None:  # nothing is learned from it
-            return call.known.merger.once().merge(outputs, plan.sizes, inputs)
+            return call.known.merger.once().merge(outputs, plan.sizes, inputs), left_in(slots, replicas)
         streams.settle()
         merged = call.known.whole(call.known.merger.merge(outputs, plan.sizes, inputs))
         rewritten = crew.rewritten(plan.parts)
@@ -104,23 +112,17 @@ class Together:
             weight.data.copy_(rows)
         return merged
 
-    def _probe(self, call: Call, carries: bool) -> None:
-        """Before the first call of a structure: a few samples in parts and together say what its outputs mean.
-
-        A call whose samples read what an earlier call left on the module says nothing about a few of them.
-        """
-        probe, plan = call.known.probe, call.plan
-        self.settler.found = {}
-        if probe is not None and not carries:
+    def _probe(self, call: Call, carried: Sequence[Slot]) -> None:
+        """Before the first call of a structure: a few samples in parts and together say what its outputs mean."""
+        probe, plan, kind = call.known.probe, call.plan, self.crew.kinds.now
+        if probe is not None:
+            home, place = self.devices[0], partial(self._place_one, plan)
             self.settler.found = probe.before(
-                self.module,
-                self.devices[0],
-                plan,
-                call.values,
-                call.positional,
-                self.crew.kinds.now,
-                lambda shard: self._place(plan, [list(shard)])[0],
+                self.module, home, plan, call.values, call.positional, kind, place, carried
             )
+
+    def _place_one(self, plan: SplitPlan, shard: Sequence[Any]) -> list[Any]:
+        return self._place(plan, [list(shard)])[0]
 
     def _cross(
         self, call: Call, replicas: Sequence[Replica], shards: Any, streams: Streams, carried: list[Slot]
@@ -139,7 +141,7 @@ class Together:
             return None
         return None if crew.part() else outcomes
 
-    def _on_one(self, call: Call, random: RandomState) -> Any:
+    def _on_one(self, call: Call, random: RandomState, slots: list[Slot]) -> Any:
         """What one replica makes of the whole batch; the module is left as it was, but for draws."""
         replicas = self.crew.ready()[:1]
         streams = self._streams(random, replicas, again=False)
@@ -148,7 +150,7 @@ class Together:
         crossing = Crossing(self.engine, replicas, call.known.runs, ambient, behind, streams)
         output = crossing.run(shards, call.positional, call.plan.names)[0].output
         streams.settle()
-        return on_output_device(output, self.output)
+        return on_output_device(output, self.output), left_in(slots, replicas)
 
     def _on_source(self, call: Call) -> Any:
         self.crew.done()

@@ -118,9 +118,9 @@ class Crew:
     def settled(self, outcomes: Sequence[Outcome]) -> None:
         """What these calls of `forward` have set is state, and no setting of the module's."""
         modules = self.replicas[0].source_modules
-        for outcome in outcomes:
-            for change in outcome.changes.attributes:
-                self.kinds.is_state(modules[change.module], change.name)
+        changes = [change for outcome in outcomes for change in outcome.changes.attributes]
+        if changes:
+            self.kinds.are_state([(modules[change.module], change.name) for change in changes], modules)
 
     def done(self) -> None:
         """The call is over: what changes from now on is the user's doing."""

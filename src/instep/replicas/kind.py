@@ -35,16 +35,22 @@ class Kinds:
     def look(self, modules: Iterable[nn.Module], edited: bool = False) -> None:
         """Something has changed on the source, perhaps inside an object that it holds: see which kind it is of now."""
         self._edits += edited
-        key = (self._edits, *[self._describe(module) for module in modules])
+        key = self._key(modules)
         if key not in self._numbers and len(self._numbers) >= _MOST:
             self._numbers.clear()
         if key not in self._numbers:
             self._numbers[key] = next(self._count)
         self.now = self._numbers[key]
 
-    def is_state(self, module: nn.Module, name: str) -> None:
-        """An attribute is set by `forward`, and so no setting of the module's."""
-        self._state.add((self._serial(module), name))
+    def _key(self, modules: Iterable[nn.Module]) -> Any:
+        return (self._edits, *[self._describe(module) for module in modules])
+
+    def are_state(self, attributes: Iterable[tuple[nn.Module, str]], modules: Iterable[nn.Module]) -> None:
+        """Attributes that are set by `forward`, and so no settings of the module's: without them it is the same."""
+        new = {(self._serial(module), name) for module, name in attributes} - self._state
+        if new:
+            self._state |= new
+            self._numbers[self._key(modules)] = self.now
 
     def _serial(self, module: nn.Module) -> int:
         if module not in self._serials:

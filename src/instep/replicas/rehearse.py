@@ -16,6 +16,8 @@ from instep.errors import StateError
 from instep.random import RandomState
 from instep.replicas.carry import ALONE, CUT, UNSURE, WHOLE, Slot, tensors_by_path
 from instep.replicas.crew import Crew
+from instep.replicas.replica import Replica
+from instep.structure.tree import Path, open_node
 
 
 def compare(
@@ -90,16 +92,62 @@ def judge(slots: Sequence[Slot], verdict: str) -> None:
         )
 
 
+def left_in(slots: Sequence[Slot], replicas: Sequence[Replica]) -> list[Any]:
+    """What a call has left in carried state, that of all replicas joined."""
+    found = []
+    for slot in slots:
+        if slot.module is None:
+            continue
+        index = next(i for i, module in enumerate(replicas[0].source_modules) if module is slot.module)
+        held = []
+        for replica in replicas:
+            module = replica.modules[index]
+            held.append(module._buffers[slot.name] if slot.name in module._buffers else module.__dict__.get(slot.name))
+        rows = zip(*[list(tensors_by_path(value)) for value in held], strict=False)
+        found.append([_joined([tensor for _, tensor in row], slot.dims.get(row[0][0])) for row in rows])
+    return found
+
+
+def _joined(tensors: Sequence[Tensor], dim: int | None) -> Tensor:
+    first = tensors[0].detach()
+    if dim is None or len(tensors) == 1 or first.ndim <= dim:
+        return first
+    return torch.cat([tensor.detach().to(first.device) for tensor in tensors], dim)
+
+
 def agree(left: Any, right: Any) -> bool:
-    """Whether two structures hold the same numbers up to rounding."""
-    ones, others = list(tensors_by_path(left)), list(tensors_by_path(right))
-    return [path for path, _ in ones] == [path for path, _ in others] and all(
-        one.shape == other.shape and _close(one, other) for (_, one), (_, other) in zip(ones, others, strict=True)
+    """Whether two ways came to the same numbers up to rounding; no numbers at all prove nothing."""
+    if isinstance(left, Exception) or isinstance(right, Exception):
+        return False
+    ones, others = list(_numbers(left)), list(_numbers(right))
+    return (
+        bool(ones)
+        and [path for path, _ in ones] == [path for path, _ in others]
+        and all(
+            one.shape == other.shape and _close(one, other) for (_, one), (_, other) in zip(ones, others, strict=True)
+        )
     )
+
+
+def _numbers(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor and number of a structure, with the keys that lead to it."""
+    if isinstance(value, (int, float, complex)):
+        yield path, torch.as_tensor(value)
+    elif isinstance(value, Tensor):
+        yield path, value
+    elif (node := open_node(value)) is not None:
+        for key, child in zip(node.keys, node.children, strict=True):
+            yield from _numbers(child, (*path, key))
+
+
+_ROUNDING = {torch.float64: 1e-8, torch.float32: 3e-4}
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
     one, other = one.detach(), other.detach().to(one.device)
-    if not one.is_floating_point():
+    if not (one.is_floating_point() or one.is_complex()) or one.dtype != other.dtype:
         return torch.equal(one, other)
-    return torch.allclose(one, other.to(one.dtype), rtol=1e-3, atol=1e-5, equal_nan=True)
+    if not one.numel():
+        return True
+    scale = float(torch.maximum(one.abs().max(), other.abs().max()))
+    return torch.allclose(one, other, rtol=0, atol=scale * _ROUNDING.get(one.dtype, 5e-2), equal_nan=True)

@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from instep.compiled import eagerly
 from instep.random import generators_in
+from instep.replicas.carry import Slot
 from instep.replicas.clone import REGISTRIES, TABLES, Cloner
 from instep.replicas.equal import equal_tensors
 from instep.replicas.snapshot import Dice, Snapshot
@@ -41,6 +42,8 @@ class Sandbox:
             if isinstance(module, (_NormBase, _DropoutNd)):
                 module.__dict__["training"] = False
         self._modules = modules
+        self._made = {id(source): made for source, made in cloner.modules}
+        self._lent: dict[tuple[int, str], Any] = {}
         self._names = {id(module): name for name, module in self.module.named_modules()}
         self._snapshot = Snapshot(modules)
         self._then = [(module, dict(module.__dict__)) for module in modules]
@@ -79,6 +82,14 @@ class Sandbox:
         finally:
             self._put_back()
 
+    def lend(self, slot: Slot, value: Any) -> None:
+        """Give the next run a part of the state that an earlier call left on the module."""
+        made = self._made.get(id(slot.module))
+        if made is not None:
+            here = map_tensors(lambda tensor: tensor.detach().to(self.device), value)
+            (made._buffers if slot.name in made._buffers else made.__dict__)[slot.name] = here
+            self._lent[id(made), slot.name] = here
+
     def held(self, name: str) -> Any:
         """The value of an attribute before a run, by its dotted name; None if there is none."""
         owner, _, key = name.rpartition(".")
@@ -101,6 +112,8 @@ class Sandbox:
             name = self._names.get(id(module))
             for key, value in module.__dict__.items() if name is not None else ():
                 if key in TABLES or key == "training" or value is then.get(key, _NONE):
+                    continue
+                if value is self._lent.get((id(module), key), _NONE):
                     continue
                 if isinstance(value, (int, float)) or any(True for _ in tensors_in(value)):
                     yield (f"{name}.{key}" if name else key), value

@@ -65,7 +65,13 @@ def across_samples(path: Path, why: str, sizes: Sequence[int]) -> MergeError:
 
 def unexplained(path: Path, parts: Sequence[Any], why: str, sizes: Sequence[int], counts: Sequence[str]) -> MergeError:
     """An output for which no rule gives, from the parts, what the whole gives."""
-    return cannot_merge(path, parts, f"{why}; no sum, mean or constant explains it", sizes, counts=counts)
+    error = cannot_merge(path, parts, f"{why}; no sum, mean or constant explains it", sizes, counts=counts)
+    return MergeError(
+        f"{error}\n"
+        f"If samples meet in it (a contrastive loss, a variance), none of these is right. Write one of:\n"
+        f"  z = instep.all_gather(z)   # inside forward, before samples meet: every replica sees the whole batch\n"
+        f"  compute it outside forward, on the merged outputs"
+    )
 
 
 def other_entries(
