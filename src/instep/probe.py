@@ -318,10 +318,15 @@ def _flags(role: Role, value: Any) -> Iterator[Any]:
 
 
 def _agreed(others: Sequence[Known]) -> Known:
-    """What calls that differ only in their words have in common, if it is everything: then words are just texts."""
-    if others and all(other.found == others[0].found for other in others):
-        return others[0]
-    return Known(words="not tried: too many kinds of calls", next=1 << 62)
+    """What calls that differ only in their words have in common: then words are just texts."""
+    said: dict[Path, set[Verdict]] = {}
+    for other in others:
+        for path, verdict in other.found.items():
+            if _is_proven(verdict):
+                said.setdefault(path, set()).add(verdict)
+    found = {path: next(iter(verdicts)) for path, verdicts in said.items() if len(verdicts) == 1}
+    attributes = others[-1].attributes if others else {}
+    return Known(found, attributes, words="as other calls of this structure were found to be", next=1 << 62)
 
 
 def _has(kind: type[Role], role: Role) -> bool:

@@ -7,9 +7,9 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -99,14 +99,14 @@ class Lease:
             return [task() for task in tasks]
         if self._closed:
             raise EngineError("this engine was closed.")
-        done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+        done = _Results(len(tasks))
         with _lock:  # calls of several wrappers reach every thread in the same order
             self._revive()
             self._share_cores(len(tasks))
             threads = list(self._threads)
             for index, task in enumerate(tasks):
                 threads[index].inbox.put(_Task(index, task, done))
-        return _collect(done, len(tasks), drain)
+        return done.collect(drain)
 
     def _revive(self) -> None:
         """A forked child has none of its parent's threads: it starts its own."""
@@ -123,11 +123,11 @@ class Lease:
         others = [thread for thread in self._threads[:active] if thread.share != share]
         if not others:
             return
-        done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+        done = _Results(len(others))
         for index, thread in enumerate(others):
             thread.share = share
             thread.inbox.put(_Task(index, partial(_set_threads, share), done))
-        _collect(done, len(others), drain=True)
+        done.collect(drain=True)
         torch.set_num_threads(mine)
 
     def close(self) -> None:
@@ -147,28 +147,46 @@ class Lease:
             thread.stop()
 
 
-def _collect(done: SimpleQueue[tuple[int, Any, BaseException | None]], count: int, drain: bool) -> list[Any]:
-    results: list[Any] = [None] * count
-    errors: dict[int, BaseException] = {}
-    interrupted: BaseException | None = None
-    missing = count
-    while missing:
-        try:
-            index, result, error = done.get()
-        except BaseException as interruption:
-            if not drain:
-                raise
-            interrupted = interruption
-            continue
-        missing -= 1
-        results[index] = result
-        if error is not None:
-            errors[index] = error
-    if interrupted is not None:
-        raise interrupted
-    if errors:
-        raise first_error(errors)
-    return results
+class _Results:
+    """What tasks gave, each in its own place; the queue is only a bell.
+
+    An interruption may come when a bell has been taken and nothing has been done about it. Nothing is lost then but the
+    bell, and whoever waits looks again after a while.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._results: list[tuple[Any, BaseException | None] | None] = [None] * count
+        self._bell: SimpleQueue[None] = SimpleQueue()
+
+    def put(self, index: int, result: Any, error: BaseException | None) -> None:
+        self._results[index] = result, error
+        self._bell.put(None)
+
+    def collect(self, drain: bool) -> list[Any]:
+        """All results, or the first error; an interruption ends the wait at once, or with `drain` after the last task.
+
+        A second interruption always does.
+        """
+        interrupted: BaseException | None = None
+        while any(result is None for result in self._results):
+            try:
+                with suppress(Empty):
+                    self._bell.get(timeout=_GLANCE)
+            except BaseException as interruption:
+                if not drain or interrupted is not None:
+                    raise
+                interrupted = interruption
+        if interrupted is not None:
+            raise interrupted
+        given = [result for result in self._results if result is not None]
+        errors = {index: error for index, (_, error) in enumerate(given) if error is not None}
+        if errors:
+            raise first_error(errors)
+        return [result for result, _ in given]
+
+
+_GLANCE = 0.5
+"""Seconds after which whoever waits for results looks again, without a bell."""
 
 
 def _set_threads(count: int) -> None:
@@ -181,18 +199,16 @@ class _Task:
 
     __slots__ = ("done", "index", "task")
 
-    def __init__(
-        self, index: int, task: Callable[[], Any], done: SimpleQueue[tuple[int, Any, BaseException | None]]
-    ) -> None:
+    def __init__(self, index: int, task: Callable[[], Any], done: _Results) -> None:
         self.index, self.task, self.done = index, task, done
 
     def __call__(self) -> None:
         try:
             result = self.task()
         except BaseException as error:
-            self.done.put((self.index, None, error))
+            self.done.put(self.index, None, error)
         else:
-            self.done.put((self.index, result, None))
+            self.done.put(self.index, result, None)
 
 
 def stop_all() -> None:

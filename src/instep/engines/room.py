@@ -191,8 +191,10 @@ def run_here(tasks: Sequence[Callable[[], T]], room: Room, stop: Callable[[T], b
 
     def begin(index: int) -> None:
         if index > current and index not in threads:
-            threads[index] = threading.Thread(target=work, args=(index,), name=f"instep-turn-{index}", daemon=True)
-            threads[index].start()
+            thread = threads[index] = threading.Thread(
+                target=work, args=(index,), name=f"instep-turn-{index}", daemon=True
+            )
+            thread.start()
 
     room.start = begin
     current = 0
@@ -216,4 +218,5 @@ def run_here(tasks: Sequence[Callable[[], T]], room: Room, stop: Callable[[T], b
 
 def _join(threads: dict[int, threading.Thread]) -> None:
     for thread in threads.values():
-        thread.join()
+        if thread.ident is not None:  # an interruption may come before one has started
+            thread.join()

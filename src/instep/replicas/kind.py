@@ -1,7 +1,8 @@
 """Which module a source is at a call: the same objects with other settings compute something else.
 
 What was learned about a module holds for its modes, layers and plain attributes as they were: another criterion,
-`model.center = True` or `model.head.eval()` make it another one. Tensors, and what `forward` itself sets, do not.
+`model.center = True` or `model.head.eval()` make it another one. Tensors, fractions (the weight of a term, which many
+anneal at each step) and what `forward` itself sets do not.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Kinds:
     def __init__(self) -> None:
         self.now = 0
         """The kind it is of."""
-        self._numbers: dict[Any, int] = {}
+        self._numbers: dict[Any, tuple[int, list[Any]]] = {}
+        """By what tells kinds apart: the number, and objects told by their address, which is then not used again."""
         self._serials: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._count = itertools.count()
         self._state: set[tuple[int, str]] = set()
@@ -35,39 +37,41 @@ class Kinds:
     def look(self, modules: Iterable[nn.Module], edited: bool = False) -> None:
         """Something has changed on the source, perhaps inside an object that it holds: see which kind it is of now."""
         self._edits += edited
-        key = self._key(modules)
+        key, held = self._key(modules)
         if key not in self._numbers and len(self._numbers) >= _MOST:
             self._numbers.clear()
         if key not in self._numbers:
-            self._numbers[key] = next(self._count)
-        self.now = self._numbers[key]
+            self._numbers[key] = next(self._count), held
+        self.now = self._numbers[key][0]
 
-    def _key(self, modules: Iterable[nn.Module]) -> Any:
-        return (self._edits, *[self._describe(module) for module in modules])
+    def _key(self, modules: Iterable[nn.Module]) -> tuple[Any, list[Any]]:
+        held: list[Any] = []
+        return (self._edits, *[self._describe(module, held) for module in modules]), held
 
     def are_state(self, attributes: Iterable[tuple[nn.Module, str]], modules: Iterable[nn.Module]) -> None:
         """Attributes that are set by `forward`, and so no settings of the module's: without them it is the same."""
         new = {(self._serial(module), name) for module, name in attributes} - self._state
         if new:
             self._state |= new
-            self._numbers[self._key(modules)] = self.now
+            key, held = self._key(modules)
+            self._numbers[key] = self.now, held
 
     def _serial(self, module: nn.Module) -> int:
         if module not in self._serials:
             self._serials[module] = next(self._count)
         return self._serials[module]
 
-    def _describe(self, module: nn.Module) -> tuple[Any, ...]:
+    def _describe(self, module: nn.Module, held: list[Any]) -> tuple[Any, ...]:
         serial = self._serial(module)
-        held = [
-            (name, _describe(value))
-            for name, value in module.__dict__.items()
-            if name not in _OF_EVERY_MODULE and (serial, name) not in self._state and not isinstance(value, Tensor)
-        ]
-        return (serial, type(module), *held)
-
-
-def _describe(value: Any) -> Any:
-    if isinstance(value, (*SCALARS, enum.Enum)):
-        return (type(value), value)
-    return id(value)
+        found: list[Any] = [serial, type(module)]
+        for name, value in module.__dict__.items():
+            if name in _OF_EVERY_MODULE or (serial, name) in self._state or isinstance(value, (Tensor, float)):
+                continue
+            if isinstance(value, (*SCALARS, enum.Enum)):
+                found.append((name, type(value), value))
+            elif isinstance(value, nn.Module):
+                found.append((name, self._serial(value)))
+            else:
+                held.append(value)
+                found.append((name, id(value)))
+        return tuple(found)
