@@ -114,3 +114,111 @@ def test_explain_speaks_of_the_call_it_is_asked_about() -> None:
         model(x, "mean")
         assert "tried on" in str(model.explain(x, "mean"))
         assert "not tried yet" in str(model.explain(x, "sum"))
+
+
+@ENGINES
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda y: y.softmax(0),
+        lambda y: y.detach().softmax(0),
+        lambda y: torch.arange(len(y)),
+        lambda y: list(y.shape),
+        lambda y: 1 / len(y),
+        lambda y: y.shape,
+    ],
+    ids=["samples that meet", "detached", "positions", "a shape in a list", "a share", "a shape"],
+)
+@pytest.mark.parametrize("batch", [2, 6])
+def test_an_attribute_that_the_parts_do_not_make_is_refused(value: Any, batch: int, engine: str) -> None:
+    class Sets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            self.kept = value(y)
+            return y
+
+    with (
+        instep.DataParallel(Sets(), ["cpu"] * 2, engine=engine) as model,
+        pytest.raises(instep.StateError, match="'kept'"),
+    ):
+        model(torch.randn(batch, 3))
+
+
+@ENGINES
+def test_a_count_of_samples_is_told_from_a_count_of_calls_with_one_sample_each(engine: str) -> None:
+    class Counts(nn.Module):
+        def __init__(self, samples: bool) -> None:
+            super().__init__()
+            self.samples, self.seen = samples, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += len(x) if self.samples else 1
+            return x * 2
+
+    with instep.DataParallel(Counts(samples=False), ["cpu"] * 2, engine=engine) as model:
+        for _ in range(3):
+            model(torch.randn(2, 3))
+        assert model.seen == 3
+    with (
+        instep.DataParallel(Counts(samples=True), ["cpu"] * 2, engine=engine) as model,
+        pytest.raises(instep.StateError, match="'seen'"),
+    ):
+        model(torch.randn(2, 3))
+    with instep.DataParallel(Counts(samples=True), ["cpu"] * 2, engine=engine, state={"seen": "sum"}) as model:
+        model(torch.randn(2, 3))
+        assert model.seen == 2
+
+
+@ENGINES
+def test_a_layer_that_runs_twice_counts_its_calls(engine: str) -> None:
+    class Siamese(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.arm = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            out: Tensor = self.arm(a) - self.arm(b)
+            return out
+
+    with instep.DataParallel(Siamese(), ["cpu"] * 3, engine=engine) as model:
+        for size in (12, 6, 7):
+            model(torch.randn(size, 4), torch.randn(size, 4))
+        assert model.arm[1].num_batches_tracked == 6
+
+
+def test_a_setting_that_is_annealed_is_tried_once() -> None:
+    class Annealed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.beta = nn.Linear(3, 3), 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            return y.square().mean() + self.beta * y.abs().mean()
+
+    net = Annealed().double()
+    with instep.DataParallel(net, ["cpu"] * 2) as model:
+        for step in range(40):
+            model.beta = step / 40
+            x = torch.randn(5, 3, dtype=torch.float64)
+            torch.testing.assert_close(model(x), net(x))
+
+
+def test_texts_that_differ_at_each_call_are_just_texts() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, x: Tensor, name: str) -> Tensor:
+            return (self.layer(x) * (0 if name == "3" else 1)).square().mean()
+
+    net = Named().double()
+    with instep.DataParallel(net, ["cpu"] * 2) as model:
+        for step in range(40):
+            x = torch.randn(5, 3, dtype=torch.float64)
+            torch.testing.assert_close(model(x, str(step)), net(x, str(step)))

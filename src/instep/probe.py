@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from instep.errors import MergeError
 from instep.replicas.carry import Slot
 from instep.replicas.probing import probing
-from instep.replicas.sandbox import Sandbox
+from instep.replicas.sandbox import Sandbox, is_row
 from instep.structure.judge import Findings, Named, Trial, judge
 from instep.structure.merge import Merger
 from instep.structure.merge_messages import losses_meet
@@ -49,6 +49,8 @@ class Known:
     found: dict[Path, Verdict] = field(default_factory=dict)
     attributes: dict[str, Verdicts] = field(default_factory=dict)
     """By dotted name: what was said of the tensors that `forward` sets on the module."""
+    doubted: frozenset[str] = frozenset()
+    """Names of attributes of which the whole has something that cannot be made from what the parts have."""
     words: str = ""
     trials: int = 0
     calls: int = 0
@@ -176,6 +178,7 @@ class _Attempt:
         least: int,
         carried: Sequence[Slot],
     ) -> None:
+        self.doubted: set[str] = set()
         self.carried = [slot for slot in carried if slot.module is not None]
         self.method, self.named, self.plan, self.values = method, named, plan, values
         self.positional, self.place = positional, place
@@ -205,7 +208,7 @@ class _Attempt:
         if unexplained:
             raise unexplained[0]
         known.found = _joined(known.found, findings)
-        known.attributes = attributes
+        known.attributes, known.doubted = attributes, frozenset(self.doubted)
         why = f"; only shapes count: {', '.join(dict.fromkeys(excuses))}" if excuses else ""
         known.words = f"tried on {first[0]} and {first[1]} samples, and on them together{why}"
         left = [path for path in findings.open if not _is_proven(known.found.get(path))]
@@ -236,8 +239,14 @@ class _Attempt:
         attributes: dict[str, Verdicts] = {}
         for name in dict.fromkeys(name for table in tables for name in table) if sure else ():
             held = sandbox.held(name)
+            rows = [table.get(name) for table in tables]
+            if any(map(is_row, rows)):
+                self.doubted |= {name} if any(row != rows[0] for row in rows) else set()
+                continue
             said = judge(trial([table.get(name, held) for table in tables]), Named())
-            if said.found and not said.errors and not _adds_up(held, said):
+            if said.errors or _adds_up(held, said):
+                self.doubted.add(name)
+            elif said.found:
                 attributes[name] = {path: v for path, v in said.found.items() if not isinstance(v, Constant)}
         return findings, {name: found for name, found in attributes.items() if found}
 
@@ -325,8 +334,10 @@ def _agreed(others: Sequence[Known]) -> Known:
             if _is_proven(verdict):
                 said.setdefault(path, set()).add(verdict)
     found = {path: next(iter(verdicts)) for path, verdicts in said.items() if len(verdicts) == 1}
-    attributes = others[-1].attributes if others else {}
-    return Known(found, attributes, words="as other calls of this structure were found to be", next=1 << 62)
+    last = others[-1] if others else Known()
+    return Known(
+        found, last.attributes, last.doubted, words="as other calls of this structure were found to be", next=1 << 62
+    )
 
 
 def _has(kind: type[Role], role: Role) -> bool:

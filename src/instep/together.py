@@ -120,6 +120,7 @@ class Together:
             self.settler.found = probe.before(
                 self.module, home, plan, call.values, call.positional, kind, place, carried
             )
+            self.settler.doubted = probe.last.doubted
 
     def _place_one(self, plan: SplitPlan, shard: Sequence[Any]) -> list[Any]:
         return self._place(plan, [list(shard)])[0]

@@ -7,7 +7,6 @@ for whatever comes in, and do not count: they are told by the package that their
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,12 +15,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from instep.private import global_hooks
+from instep.replicas.hook_owner import bare_hook, users
 from instep.replicas.names import module_names
 
-LIBRARIES = frozenset(
-    {"accelerate", "bitsandbytes", "compressed_tensors", "diffusers", "instep", "optimum", "peft", "torch", "torchao"}
-    | {"transformers"}
-)
 _KINDS = {
     "_forward_hooks": "forward hook",
     "_forward_pre_hooks": "forward pre-hook",
@@ -82,25 +78,7 @@ def _hooks_on(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, An
                 yield from ((module, kind, hook) for hook in users(hooks.values()))
 
 
-def users(hooks: Iterable[Any]) -> Iterator[Any]:
-    """Those hooks that no library put there."""
-    return (hook for hook in hooks if _package(hook) not in LIBRARIES)
-
-
-def _bare(hook: Any) -> Any:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return getattr(hook, "__func__", hook)
-
-
-def _package(hook: Any) -> str:
-    """The package that a hook's function, or the class of a hook that is an object, is defined in."""
-    function = _bare(hook)
-    where = getattr(function, "__module__", None) if hasattr(function, "__code__") else type(function).__module__
-    return (where or "").partition(".")[0]
-
-
 def name_of(hook: Any) -> str:
     """What a hook is called, for messages."""
-    function = _bare(hook)
+    function = bare_hook(hook)
     return getattr(function, "__qualname__", None) or type(function).__name__

@@ -19,6 +19,7 @@ from instep.random import generators_in
 from instep.replicas.carry import Slot
 from instep.replicas.clone import REGISTRIES, TABLES, Cloner
 from instep.replicas.equal import equal_tensors
+from instep.replicas.hook_owner import users
 from instep.replicas.snapshot import Dice, Snapshot
 from instep.replicas.tensors import Tensors, Way
 from instep.structure.tree import map_tensors, tensors_in
@@ -93,7 +94,8 @@ class Sandbox:
     def held(self, name: str) -> Any:
         """The value of an attribute before a run, by its dotted name; None if there is none."""
         owner, _, key = name.rpartition(".")
-        return self.module.get_submodule(owner).__dict__.get(key)
+        modules = [module for module in self._modules if self._names.get(id(module)) == owner]
+        return modules[0].__dict__.get(key) if modules else None
 
     def _put_back(self) -> None:
         self._dice.restore()
@@ -115,7 +117,7 @@ class Sandbox:
                     continue
                 if value is self._lent.get((id(module), key), _NONE):
                     continue
-                if isinstance(value, (int, float)) or any(True for _ in tensors_in(value)):
+                if isinstance(value, (int, float)) or is_row(value) or any(True for _ in tensors_in(value)):
                     yield (f"{name}.{key}" if name else key), value
 
     @contextmanager
@@ -144,15 +146,16 @@ def _write(made: Tensor, source: Tensor) -> None:
 
 
 def _without_hooks(module: nn.Module) -> None:
-    """Take the user's hooks off; those of torch itself compute weights (weight_norm, pruning) and stay."""
+    """Take the user's hooks off; those by which libraries do their work (weight_norm, pruning) stay."""
     module.__dict__["_compiled_call_impl"] = None
     for name in TABLES:
         hooks = module.__dict__.get(name)
         if name not in REGISTRIES and hooks:
-            for key in [key for key, hook in hooks.items() if not _is_of_torch(hook)]:
+            mine = {id(hook) for hook in users(hooks.values())}
+            for key in [key for key, hook in hooks.items() if id(hook) in mine]:
                 del hooks[key]
 
 
-def _is_of_torch(hook: Any) -> bool:
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return home.startswith("torch.")
+def is_row(value: Any) -> bool:
+    """Whether a value is a list or tuple of numbers, such as a shape."""
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, (int, float)) for item in value)

@@ -6,7 +6,7 @@ Everything is decided before anything is written, so that a `StateError` leaves 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -52,6 +52,8 @@ class Settler:
     """By path, what merges a tensor that was left there, and remembers the dim that follows the batch."""
     found: Mapping[str, Verdicts] = field(default_factory=dict)
     """By dotted name: what trials said of the tensors that `forward` sets on the module."""
+    doubted: Collection[str] = ()
+    """Dotted names of attributes of which trials said that no rule of outputs makes the whole's from the parts'."""
     inputs: Sequence[Mapping[str, Any]] = ()
     """The arguments of the replicas, for as long as their call is settled."""
 
@@ -201,6 +203,8 @@ class Settler:
             return apply_state_rule(rule, old, new, sizes, path, entry=bool(place.keys))
         if all(value is old for value in new):
             return old
+        if path in self.doubted and not self._is_named(place):
+            return self.refuse(place, new)
         if path in self.found:
             return self._merge_output(place, new, sizes)
         if self._is_named(place) and all(any(True for _ in tensors_in(value)) for value in new):
@@ -230,7 +234,7 @@ class Settler:
         """`StateError` for changes that no rule explains; or the first replica's value, and a warning."""
         path = str(place.spoken())
         alike = all(equal(value, new[0]) for value in new)
-        how = "by what may be the size of a shard, alike" if alike else "differently"
+        how = "by what may come from the size of a shard, alike" if alike else "differently"
         if self.unmerged == "warn":
             warnings.warn(f"{path} was changed {how} by each replica; the first one's is kept.", stacklevel=2)
             return new[0]
@@ -240,6 +244,7 @@ class Settler:
             f"  state={{{path!r}: 'sum'}}    # old + the sum of the changes: counters, running totals\n"
             f"  state={{{path!r}: 'mean'}}   # weighted by samples; or 'max', 'min', 'first', a function\n"
             f"  state={{{path!r}: 'cat'}}    # joined in the order of the samples: lists and sets that grew\n"
+            f"  z = instep.all_gather(z)   # inside forward, if it comes from samples that meet\n"
             f"  on_unmerged_state='warn'   # keep the first replica's and say so"
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from instep.errors import MergeError, StateError
@@ -70,10 +71,13 @@ def check_state_rule(pattern: str, rule: Any) -> None:
 def known_rule(module: nn.Module | None, name: str) -> StateRule | None:
     """The rule of a layer whose state torch itself changes in `forward`.
 
-    Instance normalisation averages over samples, so the weighted mean is exact. The vectors of spectral normalisation
-    come from the weights alone. What a quantization observer keeps is the least and the greatest value, also where it
-    is a moving average, which grows with what comes in.
+    Batch normalisation counts its calls, alike on every replica. Instance normalisation averages over samples, so the
+    weighted mean is exact. The vectors of spectral normalisation come from the weights alone. What a quantization
+    observer keeps is the least and the greatest value, also where it is a moving average, which grows with what comes
+    in.
     """
+    if isinstance(module, _BatchNorm) and name == "num_batches_tracked":
+        return "first"
     if isinstance(module, _InstanceNorm) and name in ("running_mean", "running_var"):
         return "mean"
     if spectral_norm_class is not None and isinstance(module, spectral_norm_class) and name in ("_u", "_v"):
@@ -96,7 +100,7 @@ def is_count(old: Any, new: Any, sizes: Sequence[int]) -> bool:
     That is a number that grew by a shard's samples or came to be their number, and a shape that begins with it.
     """
     size = sizes[0]
-    if size < 2 or isinstance(new, (bool, np.bool_)):
+    if size < 2 or len(set(sizes)) > 1 or isinstance(new, (bool, np.bool_)):
         return False
     if isinstance(new, torch.Size) or (isinstance(new, tuple) and new and all(type(n) is int for n in new)):
         return bool(new) and new[0] == size
