@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import instep
-from instep.probe import Probe, sizes_for, wider
+from instep.attempt import sizes_for, wider
+from instep.probe import Probe
 from instep.replicas.probing import excuse, is_probing
 from instep.structure.tree import tensors_in
 

@@ -30,6 +30,7 @@ class Mixed(nn.Module):
     def forward(self, x: Tensor, names: list[str] | None = None, fail: bool = False) -> dict[str, Tensor | list[str]]:
         self.calls += 1
         h = self.body(x)
+        self.penalty = h.square().mean()
         if fail:
             raise ZeroDivisionError("as asked")
         out: dict[str, Tensor | list[str]] = {"out": self.head(h), "hidden": h}

@@ -6,70 +6,27 @@ notices. Where a trial cannot be made, outputs are merged by the tables.
 
 from __future__ import annotations
 
-import copy
 import enum
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from instep.attempt import MOST_TRIALS, Attempt, Known, Place, has_role, is_proven, outline
 from instep.errors import MergeError
 from instep.replicas.carry import Slot
-from instep.replicas.probing import probing
-from instep.replicas.sandbox import Sandbox, is_row
-from instep.structure.judge import Findings, Named, Trial, judge
+from instep.structure.judge import Named
 from instep.structure.merge import Merger
 from instep.structure.merge_messages import losses_meet
 from instep.structure.plan import SplitPlan
-from instep.structure.roles import Inside, Keep, Ready, Role
+from instep.structure.roles import Inside, Keep, Role
 from instep.structure.rules import Scene, WeightedBy
 from instep.structure.split import apply_plan
-from instep.structure.tree import SCALARS, Path, is_sequence, open_node, tensors_in
-from instep.structure.types import kind_of
-from instep.structure.verdicts import Constant, Reduced, Verdict, Verdicts
-from instep.structure.weights import best_window
-
-T = TypeVar("T")
-Place = Callable[[Sequence[Any]], Sequence[Any]]
-"""Brings one replica's arguments to the first device."""
+from instep.structure.tree import SCALARS, Path, open_node
+from instep.structure.verdicts import Reduced, Verdict, Verdicts
 
 MOST_STRUCTURES = 32
-MOST_TRIALS = 6
-_WIDE = 16
-_TOLERANCES = {torch.float64: (1e-8, 1e-9), torch.float32: (3e-4, 2e-5), torch.float16: (2e-2, 3e-3)}
-
-
-@dataclass
-class Known:
-    """What is known about calls of one structure."""
-
-    found: dict[Path, Verdict] = field(default_factory=dict)
-    attributes: dict[str, Verdicts] = field(default_factory=dict)
-    """By dotted name: what was said of the tensors that `forward` sets on the module."""
-    doubted: frozenset[str] = frozenset()
-    """Names of attributes of which the whole has something that cannot be made from what the parts have."""
-    words: str = ""
-    trials: int = 0
-    calls: int = 0
-    next: int = 1
-    """The call before which another trial is worth its cost."""
-
-    def is_due(self) -> bool:
-        self.calls += 1
-        return self.trials < MOST_TRIALS and self.calls >= self.next
-
-    def ask_again(self, worth: bool) -> None:
-        """Plan the next trial: soon, then ever later, as long as something is left to be found out."""
-        self.trials += 1
-        self.next = self.calls + 2 ** (self.trials - 1) if worth else 1 << 62
-
-    def rivals(self) -> list[Reduced]:
-        """Verdicts that leave more than one rule."""
-        tables = (self.found, *self.attributes.values()) if self.attributes else (self.found,)
-        return [v for table in tables for v in table.values() if isinstance(v, Reduced) and len(v.rules) > 1]
 
 
 class Probe:
@@ -108,7 +65,7 @@ class Probe:
         due = known.is_due()
         rivals = [] if due else self._in_doubt(known, plan, values)
         if due or rivals:
-            attempt = _Attempt(self.method, self.named, plan, values, positional, place, self.least, carried)
+            attempt = Attempt(self.method, self.named, plan, values, positional, place, self.least, carried)
             try:
                 attempt.make(source, device, known, rivals)
             except MergeError as error:
@@ -131,7 +88,7 @@ class Probe:
         entry = self._by_plan.get(key)
         if entry is not None:
             return entry[1]
-        loose = (plan.names, tuple([_outline(value) for value in values]))
+        loose = (plan.names, tuple([outline(value) for value in values]))
         known = self._structures.get((flags, loose))
         if known is None and len(self._structures) < MOST_STRUCTURES:
             known = self._structures[flags, loose] = Known()
@@ -149,7 +106,7 @@ class Probe:
         if entry is None or entry[0] is not plan:
             if len(self._plain) >= 512:
                 self._plain.clear()
-            entry = self._plain[id(plan)] = plan, [_has(Keep, role) for role in plan.roles]
+            entry = self._plain[id(plan)] = plan, [has_role(Keep, role) for role in plan.roles]
         return entry[1]
 
     def _in_doubt(self, known: Known, plan: SplitPlan, values: Sequence[Any]) -> list[Any]:
@@ -162,151 +119,6 @@ class Probe:
         scene = Scene(plan.sizes, (None,) * plan.parts, inputs)
         torn = [verdict for verdict in rivals if not verdict.agree(scene)]
         return [rule.weight for verdict in torn for rule in verdict.rules if isinstance(rule, WeightedBy)]
-
-
-class _Attempt:
-    """One trial, or several, for one call."""
-
-    def __init__(
-        self,
-        method: str,
-        named: Named,
-        plan: SplitPlan,
-        values: Sequence[Any],
-        positional: int,
-        place: Place,
-        least: int,
-        carried: Sequence[Slot],
-    ) -> None:
-        self.doubted: set[str] = set()
-        self.carried = [slot for slot in carried if slot.module is not None]
-        self.method, self.named, self.plan, self.values = method, named, plan, values
-        self.positional, self.place = positional, place
-        self.batch, self.least = plan.batch or 0, least
-
-    def make(self, source: nn.Module, device: torch.device, known: Known, rivals: Sequence[Any]) -> None:
-        """Try, and note what was seen."""
-        if self.batch < 2 or any(_has(Ready, role) for role in self.plan.roles):
-            known.words = "not tried: the batch came already split"
-            known.ask_again(worth=False)
-            return
-        first = sizes_for(self.batch, self.least)
-        try:
-            with probing() as excuses, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                sandbox = _refusing(Sandbox, source, device)
-                findings, attributes = self._try(sandbox, first, rivals, excuses)
-                wide = wider(self.batch, self.least)
-                if _is_unclear(findings) and not findings.errors and wide != first:
-                    more, attributes = self._try(sandbox, wide, rivals, excuses)
-                    findings = _both(findings, more)
-        except _Refused as refused:
-            known.words = f"not tried: {refused}"
-            known.ask_again(worth=known.trials < 2)
-            return
-        unexplained = [e for path, e in findings.errors.items() if not _is_proven(known.found.get(path))]
-        if unexplained:
-            raise unexplained[0]
-        known.found = _joined(known.found, findings)
-        known.attributes, known.doubted = attributes, frozenset(self.doubted)
-        why = f"; only shapes count: {', '.join(dict.fromkeys(excuses))}" if excuses else ""
-        known.words = f"tried on {first[0]} and {first[1]} samples, and on them together{why}"
-        left = [path for path in findings.open if not _is_proven(known.found.get(path))]
-        known.ask_again(worth=bool(left) or (bool(attributes) and known.trials < 1))
-
-    def _try(
-        self, sandbox: Sandbox, sizes: tuple[int, int], rivals: Sequence[Any], excuses: list[str]
-    ) -> tuple[Findings, dict[str, Verdicts]]:
-        inputs, runs = self._run(sandbox, sizes, rivals)
-        if sandbox.excuse is not None:
-            excuses.append(sandbox.excuse)
-        if sandbox.drew and not excuses:
-            noisy = runs
-            sandbox.drew = False
-            sandbox.quieten()
-            inputs, runs = self._run(sandbox, sizes, rivals)
-            if sandbox.drew or [_outline(r[0]) for r in runs] != [_outline(r[0]) for r in noisy]:
-                excuses.append("forward draws random numbers")
-                runs = noisy
-        tolerance, fine = _tolerances(sandbox, inputs[2], [output for output, _ in runs])
-        sure = not excuses
-
-        def trial(outputs: Sequence[Any]) -> Trial:
-            return Trial(sizes, (outputs[0], outputs[1]), outputs[2], inputs, tolerance, fine, sure)
-
-        findings = judge(trial([output for output, _ in runs]), self.named)
-        tables = [table for _, table in runs]
-        attributes: dict[str, Verdicts] = {}
-        for name in dict.fromkeys(name for table in tables for name in table) if sure else ():
-            held = sandbox.held(name)
-            rows = [table.get(name) for table in tables]
-            if any(map(is_row, rows)):
-                self.doubted |= {name} if any(row != rows[0] for row in rows) else set()
-                continue
-            said = judge(trial([table.get(name, held) for table in tables]), Named())
-            if said.errors or _adds_up(held, said):
-                self.doubted.add(name)
-            elif said.found:
-                attributes[name] = {path: v for path, v in said.found.items() if not isinstance(v, Constant)}
-        return findings, {name: found for name, found in attributes.items() if found}
-
-    def _run(
-        self, sandbox: Sandbox, sizes: tuple[int, int], rivals: Sequence[Any]
-    ) -> tuple[tuple[dict[str, Any], dict[str, Any], dict[str, Any]], list[tuple[Any, dict[str, Any]]]]:
-        """The arguments of both parts and of the whole, and what each gave."""
-        start = best_window(dict(zip(self.plan.names, self.values, strict=True)), self.batch, sizes, rivals)
-        apart = self._cut([start, *sizes, self.batch - start - sum(sizes)], 2)
-        together = self._cut([start, sum(sizes), self.batch - start - sum(sizes)], 1)
-        inputs, runs = [], []
-        places = [(start, sizes[0]), (start + sizes[0], sizes[1]), (start, sum(sizes))]
-        for shard, (first, count) in zip((*apart, *together), places, strict=True):
-            for slot in self.carried:
-                sandbox.lend(slot, slot.cut([first, count, self.batch - first - count])[1])
-            inputs.append(dict(zip(self.plan.names, shard, strict=True)))
-            mine = _refusing(_copied, shard)
-            named = dict(zip(self.plan.names[self.positional :], mine[self.positional :], strict=True))
-            runs.append(_refusing(sandbox.run, self.method, mine[: self.positional], named))
-        return (inputs[0], inputs[1], inputs[2]), runs
-
-    def _cut(self, sizes: Sequence[int], wanted: int) -> list[list[Any]]:
-        """The first `wanted` parts after the samples that are skipped."""
-        present = [size for size in sizes if size]
-        skipped = 1 if sizes[0] else 0
-        plan = SplitPlan(self.batch, tuple(present), self.plan.names, self.plan.roles)
-        with torch.no_grad():
-            shards = apply_plan(plan, self.values)[skipped : skipped + wanted]
-            return [list(self.place(shard)) for shard in shards]
-
-
-class _Refused(Exception):
-    """The module, or an argument, has something against a trial; the call itself may be fine."""
-
-
-def _refusing(work: Callable[..., T], *args: Any) -> T:
-    """What some work gives that runs code of the user's."""
-    try:
-        return work(*args)
-    except Exception as error:
-        raise _Refused(f"{type(error).__name__}: {error}".strip().splitlines()[0]) from error
-
-
-def sizes_for(batch: int, least: int = 1) -> tuple[int, int]:
-    """The samples of the two parts: few, not fewer than `least`, and unequal wherever the batch allows.
-
-    >>> [sizes_for(batch) for batch in (2, 3, 4, 5, 100)]
-    [(1, 1), (1, 2), (1, 3), (2, 3), (2, 3)]
-    """
-    few = max(2, least)
-    if batch > 2 * few:
-        return few, few + 1
-    least = min(least, batch // 2)
-    return least, batch - least
-
-
-def wider(batch: int, least: int = 1) -> tuple[int, int]:
-    """Parts of more samples, for what a few did not show."""
-    half = max(least, min(_WIDE, (batch - 1) // 2))
-    return (half, half + 1) if 2 <= half <= (batch - 1) // 2 else sizes_for(batch, least)
 
 
 def _is_other(verdict: Verdict | None) -> bool:
@@ -331,83 +143,10 @@ def _agreed(others: Sequence[Known]) -> Known:
     said: dict[Path, set[Verdict]] = {}
     for other in others:
         for path, verdict in other.found.items():
-            if _is_proven(verdict):
+            if is_proven(verdict):
                 said.setdefault(path, set()).add(verdict)
     found = {path: next(iter(verdicts)) for path, verdicts in said.items() if len(verdicts) == 1}
     last = others[-1] if others else Known()
     return Known(
         found, last.attributes, last.doubted, words="as other calls of this structure were found to be", next=1 << 62
     )
-
-
-def _has(kind: type[Role], role: Role) -> bool:
-    """Whether a role, or one inside it, is of a kind."""
-    return isinstance(role, kind) or (isinstance(role, Inside) and any(_has(kind, below) for below in role.roles))
-
-
-def _copied(values: Sequence[Any]) -> list[Any]:
-    """Arguments of their own for a run, which may write to them."""
-    memo: dict[int, Any] = {id(t): t.detach().clone() for value in values for t in tensors_in(value)}
-    return [copy.deepcopy(value, memo) for value in values]
-
-
-def _outline(value: Any) -> Any:
-    """The types, keys and ranks of a structure, hashable; a list counts by the kinds of its entries."""
-    if isinstance(value, Tensor):
-        return (Tensor, value.ndim, value.is_floating_point())
-    node = None if kind_of(type(value)) is not None else open_node(value)
-    if node is None:
-        return type(value)
-    below = [_outline(child) for child in node.children]
-    if is_sequence(value):
-        return (type(value), tuple(dict.fromkeys(below)))
-    return (type(value), tuple(map(str, node.keys)), tuple(below))
-
-
-def _tolerances(sandbox: Sandbox, inputs: Mapping[str, Any], outputs: Sequence[Any]) -> tuple[float, float]:
-    """How far apart numbers may be, by the lowest precision that takes part."""
-    kind = sandbox.device.type
-    dtypes = sandbox.dtypes | {t.dtype for t in tensors_in(inputs) if t.is_floating_point()}
-    if torch.is_autocast_enabled(kind):
-        dtypes.add(torch.get_autocast_dtype(kind))
-    dtypes |= {tensor.dtype for output in outputs for tensor in tensors_in(output) if tensor.is_floating_point()}
-    dtypes = dtypes or {torch.get_default_dtype()}
-    tolerance, fine = max(_TOLERANCES.get(dtype, (5e-2, 5e-3)) for dtype in dtypes)
-    if kind != "cpu" and torch.float32 in dtypes and tolerance < 1e-2:
-        return 10 * tolerance, 10 * fine  # accelerators round products of float32 as they are told to
-    return tolerance, fine
-
-
-def _adds_up(old: Any, said: Findings) -> bool:
-    """Whether an attribute may be a running total, which looks like a sum only as long as it starts from zero."""
-    verdict = said.found.get(())
-    if not isinstance(verdict, Reduced) or verdict.rules != ("sum",):
-        return False
-    return old == 0 if isinstance(old, (int, float)) else isinstance(old, Tensor) and not bool(old.any())
-
-
-def _is_unclear(findings: Findings) -> bool:
-    """Whether there are values of which a few samples show nothing: zeros, or the same for all."""
-    return any(isinstance(findings.found.get(path), (Constant, type(None))) for path in findings.open)
-
-
-def _is_proven(verdict: Verdict | None) -> bool:
-    return verdict is not None and verdict.proven
-
-
-def _both(first: Findings, second: Findings) -> Findings:
-    """Two trials of one call: what either proved."""
-    return Findings(_joined(first.found, second), first.open & second.open, {**first.errors, **second.errors})
-
-
-def _joined(before: Mapping[Path, Verdict], findings: Findings) -> dict[Path, Verdict]:
-    """Verdicts after another trial: what is proven stays, of rules that compete those stay that fit every time."""
-    found = dict(before)
-    for path, new in findings.found.items():
-        old = found.get(path)
-        if old is None or not old.proven:
-            if isinstance(old, Reduced) and isinstance(new, Reduced):
-                common = tuple(rule for rule in old.rules if rule in new.rules)
-                new = Reduced(common, len(common) == 1) if common else new
-            found[path] = new
-    return found
