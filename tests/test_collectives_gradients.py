@@ -260,6 +260,8 @@ def test_a_checkpointed_region_meets_again(reentrant: bool) -> None:
         assert_same_gradients(model, plain)
 
 
+# Some versions of torch complain of a checkpoint that is given up in another thread.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("way", ["serial", "joint"])
 def test_a_checkpointed_region_in_a_joint_graph_is_refused(way: str, reentrant: bool) -> None:

@@ -238,12 +238,13 @@ class Settler:
         if self.unmerged == "warn":
             warnings.warn(f"{path} was changed {how} by each replica; the first one's is kept.", stacklevel=2)
             return new[0]
+        joined = f"  state={{{path!r}: 'cat'}}    # joined in the order of the samples: lists and sets that grew\n"
         raise StateError(
             f"forward changed {path!r} {how} on each replica, and no rule says what the whole would have.\n"
             f"Write one of:\n"
             f"  state={{{path!r}: 'sum'}}    # old + the sum of the changes: counters, running totals\n"
             f"  state={{{path!r}: 'mean'}}   # weighted by samples; or 'max', 'min', 'first', a function\n"
-            f"  state={{{path!r}: 'cat'}}    # joined in the order of the samples: lists and sets that grew\n"
+            f"{'' if _is_number(new[0]) else joined}"
             f"  z = instep.all_gather(z)   # inside forward, if it comes from samples that meet\n"
             f"  on_unmerged_state='warn'   # keep the first replica's and say so"
         )
@@ -349,3 +350,7 @@ def _copier(original: Tensor, value: Tensor) -> Write:
                 original.data = value.to(original.device, original.dtype, copy=True)
 
     return write
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, complex)) or (isinstance(value, Tensor) and not value.ndim)

@@ -49,7 +49,8 @@ def refuse_gradients(leaves: Iterable[Tensor]) -> None:
     if left:
         raise BridgeError(
             "backward() was called inside forward: its gradients would stay on the replicas.\n"
-            "Return the loss and call backward() on it outside, or use torch.autograd.grad inside."
+            "Return the loss and call backward() on it outside, or use torch.autograd.grad inside. (If it was another "
+            "thread that called backward(), beside a call on engine='serial': engine='threads' allows that.)"
         )
 
 
