@@ -351,3 +351,31 @@ def test_attributes_of_a_parameter_reach_the_replicas(wrap: Callable[..., Any]) 
     torch.testing.assert_close(model(x), net(x))
     net.weight.scale = 3.0
     torch.testing.assert_close(model(x), x * net.weight * 3)
+
+
+class Total(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.seen, self.log = np.zeros(()), ["start"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        self.log.append("call")
+        out: Tensor = self.layer(x)
+        return out
+
+
+def test_what_a_function_returns_is_looked_at_before_anything_is_written(wrap: Callable[..., Any]) -> None:
+    def add(old: Any, new: list[Any], sizes: list[int]) -> Any:
+        return old + sum(one - old for one in new)
+
+    model = wrap(Total(), state={"seen": add})
+    model(torch.randn(7, 3))
+    assert model.seen == 7
+    assert model.log == ["start", "call"]
+    model = wrap(Total(), state={"seen": add, "log": lambda old, new, sizes: None})
+    with pytest.raises(instep.StateError, match=r"state=\{'log': ...\} returned a NoneType for a list"):
+        model(torch.randn(7, 3))
+    assert model.seen == 0
+    assert model.log == ["start"]

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from operator import is_
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
+from instep.errors import StateError
 from instep.replicas.contents import Contents, contents_of, is_array
 from instep.replicas.equal import equal
 from instep.replicas.shelf import Place
@@ -38,7 +40,7 @@ def merge_contents(
     rule = judge.rule(place)
     if callable(rule):
         made = rule(_shown(container, old), [_shown(container, one) for one in new], list(sizes))
-        return contents_of(made)
+        return _given(container, made, place)
     if rule == "first":
         return new[0]
     if is_array(container):
@@ -48,6 +50,20 @@ def merge_contents(
     if isinstance(container, (list, deque)):
         return Contents((), _merge_sequences(container, place, old.items, [one.items for one in new], sizes, judge))
     return _merge_tables(place, old, new, sizes, judge)
+
+
+def _given(container: Any, made: Any, place: Place) -> Contents:
+    """What a function of the user's gave for a container; what cannot be put there is refused before any write."""
+    if is_array(container):
+        return Contents((), (np.asarray(made),))
+    sequence = isinstance(container, (list, deque))
+    wanted: Any = set if isinstance(container, set) else (list, tuple, deque) if sequence else dict
+    if not isinstance(made, wanted):
+        raise StateError(
+            f"the function in state={{{str(place)!r}: ...}} returned a {type(made).__name__} for a "
+            f"{type(container).__name__}: it returns what the whole would have, in the same form."
+        )
+    return contents_of(made)
 
 
 def _shown(container: Any, contents: Contents) -> Any:
