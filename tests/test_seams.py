@@ -222,3 +222,30 @@ def test_texts_that_differ_at_each_call_are_just_texts() -> None:
         for step in range(40):
             x = torch.randn(5, 3, dtype=torch.float64)
             torch.testing.assert_close(model(x, str(step)), net(x, str(step)))
+
+
+@ENGINES
+@pytest.mark.filterwarnings("ignore:forward may read:UserWarning")
+@pytest.mark.parametrize("rows", [True, False], ids=["its own row", "the whole"])
+def test_state_that_only_another_mode_reads(rows: bool, engine: str) -> None:
+    class Later(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.h: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layer(x)
+            if self.training:
+                self.h = out.detach()
+                return out
+            assert self.h is not None
+            return out + (self.h if rows else self.h.mean(0))
+
+    net = Later().double()
+    plain, x = copy.deepcopy(net), torch.randn(6, 4, dtype=torch.float64)
+    with instep.DataParallel(net, ["cpu"] * 3, engine=engine) as model:
+        for training in (True, True, True, False, False, True, False):
+            model.train(training)
+            plain.train(training)
+            torch.testing.assert_close(model(x), plain(x))

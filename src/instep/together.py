@@ -74,7 +74,7 @@ class Together:
         if crew.is_tied() or self.is_hooked():  # modules that are not registered are known by now
             return self._on_source(call)
         carried, verdict = self.settler.carry.found(
-            self.module, replicas[0].source_modules, plan.sizes, crew.shelf.places, rehearsal
+            self.module, replicas[0].source_modules, plan.sizes, crew.shelf.places, crew.kinds.now, rehearsal
         )
         if verdict == ALONE:
             return self._on_source(call)

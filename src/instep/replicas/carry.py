@@ -22,6 +22,7 @@ from instep.replicas.watch import MISSING
 from instep.structure.tree import Path, open_node
 
 CUT, WHOLE, ALONE, UNSURE = "cut", "whole", "alone", "unsure"
+_MOST_TRIES = 8
 
 
 @dataclass
@@ -38,7 +39,9 @@ class Slot:
     table: dict[Any, Any] | None = None
     key: Any = None
     tries: int = 0
-    """How many comparisons have shown nothing."""
+    """How many comparisons there were."""
+    unread: int | None = None
+    """The kind that the module was of when a comparison showed that nothing reads it, which says nothing of others."""
 
     @property
     def holder(self) -> dict[str, Any]:
@@ -86,9 +89,10 @@ class Carry:
         """An attribute was merged from tensors that follow the batch in these dims."""
         known = self.slots.get((id(module), name))
         verdict = known.verdict if known is not None else CUT if self._is_declared(path) else UNSURE
-        tries = known.tries if known is not None else 0
-        found = {p: dim for p, (_, dim) in dims.items()}
-        self.slots[id(module), name] = Slot(module, name, path, found, verdict, tries=tries)
+        made = Slot(module, name, path, {p: dim for p, (_, dim) in dims.items()}, verdict)
+        if known is not None:
+            made.tries, made.unread = known.tries, known.unread
+        self.slots[id(module), name] = made
 
     def note_entry(
         self, table: dict[Any, Any], key: Any, attribute: str, path: str, dims: Mapping[Path, tuple[int, int]]
@@ -119,12 +123,13 @@ class Carry:
         modules: Sequence[nn.Module],
         sizes: Sequence[int],
         containers: Collection[int],
+        kind: int,
         rehearsal: list[Slot] | None,
     ) -> tuple[list[Slot], str]:
         """The slots that matter in a call with shards of these sizes, and whether they can be cut for it.
 
-        `containers` are the ids of those that the modules hold. In a rehearsal the given slots are cut, whatever is
-        known about them.
+        `containers` are the ids of those that the modules hold, `kind` is what the source is of now. In a rehearsal the
+        given slots are cut, whatever is known about them.
         """
         if rehearsal is not None:
             return rehearsal, CUT
@@ -133,6 +138,9 @@ class Carry:
         gone = [key for key, slot in self.slots.items() if slot.table is not None and id(slot.table) not in containers]
         for key in gone:
             del self.slots[key]
+        for slot in self.slots.values():
+            if slot.verdict == WHOLE and slot.unread not in (None, kind) and slot.tries < _MOST_TRIES:
+                slot.verdict = UNSURE
         slots = self._in_use(modules) if self.slots else []
         for slot in slots:
             fits = slot.module is None or all(tensor.shape[dim] == sum(sizes) for tensor, dim in slot.leaves())

@@ -53,6 +53,7 @@ def compare(
     fitting = [way for way in (WHOLE, CUT) if not drew and agree(results[ALONE], results[way])]
     for slot in carried:
         slot.tries += 1
+        slot.unread = crew.kinds.now if len(fitting) > 1 else None
     if shown or not fitting:
         judge(carried, fitting[0] if fitting else ALONE)
     elif any(slot.tries >= _TRIES for slot in carried):
