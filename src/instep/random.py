@@ -144,6 +144,8 @@ class Streams:
 
     def arguments(self, shards: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         """The arguments of each replica, with a generator of its own for each that several of them were given."""
+        if not any(True for values in shards for _ in generators_in(values)):
+            return shards
         counts = Counter(key for values in shards for key in {id(g) for g in generators_in(values)})
         shared = {key for key, count in counts.items() if count > 1}
         if not shared:
