@@ -107,7 +107,7 @@ def one_lookup(make: Callable[[], Any], rounds: int) -> float:
 
         def look() -> None:
             for _ in range(count):
-                known.probe.before(net, device, plan, values, len(batch), place)
+                known.probe.before(net, device, plan, values, len(batch), 0, place)
 
         return statistics.median(seconds(look) / count for _ in range(rounds))
 

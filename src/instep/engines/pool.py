@@ -160,7 +160,8 @@ class _Results:
 
     def put(self, index: int, result: Any, error: BaseException | None) -> None:
         self._results[index] = result, error
-        self._bell.put(None)
+        if None not in self._results:  # whoever waits is woken once, by the last
+            self._bell.put(None)
 
     def collect(self, drain: bool) -> list[Any]:
         """All results, or the first error; an interruption ends the wait at once, or with `drain` after the last task.
@@ -168,7 +169,7 @@ class _Results:
         A second interruption always does.
         """
         interrupted: BaseException | None = None
-        while any(result is None for result in self._results):
+        while None in self._results:
             try:
                 with suppress(Empty):
                     self._bell.get(timeout=_GLANCE)

@@ -73,6 +73,10 @@ class Ambient:
         Autocast is entered and left by its context manager: a thread that only sets the flags keeps a stale
         cache of cast weights.
         """
+        if self._is_plain(device):  # the most common state of all, in the fewest steps
+            with torch.set_grad_enabled(self.grad):
+                yield
+            return
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
@@ -89,6 +93,17 @@ class Ambient:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_hooks))
             stack.enter_context(allowing(self.graphs))
             yield
+
+    def _is_plain(self, device: torch.device) -> bool:
+        """Whether there is nothing to enter but whether gradients are wanted."""
+        return (
+            not self.inference
+            and self.device is None
+            and self.saved_hooks is None
+            and self.graphs is None
+            and device not in self.streams
+            and not any(cast.enabled for cast in self.autocast)
+        )
 
 
 _met = threading.local()

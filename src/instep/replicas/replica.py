@@ -145,6 +145,8 @@ class Replica:
         They are written without moving their version counters. A graph that still needs an old value then meets the new
         one exactly as it would on one device, and is told of it in the same way (see `Notes`).
         """
+        if not self.tensors.state:
+            return
         stale = [pair for pair in self.tensors.state if not self._known_equal(*pair)]
         with torch.inference_mode(False), torch.no_grad():
             alike = [(s, c) for s, c in stale if s.shape == c.shape and s.dtype == c.dtype and _is_dense(s)]
