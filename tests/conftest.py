@@ -16,6 +16,9 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
+import instep
 
 SECONDS_TO_END = 2.0
 
@@ -90,6 +93,20 @@ def leaves_no_trace() -> Iterator[None]:
     _put_back(variables, settings)
     if complaints:
         pytest.fail("the test left something behind:\n  " + "\n  ".join(complaints), pytrace=False)
+
+
+@pytest.fixture
+def wrap() -> Iterator[Callable[..., instep.DataParallel]]:
+    """Wraps modules for CPU replicas; the wrappers are closed when the test ends."""
+    made: list[instep.DataParallel] = []
+
+    def make(net: nn.Module, replicas: int = 2, **options: Any) -> instep.DataParallel:
+        made.append(instep.DataParallel(net, ["cpu"] * replicas, **options))
+        return made[-1]
+
+    yield make
+    for model in made:
+        model.close()
 
 
 def _still_there(names: Callable[[], list[str]]) -> list[str]:

@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-
-import instep
-
-KINDS = {"serial": ("serial", False), "linked": ("serial", True), "threads": ("threads", False)}
-KINDS["private"] = ("threads", True)
-
-
-@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
-def wrap(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    engine, private = request.param
-    made = []
-
-    def make(module: nn.Module, replicas: int = 2, **options: Any) -> Any:
-        made.append(instep.DataParallel(module, ["cpu"] * replicas, engine=engine, private_copies=private, **options))
-        return made[-1]
-
-    yield make
-    for model in made:
-        model.close()
 
 
 def normal(*shape: int) -> Tensor:

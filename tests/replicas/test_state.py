@@ -6,7 +6,7 @@ import collections
 import copy
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,23 +17,7 @@ from torch import Tensor, nn
 
 import instep
 
-KINDS = [("serial", False), ("threads", False), ("threads", True)]
 SIZES = (7, 4, 1, 6)
-
-
-@pytest.fixture(params=KINDS, ids=["serial", "threads", "threads-private"])
-def wrap(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    """Wraps a module on every engine, with shared and private memory; wrappers are closed when the test ends."""
-    engine, private = request.param
-    made = []
-
-    def make(module: nn.Module, replicas: int = 2, **options: Any) -> Any:
-        made.append(instep.DataParallel(module, ["cpu"] * replicas, engine=engine, private_copies=private, **options))
-        return made[-1]
-
-    yield make
-    for model in made:
-        model.close()
 
 
 @dataclasses.dataclass

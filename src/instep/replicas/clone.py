@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
+from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,14 +30,14 @@ OPAQUE = (*SCALARS, type, types.ModuleType, types.CodeType, torch.dtype, torch.d
 _MAX_VISITS = 200_000
 
 
-class Wrapper:
+class Wrapper(ABC):
     """A wrapper that stands where a module could; inside a replica there is only the module."""
 
     module: nn.Module
 
+    @abstractmethod
     def close(self) -> None:
         """Give back what the wrapper holds beside the module."""
-        raise NotImplementedError
 
 
 @dataclass
