@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from instep.locks import ProcessLock
-from instep.private import leave_frame_alone, set_frame_compiler
+from instep.private import anything_compiled, leave_frame_alone, set_frame_compiler
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,8 +74,9 @@ def compiled_by(by: Any, function: Callable[..., R], args: Sequence[Any], kwargs
 
 
 def graph_limit(replicas: int) -> int | None:
-    """How many graphs one piece of code may have with so many replicas, each of which needs its own."""
-    config: Any = sys.modules.get("torch._dynamo.config")
+    """How many graphs one piece of code may have with so many replicas, each of which needs its own; None for no limit
+    to lift."""
+    config: Any = sys.modules.get("torch._dynamo.config") if anything_compiled() else None
     return None if config is None else int(config.recompile_limit) * replicas
 
 

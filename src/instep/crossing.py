@@ -94,7 +94,7 @@ class Crossing:
         pairs = [replica.trainable for replica in self.replicas]
         sources, leaves = _connected(pairs, found)
         sides = [
-            Side(mine, way.leaves, list(outputs), replica.tensors.guard, str(replica), outcome.seat)
+            Side(mine, way.leaves, list(outputs), replica.tensors.guard, replica.name, outcome.seat)
             for mine, way, outputs, replica, outcome in zip(leaves, ways, found, self.replicas, outcomes, strict=True)
         ]
         span = Span(cast(Backward, self.engine), sides, sources, self.streams)
@@ -103,9 +103,11 @@ class Crossing:
         for replica, mine in zip(self.replicas, leaves, strict=True):
             for source, copy in replica.tensors.state:
                 span.notes.add(source, copy)
+            if replica.tensors.way is Way.ALIAS and not replica.tensors.apart:
+                continue  # an alias shares the counter itself
             for source, leaf in zip(sources, mine, strict=True):
                 if replica.tensors.way is not Way.ALIAS or id(source) in replica.tensors.apart:
-                    span.notes.add(source, leaf)  # an alias shares the counter itself
+                    span.notes.add(source, leaf)
         shards = [shard for way in ways for shard in way.outside]
         made = iter(bridge(span, *sources, *shards))
         for outcome, outputs in zip(outcomes, found, strict=True):
@@ -222,10 +224,10 @@ def _connected(
     where this call has really used it.
     """
     doubtful = [index for index, (source, _) in enumerate(pairs[0]) if not source.is_leaf]
-    unused: set[int] = set()
-    if doubtful:
-        used = set().union(*(_leaves_below(tensors) for tensors in outputs))
-        unused = {index for index in doubtful if not any(id(side[index][1]) in used for side in pairs)}
+    if not doubtful:
+        return [source for source, _ in pairs[0]], [[leaf for _, leaf in side] for side in pairs]
+    used = set().union(*(_leaves_below(tensors) for tensors in outputs))
+    unused = {index for index in doubtful if not any(id(side[index][1]) in used for side in pairs)}
     kept = [index for index in range(len(pairs[0])) if index not in unused]
     return [pairs[0][index][0] for index in kept], [[side[index][1] for index in kept] for side in pairs]
 

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FrameType
@@ -91,6 +90,10 @@ class Seat:
     tokens: list[Tensor] = field(default_factory=list)
     """One for each crossing that gradients can come back through, in order."""
 
+    def again(self, meeting: Meeting) -> Seat:
+        """The same place in another meeting: the one of a backward."""
+        return Seat(meeting, self.position, self.sizes, self.grad, self.floor, self.over)
+
 
 _here = threading.local()
 OUTSIDE = Position()
@@ -110,15 +113,20 @@ def alone() -> None:
     excuse("a cross-replica operation")
 
 
-@contextmanager
-def attend(place: Seat | None) -> Iterator[None]:
+class attend:
     """Take a place in a meeting, for the length of a `with` block in one thread."""
-    before = seat()
-    _here.seat = None if place is None or place.position.count == 1 else place
-    try:
-        yield
-    finally:
-        _here.seat = before
+
+    __slots__ = ("_before", "_place")
+
+    def __init__(self, place: Seat | None) -> None:
+        self._place = None if place is None or place.position.count == 1 else place
+
+    def __enter__(self) -> None:
+        self._before = seat()
+        _here.seat = self._place
+
+    def __exit__(self, *_: object) -> None:
+        _here.seat = self._before
 
 
 def share(place: Seat, label: str, tensors: Sequence[Tensor], note: Any = None) -> tuple[list[list[Tensor]], list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -47,6 +48,13 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
         return None
     return hooks
+
+
+def anything_compiled() -> bool:
+    """Whether this process has compiled functions or modules; torch loads its compiler for optimizers too."""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    backends: Any = getattr(frames, "cached_backends", None)
+    return frames is not None and (backends is None or any(backend is not None for backend in backends.values()))
 
 
 def default_device() -> torch.device | None:
@@ -215,9 +223,15 @@ spectral_norm_class: Any = _class_at("torch.nn.utils.parametrizations", "_Spectr
 """The parametrization behind `spectral_norm`; where it is missing, its vectors have to be equal on every replica."""
 
 
+_global_hooks: dict[str, Any] = {
+    kind: getattr(torch.nn.modules.module, f"_global_{kind}", {})
+    for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+}
+
+
 def global_hooks() -> list[tuple[str, list[Any]]]:
     """Hooks that were registered for every module; none where torch keeps them elsewhere."""
-    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-    held: Any = torch.nn.modules.module
-    tables = ((kind, getattr(held, f"_global_{kind}", None)) for kind in kinds)
-    return [(kind.replace("_", " ")[:-1], list(table.values())) for kind, table in tables if table]
+    tables = _global_hooks
+    if not any(tables.values()):
+        return []
+    return [(kind.replace("_", " ")[:-1], list(table.values())) for kind, table in tables.items() if table]

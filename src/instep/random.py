@@ -273,10 +273,9 @@ class RandomState:
     """The state of torch's generators when this was made, for a call with replicas on these devices."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.devices = list(devices)
-        self._counts = Counter(devices)
+        self.devices = devices
         self.host = Source(torch.default_generator)
-        self.others = {d: Source(g) for d in self._counts if d.type != "cpu" and (g := _default(d)) is not None}
+        self.others = {d: Source(g) for d in devices if d.type != "cpu" and (g := _default(d)) is not None}
         self.home = self.others.get(self.devices[0], self.host)
         """What seeds the streams of accelerators."""
         self._held: dict[int, Source] = {}
@@ -291,7 +290,7 @@ class RandomState:
 
     def shares(self, device: torch.device) -> bool:
         """Whether several replicas are on a device."""
-        return self._counts[device] > 1
+        return self.devices.count(device) > 1
 
     def moved(self) -> bool:
         """Whether numbers were drawn from a generator that several replicas share."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,19 +99,14 @@ def raise_first(replicas: Sequence[Replica | str], outcomes: Sequence[Outcome]) 
     if failed:
         error = first_error(failed)
         own = [i for i, e in failed.items() if not isinstance(e, PeerFailed)]
-        with name_replica(str(replicas[next(i for i, e in failed.items() if e is error)]), len(own) - 1):
-            raise error
+        raise raised_in(str(replicas[next(i for i, e in failed.items() if e is error)]), error, len(own) - 1)
 
 
-@contextmanager
-def name_replica(replica: str, others: int = 0) -> Iterator[None]:
-    """Says on an exception which replica it comes from; it keeps its type."""
-    try:
-        yield
-    except BaseException as error:
-        note = f"raised in {replica}" + (f" (and in {others} more)" if others else "")
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        elif error.__cause__ is None:  # Python 3.10 has no notes
-            raise error from RuntimeError(note)
-        raise
+def raised_in(replica: str, error: BaseException, others: int = 0) -> BaseException:
+    """An exception that says which replica it comes from; it keeps its type."""
+    note = f"raised in {replica}" + (f" (and in {others} more)" if others else "")
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif error.__cause__ is None:  # Python 3.10 has no notes
+        error.__cause__ = RuntimeError(note)
+    return error

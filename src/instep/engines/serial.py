@@ -23,7 +23,7 @@ class SerialEngine:
     in_turn = True
 
     def forward(self, job: Job) -> list[Outcome]:
-        names, aside = [str(replica) for replica in job.replicas], job.streams.step_aside
+        names, aside = [replica.name for replica in job.replicas], job.streams.step_aside
         job.room = Room(names, FORWARD, joint=True, in_turn=True, step_aside=aside)
         tasks = [partial(perform, job, index) for index in range(len(job.replicas))]
         sources = {id(source): source for replica in job.replicas for source, _ in replica.trainable}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import pairwise
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from instep.bridge import Gradients, Side, Span, live, take
 from instep.engines.pool import Lease, inside_replica
-from instep.engines.protocol import Job, name_replica, perform, raise_first
+from instep.engines.protocol import Job, perform, raise_first, raised_in
 from instep.engines.room import BACKWARD, FORWARD, Room, run_here
 from instep.locks import ProcessLock
 from instep.meeting import attend, needed_tokens
@@ -50,7 +49,7 @@ class ThreadsEngine:
             return self._lease
 
     def forward(self, job: Job) -> list[Outcome]:
-        names, streams = [str(replica) for replica in job.replicas], job.streams
+        names, streams = [replica.name for replica in job.replicas], job.streams
         job.room = Room(names, FORWARD, joint=not self._on_host, in_turn=streams.in_turn, step_aside=streams.step_aside)
         tasks = [partial(perform, job, index) for index in range(len(job.replicas))]
         try:
@@ -72,7 +71,9 @@ class ThreadsEngine:
                     take([*side.leaves, *side.inputs])
                 raise
             inputs = [take(side.inputs) for side in span.sides]
-            columns = [gather(take(side.leaves), self._devices[0]) for side in span.sides]
+            columns = [take(side.leaves) for side in span.sides]
+            if not self._on_host:
+                columns = [gather(column, self._devices[0]) for column in columns]
             if self._holding and all(accumulates(source) for source in span.sources):
                 self._hold(span.sources, columns)
                 return [None] * len(span.sources), inputs
@@ -150,19 +151,23 @@ def _backward(
     outputs: list[Tensor],
     grads: list[Tensor],
     keep: bool,
-    around: AbstractContextManager[None] | None = None,
+    around: AbstractContextManager[None],
 ) -> None:
     """A backward inside replicas: gradients accumulate on their leaves, which are open to it alone."""
-    with ExitStack() as stack:
-        if around is not None:
-            stack.enter_context(around)
-        for side in sides:
-            side.guard.set(True)
-            stack.callback(side.guard.set, False)
-        if len(sides) == 1:
-            stack.enter_context(name_replica(sides[0].name))
-        if outputs:
+    if not outputs:
+        return
+    with around:
+        try:
+            for side in sides:
+                side.guard.set(True)
             torch.autograd.backward(outputs, grads, retain_graph=keep)
+        except BaseException as error:
+            if len(sides) == 1:
+                raised_in(sides[0].name, error)
+            raise
+        finally:
+            for side in sides:
+                side.guard.set(False)
 
 
 def _in_room(
@@ -179,7 +184,7 @@ def _in_room(
     failure: BaseException | None = None
     try:
         room.enter(index)
-        with attend(None if side.seat is None else replace(side.seat, meeting=room, crossed=0, tokens=[])):
+        with attend(None if side.seat is None else side.seat.again(room)):
             _backward([side], outputs, grads, keep, around)
     except BaseException as error:
         failure = error

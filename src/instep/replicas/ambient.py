@@ -17,10 +17,9 @@ from instep.private import default_device, saved_tensor_hooks
 
 @dataclass(frozen=True)
 class Autocast:
-    """Autocast as it stands for one device type."""
+    """Autocast as it is enabled for one device type."""
 
     device_type: str
-    enabled: bool
     dtype: torch.dtype
 
 
@@ -47,20 +46,18 @@ class Ambient:
     def capture(cls, devices: Iterable[torch.device]) -> Ambient:
         """The caller's state, for replicas on these devices."""
         devices = list(devices)
-        places = set(devices)
+        places = {device for device in devices if device.type != "cpu"}
+        kinds = ("cpu", "cuda", "xpu", *{place.type for place in places} - {"cuda", "xpu"})
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple(
-                Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in sorted({"cpu", "cuda", "xpu", *(place.type for place in places)})
+                Autocast(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
             device=default_device(),
             saved_hooks=saved_tensor_hooks(),
-            streams={
-                place: torch.get_device_module(place).current_stream(place) for place in places if place.type != "cpu"
-            },
+            streams={place: torch.get_device_module(place).current_stream(place) for place in places},
             context=contextvars.copy_context(),
             compiler=compiler(),
             graphs=graph_limit(len(devices)),
@@ -83,8 +80,7 @@ class Ambient:
             if self.device is not None:
                 stack.enter_context(self.device)
             for cast in self.autocast:
-                if cast.enabled:
-                    stack.enter_context(torch.autocast(cast.device_type, cast.dtype, cache_enabled=self.autocast_cache))
+                stack.enter_context(torch.autocast(cast.device_type, cast.dtype, cache_enabled=self.autocast_cache))
             if device in self.streams:
                 backend = torch.get_device_module(device)
                 _greet(backend, device)
@@ -102,7 +98,7 @@ class Ambient:
             and self.saved_hooks is None
             and self.graphs is None
             and device not in self.streams
-            and not any(cast.enabled for cast in self.autocast)
+            and not self.autocast
         )
 
 

@@ -45,6 +45,7 @@ class Replica:
     ) -> None:
         self.index = index
         self.device = device
+        self.name = f"replica {index} on {device}"
         self.tensors = Tensors(device, way, apart or {}, shared_storages(source.modules()))
         self.cloner = Cloner(self.tensors.make, partial(counterpart, device=device), own)
         self.module: nn.Module = self.cloner.clone(source)
@@ -63,7 +64,7 @@ class Replica:
         """Parts of carried state that the replica was given for one call, each with a copy of it as it was."""
 
     def __repr__(self) -> str:
-        return f"replica {self.index} on {self.device}"
+        return self.name
 
     def _new_watch(self) -> Watch:
         return Watch([module for _, module in self.cloner.modules], *self._loose())
