@@ -53,6 +53,8 @@ class Side:
     """The replica and its device, for messages."""
     seat: Seat | None = None
     """Its place among the replicas of the call, with the tokens of what they did together."""
+    remote: Any = None
+    """For a replica of another process: what its backward is asked for by."""
 
 
 class Backward(Protocol):

@@ -57,7 +57,16 @@ class Crossing:
             for replica, values in zip(self.replicas, entered, strict=True):
                 replica.lend(self.carried, values[count:])
         outcomes = self.engine.forward(
-            Job(self.replicas, arguments, self.method, self.ambient, self.follow, self.streams, self.sizes)
+            Job(
+                self.replicas,
+                arguments,
+                self.method,
+                self.ambient,
+                self.follow,
+                self.streams,
+                self.sizes,
+                [way.inner for way in ways],
+            )
         )
         for replica, outcome in zip(self.replicas, outcomes, strict=True):
             outcome.output = _own_tensors(outcome.output, replica.tensors.sources)
@@ -94,7 +103,7 @@ class Crossing:
         pairs = [replica.trainable for replica in self.replicas]
         sources, leaves = _connected(pairs, found)
         sides = [
-            Side(mine, way.leaves, list(outputs), replica.tensors.guard, replica.name, outcome.seat)
+            Side(mine, way.leaves, list(outputs), replica.tensors.guard, replica.name, outcome.seat, outcome.remote)
             for mine, way, outputs, replica, outcome in zip(leaves, ways, found, self.replicas, outcomes, strict=True)
         ]
         span = Span(cast(Backward, self.engine), sides, sources, self.streams)
@@ -133,6 +142,8 @@ class _Way:
     """Shards that need a gradient, in the caller's graph."""
     leaves: list[Tensor] = field(default_factory=list)
     """What stands for them inside."""
+    inner: list[Tensor] = field(default_factory=list)
+    """What the replica sees of them."""
     notes: Notes = field(default_factory=Notes)
 
     def enter(self, values: Sequence[Any]) -> list[Any]:
@@ -146,6 +157,7 @@ class _Way:
             id(outside): next(inner) if _is_plain(leaf) else leaf
             for outside, leaf in zip(self.outside, self.leaves, strict=True)
         }
+        self.inner = [table[id(outside)] for outside in self.outside]
         for outside in self.outside:
             self.notes.add(_owner(outside), table[id(outside)])
         return [map_tensors(lambda tensor: self._let_in(tensor, table), value) for value in values]

@@ -141,7 +141,15 @@ class DataParallel(Transparent, Wrapper):
         self._instep_choice: Choice = choose(options.engine, devices)
         self._instep_engine: Engine = start(self._instep_choice, devices)
         outfit, joint = Outfit(options.sync_batchnorm), self._instep_engine.joint
-        self._instep_crew = Crew(self.module, devices, private=options.private_copies, joint=joint, dress=outfit)
+        self._instep_crew = Crew(
+            self.module,
+            devices,
+            private=options.private_copies,
+            joint=joint,
+            dress=outfit,
+            settle_in=self._instep_engine.settle_in,
+            kinds=self._instep_engine.kinds(),
+        )
         self._instep_together = Together(
             self.module,
             devices,

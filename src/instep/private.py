@@ -81,6 +81,13 @@ def follows_one_thread() -> bool:
     )
 
 
+def storage_users(tensor: Tensor) -> int:
+    """How many tensors use a tensor's storage; more than there can be where torch does not say."""
+    ask: Any = getattr(torch._C, "_storage_Use_Count", None)
+    storage: Any = tensor.untyped_storage()
+    return sys.maxsize if ask is None else int(ask(storage._cdata)) - 1  # the storage's own object is one
+
+
 def is_batched(gradient: Tensor) -> bool:
     """Whether a gradient is many at once, as `is_grads_batched=True` makes them."""
     return bool(_functorch.is_legacy_batchedtensor(gradient))

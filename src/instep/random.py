@@ -49,6 +49,15 @@ class Source:
                 self._number = self._look_ahead()
         return (self._number + index) % 2**63
 
+    @property
+    def number(self) -> int:
+        """The number that would seed a stream now, for one that is drawn from elsewhere."""
+        return self._look_ahead() if self._number is None else self._number
+
+    def fix(self, number: int) -> None:
+        """Seed streams by this number and no other."""
+        self._number = number
+
     def _look_ahead(self) -> int:
         """A number that the state decides. It is read from memory: nothing that surrounds the draw must see it."""
         content = ctypes.string_at(self.before.data_ptr(), self.before.numel())
@@ -134,7 +143,7 @@ class Streams:
     def __init__(self, state: RandomState, held: Sequence[Held], *, own: bool, in_turn: bool) -> None:
         self.in_turn = in_turn
         """Whether replicas run one after another."""
-        self._state = state
+        self.state = state
         self._threads = own
         self._own = own and not in_turn
         self._streams = [Stream(state.host, index) for index in range(len(held))]
@@ -156,7 +165,7 @@ class Streams:
         if isinstance(value, torch.Generator) and id(value) in shared:
             known = next((made for source, made in self._held[index] if source is value), None)
             if known is None:
-                known = counterpart(value, self._state.devices[index])
+                known = counterpart(value, self.state.devices[index])
                 self._held[index].append((value, known))
             return known
         if type(value) is dict:
@@ -167,7 +176,7 @@ class Streams:
 
     def forward(self, index: int) -> AbstractContextManager[None]:
         """Around one replica's part of a forward, in the thread that runs it."""
-        if self._own and not self._held[index] and not self._state.others:
+        if self._own and not self._held[index] and not self.state.others:
             return self.backward(index)
         return self._standing(index)
 
@@ -176,20 +185,20 @@ class Streams:
         with ExitStack() as stack:
             for source, generator in self._held[index]:
                 if generator is not source and generator is not _default(generator.device):
-                    stack.enter_context(_standing(generator, self._state.add(source), index))
-            device = self._state.devices[index]
-            if device in self._state.others and (self.in_turn or not self._state.shares(device)):
-                other = self._state.others[device]
-                stack.enter_context(_standing(other.generator, self._state.home, index, restore=other.before))
+                    stack.enter_context(_standing(generator, self.state.add(source), index))
+            device = self.state.devices[index]
+            if device in self.state.others and (self.in_turn or not self.state.shares(device)):
+                other = self.state.others[device]
+                stack.enter_context(_standing(other.generator, self.state.home, index, restore=other.before))
             if self.in_turn:
-                host = self._state.host
+                host = self.state.host
                 stack.enter_context(_standing(host.generator, host, index, restore=host.before))
             stack.enter_context(self.backward(index))
             yield
 
     def step_aside(self) -> Callable[[], None]:
         """Let another replica have its turn in the middle of one's own; call what this returns to go on."""
-        sources = (self._state.host, *self._state.others.values())
+        sources = (self.state.host, *self.state.others.values())
         states = [(source.generator, source.generator.get_state()) for source in sources]
 
         def go_on() -> None:
@@ -225,17 +234,21 @@ class Streams:
     def of_this_thread(self) -> Stream:
         """The stream of a thread that takes part in a joint backward."""
         place = 0 if threading.get_ident() == self._caller else 1 + torch.accelerator.current_device_index()
-        return self._of_threads.setdefault(place, Stream(self._state.host, len(self._streams) + place))
+        return self._of_threads.setdefault(place, Stream(self.state.host, len(self._streams) + place))
+
+    def held(self, index: int) -> Held:
+        """The generators that a replica has counterparts of."""
+        return self._held[index]
 
     def renew(self) -> None:
         """Before a backward: what first draws there is seeded by the caller's generator as it is then."""
-        self._state.host.renew()
+        self.state.host.renew()
 
     def settle(self) -> None:
         """Move the caller's generators by one number each, where something was drawn."""
         for stream in (*self._streams, *self._of_threads.values()):
             stream.note()
-        self._state.settle()
+        self.state.settle()
 
 
 @contextmanager

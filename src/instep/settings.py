@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-ENGINES = ("auto", "serial", "threads")
+ENGINES = ("auto", "serial", "threads", "processes")
 
 
 def engine_from_environment() -> str | None:

@@ -140,7 +140,7 @@ class Together:
             if not crew.part():
                 raise
             return None
-        return None if crew.part() else outcomes
+        return None if crew.part([place for outcome in outcomes for place in outcome.parted]) else outcomes
 
     def _on_one(self, call: Call, random: RandomState, slots: list[Slot]) -> Any:
         """What one replica makes of the whole batch; the module is left as it was, but for draws."""

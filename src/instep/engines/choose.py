@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from instep.engines.processes.engine import ProcessesEngine
 from instep.engines.protocol import Engine
 from instep.engines.serial import SerialEngine
 from instep.engines.threads import ThreadsEngine
@@ -38,6 +39,8 @@ def choose(asked: str, devices: Sequence[torch.device]) -> Choice:
 
 def start(choice: Choice, devices: Sequence[torch.device]) -> Engine:
     """The chosen engine; it takes threads only when it is first used."""
+    if choice.name == "processes":
+        return ProcessesEngine(devices)
     return SerialEngine() if choice.name == "serial" else ThreadsEngine(devices)
 
 

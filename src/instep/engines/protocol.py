@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from instep.engines.room import Room
+from torch import Tensor
+
 from instep.meeting import PeerFailed, Position, Seat, attend, first_error
 from instep.random import Streams
 from instep.replicas.ambient import Ambient
@@ -29,7 +30,9 @@ class Job:
     """Where the replicas draw random numbers from, and whether they run one after another for its sake."""
     sizes: Sequence[int] = ()
     """The samples of each replica's shard."""
-    room: Room | None = None
+    inputs: Sequence[Sequence[Tensor]] = ()
+    """Of each replica's arguments, the tensors that a gradient is wanted for."""
+    room: Any = None
     """Where the replicas meet in the middle of the call; the engine provides it."""
 
     def seat(self, index: int) -> Seat | None:
@@ -48,6 +51,14 @@ class Engine(Protocol):
     joint: bool
     in_turn: bool
     """Whether replicas always run one after another."""
+
+    def kinds(self) -> Sequence[type[Replica]]:
+        """What each replica is in this process; nothing for the usual."""
+        ...
+
+    def settle_in(self, tensors: Iterable[Tensor]) -> None:
+        """Move tensors of a source module to where its replicas can reach them."""
+        ...
 
     def forward(self, job: Job) -> list[Outcome]: ...
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+from torch import Tensor
+
 from instep.engines.protocol import Job, perform, raise_first
 from instep.engines.room import FORWARD, Room, run_here
-from instep.replicas.replica import Outcome
+from instep.replicas.replica import Outcome, Replica
 from instep.replicas.tensors import no_gradients_left
 
 
@@ -21,6 +24,12 @@ class SerialEngine:
     name = "serial"
     joint = True
     in_turn = True
+
+    def kinds(self) -> Sequence[type[Replica]]:
+        return ()
+
+    def settle_in(self, tensors: Iterable[Tensor]) -> None:
+        """Replicas of this process reach them wherever they are."""
 
     def forward(self, job: Job) -> list[Outcome]:
         names, aside = [replica.name for replica in job.replicas], job.streams.step_aside

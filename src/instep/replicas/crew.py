@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,13 @@ class Crew:
         private: bool = False,
         joint: bool = False,
         dress: Dress | None = None,
+        settle_in: Callable[[Iterable[Tensor]], None] | None = None,
+        kinds: Sequence[type[Replica]] = (),
     ) -> None:
         self.source = source
+        self._settle_in = settle_in
+        """Moves the source's tensors to where its replicas can reach them."""
+        self._classes = kinds or [Replica] * len(devices)
         self.devices = list(devices)
         self.ways = [_way(device == self.devices[0] and not private, joint) for device in self.devices]
         self.dress = dress
@@ -73,6 +78,9 @@ class Crew:
             self._apply(changes)
         if changes or self._edited:
             self.kinds.look(self.replicas[0].source_modules, self._edited)
+            if self._edited:
+                for replica in self.replicas:
+                    replica.edited()
             self._edited = False
         self._renew_links()
         if not self.frozen:
@@ -92,12 +100,12 @@ class Crew:
             )
         return self._tied
 
-    def part(self) -> bool:
-        """Whether `forward` changed containers that replicas share.
+    def part(self, places: Sequence[str] = ()) -> bool:
+        """Whether `forward` changed containers that replicas share, here or, at these places, elsewhere.
 
         Then they are put back, and from now on each replica has its own.
         """
-        changed = self.restore()
+        changed = {id(container): container for container in (*self.restore(), *self.shelf.at(places))}.values()
         if not changed:
             return False
         for container in changed:
@@ -137,6 +145,11 @@ class Crew:
                 return STRUCTURE
             self._stock_shelf()
         return self._watch.look()
+
+    @property
+    def apart(self) -> Mapping[int, Tensor]:
+        """By their ids, trainable weights that `forward` itself rewrites: each replica has its own."""
+        return self._apart
 
     @property
     def behind(self) -> bool:
@@ -182,6 +195,8 @@ class Crew:
                 f"the module was moved to {now} after it was wrapped for {home}.\n"
                 f"Wrap it anew: instep.DataParallel(model, device_ids=[...])."
             )
+        if self._settle_in is not None:
+            self._settle_in([*self.source.parameters(), *self.source.buffers()])
         self._apart = renormed_weights(self.source.modules())
         self.ways = [Way.LINK if self._apart and way is Way.SHARE else way for way in self._near]
         places = zip(self.devices, self.ways, strict=True)
@@ -211,13 +226,17 @@ class Crew:
         first = self.replicas[0]
         modules = first.source_modules
         self.shelf = Shelf(modules, module_names(self.source, modules), first.cloner)
+        owned = [str(self.shelf.places[key]) for key in self._own if key in self.shelf.places]
+        for replica in self.replicas:
+            replica.owned, replica.places = owned, self.shelf.places
 
     def _note_writes(self) -> None:
         pairs = [pair for replica in self.replicas for pair in replica.trainable]
         self._writes = Writes([(source, held) for source, held in pairs if id(source) not in self._apart])
 
     def _replica(self, index: int, device: torch.device, way: Way) -> Replica:
-        return Replica(index, self.source, device, way, dress=self.dress, own=self._own, apart=self._apart)
+        kind = self._classes[index]
+        return kind(index, self.source, device, way, dress=self.dress, own=self._own, apart=self._apart)
 
     def _renew_links(self) -> None:
         """Replicas that are linked to the source's graph are made anew: their tensors belong to one call."""

@@ -32,6 +32,8 @@ _LOOKS = 3  # calls, in training and in evaluation, in which values are compared
 class Replica:
     """The module on one device, with its own tensors; everything else is the source's own objects."""
 
+    kind_of_tensors = Tensors
+
     def __init__(
         self,
         index: int,
@@ -46,7 +48,7 @@ class Replica:
         self.index = index
         self.device = device
         self.name = f"replica {index} on {device}"
-        self.tensors = Tensors(device, way, apart or {}, shared_storages(source.modules()))
+        self.tensors = self.kind_of_tensors(device, way, apart or {}, shared_storages(source.modules()))
         self.cloner = Cloner(self.tensors.make, partial(counterpart, device=device), own)
         self.module: nn.Module = self.cloner.clone(source)
         if way in (Way.PRIVATE, Way.LINK):
@@ -59,6 +61,10 @@ class Replica:
         self._versions: list[int] = []
         self._silent: set[int] = set()
         """By their ids, copies that `forward` was seen to write without moving a version counter."""
+        self.owned: list[str] = []
+        """The places of containers that each replica has for itself because `forward` changes them."""
+        self.places: Mapping[int, Any] = {}
+        """By the id of a container of the source: where it is."""
         self._looks = {True: _LOOKS, False: _LOOKS}
         self._lent: dict[tuple[int, str], tuple[Any, Any]] = {}
         """Parts of carried state that the replica was given for one call, each with a copy of it as it was."""
@@ -110,6 +116,9 @@ class Replica:
                 gone = self.cloner.refill(inside.container, counterparts[id(inside.container)])
                 self.tensors.drop({id(made) for made in gone if isinstance(made, Tensor)})
         self._watch.renew(changes, *self._loose())
+
+    def edited(self) -> None:
+        """Something was changed inside an object that the replica shares with the source."""
 
     def lend(self, slots: Sequence[Slot], parts: Sequence[Any] | None) -> None:
         """Give the replica its samples' part of carried state; None only forgets the whole that it had."""
@@ -231,6 +240,10 @@ class Outcome:
     written: list[Pair] = field(default_factory=list)
     """State tensors that were written in place, as (source, copy)."""
     error: BaseException | None = None
+    parted: Sequence[str] = ()
+    """Places of containers that a replica of another process changed, and that each needs for itself."""
+    remote: Any = None
+    """For a replica of another process: what its backward is asked for by."""
     seat: Any = None
     """Its place among the replicas of the call, with what they did together (a `Seat`, of a higher floor)."""
 

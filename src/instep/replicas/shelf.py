@@ -81,6 +81,10 @@ class Shelf:
                     self._shared.append((container, contents_of(container)))
             pending.extend((child, place.at(key)) for key, child in _inside(value, container))
 
+    def at(self, places: Sequence[str]) -> list[Any]:
+        """The shared containers at some places."""
+        return [container for container, _ in self._shared if places and str(self.places[id(container)]) in places]
+
     def changed(self) -> list[Any]:
         """The shared containers that hold something else now."""
         return [container for container, contents in self._shared if not holds_still(container, contents)]

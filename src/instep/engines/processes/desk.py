@@ -1,0 +1,145 @@
+"""This process's side of one worker: what it has been told, and how it is asked."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from instep.engines.processes.arena import SharedMemory
+from instep.engines.processes.freight import Parcel, unpack_error
+from instep.engines.processes.hands import Worker
+from instep.engines.processes.wire import Message
+from torch import Tensor
+
+from instep.engines.processes import orders
+from instep.engines.processes.estate import layout, locate
+from instep.engines.processes.mirror import slot_of
+from instep.engines.processes.orders import Back, Entry, NewModule, Ran, Run, Spot, Table, WentBack
+from instep.engines.processes.shadow import Shadow
+from instep.engines.processes.talk import SOURCE, Rebuild, Tag, Talk, by_value
+from instep.errors import EngineError
+from instep.meeting import Meeting
+
+calls = itertools.count(1)
+
+
+class Desk:
+    """What one worker knows, and the conversation with it."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.talk = Talk(worker.line, home=True)
+        self._known: dict[int, dict[int, Tensor]] = {}
+        """By the number of a stand-in: the slots of the gradients of its tensors."""
+        self._loose: dict[int, list[int]] = {}
+        """By the number of a stand-in: its tensors that lie in no common memory."""
+        self.gone: deque[tuple[str, int]] = deque()
+        """Calls and stand-ins that nobody needs any longer; finalizers only put them here."""
+
+    def tell(self, shadow: Shadow) -> None:
+        """Tell the worker what it does not know yet of a module."""
+        self._release()
+        update = self.talk.depot.stale_globals()
+        if update is not None:
+            self.worker.line.send(orders.GLOBALS, 0, update.body, update.tensors)
+        if shadow.stale or shadow.number not in self._known:
+            self._tell_module(shadow)
+        elif shadow.sets:
+            sets = [(change.module, change.name, change.new) for change in shadow.sets]
+            self.talk.say(orders.SET, shadow.number, sets, what="attribute ")
+        shadow.stale, shadow.sets = False, []
+
+    def _release(self) -> None:
+        ended, modules = [], []
+        while self.gone:
+            kind, number = self.gone.popleft()
+            (ended if kind == "call" else modules).append(number)
+        if ended or modules:
+            for number in modules:
+                self._known.pop(number, None)
+                self._loose.pop(number, None)
+            self.talk.say(orders.RELEASE, 0, (ended, modules))
+
+    def _tell_module(self, shadow: Shadow) -> None:
+        tensors = shadow.take_stock()
+        blocks: dict[int, SharedMemory] = {}
+        entries = [_entry(tensor, blocks) for tensor in tensors]
+        wanted = [number for number, tensor in enumerate(tensors) if tensor.requires_grad and tensor.numel()]
+        offsets, total = layout([tensors[n].numel() * tensors[n].element_size() for n in wanted])
+        slots = SharedMemory.create(total)
+        table = Table(
+            shadow.number, entries, [(n, m.nbytes) for n, m in blocks.items()], (total, list(zip(wanted, offsets, strict=True)))
+        )
+        fds = [*(memory.fd for memory in blocks.values()), slots.fd]
+        self.talk.say(orders.TABLE, shadow.number, table, fds=fds)
+        known = {id(tensor): number for number, tensor in enumerate(tensors)}
+
+        def describe(tensor: Tensor) -> Tag:
+            return (SOURCE, known[id(tensor)]) if id(tensor) in known else by_value(tensor.detach())
+
+        source, _ = shadow.cloner.modules[0]
+        order = NewModule(shadow.number, source, shadow.device, shadow.synchronised, shadow.owned)
+        self.talk.say(orders.MODULE, shadow.number, order, describe, what="the module")
+        self._known[shadow.number] = {n: slot_of(slots, o, tensors[n]) for n, o in zip(wanted, offsets, strict=True)}
+        self._loose[shadow.number] = [number for number, entry in enumerate(entries) if entry.spot is None]
+
+    def fresh(self, shadow: Shadow) -> dict[int, Tensor]:
+        """The values of a module's tensors that lie in no common memory."""
+        return {number: shadow.table[number].detach() for number in self._loose[shadow.number]}
+
+    def run(
+        self, call: int, run: Run, room: Meeting, rebuild: Rebuild, sent: Callable[[list[Tensor]], None]
+    ) -> tuple[Ran, list[Tensor]]:
+        """One replica's part of a forward; `sent` is shown the tensors of its arguments, in the order of their numbers."""
+        sent(self.talk.say(orders.FORWARD, call, run, what="argument "))
+        ran, tensors = self.talk.take(self._answer(call, run.index, room), rebuild)
+        assert isinstance(ran, Ran)
+        return ran, tensors
+
+    def run_back(self, call: int, back: Back, index: int, room: Meeting) -> WentBack:
+        """One replica's part of a backward."""
+        self.talk.say(orders.BACKWARD, call, back)
+        went, _ = self.talk.take(self._answer(call, index, room))
+        assert isinstance(went, WentBack)
+        return went
+
+    def slots(self, shadow: Shadow) -> dict[int, Tensor]:
+        """Where the gradients of a module's tensors are left."""
+        return self._known[shadow.number]
+
+    def _answer(self, call: int, index: int, room: Meeting) -> Message:
+        """The answer to a call; until it comes, the worker may ask to meet the other replicas."""
+        while True:
+            message = self.worker.line.receive()
+            if message is None or message.call != call:  # of a call that was given up
+                continue
+            if message.kind == orders.MEET:
+                self._meet(message, index, room)
+            elif message.kind == orders.FAILED:
+                raise unpack_error(Parcel(message.body, message.tensors), self.talk.depot)
+            elif message.kind == orders.DONE:
+                return message
+            else:
+                raise EngineError(f"{self.worker.name} answered {message.kind!r} to a call.")
+
+    def _meet(self, message: Message, index: int, room: Meeting) -> None:
+        (label, payload), _ = self.talk.take(message)
+        try:
+            answer: tuple[Any, Exception | None] = room.exchange(index, label, payload), None
+        except Exception as error:
+            answer = None, error
+        self.talk.say(orders.MET, message.call, answer)
+
+
+def _entry(tensor: Tensor, blocks: dict[int, SharedMemory]) -> Entry:
+    place = locate(tensor) if tensor.device.type == "cpu" and tensor.layout is torch.strided else None
+    spot = None
+    if place is not None:
+        blocks[place.block.number] = place.block.memory
+        start, size, stride = tensor.storage_offset(), tuple(tensor.size()), tensor.stride()
+        spot = Spot(place.block.number, place.offset, place.nbytes, start, size, stride, tensor.dtype)
+    value = tensor.detach() if spot is None else None
+    return Entry(type(tensor), tensor.requires_grad, dict(tensor.__dict__), spot, value)

@@ -1,0 +1,141 @@
+"""The source module as a worker has it: around memory that it shares with the process that started it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from instep.engines.processes.arena import SharedMemory
+from torch import Tensor, nn
+
+from instep.batchnorm import Outfit
+from instep.engines.processes.orders import Entry, NewModule, Ran, Run, Table
+from instep.engines.processes.talk import SOURCE, Tag, as_sent
+from instep.random import Held
+from instep.replicas.crew import Crew
+from instep.replicas.replica import Outcome, Replica
+
+
+class Mirror:
+    """One module, its tensors by number, and the replica that is made of it."""
+
+    module: nn.Module
+    crew: Crew
+    device: torch.device
+
+    def __init__(self, table: Table, fds: Sequence[int]) -> None:
+        pairs = zip(table.blocks, fds, strict=False)  # one more is for the gradients
+        self._blocks = {number: SharedMemory.attach(fd, nbytes, writable=False) for (number, nbytes), fd in pairs}
+        self._storages: dict[tuple[int, int], Tensor] = {}
+        self.tensors = [self._rebuild(entry) for entry in table.entries]
+        self._slots: dict[int, Tensor] = {}
+        nbytes, offsets = table.slots
+        memory = SharedMemory.attach(fds[-1], nbytes, writable=True)
+        for number, offset in offsets:
+            self._slots[number] = slot_of(memory, offset, self.tensors[number])
+
+    def _rebuild(self, entry: Entry) -> Tensor:
+        if entry.spot is None:
+            assert entry.value is not None
+            data = entry.value.detach()
+        else:
+            spot = entry.spot
+            key = spot.block, spot.offset
+            if key not in self._storages:
+                self._storages[key] = self._blocks[spot.block].tensor(spot.offset, spot.nbytes)
+            storage = self._storages[key].untyped_storage()
+            data = torch.empty(0, dtype=spot.dtype).set_(storage, spot.start, spot.size, spot.stride)
+        if issubclass(entry.kind, nn.Parameter):
+            data = torch.Tensor._make_subclass(entry.kind, data, entry.requires_grad)
+        made: Tensor = data.requires_grad_(entry.requires_grad)
+        made.__dict__.update(entry.attributes)
+        return made
+
+    def known(self, tag: Tag, tensor: Tensor | None) -> Tensor:
+        """A tensor of a message that may be one of the table."""
+        return self.tensors[tag[1]] if tag[0] == SOURCE else as_sent(tag, tensor)
+
+    def settle(self, order: NewModule) -> None:
+        """Make the replica of a module."""
+        self.module, self.device = order.module, order.device
+        dress = None if order.synchronised is None else Outfit(order.synchronised)
+        self.crew = Crew(self.module, [self.device], dress=dress)
+        if order.own:
+            self.crew.ready()
+            self.crew.part(order.own)
+
+    def set(self, sets: Sequence[tuple[int, str, Any]]) -> None:
+        """Set attributes of the module, which its replica then follows."""
+        modules = self.crew.ready()[0].source_modules
+        for index, name, value in sets:
+            modules[index].__dict__[name] = value
+
+    def ready(self, run: Run) -> Replica:
+        """The replica, with everything that has changed since."""
+        with torch.no_grad(), torch.inference_mode(False):
+            for number, value in run.fresh.items():
+                self.tensors[number].data.copy_(value)
+        replica = self.crew.ready()[0]
+        replica.name = f"replica {run.index} on {self.device}"
+        if run.lent:
+            slots: Any = [SimpleNamespace(module=replica.source_modules[i], name=name) for i, name, _ in run.lent]
+            replica.lend(slots, [part for _, _, part in run.lent])
+        return replica
+
+    def generators(self, run: Run) -> Held:
+        """The generators that the module holds, each with what the replica has in its place, as they are now."""
+        held = self.crew.replicas[0].cloner.generators
+        for (source, _), state in zip(held, run.generators, strict=True):
+            source.set_state(state)
+        return held
+
+    def counterparts(self) -> list[Tensor]:
+        """What the replica has for each tensor of the table."""
+        tensors = self.crew.replicas[0].tensors
+        made = {id(source): made for source, made in (*tensors.trainable, *tensors.state)}
+        return [made.get(id(source), source) for source in self.tensors]
+
+    def numbers(self) -> dict[int, int]:
+        """By the id of a tensor, of the module or of the replica: its number."""
+        both = (*enumerate(self.tensors), *enumerate(self.counterparts()))
+        return {id(tensor): number for number, tensor in both}
+
+    def report(self, outcome: Outcome) -> Ran:
+        """What `forward` changed on the replica, in terms that the other process knows; the replica is put back."""
+        replica, crew = self.crew.replicas[0], self.crew
+        numbers = {id(tensor): number for number, tensor in enumerate(self.tensors)}
+        ran = Ran()
+        ran.sets = [(change.module, change.name, change.new, change.buffer) for change in outcome.changes.attributes]
+        places = {id(made): crew.shelf.places.get(id(source)) for source, _, made in replica.cloner.containers}
+        for inside in outcome.changes.contents:
+            before = {id(item): number for number, item in enumerate(inside.before.items)}
+            items = [(before.get(id(item), -1), None if id(item) in before else item) for item in inside.after.items]
+            ran.contents.append((str(places[id(inside.container)]), inside.after.keys, items))
+        ran.written = {numbers[id(source)]: copy.detach().clone() for source, copy in outcome.written}
+        ran.apart = {numbers[id(s)]: made.detach() for s, made in replica.trainable if id(s) in crew.apart}
+        replica.revert(outcome.changes)
+        return ran
+
+    def hand_in(self, gradients: dict[int, Tensor | None]) -> tuple[list[int], dict[int, Tensor]]:
+        """Put gradients into their slots; says whose lie there, and returns those that have no slot."""
+        filled: list[int] = []
+        others: dict[int, Tensor] = {}
+        for number, gradient in gradients.items():
+            if gradient is None:
+                continue
+            slot = self._slots.get(number)
+            if slot is None or gradient.layout is not torch.strided or gradient.dtype != slot.dtype:
+                others[number] = gradient
+            else:
+                slot.copy_(gradient)
+                filled.append(number)
+        return filled, others
+
+
+def slot_of(memory: SharedMemory, offset: int, tensor: Tensor) -> Tensor:
+    """The place for one tensor's gradient, in the shape of the tensor."""
+    nbytes = tensor.numel() * tensor.element_size()
+    flat: Tensor = memory.tensor(offset, nbytes).view(tensor.dtype)
+    return flat.view(tensor.shape)

@@ -1,0 +1,106 @@
+"""This process's stand-in for a replica that lives in a worker.
+
+It is made like any replica, around the source's own memory, so that rules, messages and gradients find what they look
+for; what the worker did is set on it when its answer comes. It also notes what the worker has not been told yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.replicas.carry import Slot
+from instep.replicas.clone import OPAQUE, holds_source
+from instep.replicas.replica import Pair, Replica
+from instep.replicas.tensors import Tensors, leaf_like
+from instep.replicas.watch import Changes, Set
+
+_numbers = itertools.count(1)
+
+
+class Views(Tensors):
+    """The tensors of a stand-in: state is the source's own memory, until a worker says what it wrote there."""
+
+    def copy(self, source: Tensor) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            data = source.detach()
+            if isinstance(source, nn.Parameter):
+                return leaf_like(source, data)
+            data.__dict__ = source.__dict__
+            return data
+
+
+class Shadow(Replica):
+    """A replica of another process, as this one sees it."""
+
+    kind_of_tensors = Views
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.number = next(_numbers)
+        """What the worker knows it by."""
+        self.stale = True
+        """Whether the worker has to be told the whole module."""
+        self.sets: list[Set] = []
+        """Attributes that the worker has to be told, if nothing else."""
+        dress: Any = kwargs.get("dress")
+        self.synchronised: bool | None = None if dress is None else dress.synchronised
+        """Whether batch normalisation looks at the whole batch."""
+        self.table: list[Tensor] = []
+        """The tensors of the source that the worker was told of, in the order of their numbers."""
+        self.lent: list[tuple[int, str, Any]] = []
+        """Parts of carried state for the next call: the module's index, the attribute, and the part."""
+        self._views: dict[int, Pair] = {}
+        super().__init__(*args, **kwargs)
+
+    def take_stock(self) -> list[Tensor]:
+        """Every tensor of the source that the replica has a counterpart of; the worker knows them by their places."""
+        self.table = [source for source, _ in (*self.tensors.trainable, *self.tensors.state)]
+        return self.table
+
+    def counterparts(self) -> list[Tensor | None]:
+        """What stands here for each tensor of the table; None for one that was let go since."""
+        made = {id(source): made for source, made in (*self.tensors.trainable, *self.tensors.state)}
+        return [made.get(id(source)) for source in self.table]
+
+    def write(self, values: Mapping[int, Tensor]) -> list[Pair]:
+        """Take what the worker wrote to state, until `unwrite`; the values with the source's own tensors."""
+        numbers = {id(source): number for number, source in enumerate(self.table)}
+        written = []
+        for place, (source, view) in enumerate(self.tensors.state):
+            value = values.get(numbers.get(id(source), -1))
+            if value is not None:
+                self._views[place] = source, view
+                self.tensors.state[place] = source, value
+                written.append((source, value))
+        return written
+
+    def unwrite(self) -> None:
+        """See the source's own memory again."""
+        for place, pair in self._views.items():
+            if place < len(self.tensors.state) and self.tensors.state[place][0] is pair[0]:
+                self.tensors.state[place] = pair
+        self._views = {}
+
+    def apply(self, changes: Changes) -> None:
+        super().apply(changes)
+        plain = all(isinstance(c.new, OPAQUE) or not holds_source(c.new) for c in changes.attributes)
+        if changes.contents or not plain or any(change.buffer for change in changes.attributes):
+            self.stale = True
+        else:
+            self.sets += changes.attributes
+
+    def edited(self) -> None:
+        self.stale = True
+
+    def lend(self, slots: Sequence[Slot], parts: Sequence[Any] | None) -> None:
+        super().lend(slots, parts)
+        places = {id(module): index for index, module in enumerate(self.source_modules)}
+        self.lent = []
+        if parts is not None:
+            self.lent = [(places[id(slot.module)], slot.name, part) for slot, part in zip(slots, parts, strict=True)]
+        elif slots:
+            self.stale = True

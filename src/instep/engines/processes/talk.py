@@ -1,0 +1,63 @@
+"""How values cross a line: their structure is pickled, their tensors go beside it.
+
+Each tensor of a message has a tag. `VALUE` tensors bring their numbers along; the others are known on the other side
+by a number: a tensor of the source module (`SOURCE`), or an argument of the call (`ARGUMENT`).
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from instep.engines.processes.freight import Depot, Parcel
+from instep.engines.processes.wire import Line, Message
+from torch import Tensor
+
+VALUE, SOURCE, ARGUMENT = "value", "source", "argument"
+
+Tag = tuple[str, int]
+"""What kind of tensor it is, and its number; for a value, whether it needs a gradient."""
+
+Describe = Callable[[Tensor], Tag]
+Rebuild = Callable[[Tag, Tensor | None], Tensor]
+
+
+def by_value(tensor: Tensor) -> Tag:
+    """A tensor that the other side knows nothing of."""
+    return VALUE, int(tensor.requires_grad)
+
+
+def as_sent(tag: Tag, tensor: Tensor | None) -> Tensor:
+    """A tensor whose numbers were sent."""
+    assert tensor is not None and tag[0] == VALUE
+    return tensor.requires_grad_() if tag[1] else tensor
+
+
+class Talk:
+    """One end of a line, with what is known there of classes and functions that have crossed it."""
+
+    def __init__(self, line: Line, *, home: bool) -> None:
+        self.line = line
+        self.depot = Depot(home)
+
+    def say(
+        self, kind: str, call: int, value: Any, describe: Describe = by_value, *, fds: Sequence[int] = (), what: str = ""
+    ) -> list[Tensor]:
+        """Send a value; returns its tensors, in the order in which the other side gets them."""
+        parcel = self.depot.pack(value, what)
+        tags = [describe(tensor) for tensor in parcel.tensors]
+        sent = [tensor.detach() for tensor, tag in zip(parcel.tensors, tags, strict=True) if tag[0] == VALUE]
+        self.line.send(kind, call, pickle.dumps((tags, parcel.body), 5), sent, fds)
+        return parcel.tensors
+
+    def take(self, message: Message, rebuild: Rebuild = as_sent) -> tuple[Any, list[Tensor]]:
+        """The value of a message, and its tensors in the order in which they were sent.
+
+        What is unpickled here comes from our own worker or from the process that started it, over a line that nobody
+        else can join.
+        """
+        tags, body = pickle.loads(message.body)
+        sent = iter(message.tensors)
+        tensors = [rebuild(tag, next(sent) if tag[0] == VALUE else None) for tag in tags]
+        return self.depot.unpack(Parcel(body, tensors)), tensors

@@ -1,0 +1,283 @@
+"""A worker: one replica of each module that it was told of, run when it is asked to be."""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from instep.engines.processes.freight import pack_error
+from instep.engines.processes.wire import Line, Message
+from torch import Tensor
+
+from instep.bridge import Side, enter, take
+from instep.engines.pool import as_replica
+from instep.engines.processes import orders
+from instep.engines.processes.mirror import Mirror
+from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
+from instep.engines.processes.talk import ARGUMENT, SOURCE, Tag, Talk, as_sent, by_value
+from instep.engines.protocol import Job, perform
+from instep.engines.side_by_side import in_room
+from instep.errors import EngineError
+from instep.random import RandomState, Streams, threads_can_draw
+from instep.replicas.ambient import Ambient, Autocast
+from instep.replicas.replica import Outcome
+from instep.replicas.settle import refuse_writes
+
+
+def main(line: Line) -> None:
+    """Do what the process that started this one asks for, until it says stop."""
+    worker = Worker(Talk(line, home=False))
+    threads_can_draw()
+    with as_replica():
+        while (message := line.receive()) is not None and message.kind != orders.STOP:
+            worker.answer(message)
+
+
+@dataclass
+class Held:
+    """A call whose graph is kept until it is released."""
+
+    mirror: Mirror
+    side: Side
+    inputs: list[int]
+    """The numbers of the arguments that a gradient is wanted for."""
+    outputs: dict[int, Tensor]
+    """By their numbers: tensors of the output that need a gradient."""
+    arguments: list[Tensor]
+    streams: Streams
+    index: int
+
+
+class Hall:
+    """Where this replica meets the others: in the process that started it."""
+
+    joint = False
+
+    def __init__(self, talk: Talk, call: int) -> None:
+        self._talk = talk
+        self._call = call
+
+    def enter(self, index: int) -> None:
+        """It is this replica's turn: nobody asks it otherwise."""
+
+    def leave(self, index: int, error: BaseException | None = None) -> None:
+        """The others hear of it by the answer."""
+
+    def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
+        self._talk.say(orders.MEET, self._call, (label, payload))
+        message = self._talk.line.receive()
+        if message is None or message.kind != orders.MET or message.call != self._call:
+            raise EngineError("the line to the other replicas brought something else than their answer.")
+        (payloads, error), _ = self._talk.take(message)
+        if error is not None:
+            raise error
+        return list(payloads)
+
+
+class Worker:
+    """Everything that a worker has: modules, and calls whose graphs are still needed."""
+
+    def __init__(self, talk: Talk) -> None:
+        self._talk = talk
+        self._mirrors: dict[int, Mirror] = {}
+        self._tables: dict[int, Mirror] = {}
+        self._calls: dict[int, Held] = {}
+        self._threads = 0
+        self._trouble: Exception | None = None
+        self._answers: dict[str, Callable[[Message], None]] = {
+            orders.TABLE: self._take_table,
+            orders.MODULE: self._take_module,
+            orders.SET: self._take_sets,
+            orders.GLOBALS: self._take_globals,
+            orders.FORWARD: self._forward,
+            orders.BACKWARD: self._backward,
+            orders.RELEASE: self._release,
+        }
+
+    def answer(self, message: Message) -> None:
+        """Do what one message asks for; whatever fails is the answer to it."""
+        try:
+            if message.kind == orders.FORWARD and self._trouble is not None:
+                raise self._trouble
+            self._answers[message.kind](message)
+        except Exception as error:
+            if message.kind in (orders.FORWARD, orders.BACKWARD):
+                self._trouble = None
+                self._fail(message.call, error)
+            else:  # nobody waits for an answer to these: the next call gets it
+                self._trouble = error
+
+    def _fail(self, call: int, error: BaseException) -> None:
+        parcel = pack_error(error, self._talk.depot)
+        self._talk.line.send(orders.FAILED, call, parcel.body, [t.detach().cpu() for t in parcel.tensors])
+
+    def _take_table(self, message: Message) -> None:
+        table, _ = self._talk.take(message)
+        self._tables[table.number] = Mirror(table, message.fds)
+
+    def _take_module(self, message: Message) -> None:
+        number = message.call
+        mirror = self._tables.pop(number)
+        order, _ = self._talk.take(message, mirror.known)
+        mirror.settle(order)
+        self._mirrors[number] = mirror
+
+    def _take_sets(self, message: Message) -> None:
+        sets, _ = self._talk.take(message)
+        self._mirrors[message.call].set(sets)
+
+    def _take_globals(self, message: Message) -> None:
+        self._talk.depot.take_globals(message.body, message.tensors)
+
+    def _release(self, message: Message) -> None:
+        (calls, numbers), _ = self._talk.take(message)
+        for call in calls:
+            self._calls.pop(call, None)
+        for number in numbers:
+            self._mirrors.pop(number, None)
+
+    def _forward(self, message: Message) -> None:
+        leaves: dict[int, Tensor] = {}
+        place = itertools.count()
+
+        def let_in(tag: Tag, tensor: Tensor | None) -> Tensor:
+            made, number = as_sent(tag, tensor), next(place)
+            if made.requires_grad:
+                leaves[number] = made
+                (made,) = enter(made)
+            return made
+
+        with torch.enable_grad():
+            run, arguments = self._talk.take(message, let_in)
+        run = _checked(run)
+        mirror = self._mirrors[run.number]
+        self._surround(run.around)
+        replica = mirror.ready(run)
+        held = mirror.generators(run)
+        state = RandomState([mirror.device])
+        state.host.fix(run.seed)
+        streams = Streams(state, [held] * run.count, own=threads_can_draw(), in_turn=False)
+        versions = [tensor._version for tensor in arguments]
+        job = Job(
+            [replica] * run.count,
+            [(run.args, run.kwargs)] * run.count,
+            run.method,
+            _ambient(run.around),
+            run.follow,
+            streams,
+            run.sizes,
+            room=Hall(self._talk, message.call),
+        )
+        outcome = perform(job, run.index)
+        if outcome.error is not None:
+            mirror.crew.restore()
+            raise outcome.error
+        ran = self._report(mirror, outcome)
+        ran.arguments = {
+            i: t.detach() for i, (t, before) in enumerate(zip(arguments, versions, strict=True)) if t._version != before
+        }
+        streams.settle()
+        ran.drawn = state.host.drawn
+        ran.drawn_held = [i for i, (source, _) in enumerate(held) if state.add(source).drawn]
+        numbers = {id(tensor): i for i, tensor in enumerate(arguments)}
+        known = mirror.numbers()
+
+        def describe(tensor: Tensor) -> Tag:
+            if id(tensor) in numbers:
+                return ARGUMENT, numbers[id(tensor)]
+            return (SOURCE, known[id(tensor)]) if id(tensor) in known else by_value(tensor)
+
+        sent = self._talk.say(orders.DONE, message.call, ran, describe, what="the output of forward")
+        outputs = {i: t for i, t in enumerate(sent) if t.requires_grad and id(t) not in known}
+        if outputs and run.around.grad:
+            side = Side([], list(leaves.values()), [], replica.tensors.guard, replica.name, outcome.seat)
+            self._calls[message.call] = Held(mirror, side, list(leaves), outputs, arguments, streams, run.index)
+
+    def _report(self, mirror: Mirror, outcome: Outcome) -> Ran:
+        """What a forward did, in terms that the other process knows."""
+        crew = mirror.crew
+        changed = crew.restore()
+        if changed:
+            crew.discard()
+            return Ran(parted=[str(crew.shelf.places[id(container)]) for container in changed])
+        if outcome.changes.structure:
+            crew.discard()
+            return Ran(structure=True)
+        refuse_writes(mirror.module, crew.written())
+        ran = mirror.report(outcome)
+        ran.output = outcome.output
+        ran.tokens = 0 if outcome.seat is None else len(outcome.seat.tokens)
+        crew.done()
+        return ran
+
+    def _backward(self, message: Message) -> None:
+        back, _ = self._talk.take(message)
+        assert isinstance(back, Back)
+        held = self._calls[message.call]
+        mirror, side = held.mirror, held.side
+        for number in back.arguments:
+            torch.autograd.graph.increment_version(held.arguments[number])
+        counterparts = mirror.counterparts()
+        for number in back.sources:
+            torch.autograd.graph.increment_version(counterparts[number])
+        leaves = [counterparts[number] for number in back.wanted]
+        outputs = [held.outputs[number] for number in back.gradients]
+        grads = list(back.gradients.values())
+        tokens = [] if side.seat is None else side.seat.tokens
+        outputs += [tokens[number] for number in back.tokens]
+        grads += [torch.zeros_like(tokens[number]) for number in back.tokens]
+        if not held.streams.state.host.drawn:
+            held.streams.state.host.fix(back.seed)
+        hall = Hall(self._talk, message.call)
+        try:
+            in_room(hall, held.index, side, outputs, grads, back.keep, held.streams.backward(held.index))  # type: ignore[arg-type]
+        except BaseException:
+            take([*leaves, *side.inputs])
+            raise
+        held.streams.settle()
+        if not back.keep:
+            for number in back.gradients:
+                del held.outputs[number]
+            if side.seat is not None:
+                side.seat.tokens = [token for number, token in enumerate(tokens) if number not in back.tokens]
+        present, others = mirror.hand_in(dict(zip(back.wanted, take(leaves), strict=True)))
+        inputs = {n: g for n, g in zip(held.inputs, take(side.inputs), strict=True) if g is not None}
+        went = WentBack(inputs, present, others, held.streams.state.host.drawn)
+        self._talk.say(orders.DONE, message.call, went)
+
+    def _surround(self, around: Surroundings) -> None:
+        """The settings of the whole process."""
+        if torch.get_default_dtype() != around.dtype:
+            torch.set_default_dtype(around.dtype)
+        if torch.get_deterministic_debug_mode() != around.deterministic:
+            torch.set_deterministic_debug_mode(around.deterministic)
+        if torch.get_float32_matmul_precision() != around.precision:
+            torch.set_float32_matmul_precision(around.precision)
+        if self._threads != around.threads:
+            torch.set_num_threads(around.threads)
+            self._threads = around.threads
+
+
+def _checked(run: Any) -> Run:
+    if not isinstance(run, Run):
+        raise EngineError(f"a worker was asked to run a {type(run).__name__}.")
+    return run
+
+
+def _ambient(around: Surroundings) -> Ambient:
+    return Ambient(
+        grad=around.grad,
+        inference=around.inference,
+        autocast=tuple(itertools.starmap(Autocast, around.autocast)),
+        autocast_cache=around.autocast_cache,
+        device=around.device,
+        saved_hooks=None,
+        streams={},
+        context=contextvars.copy_context(),
+        compiler=None,
+        graphs=None,
+    )
