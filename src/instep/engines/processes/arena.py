@@ -1,0 +1,304 @@
+"""Memory that two processes share, handed over by file descriptor; it has no name anywhere and ends with its users."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from instep.errors import EngineError
+
+_CGROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_UNLIMITED = 1 << 60
+"""A limit above this is none; the kernel writes a number near 2**63 for that."""
+
+
+def headroom() -> int:
+    """How many bytes can still be had before the system, or the container, begins to end processes."""
+    return min([_free_memory(), *(limit - used for limit, used in _cgroup_limits())])
+
+
+def check_room(nbytes: int, what: str) -> None:
+    """Raise where memory of that size cannot be had: taking it all the same would get this process killed."""
+    free = headroom()
+    if nbytes > free:
+        raise EngineError(
+            f"{what} needs {_size(nbytes)} of shared memory, and {_size(max(0, free))} are free here "
+            f"(the smaller of the system's available memory and the container's limit)."
+        )
+
+
+def _size(nbytes: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.1f} {name}"
+    return f"{nbytes:,} bytes"
+
+
+def _free_memory() -> int:
+    for line in Path("/proc/meminfo").read_text("ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_limits() -> Iterator[tuple[int, int]]:
+    """The limit of each group around this process that has one, and what the group uses of it.
+
+    Pages of files that nobody has looked at lately are not counted as used: the kernel gives them up first.
+    """
+    for line in _OWN_GROUPS.read_text("utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = _CGROUPS / "memory" if controllers else _CGROUPS
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        group = PurePosixPath(path)
+        for folder in (group, *group.parents):
+            here = root / str(folder).lstrip("/")
+            limit, used = _number(here / names[0]), _number(here / names[1])
+            if limit is not None and used is not None and limit < _UNLIMITED:
+                yield limit, used - _idle_pages(here / "memory.stat")
+
+
+def _number(path: Path) -> int | None:
+    """What a control file says; None where there is no such file, as in many containers, or it says `max`."""
+    try:
+        text = path.read_text("ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _idle_pages(path: Path) -> int:
+    counts: dict[str, int] = {}
+    try:
+        for line in path.read_text("ascii").splitlines():
+            name, _, count = line.partition(" ")
+            counts[name] = int(count)
+    except OSError:
+        return 0
+    return counts.get("total_inactive_file", counts.get("inactive_file", 0))
+
+
+class _Mapping(mmap.mmap):
+    """A mapping that owns its file descriptor. Whoever holds a tensor in it holds it, and with the last one it goes."""
+
+    fd: int
+    address: int
+
+    @classmethod
+    def of(cls, fd: int, nbytes: int, shared: bool) -> _Mapping:
+        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+        # The descriptor is ours to keep: from 3.13 on, mmap need not keep another.
+        options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+        try:
+            mapping = cls(fd, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, **options)
+        except BaseException:
+            os.close(fd)
+            raise
+        mapping.fd = fd
+        mapping.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        if shared:
+            _shared[mapping.address] = nbytes, fd
+        return mapping
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            _shared.pop(self.address, None)
+            os.close(self.fd)
+
+
+class SharedMemory:
+    """A piece of memory that other processes can map; tensors made from it keep it alive."""
+
+    def __init__(self, mapping: _Mapping, nbytes: int) -> None:
+        self._mapping = mapping
+        self.nbytes = nbytes
+
+    @classmethod
+    def create(cls, nbytes: int, what: str = "a tensor that is shared with the workers") -> SharedMemory:
+        """New memory, all zero. It takes real memory only where it is written to."""
+        nbytes = max(1, nbytes)
+        check_room(nbytes, what)
+        fd = os.memfd_create("instep", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(_Mapping.of(fd, nbytes, shared=True), nbytes)
+
+    @classmethod
+    def attach(cls, fd: int, nbytes: int, writable: bool) -> SharedMemory:
+        """The memory behind a descriptor, which is taken over, also where this fails.
+
+        Memory that is not writable is copied on write: its owner's later writes are seen on pages that were not
+        written here, and what is written here is seen here only.
+        """
+        return cls(_Mapping.of(fd, max(1, nbytes), shared=writable), max(1, nbytes))
+
+    @property
+    def fd(self) -> int:
+        """The descriptor to send; it stays this memory's own."""
+        return self._mapping.fd
+
+    def tensor(self, offset: int, nbytes: int) -> Tensor:
+        """A part of the memory as bytes, with a storage of exactly that size."""
+        if not nbytes:  # frombuffer refuses to make nothing
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def view(self) -> memoryview:
+        """The memory for Python's own bytes."""
+        return memoryview(self._mapping)
+
+
+_shared: dict[int, tuple[int, int]] = {}
+"""The size and the descriptor of every mapping that others see the writes of, by address."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def _make_private() -> None:
+    """A forked child (a DataLoader's worker) sees its parent's memory, and never writes into it.
+
+    Like any memory that is copied on write, pages that the child has not written show what the parent writes later.
+    """
+    for address, (nbytes, fd) in list(_shared.items()):
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+        mapped = _libc.mmap(address, nbytes, protection, flags, fd, 0)
+        # No room for a private copy: then nothing may be written at all, and a write ends the child, not the truth.
+        if mapped in (None, _MAP_FAILED) and _libc.mprotect(address, nbytes, mmap.PROT_READ):
+            os._exit(70)
+    _shared.clear()
+
+
+os.register_at_fork(after_in_child=_make_private)
+
+
+class Place(NamedTuple):
+    """Where in which ring a message's data lie."""
+
+    generation: int
+    size: int
+    """Of the whole memory, in bytes."""
+    start: int
+    """Offset in the memory."""
+    end: int
+    """The position in the ring after the data, counted from the ring's beginning and never wrapped."""
+
+
+NOWHERE = Place(0, 0, 0, 0)
+ALIGNMENT = 64
+_HEADER = 4096
+"""Bytes before the ring."""
+_SMALLEST = 1 << 20
+_READ, _ATTACHED = 0, 1
+
+
+def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
+    return -(-nbytes // to) * to
+
+
+class _Ring:
+    """A ring of memory after a page with two counters: how far it was read, and whether the receiver has mapped it."""
+
+    def __init__(self, memory: SharedMemory, generation: int) -> None:
+        self.memory = memory
+        self.generation = generation
+        self.capacity = memory.nbytes - _HEADER
+        self.counters = memory.view()[:16].cast("Q")
+        self.written = self.floor = 0
+        """The sender's own: how far it has written, and where it began anew when all was read."""
+
+    def block(self, place: Place, nbytes: int) -> memoryview:
+        return self.memory.view()[place.start : place.start + nbytes]
+
+    def take(self, nbytes: int) -> Place | None:
+        """A place for that many bytes in one piece; None where that would write over what was not read."""
+        read, start = max(self.counters[_READ], self.floor), self.written
+        empty = read >= start
+        # An empty ring begins anew: the same pages again, which are mapped and in the cache.
+        if empty or start % self.capacity + nbytes > self.capacity:
+            start = aligned(start, self.capacity)
+        if start + nbytes - (start if empty else read) > self.capacity:
+            return None
+        if empty:
+            self.floor = start
+        self.written = start + aligned(nbytes)
+        return Place(self.generation, self.memory.nbytes, _HEADER + start % self.capacity, self.written)
+
+
+class Outbox:
+    """The sender's side of a ring, where it writes what is too large for a frame.
+
+    Nothing is written over before it was read. Where there is no room a larger ring takes over: the sender never
+    waits for the receiver.
+    """
+
+    def __init__(self) -> None:
+        self._ring: _Ring | None = None
+
+    def reserve(self, nbytes: int) -> tuple[Place, memoryview]:
+        """A place for that many bytes, taken at once: an interruption later wastes it and harms nothing."""
+        ring = self._ring
+        place = ring.take(nbytes) if ring is not None else None
+        if ring is None or place is None:
+            ring = self._ring = self._larger(ring, nbytes)
+            place = ring.take(nbytes)
+            assert place is not None
+        return place, ring.block(place, nbytes)
+
+    @staticmethod
+    def _larger(ring: _Ring | None, nbytes: int) -> _Ring:
+        before, generation = (ring.capacity, ring.generation) if ring is not None else (0, 0)
+        capacity = max(_SMALLEST, aligned(nbytes + nbytes // 4, 4096), 2 * before if nbytes <= before else 0)
+        return _Ring(SharedMemory.create(_HEADER + capacity, "what is sent to another process"), generation + 1)
+
+    def to_announce(self) -> int | None:
+        """The descriptor, to be sent along with every message until the receiver has noted that it has it."""
+        ring = self._ring
+        return None if ring is None or ring.counters[_ATTACHED] else ring.memory.fd
+
+
+class Inbox:
+    """The receiver's side of a ring."""
+
+    def __init__(self) -> None:
+        self._ring: _Ring | None = None
+
+    def attach(self, place: Place, fd: int) -> None:
+        """Take over the descriptor of the ring that a message names; one that is here already is closed."""
+        ring = self._ring
+        if ring is not None and place.generation == ring.generation:
+            os.close(fd)
+        else:
+            ring = self._ring = _Ring(SharedMemory.attach(fd, place.size, writable=True), place.generation)
+        ring.counters[_ATTACHED] = 1
+
+    def block(self, place: Place, nbytes: int) -> memoryview:
+        """A message's data; `ValueError` where they lie in memory that is not here, or would not lie in it."""
+        ring = self._ring
+        if ring is None or (place.generation, place.size) != (ring.generation, ring.memory.nbytes):
+            raise ValueError("it lies in memory that was never handed over")
+        if place.start < _HEADER or place.start + nbytes > ring.memory.nbytes:
+            raise ValueError("it would lie outside the memory that was handed over")
+        return ring.block(place, nbytes)
+
+    def release(self, place: Place) -> None:
+        """All up to this message may be written over: it, and any before it that were lost."""
+        if self._ring is not None:
+            self._ring.counters[_READ] = place.end
