@@ -1,1 +1,1 @@
-"""The engine whose replicas live in worker processes; this process is the first replica and holds the truth."""
+"""The processes engine: this process is replica 0, every other replica lives in a worker process of its own."""

@@ -1,0 +1,122 @@
+"""What a fresh interpreter could not import by itself, and how it is taken apart.
+
+Functions and classes cross between processes by their name where the worker can import the same file, and by value
+where it cannot: those of the script, of a notebook, of code that was executed from a string, and of test files that
+pytest imported from a place that is on no path.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import importlib.machinery
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import cloudpickle.cloudpickle as _cloudpickle
+
+_READS_OR_WRITES = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+_names_of_code: WeakKeyDictionary[types.CodeType, tuple[str, ...]] = WeakKeyDictionary()
+
+# cloudpickle promises its pickler only. Both of these are as old as its support for classes made at run time.
+_reduce_class: Callable[[type], tuple[Any, ...]] = _cloudpickle._dynamic_class_reduce
+_found_by_name: Callable[..., bool] = _cloudpickle._should_pickle_by_reference
+
+
+def by_name(thing: Any) -> bool:
+    """Whether a function or class can be found by its name in a fresh interpreter, and is the same one there."""
+    return bool(_found_by_name(thing)) and importable(getattr(thing, "__module__", None) or "builtins")
+
+
+def importable(name: str) -> bool:
+    """Whether a fresh interpreter with this one's `sys.path` would import a module from the same file."""
+    if name == "instep" or name.startswith("instep.") or name == "builtins":
+        return True
+    module = sys.modules.get(name)
+    if name == "__main__" or not isinstance(module, types.ModuleType):
+        return False
+    where = getattr(module, "__file__", None)
+    return _importable(name, where if isinstance(where, str) else None, tuple(sys.path))
+
+
+@lru_cache(maxsize=4096)
+def _importable(name: str, where: str | None, path: tuple[str, ...]) -> bool:
+    found = _spec(name, path)
+    if where is None:
+        # Built in, a folder without a file of its own, or made by the package around it as that is imported.
+        parent = name.rpartition(".")[0]
+        return found is not None or (bool(parent) and importable(parent))
+    if found is None or found.origin is None:
+        return False
+    return os.path.realpath(found.origin) == os.path.realpath(where) or found.cached == where
+
+
+@lru_cache(maxsize=4096)
+def _spec(name: str, path: tuple[str, ...]) -> importlib.machinery.ModuleSpec | None:
+    """What a fresh interpreter would find under a name; nothing is imported."""
+    parent = name.rpartition(".")[0]
+    places: list[str] | None = None
+    if parent:
+        around = _spec(parent, path)
+        if around is None or around.submodule_search_locations is None:
+            return None
+        places = list(around.submodule_search_locations)
+    for finder in sys.meta_path:
+        # pytest's finder finds test files in places that are on no path.
+        if type(finder).__module__.startswith("_pytest.") or not hasattr(finder, "find_spec"):
+            continue
+        try:
+            found = finder.find_spec(name, places, None)
+        except (ImportError, AttributeError, ValueError):
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def names_read(code: types.CodeType) -> tuple[str, ...]:
+    """The names that code, and the code nested in it, reads from or writes to its globals."""
+    known = _names_of_code.get(code)
+    if known is None:
+        own = {step.argval for step in dis.get_instructions(code) if step.opname in _READS_OR_WRITES}
+        nested = (names_read(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+        known = _names_of_code[code] = tuple(sorted(own.union(*nested)))
+    return known
+
+
+def submodules_read(code: types.CodeType, values: Iterable[Any]) -> list[str]:
+    """The modules that code reaches as attributes of packages (`torch.nn.functional`): they have to be imported too."""
+    words = _words(code)
+
+    def under(package: str) -> Iterator[str]:
+        for word in words:
+            if f"{package}.{word}" in sys.modules:
+                yield f"{package}.{word}"
+                yield from under(f"{package}.{word}")
+
+    packages = {value.__name__ for value in values if isinstance(value, types.ModuleType)}
+    return sorted({name for package in packages for name in under(package) if importable(name)})
+
+
+def _words(code: types.CodeType) -> set[str]:
+    nested = (_words(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*nested)
+
+
+def class_parts(cls: type) -> tuple[Callable[..., type], tuple[Any, ...], Any, Callable[[type, Any], Any]]:
+    """A class taken apart: what makes an empty one, its arguments, what fills it, and what it is filled with."""
+    make, args, contents, _, _, fill = _reduce_class(cls)
+    # The place before the last is cloudpickle's own number for the class; ours are kept for each line.
+    return make, (*args[:-2], None, args[-1]), contents, fill
+
+
+def new_module(name: str, about: dict[str, Any]) -> types.ModuleType:
+    """A module that is in no list of modules: its dictionary holds the globals of functions from another process."""
+    module = types.ModuleType(name)
+    module.__dict__.update(about, __builtins__=builtins)
+    return module

@@ -1,0 +1,177 @@
+"""The error for what cannot leave its process, and the search for the place where it is."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from instep.engines.processes.by_value import by_name, names_read
+from instep.errors import EngineError
+
+_TRIALS_AT_MOST = 2000
+
+
+class CannotCross(EngineError):
+    """Something cannot be sent to, or rebuilt in, another process; the message says where it is and what to do."""
+
+
+class Step(NamedTuple):
+    """One step from an object to something that it holds."""
+
+    text: str
+    kind: str = "item"
+    """"item" and "attribute" are written one after another; "global" and "variable" begin anew."""
+    space: dict[str, Any] | None = None
+    name: str = ""
+
+
+class Culprit(NamedTuple):
+    """What cannot be pickled, and the way there."""
+
+    path: tuple[Step, ...]
+    thing: Any
+
+    @property
+    def through(self) -> Step | None:
+        """The first global on the way that belongs to a function's surroundings, not to the value itself."""
+        return next((step for step in self.path if step.kind == "global"), None)
+
+    def describe(self, what: str) -> str:
+        """The way in words: argument 'batch'['lock'] (a _thread.lock)."""
+        path = list(self.path)
+        start = what
+        if what == "arguments" and len(path) >= 2:
+            start, path = f"argument {path[1].text.strip('[]')}", path[2:]
+        for place in range(len(path) - 1, -1, -1):
+            if path[place].kind in ("global", "variable"):
+                start, path = path[place].text, path[place + 1 :]
+                break
+        rest = "".join(step.text for step in path)
+        if path and path[0].kind == "attribute":
+            where = f"attribute {rest[1:]!r}"
+            start = f"{start}, {where}" if start else where
+        else:
+            start = f"{start}{rest}" or "a value"
+        return f"{start} (a {_type_name(self.thing)})"
+
+
+def refusal(described: str, reason: BaseException | None) -> CannotCross:
+    """The error for something found."""
+    why = f": {reason}" if reason is not None and str(reason) else ""
+    return CannotCross(
+        f"{described} cannot be sent to another process{why}. Write engine='threads', or keep it out of what the "
+        "replicas need (`__getstate__` can leave it out)."
+    )
+
+
+def find(value: Any, failure: Callable[[Any], BaseException | None]) -> Culprit | None:
+    """Look for the innermost thing that cannot be packed; `failure` packs one alone and gives back the error."""
+    search = _Search(failure)
+    return search.inside(value, ())
+
+
+class _Search:
+    def __init__(self, failure: Callable[[Any], BaseException | None]) -> None:
+        self._failure = failure
+        self._seen: dict[int, Any] = {}
+        self._trials = 0
+
+    def _fails(self, thing: Any) -> bool:
+        self._trials += 1
+        return self._failure(thing) is not None
+
+    def inside(self, thing: Any, path: tuple[Step, ...]) -> Culprit | None:
+        """The culprit in something known to fail, or None where all that fails in it is being looked at already."""
+        self._seen[id(thing)] = thing
+        own = True
+        for step, held in _held_by(thing):
+            if self._trials > _TRIALS_AT_MOST:
+                break
+            if id(held) in self._seen:
+                own = False
+                continue
+            if _plain(held) or not self._fails(held):
+                continue
+            own = False
+            found = self.inside(held, (*path, step))
+            if found is not None:
+                return found
+        return Culprit(path, thing) if own or not path else None
+
+
+def _plain(thing: Any) -> bool:
+    return thing is None or isinstance(thing, (bool, int, float, complex, str, bytes))
+
+
+def _held_by(thing: Any) -> Iterator[tuple[Step, Any]]:
+    """What pickling a thing would pickle next, roughly, with the step to it."""
+    if isinstance(thing, type):
+        if not by_name(thing):
+            yield from ((Step(f".{name}", "attribute"), held) for name, held in vars(thing).items())
+        return
+    if isinstance(thing, types.FunctionType):
+        if not by_name(thing):
+            yield from _held_by_function(thing)
+        return
+    if isinstance(thing, (staticmethod, classmethod)):
+        yield Step(""), thing.__func__
+    elif isinstance(thing, property):
+        yield from ((Step(""), part) for part in (thing.fget, thing.fset, thing.fdel))
+    elif isinstance(thing, types.MethodType):
+        yield Step("'s own object"), thing.__self__
+        yield Step(""), thing.__func__
+    elif isinstance(thing, functools.partial):
+        yield Step("'s function"), thing.func
+        yield Step("'s arguments"), thing.args
+        yield Step("'s arguments"), thing.keywords
+    if isinstance(thing, dict):
+        for key, held in thing.items():
+            yield Step(f"'s key {key!r}"), key
+            yield Step(f"[{key!r}]"), held
+    elif isinstance(thing, (list, tuple)):
+        yield from ((Step(f"[{place}]"), held) for place, held in enumerate(thing))
+    elif isinstance(thing, (set, frozenset)):
+        yield from ((Step("'s element"), held) for held in thing)
+    yield from _held_as_attributes(thing)
+    if not isinstance(thing, (dict, list, tuple, set, frozenset)):
+        yield Step("'s class"), type(thing)
+
+
+def _held_as_attributes(thing: Any) -> Iterator[tuple[Step, Any]]:
+    attributes = getattr(thing, "__dict__", None)
+    held = dict(attributes) if isinstance(attributes, dict) else {}
+    for cls in type(thing).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
+                held[name] = getattr(thing, name)
+    if isinstance(thing, nn.Module):
+        for group in ("_parameters", "_buffers", "_modules"):
+            held.update(held.pop(group, None) or {})
+    yield from ((Step(f".{name}", "attribute"), value) for name, value in held.items())
+
+
+def _held_by_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
+    name = function.__qualname__
+    space = function.__globals__
+    for variable in names_read(function.__code__):
+        if variable in space:
+            yield Step(f"global {variable!r}, which {name} reads", "global", space, variable), space[variable]
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield Step(f"variable {variable!r}, which {name} reads", "variable"), cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+    yield Step(f"the defaults of {name}", "variable"), function.__defaults__
+    yield Step(f"the defaults of {name}", "variable"), function.__kwdefaults__
+    yield from ((Step(f".{key}", "attribute"), held) for key, held in function.__dict__.items())
+
+
+def _type_name(thing: Any) -> str:
+    kind = type(thing)
+    short = kind.__module__ in ("builtins", "__main__")
+    return kind.__qualname__ if short else f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,194 @@
+"""The globals that functions read which cross by value, on both sides of a line, and what of them has changed."""
+
+from __future__ import annotations
+
+import enum
+import types
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from instep.engines.processes.by_value import new_module
+
+ABSENT = object()
+_PARTS_AT_MOST = 20_000
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_BY_IDENTITY = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device)
+_ABOUT = ("__name__", "__package__", "__path__", "__file__")
+_NOT_WATCHED = {"__dict__", "__weakref__", "__doc__", "__abstractmethods__", "_abc_impl", "__annotations__"}
+_NOT_WATCHED |= {"__dataclass_fields__", "__dataclass_params__", "__match_args__", "__parameters__", "__slots__"}
+_CONTAINERS = (dict, list, set, np.ndarray, Tensor)
+
+
+class Seen(NamedTuple):
+    """A value as it was when it was sent; it is kept, so that no other object can take its place in memory."""
+
+    value: Any
+    look: Any
+
+    def still(self, value: Any) -> bool:
+        """Whether a value is what was sent."""
+        if value is self.value:
+            return self.look is None or look_of(value) == self.look
+        return type(value) is type(self.value) and isinstance(value, _PLAIN) and bool(value == self.value)
+
+
+def seen(value: Any) -> Seen:
+    """A value as it is now."""
+    return Seen(value, look_of(value))
+
+
+def look_of(value: Any) -> Any:
+    """Something that compares equal as long as a value has not changed in place; None where it cannot change.
+
+    Containers and objects are looked into up to a number of parts, tensors by their version, arrays by a checksum.
+    Beyond that number, a value counts as changed only when its name is bound to another.
+    """
+    if isinstance(value, (*_PLAIN, *_BY_IDENTITY)) or value is ABSENT:
+        return None
+    try:
+        return _look(value, [_PARTS_AT_MOST], {})
+    except _TooMuch:
+        return None
+
+
+class _TooMuch(Exception):
+    """There is too much to look at."""
+
+
+def _look(value: Any, left: list[int], inside: dict[int, Any]) -> Any:
+    left[0] -= 1
+    if left[0] < 0:
+        raise _TooMuch
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, _BY_IDENTITY) or id(value) in inside:
+        return id(value)
+    inside[id(value)] = value
+    if isinstance(value, Tensor):
+        return id(value), -1 if value.is_inference() else value._version
+    if isinstance(value, np.ndarray):
+        return id(value), value.shape, zlib.crc32(np.ascontiguousarray(value).data.cast("B")) if value.size else 0
+    parts: list[Any] = [id(value)]
+    if isinstance(value, dict):
+        parts += [(_look(key, left, inside), _look(held, left, inside)) for key, held in value.items()]
+    elif isinstance(value, (list, tuple)):
+        parts += [_look(held, left, inside) for held in value]
+    elif isinstance(value, (set, frozenset)):
+        parts += [frozenset(_look(held, left, inside) for held in value)]
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        parts += [(name, _look(held, left, inside)) for name, held in attributes.items()]
+    return tuple(parts)
+
+
+class Spaces:
+    """The dictionaries of globals on one side of a line, by number: our own (of one sign) and the other side's."""
+
+    def __init__(self, sign: int) -> None:
+        self._sign = sign
+        self._number: dict[int, int] = {}
+        self._space: dict[int, dict[str, Any]] = {}
+        self._module: dict[int, types.ModuleType] = {}
+        self._sent: dict[int, dict[str, Seen]] = {}
+        """Of our own dictionaries, what the other side was told of each name that its functions read."""
+
+    def number(self, space: dict[str, Any]) -> int:
+        """The number of a dictionary, a new one for one that was never met."""
+        number = self._number.get(id(space))
+        if number is None:
+            number = self._sign * (len(self._space) + 1)
+            self._keep(number, space)
+        return number
+
+    def ours(self, number: int) -> bool:
+        """Whether a dictionary belongs to this side, whose values are then the truth."""
+        return number * self._sign > 0
+
+    def about(self, number: int) -> dict[str, Any]:
+        """What functions need of the module around them, whatever names they read."""
+        space = self._space[number]
+        return {name: space[name] for name in _ABOUT if name in space}
+
+    def told(self, number: int, name: str) -> bool:
+        """Whether the other side has the present value of a name."""
+        before = self._sent.get(number, {}).get(name)
+        return before is not None and before.still(self._space[number].get(name, ABSENT))
+
+    def tell(self, news: dict[tuple[int, str], Seen]) -> None:
+        """The other side has been sent these."""
+        for (number, name), value in news.items():
+            self._sent.setdefault(number, {})[name] = value
+
+    def changed(self) -> Iterator[tuple[int, str, Any]]:
+        """The names whose values are no longer what the other side was told, with the value now."""
+        for number, sent in self._sent.items():
+            space = self._space[number]
+            for name, before in sent.items():
+                now = space.get(name, ABSENT)
+                if not before.still(now):
+                    yield number, name, now
+
+    def forget(self) -> None:
+        """The other side may have none of it."""
+        self._sent.clear()
+
+    def get(self, number: int, about: dict[str, Any]) -> dict[str, Any]:
+        """The dictionary with a number: our own, or the one that stands for it here."""
+        space = self._space.get(number)
+        if space is None:
+            module = self._module[number] = new_module(str(about.get("__name__", "unknown")), about)
+            space = vars(module)
+            self._keep(number, space)
+        return space
+
+    def module(self, number: int, about: dict[str, Any]) -> types.ModuleType:
+        """The module around the dictionary with a number."""
+        self.get(number, about)
+        return self._module[number]
+
+    def keep_module(self, module: types.ModuleType) -> None:
+        """Remember which module is around a dictionary of ours."""
+        self._module[self.number(vars(module))] = module
+
+    def _keep(self, number: int, space: dict[str, Any]) -> None:
+        self._number[id(space)] = number
+        self._space[number] = space
+
+
+class Classes:
+    """What the other side was told of the attributes of our classes that crossed by value."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, tuple[type, dict[str, Seen]]] = {}
+
+    def tell(self, number: int, cls: type, attributes: dict[str, Seen]) -> None:
+        """The other side has been sent a class."""
+        self._sent[number] = (cls, attributes)
+
+    def changed(self) -> Iterator[tuple[int, type, dict[str, Any]]]:
+        """The classes with attributes that are no longer what the other side was told, and these attributes."""
+        for number, (cls, sent) in self._sent.items():
+            now = vars(cls)
+            present = {name: now.get(name, ABSENT) for name in sent}
+            news = {name: value for name, value in present.items() if not sent[name].still(value)}
+            if sent:
+                news.update((name, now[name]) for name in now.keys() - sent.keys() - _NOT_WATCHED)
+            if news:
+                yield number, cls, news
+
+    def forget(self) -> None:
+        """The other side may have none of it."""
+        self._sent.clear()
+
+
+def attributes_of(cls: type) -> dict[str, Seen]:
+    """The attributes of a class that are watched, as they are now: containers by what they hold, others by identity."""
+    if issubclass(cls, enum.Enum):
+        return {}
+    attributes = {name: value for name, value in vars(cls).items() if name not in _NOT_WATCHED}
+    return {n: seen(v) if isinstance(v, _CONTAINERS) else Seen(v, None) for n, v in attributes.items()}
