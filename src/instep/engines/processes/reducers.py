@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import io
 import pickle
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from instep.engines.processes.by_value import by_name, importable
 
@@ -75,6 +77,8 @@ def reduce(thing: Any) -> Any:
         return _outside(thing)
     if isinstance(thing, BaseException):
         return _error(thing)
+    if isinstance(thing, nn.Module) and parametrize.is_parametrized(thing):
+        return copyreg.__newobj__, (type(thing),), thing.__dict__  # torch refuses, for files that are kept
     return NotImplemented
 
 

@@ -158,7 +158,7 @@ class Worker:
         self._surround(run.around)
         replica = mirror.ready(run)
         held = mirror.generators(run)
-        state = RandomState([mirror.device])
+        state = RandomState([mirror.device] * run.count)
         state.host.fix(run.seed)
         streams = Streams(state, [held] * run.count, own=threads_can_draw(), in_turn=False)
         versions = [tensor._version for tensor in arguments]
