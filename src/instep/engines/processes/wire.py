@@ -20,7 +20,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -129,6 +129,8 @@ class Line:
         self._poll.register(sock, select.POLLIN)
         if peer is not None:
             self._poll.register(peer, select.POLLIN)
+        self.before_send: Callable[[], object] | None = None
+        """Called before a message is sent, by whoever sends it."""
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -152,6 +154,8 @@ class Line:
         longer than that (`TimeoutError`, nothing was sent).
         """
         self._check_process()
+        if self.before_send is not None:
+            self.before_send()
         looks = b"".join(map(_look, tensors))
         small = [tensor for tensor in tensors if tensor.nbytes <= SMALL]
         large = [tensor for tensor in tensors if tensor.nbytes > SMALL]

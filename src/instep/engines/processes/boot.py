@@ -1,0 +1,174 @@
+"""How a worker's interpreter comes up: what the parent says to it, and what it does before anything else.
+
+The worker runs this file by itself, before it can import the package: nothing but the standard library here. It is
+started in isolation (`-I`), so that neither the working folder nor a variable decides what it imports; the parent's
+import path is set afterwards, with the standard library before the working folder.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import importlib
+import importlib.util
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+LONGEST = 128 * 1024
+"""Bytes of the first frame at most."""
+
+_LOADER = (
+    "import sys; boot = {'__name__': 'instep_boot'}; "
+    "exec(compile(open(sys.argv[1], 'rb').read(), sys.argv[1], 'exec'), boot); boot['boot'](int(sys.argv[2]))"
+)
+
+
+def command(fd: int, name: str) -> list[str]:
+    """The words that start a worker whose line is the inherited descriptor; the last is for whoever lists processes."""
+    return [
+        sys.executable,
+        *_interpreter_options(),
+        "-c",
+        _LOADER,
+        os.path.abspath(__file__),
+        str(fd),
+        f"instep:{name}",
+    ]
+
+
+def _interpreter_options() -> list[str]:
+    """Isolation, and what was asked of the parent's interpreter that changes what code does."""
+    options = ["-I", *["-O"] * sys.flags.optimize, *(f"-W{option}" for option in sys.warnoptions)]
+    if sys.flags.dont_write_bytecode:
+        options.append("-B")
+    if sys.flags.utf8_mode:
+        options += ["-X", "utf8"]
+    return options
+
+
+def first_frame(main: str, instep: str, fds: dict[str, int]) -> bytes:
+    """What a worker has to know before it can import anything."""
+    said = {
+        "path": import_path(sys.path, os.getcwd()),
+        "instep": instep,
+        "argv": sys.argv[:1],
+        "recursion": sys.getrecursionlimit(),
+        "main": main,
+        "fds": fds,
+    }
+    return json.dumps(said).encode("ascii")
+
+
+def import_path(path: list[str], folder: str) -> list[str]:
+    """An import path for another process, the standard library before anything that depends on the working folder.
+
+    An empty or relative entry means the folder that one happens to be in: a `random.py` that lies there must not
+    become the worker's `random`.
+    """
+    library = os.path.dirname(os.__file__)
+    own = {library, os.path.join(library, "lib-dynload")}
+    fixed = [entry for entry in path if os.path.isabs(entry)]
+    local = [os.path.normpath(os.path.join(folder, entry)) for entry in path if not os.path.isabs(entry)]
+    after = max((number for number, entry in enumerate(fixed, 1) if entry in own), default=len(fixed))
+    return [*fixed[:after], *dict.fromkeys(local), *fixed[after:]]
+
+
+def boot(fd: int) -> None:
+    """All that a worker does, from its first moment to its last. Never returns."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it decides what becomes of a call
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for name in [name for name in vars(sys.modules["__main__"]) if not name.startswith("__")]:
+        del sys.modules["__main__"].__dict__[name]  # whatever the parent's script defines comes to an empty room
+    sock = socket.socket(fileno=fd)
+    heard = sock.recv(LONGEST)
+    if not heard:
+        os._exit(0)  # the parent has ended already
+    said = json.loads(heard)
+    for inherited in (fd, *said["fds"].values()):
+        os.set_inheritable(inherited, False)
+    _watch_parent(said["fds"].get("parent"), said["fds"]["life"])
+    faulthandler.enable(said["fds"]["crash"])
+    faulthandler.register(signal.SIGUSR1, said["fds"]["stacks"], all_threads=True)
+    status = 1
+    try:
+        _run(said, sock)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        flush_printed()
+        os._exit(status)  # an orderly end of the interpreter could wait for threads that never end
+
+
+def _watch_parent(parent: int | None, life: int) -> None:
+    """End with the parent, however it ends and whatever is being done here.
+
+    The parent's pidfd tells of its end also where a process that it forked holds its sockets. The other descriptor is a
+    pipe into which nothing is ever written: when the parent is gone the kernel itself ends this process, though it may
+    be in C code that lets no Python thread run. It is second, because a forked process may hold it open.
+    """
+    born_to = os.getppid()
+    watch = select.poll()
+    for fd in (life, parent):
+        if fd is not None:
+            watch.register(fd, select.POLLIN)
+
+    def until_it_ends() -> None:
+        while os.getppid() == born_to and not watch.poll(1000):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=until_it_ends, name="instep-parent", daemon=True).start()
+    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+
+
+def _run(said: dict[str, Any], sock: socket.socket) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+    sys.path[:] = said["path"]
+    sys.argv[:] = said["argv"]
+    sys.setrecursionlimit(said["recursion"])
+    _import_package(said["instep"])
+    wire: Any = importlib.import_module("instep.engines.processes.wire")
+    hands: Any = importlib.import_module("instep.engines.processes.hands")
+    hands.enter_worker()
+    module, _, function = said["main"].partition(":")
+    main: Callable[[Any], None] = getattr(importlib.import_module(module), function)
+    line = wire.Line(sock, said["fds"].get("parent"))
+    line.before_send = flush_printed
+    line.send("ready")
+    main(line)
+
+
+def _import_package(file: str) -> None:
+    """The parent's own instep, also where the import path would find another or none."""
+    found = importlib.util.find_spec("instep")
+    if found is not None and found.origin is not None and os.path.realpath(found.origin) == os.path.realpath(file):
+        importlib.import_module("instep")
+        return
+    spec = importlib.util.spec_from_file_location("instep", file, submodule_search_locations=[os.path.dirname(file)])
+    if spec is None or spec.loader is None:
+        raise ImportError(f"instep cannot be imported from {file}")
+    sys.modules["instep"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def flush_printed() -> None:
+    """Let all that was printed so far out, so that it lies before what is sent next."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, ValueError, OSError):  # none, closed, or nobody reads: what was printed has no place
+            continue

@@ -1,0 +1,153 @@
+"""Worker processes: they belong to the process, are shared by all wrappers, and end with the last one or with it."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from instep.engines.processes.prints import flush_output
+from instep.engines.processes.process import Worker, own_workers
+from instep.errors import EngineError
+from instep.locks import ProcessLock
+
+__all__ = ["Hands", "Worker", "enter_worker", "flush_output", "inside_worker", "stop_all"]
+
+START_SECONDS = 120.0
+"""A worker that is not up by then will not be."""
+_SILENT_SECONDS = 3.0
+_STOP_SECONDS = 1.0
+
+_inside = False
+
+
+def inside_worker() -> bool:
+    """Whether this process is a worker, or was forked by one."""
+    return _inside
+
+
+def enter_worker() -> None:
+    """This process is a worker from now on."""
+    global _inside
+    _inside = True
+
+
+_workers: dict[tuple[str, int], Worker] = {}
+_lock = ProcessLock(_workers.clear)
+
+
+class Hands:
+    """The workers for a list of devices, one for each but the first, which is this process; held until `close`.
+
+    Wrappers on the same devices share them. In a forked child there are none of the parent's: it starts its own.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        if inside_worker():
+            raise EngineError(
+                "a worker process cannot start workers of its own: the module, or a file that it imports, builds a "
+                "wrapper with engine='processes' as it runs. Put that behind `if __name__ == \"__main__\":`."
+            )
+        self._devices = list(devices)
+        self._keys: list[tuple[str, int]] = []
+        seen: Counter[str] = Counter()
+        for device in map(str, self._devices[1:]):
+            self._keys.append((device, seen[device]))
+            seen[device] += 1
+        self._mine: dict[int, Worker] = {}
+        self._closed = False
+
+    def get(self, index: int) -> Worker:
+        """The worker of a replica, up and ready, alive or not; the first call starts all that are missing at once.
+
+        Another one than before means that the one before was replaced, for this wrapper or for another.
+        """
+        with _lock:
+            worker = self._take(index)
+            if not worker.ready:
+                for other in range(1, len(self._devices)):
+                    self._take(other)
+        if not worker.ready:
+            self._wait(worker)
+        worker.name = self._name(index)
+        return worker
+
+    def replace(self, index: int) -> Worker:
+        """A new worker instead of the one that `get` gave last; what is left of that one is ended."""
+        with _lock:
+            old = self._mine.pop(index, None)
+            if old is not None and _workers.get(self._keys[index - 1]) is old:
+                del _workers[self._keys[index - 1]]
+        if old is not None:
+            old.kill()
+        return self.get(index)
+
+    def close(self) -> None:
+        """Give the workers back; those that nobody else uses end."""
+        ended = []
+        with _lock:
+            self._closed = True
+            for index, worker in self._mine.items():
+                if not worker.own():
+                    continue  # of the process that this one was forked from
+                worker.users -= 1
+                key = self._keys[index - 1]
+                if worker.users <= 0 or _workers.get(key) is not worker:
+                    if _workers.get(key) is worker:
+                        del _workers[key]
+                    ended.append(worker)
+            self._mine.clear()
+        _stop(ended)
+
+    def _take(self, index: int) -> Worker:
+        """The worker of a replica, under the lock, perhaps still on its way."""
+        if self._closed:
+            raise EngineError("this engine was closed.")
+        if not 0 < index < len(self._devices):
+            raise IndexError(f"there is no worker for replica {index} of {len(self._devices)}.")
+        key = self._keys[index - 1]
+        worker = _workers.get(key)
+        if worker is None:
+            worker = _workers[key] = Worker.start(self._name(index))
+        if self._mine.get(index) is not worker:
+            self._mine[index] = worker
+            worker.users += 1
+        return worker
+
+    def _name(self, index: int) -> str:
+        return f"replica {index} on {self._devices[index]}"
+
+    def _wait(self, worker: Worker) -> None:
+        started = time.monotonic()
+        if worker.comes_up(started + _SILENT_SECONDS):
+            return
+        print(
+            f"instep: starting {len(self._keys)} worker process(es), which import torch first; later calls find them.",
+            file=sys.stderr,
+            flush=True,
+        )
+        worker.wait_ready(started + START_SECONDS)
+
+
+def _stop(workers: Sequence[Worker]) -> None:
+    """End workers: those that are idle by themselves, the others a moment later all the same."""
+    deadline = time.monotonic() + _STOP_SECONDS
+    for worker in workers:
+        worker.ask_to_stop()
+    for worker in workers:
+        worker.wait_end(deadline)
+        worker.kill()
+
+
+def stop_all() -> None:
+    """End every worker of this process; wrappers start new ones when they are called again."""
+    with _lock:
+        _workers.clear()
+    _stop(own_workers())
+
+
+atexit.register(stop_all)

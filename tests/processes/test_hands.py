@@ -1,0 +1,234 @@
+"""Worker processes: they come up in isolation, print through this process, and never outlive it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from instep.engines.processes import boot, hands, prints, process
+from instep.engines.processes.hands import Hands, Worker
+from instep.engines.processes.wire import Gone, Message
+from instep.errors import EngineError
+
+HERE = Path(__file__).parent
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hands]:
+    """Three workers, started in a folder where a file has the name of a module of the standard library."""
+    folder = tmp_path_factory.mktemp("folder")
+    (folder / "random.py").write_text("raise SystemExit('hijacked')")
+    (folder / "lies_in_the_working_folder.py").write_text("")
+    held = Hands([CPU] * 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "MAIN", "mains:obey")
+        patch.setattr(sys, "path", ["", *sys.path, str(HERE)])
+        patch.chdir(folder)
+        for index in range(1, 4):
+            held.get(index)
+    yield held
+    held.close()
+
+
+def ask(worker: Worker, kind: str, body: bytes = b"", *tensors: torch.Tensor) -> Message:
+    worker.line.send(kind, 1, body, tensors)
+    message = worker.line.receive(20)
+    assert message is not None
+    return message
+
+
+def test_a_worker_answers_and_ctrl_c_is_none_of_its_business(team: Hands) -> None:
+    worker = team.get(1)
+    assert worker.name == "replica 1 on cpu"
+    assert worker.alive()
+    os.kill(worker.pid, signal.SIGINT)
+    answer = ask(worker, "echo", b"hello", torch.arange(3000))
+    assert answer.body == b"hello"
+    assert torch.equal(answer.tensors[0], torch.arange(3000))
+
+
+def test_it_comes_up_in_isolation(team: Hands, tmp_path: Path) -> None:
+    worker = team.get(1)
+    told = json.loads(ask(worker, "tell").body)
+    assert Path(told["random"]).parent == Path(os.__file__).parent
+    assert Path(told["local"]).name == "lies_in_the_working_folder.py"
+    assert told["path"].index(str(Path(told["local"]).parent)) > told["path"].index(str(Path(os.__file__).parent))
+    assert [entry for entry in told["path"] if entry in sys.path] == [entry for entry in sys.path if entry]
+    assert all(name.startswith("__") for name in told["main"])
+    assert told["session"] == worker.pid
+    assert told["inside"]
+    assert "cannot start workers of its own" in told["refused"]
+    assert sum("socket:" in fd for fd in told["fds"]) == 1
+    assert not hands.inside_worker()
+
+
+def test_the_path_keeps_its_order_and_the_library_comes_before_the_folder() -> None:
+    library = str(Path(os.__file__).parent)
+    path = ["", "/a", library, f"{library}/lib-dynload", "/site", "src", ""]
+    wanted = ["/a", library, f"{library}/lib-dynload", "/here", "/here/src", "/site"]
+    assert boot.import_path(path, "/here") == wanted
+    assert boot.import_path(["/a", library], "/here") == ["/a", library]
+
+
+def test_what_it_prints_before_its_answer_is_shown_before_it(team: Hands, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = team.get(1), team.get(2)
+    for turn in range(5):
+        ask(first, "say", f"line {turn}\nnot a whole one".encode())
+        ask(second, "say", "été\n".encode())
+        prints.flush_output()
+        shown = capsys.readouterr()
+        lines = shown.out.splitlines()
+        assert sorted(lines) == [
+            f"[replica 1 on cpu] line {turn}",
+            "[replica 1 on cpu] not a whole one",
+            "[replica 2 on cpu] été",
+        ]
+        assert lines.index("[replica 1 on cpu] not a whole one") > lines.index(f"[replica 1 on cpu] line {turn}")
+        assert sorted(shown.err.splitlines()) == [f"[replica {n} on cpu] and more" for n in (1, 2)]
+
+
+def test_what_it_prints_comes_while_it_works(team: Hands, capsys: pytest.CaptureFixture[str]) -> None:
+    worker = team.get(1)
+    text = "".join(f"{number}\n" for number in range(40_000))  # more than a pipe holds
+    worker.line.send("say", 1, text.encode())
+    deadline, shown = time.monotonic() + 20, ""
+    while shown.count("\n") < 40_000 and time.monotonic() < deadline:
+        time.sleep(0.01)
+        shown += capsys.readouterr().out
+    assert shown == "".join(f"[replica 1 on cpu] {number}\n" for number in range(40_000))
+    assert worker.line.receive(10) is not None
+
+
+def test_wrappers_share_workers_until_the_last_gives_them_back(team: Hands) -> None:
+    other = Hands([torch.device("meta"), CPU, CPU])
+    assert other.get(2) is team.get(2)
+    assert other.get(1) is team.get(1)
+    other.close()
+    assert team.get(1).alive()
+    with pytest.raises(EngineError, match="closed"):
+        other.get(1)
+    with pytest.raises(IndexError):
+        team.get(0)
+
+
+def test_a_forked_child_leaves_the_workers_alone(team: Hands) -> None:
+    worker = team.get(1)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            for use in (worker.alive, worker.stack, lambda: worker.line.send("stop"), lambda: worker.line.receive(0)):
+                with pytest.raises(EngineError, match="forked"):
+                    use()
+            prints.flush_output()
+            worker.stop()
+            worker.kill()
+            team.close()
+            hands.stop_all()
+            held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:-1]]
+            assert not any("instep" in name for name in held)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert ask(worker, "echo", b"still there").body == b"still there"
+
+
+def test_where_a_stuck_worker_stands(team: Hands) -> None:
+    worker = team.get(1)
+    assert "in receive" in worker.stack()
+    stuck = team.get(2)
+    stuck.line.send("hang")
+    time.sleep(0.2)
+    for _ in range(2):
+        assert "in hang" in stuck.stack()
+    began = time.monotonic()
+    stuck.stop()
+    assert time.monotonic() - began < 2.5
+    assert stuck.death() == "ended by this process"
+
+
+def test_what_a_worker_died_of(team: Hands) -> None:
+    worker = team.get(3)
+    worker.line.send("crash")
+    for _ in range(2):
+        with pytest.raises(Gone):
+            worker.line.receive(20)
+    words = worker.death()
+    assert words.startswith("segmentation fault (SIGSEGV), at:\n")
+    assert "mains.py" in words
+    assert "in crash" in words
+    assert not worker.alive()
+    assert "has ended: segmentation fault" in worker.stack()
+
+
+def test_a_dead_worker_is_replaced_for_all(team: Hands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "MAIN", "mains:obey")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(HERE)])
+    other = Hands([CPU] * 2)
+    old = team.get(1)
+    assert other.get(1) is old
+    os.kill(old.pid, signal.SIGKILL)
+    assert "out-of-memory killer" in old.death()
+    new = team.replace(1)
+    assert new is not old
+    assert ask(new, "echo", b"new").body == b"new"
+    assert other.get(1) is new
+    assert other.replace(1) is not old
+    team.close()
+    other.close()
+    assert not process.own_workers()
+
+
+def test_a_worker_that_does_not_come_up_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The package itself cannot be imported: that fails before torch is, which keeps this quick.
+    monkeypatch.setattr(process, "_PACKAGE", HERE / "nowhere" / "__init__.py")
+    worker = Worker.start("replica 1 on cpu")
+    with pytest.raises(Gone, match=r"(?s)did not come up: exited with status 1, having printed:.*No such file"):
+        worker.wait_ready(time.monotonic() + 20)
+    worker.kill()
+
+
+def test_starting_and_stopping_leaves_nothing_behind() -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    for _ in range(50):
+        worker = Worker.start("replica 1 on cpu")
+        worker.stop()
+    assert count() == before
+    assert not process.own_workers()
+
+
+def test_however_a_script_ends_no_worker_is_left() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(HERE)])}
+    script = subprocess.run(
+        [sys.executable, HERE / "exits.py"], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert script.stdout.split("\n") == [
+        "end 0 gone",
+        "error 1 gone",
+        "exit 5 gone",
+        "term -15 gone",
+        "quit 6 gone",
+        "kill -9 gone",
+        "hang -9 gone",
+        "early -9 gone",
+        "parent answers",
+        "closed gone",
+        "",
+    ], script.stderr
+    assert script.returncode == 0
