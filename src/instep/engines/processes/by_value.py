@@ -12,6 +12,7 @@ import dis
 import importlib.machinery
 import os
 import sys
+import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
@@ -21,6 +22,7 @@ from weakref import WeakKeyDictionary
 import cloudpickle.cloudpickle as _cloudpickle
 
 _READS_OR_WRITES = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+_STANDARD_LIBRARY = os.path.join(os.path.realpath(sysconfig.get_path("stdlib")), "")
 _names_of_code: WeakKeyDictionary[types.CodeType, tuple[str, ...]] = WeakKeyDictionary()
 
 # cloudpickle promises its pickler only. Both of these are as old as its support for classes made at run time.
@@ -41,18 +43,21 @@ def importable(name: str) -> bool:
     if name == "__main__" or not isinstance(module, types.ModuleType):
         return False
     where = getattr(module, "__file__", None)
-    return _importable(name, where if isinstance(where, str) else None, tuple(sys.path))
+    place = where if isinstance(where, str) else None
+    if name.partition(".")[0] in sys.stdlib_module_names:
+        # A worker has the standard library's, whatever lies in the folders of the path.
+        return place is None or (os.path.realpath(place).startswith(_STANDARD_LIBRARY) and "site-packages" not in place)
+    return _importable(name, place, tuple(sys.path))
 
 
 @lru_cache(maxsize=4096)
 def _importable(name: str, where: str | None, path: tuple[str, ...]) -> bool:
     found = _spec(name, path)
-    if where is None:
-        # Built in, a folder without a file of its own, or made by the package around it as that is imported.
+    if found is None:  # no file of its own: made by the package around it as that is imported
         parent = name.rpartition(".")[0]
-        return found is not None or (bool(parent) and importable(parent))
-    if found is None or found.origin is None:
-        return False
+        return bool(parent) and importable(parent)
+    if where is None or found.origin is None:  # built in, or a folder
+        return where is found.origin or found.origin in ("built-in", "frozen")
     return os.path.realpath(found.origin) == os.path.realpath(where) or found.cached == where
 
 

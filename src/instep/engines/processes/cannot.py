@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from instep.engines.processes.by_value import by_name, names_read
+from instep.engines.processes.reducers import stays_home
 from instep.errors import EngineError
 
 _TRIALS_AT_MOST = 2000
@@ -24,8 +25,9 @@ class Step(NamedTuple):
 
     text: str
     kind: str = "item"
-    """"item" and "attribute" are written one after another; "global" and "variable" begin anew."""
+    """Steps to an "item" or an "attribute" are written one after another; a "start" begins anew."""
     space: dict[str, Any] | None = None
+    """For a step from a function to a global: the dictionary of globals."""
     name: str = ""
 
 
@@ -38,24 +40,23 @@ class Culprit(NamedTuple):
     @property
     def through(self) -> Step | None:
         """The first global on the way that belongs to a function's surroundings, not to the value itself."""
-        return next((step for step in self.path if step.kind == "global"), None)
+        return next((step for step in self.path if step.space is not None), None)
 
     def describe(self, what: str) -> str:
         """The way in words: argument 'batch'['lock'] (a _thread.lock)."""
-        path = list(self.path)
-        start = what
-        if what == "arguments" and len(path) >= 2:
-            start, path = f"argument {path[1].text.strip('[]')}", path[2:]
+        path, start = list(self.path), what
         for place in range(len(path) - 1, -1, -1):
-            if path[place].kind in ("global", "variable"):
+            if path[place].kind == "start":
                 start, path = path[place].text, path[place + 1 :]
                 break
         rest = "".join(step.text for step in path)
         if path and path[0].kind == "attribute":
-            where = f"attribute {rest[1:]!r}"
-            start = f"{start}, {where}" if start else where
+            where = f"attribute '{rest[1:]}'"
+            start = f"{start.rstrip()}, {where}" if start else where
+        elif path and start.endswith(" ") and rest.startswith("["):
+            start += rest.replace("[", "", 1).replace("]", "", 1)
         else:
-            start = f"{start}{rest}" or "a value"
+            start = f"{start.rstrip()}{rest}" or "a value"
         return f"{start} (a {_type_name(self.thing)})"
 
 
@@ -109,6 +110,8 @@ def _plain(thing: Any) -> bool:
 
 def _held_by(thing: Any) -> Iterator[tuple[Step, Any]]:
     """What pickling a thing would pickle next, roughly, with the step to it."""
+    if stays_home(thing):
+        return
     if isinstance(thing, type):
         if not by_name(thing):
             yield from ((Step(f".{name}", "attribute"), held) for name, held in vars(thing).items())
@@ -152,7 +155,10 @@ def _held_as_attributes(thing: Any) -> Iterator[tuple[Step, Any]]:
     if isinstance(thing, nn.Module):
         for group in ("_parameters", "_buffers", "_modules"):
             held.update(held.pop(group, None) or {})
-    yield from ((Step(f".{name}", "attribute"), value) for name, value in held.items())
+    starts = getattr(type(thing), "PATHS", {})
+    for name, value in held.items():
+        start = starts.get(name) if isinstance(starts, dict) else None
+        yield Step(f".{name}", "attribute") if start is None else Step(start, "start"), value
 
 
 def _held_by_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
@@ -160,14 +166,14 @@ def _held_by_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]
     space = function.__globals__
     for variable in names_read(function.__code__):
         if variable in space:
-            yield Step(f"global {variable!r}, which {name} reads", "global", space, variable), space[variable]
+            yield Step(f"global {variable!r}, which {name} reads", "start", space, variable), space[variable]
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
-            yield Step(f"variable {variable!r}, which {name} reads", "variable"), cell.cell_contents
+            yield Step(f"variable {variable!r}, which {name} reads", "start"), cell.cell_contents
         except ValueError:  # an empty cell
             continue
-    yield Step(f"the defaults of {name}", "variable"), function.__defaults__
-    yield Step(f"the defaults of {name}", "variable"), function.__kwdefaults__
+    yield Step(f"the defaults of {name}", "start"), function.__defaults__
+    yield Step(f"the defaults of {name}", "start"), function.__kwdefaults__
     yield from ((Step(f".{key}", "attribute"), held) for key, held in function.__dict__.items())
 
 

@@ -59,7 +59,7 @@ class Depot:
     def pack(self, value: Any, what: str = "") -> Parcel:
         """A value as bytes and tensors. `what` begins the path in a `CannotCross`: "argument 'batch'", "the module".
 
-        With `what="arguments"` the value is positional and named arguments, and the path begins with the argument.
+        A class can say how paths through its attributes begin: `PATHS = {"kwargs": "argument "}`.
         """
         with self._lock:
             return self._commit(self._packed(value, what))
@@ -99,8 +99,8 @@ class Depot:
         and attributes of classes that were set.
         """
         with self._lock:
-            names = list(self.spaces.changed())
-            classes = list(self._classes.changed())
+            names = self.spaces.changed()
+            classes = self._classes.changed()
             if not names and not classes:
                 return None
             told = {(number, name): seen(value) for number, name, value in names}
@@ -131,9 +131,9 @@ class Depot:
         reason = self.left_out[number, name] = str(refusal(described, failure))
         return LeftOut(reason)
 
-    def take_globals(self, parcel: Parcel) -> None:
-        """Worker only: take over what has changed at home."""
-        names, classes = self.unpack(parcel)
+    def take_globals(self, body: bytes, tensors: list[Tensor]) -> None:
+        """Worker only: take over what has changed at home; the parcel that `stale_globals` gave there."""
+        names, classes = self.unpack(Parcel(body, tensors))
         for number, name, value in names:
             space = self.spaces.get(number, {})
             if value is DELETED:

@@ -73,7 +73,7 @@ def reduce(thing: Any) -> Any:
     reducer = _REDUCERS.get(type(thing))
     if reducer is not None:
         return reducer(thing)
-    if isinstance(thing, _NOT_CARRIED):
+    if stays_home(thing):
         return _outside(thing)
     if isinstance(thing, BaseException):
         return _error(thing)
@@ -82,13 +82,16 @@ def reduce(thing: Any) -> Any:
     return NotImplemented
 
 
+def stays_home(thing: Any) -> bool:
+    """Whether a thing is tied to its process by what it is, whatever it holds."""
+    return isinstance(thing, _NOT_CARRIED) and type(thing) not in (io.StringIO, io.BytesIO)
+
+
 def _outside(thing: Any) -> Any:
     """Something that is tied to its process."""
     for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
         if thing is getattr(sys, name):
             return getattr, (sys, name)
-    if type(thing) in (io.StringIO, io.BytesIO):
-        return NotImplemented
     raise pickle.PicklingError(f"a {type(thing).__name__} belongs to the process that made it")
 
 
@@ -170,7 +173,7 @@ def error_slots(error: BaseException) -> dict[str, Any]:
     for cls in type(error).__mro__:
         for name, descriptor in vars(cls).items():
             slot = isinstance(descriptor, (types.MemberDescriptorType, types.GetSetDescriptorType))
-            if slot and name not in _NOT_SET and hasattr(error, name):
+            if slot and name not in _NOT_SET and getattr(error, name, None) is not None:
                 held[name] = getattr(error, name)
     return held
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import types
 import zlib
-from collections.abc import Iterator
+from collections.abc import Mapping
+from itertools import repeat
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +53,8 @@ def look_of(value: Any) -> Any:
     if isinstance(value, (*_PLAIN, *_BY_IDENTITY)) or value is ABSENT:
         return None
     try:
-        return _look(value, [_PARTS_AT_MOST], {})
+        look = _look(value, [_PARTS_AT_MOST], {})
+        return None if look == (id(value),) else look
     except _TooMuch:
         return None
 
@@ -86,6 +89,51 @@ def _look(value: Any, left: list[int], inside: dict[int, Any]) -> Any:
     return tuple(parts)
 
 
+class Watch:
+    """What the other side was told of some names of one dictionary."""
+
+    def __init__(self, names: Mapping[str, Any], sent: dict[str, Seen], also_new: bool) -> None:
+        self._names = names
+        self._sent = sent
+        self._also_new = also_new
+        self._size = len(names)
+        self._quick: tuple[tuple[str, ...], tuple[Any, ...], tuple[Seen, ...]] | None = None
+
+    def tell(self, news: dict[str, Seen]) -> None:
+        """The other side has been sent these."""
+        self._sent.update(news)
+        self._size = len(self._names)
+        self._quick = None
+
+    def told(self, name: str) -> bool:
+        """Whether the other side has the present value of a name."""
+        before = self._sent.get(name)
+        return before is not None and before.still(self._names.get(name, ABSENT))
+
+    def changed(self) -> dict[str, Any]:
+        """The names whose values are no longer what the other side was told, with the value now."""
+        if self._same():
+            return {}
+        present = {name: self._names.get(name, ABSENT) for name in self._sent}
+        news = {name: value for name, value in present.items() if not self._sent[name].still(value)}
+        if self._also_new:
+            news.update((name, self._names[name]) for name in self._names.keys() - self._sent.keys() - _NOT_WATCHED)
+        self._size = len(self._names)
+        return news
+
+    def _same(self) -> bool:
+        """A quick look: whether the very same objects are there, and those that can change in place have not."""
+        if self._quick is None:
+            values = tuple(before.value for before in self._sent.values())
+            self._quick = tuple(self._sent), values, tuple(b for b in self._sent.values() if b.look is not None)
+        names, values, mutable = self._quick
+        if self._also_new and len(self._names) != self._size:
+            return False
+        if not all(map(is_, map(self._names.get, names, repeat(ABSENT)), values)):
+            return False
+        return all(before.still(before.value) for before in mutable)
+
+
 class Spaces:
     """The dictionaries of globals on one side of a line, by number: our own (of one sign) and the other side's."""
 
@@ -94,7 +142,7 @@ class Spaces:
         self._number: dict[int, int] = {}
         self._space: dict[int, dict[str, Any]] = {}
         self._module: dict[int, types.ModuleType] = {}
-        self._sent: dict[int, dict[str, Seen]] = {}
+        self._watches: dict[int, Watch] = {}
         """Of our own dictionaries, what the other side was told of each name that its functions read."""
 
     def number(self, space: dict[str, Any]) -> int:
@@ -116,26 +164,24 @@ class Spaces:
 
     def told(self, number: int, name: str) -> bool:
         """Whether the other side has the present value of a name."""
-        before = self._sent.get(number, {}).get(name)
-        return before is not None and before.still(self._space[number].get(name, ABSENT))
+        watch = self._watches.get(number)
+        return watch is not None and watch.told(name)
 
     def tell(self, news: dict[tuple[int, str], Seen]) -> None:
         """The other side has been sent these."""
         for (number, name), value in news.items():
-            self._sent.setdefault(number, {})[name] = value
+            watch = self._watches.get(number)
+            if watch is None:
+                watch = self._watches[number] = Watch(self._space[number], {}, also_new=False)
+            watch.tell({name: value})
 
-    def changed(self) -> Iterator[tuple[int, str, Any]]:
+    def changed(self) -> list[tuple[int, str, Any]]:
         """The names whose values are no longer what the other side was told, with the value now."""
-        for number, sent in self._sent.items():
-            space = self._space[number]
-            for name, before in sent.items():
-                now = space.get(name, ABSENT)
-                if not before.still(now):
-                    yield number, name, now
+        return [(number, *news) for number, watch in self._watches.items() for news in watch.changed().items()]
 
     def forget(self) -> None:
         """The other side may have none of it."""
-        self._sent.clear()
+        self._watches.clear()
 
     def get(self, number: int, about: dict[str, Any]) -> dict[str, Any]:
         """The dictionary with a number: our own, or the one that stands for it here."""
@@ -164,31 +210,24 @@ class Classes:
     """What the other side was told of the attributes of our classes that crossed by value."""
 
     def __init__(self) -> None:
-        self._sent: dict[int, tuple[type, dict[str, Seen]]] = {}
+        self._watches: dict[int, tuple[type, Watch]] = {}
 
     def tell(self, number: int, cls: type, attributes: dict[str, Seen]) -> None:
         """The other side has been sent a class."""
-        self._sent[number] = (cls, attributes)
+        if not issubclass(cls, enum.Enum):
+            self._watches[number] = (cls, Watch(vars(cls), attributes, also_new=True))
 
-    def changed(self) -> Iterator[tuple[int, type, dict[str, Any]]]:
+    def changed(self) -> list[tuple[int, type, dict[str, Any]]]:
         """The classes with attributes that are no longer what the other side was told, and these attributes."""
-        for number, (cls, sent) in self._sent.items():
-            now = vars(cls)
-            present = {name: now.get(name, ABSENT) for name in sent}
-            news = {name: value for name, value in present.items() if not sent[name].still(value)}
-            if sent:
-                news.update((name, now[name]) for name in now.keys() - sent.keys() - _NOT_WATCHED)
-            if news:
-                yield number, cls, news
+        changes = ((number, cls, watch.changed()) for number, (cls, watch) in self._watches.items())
+        return [change for change in changes if change[2]]
 
     def forget(self) -> None:
         """The other side may have none of it."""
-        self._sent.clear()
+        self._watches.clear()
 
 
 def attributes_of(cls: type) -> dict[str, Seen]:
     """The attributes of a class that are watched, as they are now: containers by what they hold, others by identity."""
-    if issubclass(cls, enum.Enum):
-        return {}
     attributes = {name: value for name, value in vars(cls).items() if name not in _NOT_WATCHED}
     return {n: seen(v) if isinstance(v, _CONTAINERS) else Seen(v, None) for n, v in attributes.items()}
