@@ -34,5 +34,9 @@ class EngineError(InstepError, RuntimeError):
     """An engine cannot run, or was asked to do what it cannot do."""
 
 
+class WorkerFailure(EngineError):
+    """A worker process died and its part of a step cannot be run again; the message says what ended it."""
+
+
 class WrapError(InstepError, TypeError):
     """A module cannot be wrapped the way it was asked for."""

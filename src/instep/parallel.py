@@ -147,7 +147,7 @@ class DataParallel(Transparent, Wrapper):
             private=options.private_copies,
             joint=joint,
             dress=outfit,
-            settle_in=self._instep_engine.settle_in,
+            settle_in=None if options.private_copies else self._instep_engine.settle_in,
             kinds=self._instep_engine.kinds(),
         )
         self._instep_together = Together(

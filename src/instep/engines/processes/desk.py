@@ -4,26 +4,58 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from instep.engines.processes.arena import SharedMemory
-from instep.engines.processes.freight import Parcel, unpack_error
-from instep.engines.processes.hands import Worker
-from instep.engines.processes.wire import Message
 from torch import Tensor
 
 from instep.engines.processes import orders
+from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.estate import layout, locate
+from instep.engines.processes.freight import Parcel, unpack_error
+from instep.engines.processes.hands import Worker
 from instep.engines.processes.mirror import slot_of
-from instep.engines.processes.orders import Back, Entry, NewModule, Ran, Run, Spot, Table, WentBack
+from instep.engines.processes.orders import Back, Entry, NewModule, Run, Spot, Table, WentBack
 from instep.engines.processes.shadow import Shadow
-from instep.engines.processes.talk import SOURCE, Rebuild, Tag, Talk, by_value
+from instep.engines.processes.talk import SOURCE, Tag, Talk, by_value
+from instep.engines.processes.wire import Message
 from instep.errors import EngineError
 from instep.meeting import Meeting
 
 calls = itertools.count(1)
+
+
+class Met:
+    """What one replica met the others for in a call, with what came of it: a worker that begins again is told the same."""
+
+    def __init__(self, index: int, room: Meeting) -> None:
+        self._index = index
+        self._room: Meeting | None = room
+        self._answers: list[Any] = []
+        self._told = 0
+
+    def begin(self) -> None:
+        """The call begins, or begins again."""
+        self._told = 0
+
+    def end(self) -> None:
+        """Nobody is met any longer: the answers are all that there is."""
+        self._room = None
+
+    def exchange(self, label: str, payload: Any) -> tuple[Any, Exception | None]:
+        """What the replicas brought, or why they did not come."""
+        if self._told < len(self._answers):
+            answer = self._answers[self._told]
+        elif self._room is None:
+            answer = None, EngineError(f"a forward that was run again came to {label}, where it had not been before.")
+        else:
+            try:
+                answer = self._room.exchange(self._index, label, payload), None
+            except Exception as error:
+                answer = None, error
+            self._answers.append(answer)
+        self._told += 1
+        return answer
 
 
 class Desk:
@@ -44,7 +76,7 @@ class Desk:
         self._release()
         update = self.talk.depot.stale_globals()
         if update is not None:
-            self.worker.line.send(orders.GLOBALS, 0, update.body, update.tensors)
+            self.worker.line.send(orders.GLOBALS, 0, update.body, [tensor.detach() for tensor in update.tensors])
         if shadow.stale or shadow.number not in self._known:
             self._tell_module(shadow)
         elif shadow.sets:
@@ -90,19 +122,15 @@ class Desk:
         """The values of a module's tensors that lie in no common memory."""
         return {number: shadow.table[number].detach() for number in self._loose[shadow.number]}
 
-    def run(
-        self, call: int, run: Run, room: Meeting, rebuild: Rebuild, sent: Callable[[list[Tensor]], None]
-    ) -> tuple[Ran, list[Tensor]]:
-        """One replica's part of a forward; `sent` is shown the tensors of its arguments, in the order of their numbers."""
-        sent(self.talk.say(orders.FORWARD, call, run, what="argument "))
-        ran, tensors = self.talk.take(self._answer(call, run.index, room), rebuild)
-        assert isinstance(ran, Ran)
-        return ran, tensors
+    def run(self, call: int, run: Run, met: Met) -> tuple[list[Tensor], Message]:
+        """One replica's part of a forward: the tensors of its arguments, in the order of their numbers, and the answer."""
+        arguments = self.talk.say(orders.FORWARD, call, run, what="arguments")
+        return arguments, self._answer(call, met)
 
-    def run_back(self, call: int, back: Back, index: int, room: Meeting) -> WentBack:
+    def run_back(self, call: int, back: Back, met: Met) -> WentBack:
         """One replica's part of a backward."""
         self.talk.say(orders.BACKWARD, call, back)
-        went, _ = self.talk.take(self._answer(call, index, room))
+        went, _ = self.talk.take(self._answer(call, met))
         assert isinstance(went, WentBack)
         return went
 
@@ -110,28 +138,22 @@ class Desk:
         """Where the gradients of a module's tensors are left."""
         return self._known[shadow.number]
 
-    def _answer(self, call: int, index: int, room: Meeting) -> Message:
+    def _answer(self, call: int, met: Met) -> Message:
         """The answer to a call; until it comes, the worker may ask to meet the other replicas."""
+        met.begin()
         while True:
             message = self.worker.line.receive()
             if message is None or message.call != call:  # of a call that was given up
                 continue
             if message.kind == orders.MEET:
-                self._meet(message, index, room)
+                asked, _ = self.talk.take(message)
+                self.talk.say(orders.MET, message.call, met.exchange(*asked))
             elif message.kind == orders.FAILED:
                 raise unpack_error(Parcel(message.body, message.tensors), self.talk.depot)
             elif message.kind == orders.DONE:
                 return message
             else:
                 raise EngineError(f"{self.worker.name} answered {message.kind!r} to a call.")
-
-    def _meet(self, message: Message, index: int, room: Meeting) -> None:
-        (label, payload), _ = self.talk.take(message)
-        try:
-            answer: tuple[Any, Exception | None] = room.exchange(index, label, payload), None
-        except Exception as error:
-            answer = None, error
-        self.talk.say(orders.MET, message.call, answer)
 
 
 def _entry(tensor: Tensor, blocks: dict[int, SharedMemory]) -> Entry:

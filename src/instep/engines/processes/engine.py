@@ -7,29 +7,36 @@ interruptions, the order in which calls of several wrappers come) holds for thes
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from instep.engines.processes.hands import Hands, Worker
-from instep.engines.processes.wire import Gone
 from torch import Tensor
 
 from instep.bridge import Gradients
-from instep.engines.processes.desk import Desk, calls
+from instep.engines.processes.desk import Desk, Met, calls
 from instep.engines.processes.estate import move_in
-from instep.engines.processes.orders import Back, Ran, Run, Surroundings
+from instep.engines.processes.hands import Hands, Worker
+from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Tag, as_sent
+from instep.engines.processes.wire import Gone
 from instep.engines.protocol import Job, perform
 from instep.engines.side_by_side import Part, SideBySide
-from instep.errors import EngineError
+from instep.errors import EngineError, WorkerFailure
 from instep.replicas.ambient import Ambient
 from instep.replicas.contents import Contents, contents_of, put
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.watch import MISSING, STRUCTURE, Changes, Inside, Set
+
+T = TypeVar("T")
+
+RESTARTS = 3
+"""Deaths of workers, within the window, after which a step is tried once more."""
+WINDOW = 60.0
 
 _desks: weakref.WeakKeyDictionary[Worker, Desk] = weakref.WeakKeyDictionary()
 
@@ -41,6 +48,8 @@ class Call:
     number: int
     desk: Desk
     shadow: Shadow
+    run: Run
+    met: Met
     arguments: list[Tensor]
     outputs: dict[int, int] = field(default_factory=dict)
     """By the id of an output's tensor here: its number."""
@@ -65,6 +74,7 @@ class ProcessesEngine(SideBySide):
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__(devices)
         self._hands = Hands(devices)
+        self._deaths: list[float] = []
 
     def settle_in(self, tensors: Iterable[Tensor]) -> None:
         move_in(tensors)
@@ -72,11 +82,29 @@ class ProcessesEngine(SideBySide):
     def kinds(self) -> list[type[Replica]]:
         return [Replica, *[Shadow] * (len(self._devices) - 1)]
 
-    def _desk(self, index: int) -> Desk:
-        worker = self._hands.get(index)
-        if worker not in _desks:
-            _desks[worker] = Desk(worker)
-        return _desks[worker]
+    def _with_worker(self, index: int, ask: Callable[[Desk], T]) -> T:
+        """Ask a replica's worker for something; if it dies over it, its successor is asked."""
+        while True:
+            worker = self._hands.get(index)
+            if worker not in _desks:
+                _desks[worker] = Desk(worker)
+            try:
+                return ask(_desks[worker])
+            except Gone as gone:
+                self._replace(index, worker, gone)
+
+    def _replace(self, index: int, worker: Worker, gone: Gone) -> None:
+        """A new worker for one that died, unless too many did lately."""
+        why, now = worker.death(), time.monotonic()
+        self._deaths = [*(then for then in self._deaths if now - then < WINDOW), now]
+        if len(self._deaths) > RESTARTS:
+            self._deaths = []
+            raise WorkerFailure(
+                f"the worker of {worker.name} was {why}\n"
+                f"It was the worker's death number {RESTARTS + 1} within {WINDOW:.0f} seconds, so that the step is not "
+                f"tried again. The module is as it was before the call."
+            ) from gone
+        self._hands.replace(index)
 
     def perform(self, job: Job, index: int) -> Outcome:
         if not isinstance(job.replicas[index], Shadow):
@@ -94,11 +122,10 @@ class ProcessesEngine(SideBySide):
 
     def _ask(self, job: Job, index: int) -> Outcome:
         shadow: Any = job.replicas[index]
-        desk = self._desk(index)
-        desk.tell(shadow)
         streams, (args, kwargs) = job.streams, job.arguments[index]
         held = streams.held(index)
         shadow.unwrite()
+        follow, shadow.behind = job.follow or shadow.behind, False
         run = Run(
             shadow.number,
             job.method,
@@ -108,11 +135,11 @@ class ProcessesEngine(SideBySide):
             list(job.sizes),
             len(job.replicas),
             _surroundings(job.ambient),
-            job.follow,
+            follow,
             streams.state.host.number,
             [source.get_state() for source, _ in held],
             shadow.lent,
-            desk.fresh(shadow) if job.follow else {},
+            {},
         )
         number = next(calls)
         arguments: list[Tensor] = []
@@ -127,10 +154,18 @@ class ProcessesEngine(SideBySide):
                 return made
             return as_sent(tag, tensor)
 
-        try:
-            ran, tensors = desk.run(number, run, job.room, rebuild, arguments.extend)
-        except Gone as gone:
-            raise EngineError(f"{shadow.name}: its worker {desk.worker.death()}") from gone
+        met = Met(index, job.room)
+
+        def ask(desk: Desk) -> tuple[Desk, Ran, list[Tensor]]:
+            desk.tell(shadow)
+            run.fresh = desk.fresh(shadow) if follow else {}
+            sent, answer = desk.run(number, run, met)
+            arguments[:] = sent
+            ran, tensors = desk.talk.take(answer, rebuild)
+            return desk, ran, tensors
+
+        desk, ran, tensors = self._with_worker(index, ask)
+        met.end()
         if ran.drawn:
             streams.state.host.drawn = True
             streams.state.host.seed(0)
@@ -141,7 +176,8 @@ class ProcessesEngine(SideBySide):
         outcome = _outcome(shadow, ran)
         needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
         if job.ambient.grad and needing:
-            call = Call(number, desk, shadow, arguments, needing, inputs=_numbers(job.inputs[index], arguments))
+            inputs = _numbers(job.inputs[index], arguments)
+            call = Call(number, desk, shadow, run, met, arguments, needing, inputs=inputs)
             call.versions = _versions(call.watched())
             outcome.remote = call
         return outcome
@@ -177,7 +213,14 @@ class ProcessesEngine(SideBySide):
             host.number,
             wanted,
         )
-        went = call.desk.run_back(call.number, back, part.index, part.room)
+        met = Met(part.index, part.room)
+
+        def ask(desk: Desk) -> WentBack:
+            if desk is not call.desk:
+                self._recall(call, desk)
+            return desk.run_back(call.number, back, met)
+
+        went = self._with_worker(part.index, ask)
         if went.drawn:
             host.drawn = True
             host.seed(0)
@@ -187,6 +230,10 @@ class ProcessesEngine(SideBySide):
             leaf.grad = slots[n] if n in went.present else went.others.get(n)
         for leaf, number in zip(side.inputs, call.inputs, strict=True):
             leaf.grad = went.inputs.get(number)
+
+    def _recall(self, call: Call, desk: Desk) -> None:
+        """Run a call's forward again on a worker that does not have its graph."""
+        raise WorkerFailure("not yet")
 
     def _sum(self, columns: Sequence[Gradients]) -> Gradients:
         """The sum over replicas, in memory of its own: the next backward writes to the workers' slots again."""

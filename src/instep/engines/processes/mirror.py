@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from instep.engines.processes.arena import SharedMemory
 from torch import Tensor, nn
 
 from instep.batchnorm import Outfit
+from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.orders import Entry, NewModule, Ran, Run, Table
 from instep.engines.processes.talk import SOURCE, Tag, as_sent
 from instep.random import Held

@@ -44,6 +44,8 @@ class Shadow(Replica):
         """What the worker knows it by."""
         self.stale = True
         """Whether the worker has to be told the whole module."""
+        self.behind = False
+        """Whether the worker has to look at values again, even where nobody says that they changed."""
         self.sets: list[Set] = []
         """Attributes that the worker has to be told, if nothing else."""
         dress: Any = kwargs.get("dress")
@@ -92,6 +94,9 @@ class Shadow(Replica):
             self.stale = True
         else:
             self.sets += changes.attributes
+
+    def follow_state(self) -> None:
+        self.behind = True
 
     def edited(self) -> None:
         self.stale = True

@@ -10,9 +10,10 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from instep.engines.processes.freight import Depot, Parcel
 from instep.engines.processes.wire import Line, Message
-from torch import Tensor
 
 VALUE, SOURCE, ARGUMENT = "value", "source", "argument"
 

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from instep.engines.processes.freight import pack_error
-from instep.engines.processes.wire import Line, Message
 from torch import Tensor
 
 from instep.bridge import Side, enter, take
 from instep.engines.pool import as_replica
 from instep.engines.processes import orders
+from instep.engines.processes.freight import Parcel, pack_error
 from instep.engines.processes.mirror import Mirror
 from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Tag, Talk, as_sent, by_value
+from instep.engines.processes.wire import Line, Message
 from instep.engines.protocol import Job, perform
 from instep.engines.side_by_side import in_room
 from instep.errors import EngineError
@@ -104,12 +104,12 @@ class Worker:
             if message.kind == orders.FORWARD and self._trouble is not None:
                 raise self._trouble
             self._answers[message.kind](message)
-        except Exception as error:
+        except BaseException as error:
             if message.kind in (orders.FORWARD, orders.BACKWARD):
                 self._trouble = None
                 self._fail(message.call, error)
             else:  # nobody waits for an answer to these: the next call gets it
-                self._trouble = error
+                self._trouble = error if isinstance(error, Exception) else EngineError(repr(error))
 
     def _fail(self, call: int, error: BaseException) -> None:
         parcel = pack_error(error, self._talk.depot)
@@ -131,7 +131,7 @@ class Worker:
         self._mirrors[message.call].set(sets)
 
     def _take_globals(self, message: Message) -> None:
-        self._talk.depot.take_globals(message.body, message.tensors)
+        self._talk.depot.take_globals(Parcel(message.body, message.tensors))
 
     def _release(self, message: Message) -> None:
         (calls, numbers), _ = self._talk.take(message)
