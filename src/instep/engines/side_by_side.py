@@ -5,9 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ from instep.replicas.replica import Outcome, Replica
 _SPREAD_BYTES = 2**18
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """One replica's part of a backward."""
 
     room: Room
@@ -113,7 +115,9 @@ class SideBySide:
             nested = inside_replica()  # the replicas' threads may be waiting for this one
             names, in_turn = [side.name for side in span.sides], span.streams.in_turn or nested
             room = Room(names, BACKWARD, in_turn=in_turn, step_aside=span.streams.step_aside)
-            tasks = [partial(self.differentiate, Part(room, i, span, *pair, keep, needed)) for i, pair in enumerate(pairs)]
+            tasks = [
+                partial(self.differentiate, Part(room, i, span, *pair, keep, needed)) for i, pair in enumerate(pairs)
+            ]
             if nested:
                 run_here(tasks, room, stop=lambda _: False)
             else:
@@ -221,9 +225,7 @@ def in_room(
         failure = None  # its traceback holds this frame
 
 
-def _add_tokens(
-    sides: Sequence[Side], pairs: Sequence[tuple[list[Tensor], list[Tensor]]], keep: bool
-) -> list[int]:
+def _add_tokens(sides: Sequence[Side], pairs: Sequence[tuple[list[Tensor], list[Tensor]]], keep: bool) -> list[int]:
     """Start every replica's backward also at what any of them did together with the others; returns where that was.
 
     What replicas of other processes come to cannot be seen here: with one of them, that is every place.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +26,32 @@ from instep.meeting import Meeting
 calls = itertools.count(1)
 
 
+@dataclass
+class Told:
+    """What a worker was told of a module."""
+
+    table: list[Tensor]
+    """Its tensors, in the order of their numbers."""
+    slots: dict[int, Tensor]
+    """By number: where the worker leaves the tensor's gradient."""
+    loose: list[int]
+    """The numbers of tensors that lie in no common memory."""
+
+    def __post_init__(self) -> None:
+        self.numbers = {id(tensor): number for number, tensor in enumerate(self.table)}
+
+    def fresh(self) -> dict[int, Tensor]:
+        """The values of the tensors that lie in no common memory."""
+        return {number: self.table[number].detach() for number in self.loose}
+
+    def counterparts(self, shadow: Shadow) -> list[Tensor | None]:
+        """What stands here for each tensor; None for one that was let go since."""
+        made = {id(source): made for source, made in (*shadow.tensors.trainable, *shadow.tensors.state)}
+        return [made.get(id(source)) for source in self.table]
+
+
 class Met:
-    """What one replica met the others for in a call, with what came of it: a worker that begins again is told the same."""
+    """What one replica met the others for in a call, and what came of it: a worker that begins again is told that."""
 
     def __init__(self, index: int, room: Meeting) -> None:
         self._index = index
@@ -42,7 +67,7 @@ class Met:
         """Nobody is met any longer: the answers are all that there is."""
         self._room = None
 
-    def exchange(self, label: str, payload: Any) -> tuple[Any, Exception | None]:
+    def exchange(self, label: str, payload: Any) -> Any:
         """What the replicas brought, or why they did not come."""
         if self._told < len(self._answers):
             answer = self._answers[self._told]
@@ -64,48 +89,47 @@ class Desk:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.talk = Talk(worker.line, home=True)
-        self._known: dict[int, dict[int, Tensor]] = {}
-        """By the number of a stand-in: the slots of the gradients of its tensors."""
-        self._loose: dict[int, list[int]] = {}
-        """By the number of a stand-in: its tensors that lie in no common memory."""
+        self._told: dict[int, Told] = {}
+        """By the number of a stand-in: what the worker knows of its module."""
         self.gone: deque[tuple[str, int]] = deque()
         """Calls and stand-ins that nobody needs any longer; finalizers only put them here."""
 
-    def tell(self, shadow: Shadow) -> None:
+    def tell(self, shadow: Shadow) -> Told:
         """Tell the worker what it does not know yet of a module."""
         self._release()
         update = self.talk.depot.stale_globals()
         if update is not None:
             self.worker.line.send(orders.GLOBALS, 0, update.body, [tensor.detach() for tensor in update.tensors])
-        if shadow.stale or shadow.number not in self._known:
-            self._tell_module(shadow)
+        if shadow.stale or shadow.number not in self._told:
+            self._told[shadow.number] = self._tell_module(shadow)
         elif shadow.sets:
             sets = [(change.module, change.name, change.new) for change in shadow.sets]
             self.talk.say(orders.SET, shadow.number, sets, what="attribute ")
         shadow.stale, shadow.sets = False, []
+        return self._told[shadow.number]
 
     def _release(self) -> None:
-        ended, modules = [], []
+        ended: list[int] = []
+        modules: list[int] = []
         while self.gone:
             kind, number = self.gone.popleft()
             (ended if kind == "call" else modules).append(number)
         if ended or modules:
             for number in modules:
-                self._known.pop(number, None)
-                self._loose.pop(number, None)
+                self._told.pop(number, None)
             self.talk.say(orders.RELEASE, 0, (ended, modules))
 
-    def _tell_module(self, shadow: Shadow) -> None:
-        tensors = shadow.take_stock()
+    def _tell_module(self, shadow: Shadow) -> Told:
+        tensors = shadow.tensors_of_source()
         blocks: dict[int, SharedMemory] = {}
         entries = [_entry(tensor, blocks) for tensor in tensors]
         wanted = [number for number, tensor in enumerate(tensors) if tensor.requires_grad and tensor.numel()]
         offsets, total = layout([tensors[n].numel() * tensors[n].element_size() for n in wanted])
-        slots = SharedMemory.create(total)
-        table = Table(
-            shadow.number, entries, [(n, m.nbytes) for n, m in blocks.items()], (total, list(zip(wanted, offsets, strict=True)))
-        )
-        fds = [*(memory.fd for memory in blocks.values()), slots.fd]
+        if shadow.slots is None or shadow.slots.nbytes != total:
+            shadow.slots = SharedMemory.create(total, "the memory for the gradients of a replica")
+        places = list(zip(wanted, offsets, strict=True))
+        table = Table(shadow.number, entries, [(n, m.nbytes) for n, m in blocks.items()], (total, places))
+        fds = [*(memory.fd for memory in blocks.values()), shadow.slots.fd]
         self.talk.say(orders.TABLE, shadow.number, table, fds=fds)
         known = {id(tensor): number for number, tensor in enumerate(tensors)}
 
@@ -115,15 +139,11 @@ class Desk:
         source, _ = shadow.cloner.modules[0]
         order = NewModule(shadow.number, source, shadow.device, shadow.synchronised, shadow.owned)
         self.talk.say(orders.MODULE, shadow.number, order, describe, what="the module")
-        self._known[shadow.number] = {n: slot_of(slots, o, tensors[n]) for n, o in zip(wanted, offsets, strict=True)}
-        self._loose[shadow.number] = [number for number, entry in enumerate(entries) if entry.spot is None]
-
-    def fresh(self, shadow: Shadow) -> dict[int, Tensor]:
-        """The values of a module's tensors that lie in no common memory."""
-        return {number: shadow.table[number].detach() for number in self._loose[shadow.number]}
+        slots = {number: slot_of(shadow.slots, offset, tensors[number]) for number, offset in places}
+        return Told(tensors, slots, [number for number, entry in enumerate(entries) if entry.spot is None])
 
     def run(self, call: int, run: Run, met: Met) -> tuple[list[Tensor], Message]:
-        """One replica's part of a forward: the tensors of its arguments, in the order of their numbers, and the answer."""
+        """One replica's part of a forward: the tensors of its arguments, as they are numbered, and the answer."""
         arguments = self.talk.say(orders.FORWARD, call, run, what="arguments")
         return arguments, self._answer(call, met)
 
@@ -133,10 +153,6 @@ class Desk:
         went, _ = self.talk.take(self._answer(call, met))
         assert isinstance(went, WentBack)
         return went
-
-    def slots(self, shadow: Shadow) -> dict[int, Tensor]:
-        """Where the gradients of a module's tensors are left."""
-        return self._known[shadow.number]
 
     def _answer(self, call: int, met: Met) -> Message:
         """The answer to a call; until it comes, the worker may ask to meet the other replicas."""
@@ -161,7 +177,7 @@ def _entry(tensor: Tensor, blocks: dict[int, SharedMemory]) -> Entry:
     spot = None
     if place is not None:
         blocks[place.block.number] = place.block.memory
-        start, size, stride = tensor.storage_offset(), tuple(tensor.size()), tensor.stride()
-        spot = Spot(place.block.number, place.offset, place.nbytes, start, size, stride, tensor.dtype)
+        start, size = int(tensor.storage_offset()), tuple(tensor.size())
+        spot = Spot(place.block.number, place.offset, place.nbytes, start, size, tensor.stride(), tensor.dtype)
     value = tensor.detach() if spot is None else None
     return Entry(type(tensor), tensor.requires_grad, dict(tensor.__dict__), spot, value)

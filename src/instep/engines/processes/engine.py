@@ -10,20 +10,20 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from instep.bridge import Gradients
-from instep.engines.processes.desk import Desk, Met, calls
+from instep.engines.processes.call import Call, remember_state
+from instep.engines.processes.desk import Desk, Met, Told, calls
 from instep.engines.processes.estate import move_in
 from instep.engines.processes.hands import Hands, Worker
 from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.shadow import Shadow
-from instep.engines.processes.talk import ARGUMENT, SOURCE, Tag, as_sent
-from instep.engines.processes.wire import Gone
+from instep.engines.processes.talk import ARGUMENT, SOURCE, Rebuild, Tag, as_sent
+from instep.engines.processes.wire import Gone, Message
 from instep.engines.protocol import Job, perform
 from instep.engines.side_by_side import Part, SideBySide
 from instep.errors import EngineError, WorkerFailure
@@ -39,31 +39,6 @@ RESTARTS = 3
 WINDOW = 60.0
 
 _desks: weakref.WeakKeyDictionary[Worker, Desk] = weakref.WeakKeyDictionary()
-
-
-@dataclass
-class Call:
-    """A call that a worker keeps the graph of, until nobody needs it any longer."""
-
-    number: int
-    desk: Desk
-    shadow: Shadow
-    run: Run
-    met: Met
-    arguments: list[Tensor]
-    outputs: dict[int, int] = field(default_factory=dict)
-    """By the id of an output's tensor here: its number."""
-    versions: list[int] = field(default_factory=list)
-    """Of the arguments and of the module's tensors, when the forward ran."""
-    inputs: list[int] = field(default_factory=list)
-    """The numbers of the arguments that a gradient is wanted for."""
-
-    def __post_init__(self) -> None:
-        weakref.finalize(self, self.desk.gone.append, ("call", self.number))
-
-    def watched(self) -> list[Tensor | None]:
-        """What must not be written to before the backward."""
-        return [*self.arguments, *self.shadow.counterparts()]
 
 
 class ProcessesEngine(SideBySide):
@@ -141,31 +116,16 @@ class ProcessesEngine(SideBySide):
             shadow.lent,
             {},
         )
-        number = next(calls)
-        arguments: list[Tensor] = []
-        counterparts = shadow.counterparts()
+        number, met = next(calls), Met(index, job.room)
 
-        def rebuild(tag: Tag, tensor: Tensor | None) -> Tensor:
-            if tag[0] == ARGUMENT:
-                return arguments[tag[1]]
-            if tag[0] == SOURCE:
-                made = counterparts[tag[1]]
-                assert made is not None
-                return made
-            return as_sent(tag, tensor)
+        def ask(desk: Desk) -> tuple[Desk, Told, list[Tensor], Message]:
+            told = desk.tell(shadow)
+            run.fresh = told.fresh() if follow else {}
+            return desk, told, *desk.run(number, run, met)
 
-        met = Met(index, job.room)
-
-        def ask(desk: Desk) -> tuple[Desk, Ran, list[Tensor]]:
-            desk.tell(shadow)
-            run.fresh = desk.fresh(shadow) if follow else {}
-            sent, answer = desk.run(number, run, met)
-            arguments[:] = sent
-            ran, tensors = desk.talk.take(answer, rebuild)
-            return desk, ran, tensors
-
-        desk, ran, tensors = self._with_worker(index, ask)
+        desk, told, arguments, answer = self._with_worker(index, ask)
         met.end()
+        ran, tensors = desk.talk.take(answer, _rebuild(arguments, told.counterparts(shadow)))
         if ran.drawn:
             streams.state.host.drawn = True
             streams.state.host.seed(0)
@@ -173,13 +133,16 @@ class ProcessesEngine(SideBySide):
             streams.state.add(held[i][0]).drawn = True
         for i, value in ran.arguments.items():
             arguments[i].data.copy_(value)
-        outcome = _outcome(shadow, ran)
+        outcome = _outcome(shadow, told, ran)
         needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
         if job.ambient.grad and needing:
             inputs = _numbers(job.inputs[index], arguments)
-            call = Call(number, desk, shadow, run, met, arguments, needing, inputs=inputs)
-            call.versions = _versions(call.watched())
-            outcome.remote = call
+            outcome.remote = Call(number, desk, told, shadow, run, met, arguments, needing, inputs)
+        sets = [(module, name, buffer) for module, name, _, buffer in ran.sets]
+        remember_state(list(shadow.calls), shadow, sets, {id(told.table[n]): told.table[n] for n in ran.written})
+        if ran.contents:
+            for call in shadow.calls:
+                call.exact = False
         return outcome
 
     def differentiate(self, part: Part) -> None:
@@ -199,17 +162,15 @@ class ProcessesEngine(SideBySide):
 
     def _ask_back(self, call: Call, part: Part) -> None:
         side, host = part.span.sides[part.index], part.span.streams.state.host
-        numbers = {id(source): n for n, source in enumerate(call.shadow.table)}
-        made = {id(leaf): numbers[id(s)] for s, leaf in call.shadow.trainable if id(s) in numbers}
+        made = {id(leaf): number for number, leaf in enumerate(call.told.counterparts(call.shadow))}
         wanted = [made[id(leaf)] for leaf in side.leaves if id(leaf) in made]
-        moved = [now != then for now, then in zip(_versions(call.watched()), call.versions, strict=True)]
-        given = len(call.arguments)
+        given, sources = call.written()
         back = Back(
             {call.outputs[id(o)]: g for o, g in zip(part.outputs, part.gradients, strict=True)},
             part.keep,
             part.crossings,
-            [i for i in range(given) if moved[i]],
-            [i - given for i in range(given, len(moved)) if moved[i]],
+            given,
+            sources,
             host.number,
             wanted,
         )
@@ -217,23 +178,19 @@ class ProcessesEngine(SideBySide):
 
         def ask(desk: Desk) -> WentBack:
             if desk is not call.desk:
-                self._recall(call, desk)
+                call.again(desk)
             return desk.run_back(call.number, back, met)
 
         went = self._with_worker(part.index, ask)
         if went.drawn:
             host.drawn = True
             host.seed(0)
-        slots = call.desk.slots(call.shadow)
+        slots = call.told.slots
         for leaf in side.leaves:
             n = made.get(id(leaf), -1)
             leaf.grad = slots[n] if n in went.present else went.others.get(n)
         for leaf, number in zip(side.inputs, call.inputs, strict=True):
             leaf.grad = went.inputs.get(number)
-
-    def _recall(self, call: Call, desk: Desk) -> None:
-        """Run a call's forward again on a worker that does not have its graph."""
-        raise WorkerFailure("not yet")
 
     def _sum(self, columns: Sequence[Gradients]) -> Gradients:
         """The sum over replicas, in memory of its own: the next backward writes to the workers' slots again."""
@@ -252,10 +209,6 @@ class ProcessesEngine(SideBySide):
         self._hands.close()
 
 
-def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
-    return [-1 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
-
-
 def _numbers(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int]:
     """The numbers of some tensors among the arguments that were sent."""
     places = {id(tensor): number for number, tensor in enumerate(arguments)}
@@ -265,6 +218,21 @@ def _numbers(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int
             "process.\nUse DataParallel(..., engine='threads')."
         )
     return [places[id(tensor)] for tensor in tensors]
+
+
+def _rebuild(arguments: Sequence[Tensor], counterparts: Sequence[Tensor | None]) -> Rebuild:
+    """The tensors of an answer: arguments and tensors of the module as they are here, the others as they were sent."""
+
+    def rebuild(tag: Tag, tensor: Tensor | None) -> Tensor:
+        if tag[0] == ARGUMENT:
+            return arguments[tag[1]]
+        if tag[0] == SOURCE:
+            made = counterparts[tag[1]]
+            assert made is not None
+            return made
+        return as_sent(tag, tensor)
+
+    return rebuild
 
 
 def _surroundings(ambient: Ambient) -> Surroundings:
@@ -281,7 +249,7 @@ def _surroundings(ambient: Ambient) -> Surroundings:
     )
 
 
-def _outcome(shadow: Shadow, ran: Ran) -> Outcome:
+def _outcome(shadow: Shadow, told: Told, ran: Ran) -> Outcome:
     """What a worker did, on its stand-in."""
     if ran.parted:
         return Outcome(parted=ran.parted)
@@ -300,10 +268,9 @@ def _outcome(shadow: Shadow, ran: Ran) -> Outcome:
         after = Contents(keys, tuple(item if old < 0 else before.items[old] for old, item in items))
         contents.append(Inside(container, before, after))
         put(container, after)
-    table = {id(source): n for n, source in enumerate(shadow.table)}
     with torch.no_grad():
         for source, held in shadow.trainable:
-            if table.get(id(source)) in ran.apart:
-                held.data.copy_(ran.apart[table[id(source)]])
-    written = shadow.write({n: value for n, value in ran.written.items()})
+            if told.numbers.get(id(source)) in ran.apart:
+                held.data.copy_(ran.apart[told.numbers[id(source)]])
+    written = shadow.write({id(told.table[number]): value for number, value in ran.written.items()})
     return Outcome(output=ran.output, changes=Changes(False, attributes, contents), written=written)

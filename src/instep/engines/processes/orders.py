@@ -54,7 +54,7 @@ class Table:
     blocks: list[tuple[int, int]]
     """The number and the bytes of each block of memory whose descriptor is sent along."""
     slots: tuple[int, list[tuple[int, int]]]
-    """The bytes of the memory for gradients, whose descriptor is the last one, and where the gradient of each tensor goes."""
+    """The bytes of the memory for gradients, whose descriptor is the last one, and where each tensor's goes."""
 
 
 @dataclass

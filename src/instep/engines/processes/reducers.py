@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import io
 import pickle
@@ -78,13 +77,17 @@ def reduce(thing: Any) -> Any:
     if isinstance(thing, BaseException):
         return _error(thing)
     if isinstance(thing, nn.Module) and parametrize.is_parametrized(thing):
-        return copyreg.__newobj__, (type(thing),), thing.__dict__  # torch refuses, for files that are kept
+        return _new, (type(thing),), thing.__dict__  # torch refuses, for files that are kept
     return NotImplemented
 
 
 def stays_home(thing: Any) -> bool:
     """Whether a thing is tied to its process by what it is, whatever it holds."""
     return isinstance(thing, _NOT_CARRIED) and type(thing) not in (io.StringIO, io.BytesIO)
+
+
+def _new(cls: type) -> Any:
+    return cls.__new__(cls)
 
 
 def _outside(thing: Any) -> Any:

@@ -7,12 +7,14 @@ for; what the worker did is set on it when its answer comes. It also notes what 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from instep.engines.processes.arena import SharedMemory
 from instep.replicas.carry import Slot
 from instep.replicas.clone import OPAQUE, holds_source
 from instep.replicas.replica import Pair, Replica
@@ -51,29 +53,24 @@ class Shadow(Replica):
         dress: Any = kwargs.get("dress")
         self.synchronised: bool | None = None if dress is None else dress.synchronised
         """Whether batch normalisation looks at the whole batch."""
-        self.table: list[Tensor] = []
-        """The tensors of the source that the worker was told of, in the order of their numbers."""
+        self.slots: SharedMemory | None = None
+        """Where the worker leaves gradients."""
+        self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Calls that may still be differentiated: they remember what the module was like before it changed."""
         self.lent: list[tuple[int, str, Any]] = []
         """Parts of carried state for the next call: the module's index, the attribute, and the part."""
         self._views: dict[int, Pair] = {}
         super().__init__(*args, **kwargs)
 
-    def take_stock(self) -> list[Tensor]:
-        """Every tensor of the source that the replica has a counterpart of; the worker knows them by their places."""
-        self.table = [source for source, _ in (*self.tensors.trainable, *self.tensors.state)]
-        return self.table
-
-    def counterparts(self) -> list[Tensor | None]:
-        """What stands here for each tensor of the table; None for one that was let go since."""
-        made = {id(source): made for source, made in (*self.tensors.trainable, *self.tensors.state)}
-        return [made.get(id(source)) for source in self.table]
+    def tensors_of_source(self) -> list[Tensor]:
+        """Every tensor of the source that the replica has a counterpart of."""
+        return [source for source, _ in (*self.tensors.trainable, *self.tensors.state)]
 
     def write(self, values: Mapping[int, Tensor]) -> list[Pair]:
-        """Take what the worker wrote to state, until `unwrite`; the values with the source's own tensors."""
-        numbers = {id(source): number for number, source in enumerate(self.table)}
+        """Take what the worker wrote to state, by the ids of the source's tensors, until `unwrite`."""
         written = []
         for place, (source, view) in enumerate(self.tensors.state):
-            value = values.get(numbers.get(id(source), -1))
+            value = values.get(id(source))
             if value is not None:
                 self._views[place] = source, view
                 self.tensors.state[place] = source, value
@@ -89,6 +86,8 @@ class Shadow(Replica):
 
     def apply(self, changes: Changes) -> None:
         super().apply(changes)
+        for call in self.calls:
+            call.remember(changes)
         plain = all(isinstance(c.new, OPAQUE) or not holds_source(c.new) for c in changes.attributes)
         if changes.contents or not plain or any(change.buffer for change in changes.attributes):
             self.stale = True

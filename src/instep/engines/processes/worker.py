@@ -67,7 +67,7 @@ class Hall:
     def leave(self, index: int, error: BaseException | None = None) -> None:
         """The others hear of it by the answer."""
 
-    def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
+    def exchange(self, _: int, label: str, payload: Any) -> list[Any]:
         self._talk.say(orders.MEET, self._call, (label, payload))
         message = self._talk.line.receive()
         if message is None or message.kind != orders.MET or message.call != self._call:
@@ -234,7 +234,7 @@ class Worker:
             held.streams.state.host.fix(back.seed)
         hall = Hall(self._talk, message.call)
         try:
-            in_room(hall, held.index, side, outputs, grads, back.keep, held.streams.backward(held.index))  # type: ignore[arg-type]
+            in_room(hall, held.index, side, outputs, grads, back.keep, held.streams.backward(held.index))
         except BaseException:
             take([*leaves, *side.inputs])
             raise
