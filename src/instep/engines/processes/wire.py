@@ -138,6 +138,7 @@ class Line:
     def close(self) -> None:
         """Close this end. In a forked child this closes the child's copy, and the line stays."""
         self._sock.close()
+        self._outbox, self._inbox = Outbox(), Inbox()  # their memory is not held longer
 
     def send(
         self,
