@@ -15,8 +15,7 @@ from instep.engines.processes import process
 from instep.engines.processes.hands import Hands
 from instep.engines.processes.process import Worker
 
-process.MAIN = "mains:obey"
-CASES = ("end", "error", "exit", "term", "quit", "kill", "hang", "early")
+CASES = ("error", "exit", "term", "quit", "kill", "hang", "early")
 SECONDS = 2.0
 
 
@@ -44,43 +43,48 @@ def end_like(case: str, worker: Worker) -> None:
     if case == "quit":
         os._exit(6)
     if case == "kill" and not ctypes.PyDLL(None).fork():  # a child that no hook has told to close anything
+        os.closerange(0, 3)
         time.sleep(SECONDS + 8)
         os._exit(0)
     if case == "hang":
         worker.line.send("hang")
         time.sleep(0.5)
-    if case != "end":
-        os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-hands = Hands([torch.device("cpu")] * 2)
-mine = hands.get(1)
-torch.set_num_threads(1)
-children: dict[str, tuple[int, int]] = {}
-for case in CASES:
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        if case in ("end", "kill", "hang"):
-            worker = hands.get(1)
-            assert ask(worker)
-        else:
-            worker = Worker.start("replica 1 on cpu")
-        assert worker.pid != mine.pid
-        os.write(write, b"%d" % worker.pid)
+def run() -> None:
+    process.MAIN = "mains:obey"
+    hands = Hands([torch.device("cpu")] * 2)
+    mine = hands.get(1)
+    torch.set_num_threads(1)
+    children: dict[str, tuple[int, int]] = {}
+    for case in CASES:
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            if case in ("kill", "hang"):
+                worker = hands.get(1)
+                assert ask(worker)
+            else:
+                worker = Worker.start("replica 1 on cpu")
+            assert worker.pid != mine.pid
+            os.write(write, b"%d" % worker.pid)
+            os.close(write)
+            end_like(case, worker)
+            break
         os.close(write)
-        end_like(case, worker)
-        break
-    os.close(write)
-    children[case] = child, read
-else:
-    for case, (child, read) in children.items():
-        started = int(os.read(read, 20))
-        _, status = os.waitpid(child, 0)
-        deadline = time.monotonic() + SECONDS
-        while there(started) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        print(case, os.waitstatus_to_exitcode(status), "left" if there(started) else "gone", flush=True)
-    print("parent", "answers" if ask(mine) else "is silent", flush=True)
-    hands.close()
-    print("closed", "left" if there(mine.pid) else "gone", flush=True)
+        children[case] = child, read
+    else:
+        for case, (child, read) in children.items():
+            started = int(os.read(read, 20))
+            _, status = os.waitpid(child, 0)
+            deadline = time.monotonic() + SECONDS
+            while there(started) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            print(case, os.waitstatus_to_exitcode(status), "left" if there(started) else "gone", flush=True)
+        print("parent", "answers" if ask(mine) else "is silent", flush=True)
+        print(mine.pid, flush=True)  # and the script comes to its end
+
+
+if __name__ == "__main__":
+    run()

@@ -27,6 +27,12 @@ def say(message: Message) -> None:
     print("and more", file=sys.stderr)
 
 
+def open_files() -> list[str]:
+    """What this process holds open."""
+    names = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return [os.readlink(name) for name in names if os.path.lexists(name)]
+
+
 def tell(_: Message) -> bytes:
     import lies_in_the_working_folder
 
@@ -43,11 +49,7 @@ def tell(_: Message) -> bytes:
         "session": os.getsid(0),
         "inside": inside_worker(),
         "refused": refused,
-        "fds": [
-            os.readlink(f"/proc/self/fd/{fd}")
-            for fd in os.listdir("/proc/self/fd")
-            if os.path.exists(f"/proc/self/fd/{fd}")
-        ],
+        "fds": open_files(),
     }
     return json.dumps(told).encode()
 
@@ -57,7 +59,8 @@ def crash(_: Message) -> None:
 
 
 def hang(_: Message) -> None:
-    ctypes.PyDLL(None).sleep(60)  # in native code, and no other Python thread can run
+    while True:  # a signal ends the sleep
+        ctypes.PyDLL(None).sleep(60)  # in native code, and no other Python thread can run
 
 
 DEEDS: dict[str, Callable[[Message], bytes | None]] = {

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,9 +138,11 @@ def test_a_forked_child_leaves_the_workers_alone(team: Hands) -> None:
             worker.kill()
             team.close()
             hands.stop_all()
-            held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:-1]]
-            assert not any("instep" in name for name in held)
+            names = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+            assert not any("instep" in os.readlink(name) for name in names if os.path.lexists(name))
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
@@ -185,8 +188,8 @@ def test_a_dead_worker_is_replaced_for_all(team: Hands, monkeypatch: pytest.Monk
     new = team.replace(1)
     assert new is not old
     assert ask(new, "echo", b"new").body == b"new"
-    assert other.get(1) is new
-    assert other.replace(1) is not old
+    assert other.replace(1) is new  # it knew only the old one
+    assert team.get(1) is new
     team.close()
     other.close()
     assert not process.own_workers()
@@ -218,8 +221,8 @@ def test_however_a_script_ends_no_worker_is_left() -> None:
     script = subprocess.run(
         [sys.executable, HERE / "exits.py"], env=environment, capture_output=True, text=True, timeout=100, check=False
     )
-    assert script.stdout.split("\n") == [
-        "end 0 gone",
+    *lines, worker = script.stdout.splitlines()
+    assert lines == [
         "error 1 gone",
         "exit 5 gone",
         "term -15 gone",
@@ -228,7 +231,6 @@ def test_however_a_script_ends_no_worker_is_left() -> None:
         "hang -9 gone",
         "early -9 gone",
         "parent answers",
-        "closed gone",
-        "",
     ], script.stderr
     assert script.returncode == 0
+    assert not Path(f"/proc/{worker}").exists()

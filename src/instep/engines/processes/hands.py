@@ -59,7 +59,7 @@ class Hands:
             self._keys.append((device, seen[device]))
             seen[device] += 1
         self._mine: dict[int, Worker] = {}
-        self._closed = False
+        self._closed = self._told = False
 
     def get(self, index: int) -> Worker:
         """The worker of a replica, up and ready, alive or not; the first call starts all that are missing at once.
@@ -125,11 +125,10 @@ class Hands:
         started = time.monotonic()
         if worker.comes_up(started + _SILENT_SECONDS):
             return
-        print(
-            f"instep: starting {len(self._keys)} worker process(es), which import torch first; later calls find them.",
-            file=sys.stderr,
-            flush=True,
-        )
+        if not self._told:
+            self._told = True
+            many = f"{len(self._keys)} worker processes" if len(self._keys) > 1 else "a worker process"
+            print(f"instep: starting {many} (torch has to be imported)", file=sys.stderr, flush=True)
         worker.wait_ready(started + START_SECONDS)
 
 

@@ -64,10 +64,12 @@ class Worker:
         self._printed = Printed(lambda: self.name)
         try:
             self._process = self._spawn(main, near, far)
-        except BaseException:
+        except BaseException as error:
             near.close()
             self._printed.close()
             self._close_fds()
+            if isinstance(error, OSError):
+                raise EngineError(f"{name} cannot be started: {error}.") from error
             raise
         finally:
             far.close()
@@ -185,7 +187,7 @@ class Worker:
         known = number in signal.valid_signals() and number <= signal.SIGSYS
         words = _MEANINGS.get(signal.Signals(number)) if known else None
         words = words or f"killed by {signal.Signals(number).name if known else f'signal {number}'}"
-        stack = _text(self._fds["crash"])
+        stack = _stacks(self._fds["crash"])
         return f"{words}, at:\n{stack}" if stack else words
 
     def stack(self) -> str:
@@ -201,7 +203,7 @@ class Worker:
         deadline, text, before = time.monotonic() + _STACK_SECONDS, "", None
         while (not text or text != before) and time.monotonic() < deadline:
             time.sleep(10 * _GLANCE)
-            before, text = text, _text(memory)
+            before, text = text, _stacks(memory)
         return text or "It does not answer a signal: it is stopped, or waits in the kernel."
 
     def ask_to_stop(self) -> None:
@@ -289,8 +291,11 @@ def _readable(fd: int, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
-def _text(memory: int) -> str:
-    return os.pread(memory, os.fstat(memory).st_size, 0).decode("utf-8", "replace").strip()
+def _stacks(memory: int) -> str:
+    """The stacks that faulthandler wrote, but for the thread that watches the parent and the list of libraries."""
+    text = os.pread(memory, os.fstat(memory).st_size, 0).decode("utf-8", "replace")
+    parts = (part.strip() for part in text.split("\n\n"))
+    return "\n".join(part for part in parts if "in until_it_ends" not in part and not part.startswith("Extension mod"))
 
 
 def _handles(pid: int, number: signal.Signals) -> bool:

@@ -38,8 +38,11 @@ FRAME = 64 * 1024
 """The longest payload that travels in the frame itself."""
 SMALL = 4096
 """Tensors of up to so many bytes travel in the payload."""
+_WAITING = 4 << 20
+"""Bytes of frames that may wait in the socket, where the kernel allows so many."""
 _FDS = 250
 """The kernel passes 253 descriptors with a message."""
+_FDS_ROOM = socket.CMSG_SPACE((_FDS + 1) * array.array("i").itemsize)
 _GRAIN = 16
 """What small tensors are aligned to in the payload, and the payload in the frame: complex numbers must be."""
 _ALONE = 4 << 20
@@ -120,6 +123,8 @@ class Line:
         Without it the end is seen only when nobody holds the socket any longer, and what the other process forked may.
         """
         sock.setblocking(True)
+        # As many messages as the kernel lets wait: whoever sends should rarely have to.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _WAITING)
         self._sock = sock
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -138,6 +143,7 @@ class Line:
     def close(self) -> None:
         """Close this end. In a forked child this closes the child's copy, and the line stays."""
         self._sock.close()
+        self._outbox, self._inbox = Outbox(), Inbox()  # their memory is not held longer
 
     def send(
         self,
@@ -156,33 +162,47 @@ class Line:
         self._check_process()
         if self.before_send is not None:
             self.before_send()
+        if timeout is None:
+            with self._lock:
+                self._send(kind, call, body, tensors, fds, None)
+        elif self._lock.acquire(timeout=timeout):
+            try:
+                self._send(kind, call, body, tensors, fds, timeout)
+            finally:
+                self._lock.release()
+        else:
+            raise TimeoutError("another message has been on its way for too long")
+
+    def _send(
+        self, kind: str, call: int, body: bytes, tensors: Sequence[Tensor], fds: Sequence[int], timeout: float | None
+    ) -> None:
         looks = b"".join(map(_look, tensors))
-        small = [tensor for tensor in tensors if tensor.nbytes <= SMALL]
-        large = [tensor for tensor in tensors if tensor.nbytes > SMALL]
+        sized = [(tensor, tensor.nbytes) for tensor in tensors]
+        small = [pair for pair in sized if pair[1] <= SMALL]
+        large = [pair for pair in sized if pair[1] > SMALL]
         text = aligned(len(looks) + len(body), _GRAIN)
-        payload = text + sum(aligned(tensor.nbytes, _GRAIN) for tensor in small)
-        used = sum(aligned(tensor.nbytes) for tensor in large)
+        payload = text + sum(aligned(nbytes, _GRAIN) for _, nbytes in small)
+        used = sum(aligned(nbytes) for _, nbytes in large)
         flags = _ELSEWHERE if payload > FRAME else 0
-        with self._lock:
-            place, block = NOWHERE, _NOTHING
-            if used or flags:
-                place, block = self._outbox.reserve(used + (payload if flags else 0))
-                _pack(block, 0, large, ALIGNMENT)
-            page = block[used:] if flags else memoryview(bytearray(payload))
-            page[: len(looks)] = looks
-            page[len(looks) : len(looks) + len(body)] = body
-            _pack(page, text, small, _GRAIN)
-            frame = [] if flags else [page]
-            # Only a frame that says where it lies may bring the ring.
-            if place is not NOWHERE and (ring := self._outbox.to_announce()) is not None:
-                flags, fds = flags | _RING_COMES, [ring, *fds]
-            header = _Header(
-                *(flags, len(fds), _kind(kind), call, len(tensors), len(looks), len(body), payload, len(block), place)
-            )
-            self._post([header.pack(), *frame], fds, timeout)
+        place, block = NOWHERE, _NOTHING
+        if used or flags:
+            place, block = self._outbox.reserve(used + (payload if flags else 0))
+            _pack(block, 0, large, ALIGNMENT)
+        page = block[used:] if flags else memoryview(bytearray(payload))
+        page[: len(looks)] = looks
+        page[len(looks) : len(looks) + len(body)] = body
+        _pack(page, text, small, _GRAIN)
+        frame = [] if flags else [page]
+        # Only a frame that says where it lies may bring the ring.
+        if place is not NOWHERE and (ring := self._outbox.to_announce()) is not None:
+            flags, fds = flags | _RING_COMES, [ring, *fds]
+        header = _Header(
+            *(flags, len(fds), _kind(kind), call, len(tensors), len(looks), len(body), payload, len(block), place)
+        )
+        self._post([header.pack(), *frame], fds, timeout)
 
     def _post(self, frame: Sequence[bytes | memoryview], fds: Sequence[int], timeout: float | None) -> None:
-        if len(fds) > _FDS:
+        if len(fds) > _FDS + 1:
             raise EngineError(f"{len(fds)} file descriptors cannot be sent in one message; {_FDS} can.")
         extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         deadline = _deadline(timeout)
@@ -224,9 +244,8 @@ class Line:
 
     def _take(self) -> tuple[int, list[int], int]:
         fds = array.array("i")
-        room = socket.CMSG_SPACE((_FDS + 1) * fds.itemsize)
         how = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-        length, extra, flags, _ = self._sock.recvmsg_into([self._buffer], room, how)
+        length, extra, flags, _ = self._sock.recvmsg_into([self._buffer], _FDS_ROOM, how)
         for level, kind, data in extra:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
@@ -260,12 +279,13 @@ class Line:
         looks = _read_looks(bytes(page[: header.looks]), header.tensors)
         tensors: list[Tensor] = []
         in_page, in_block = aligned(end, _GRAIN), 0
+        page_base, block_base = _address(page), _address(block)
         for dtype, shape, nbytes in looks:
             if nbytes <= SMALL:
-                tensors.append(_unpack(page, in_page, nbytes, dtype, shape))
+                tensors.append(_unpack(page, page_base, in_page, nbytes, dtype, shape))
                 in_page += aligned(nbytes, _GRAIN)
             else:
-                tensors.append(_unpack(block, in_block, nbytes, dtype, shape))
+                tensors.append(_unpack(block, block_base, in_block, nbytes, dtype, shape))
                 in_block += aligned(nbytes)
         body = bytes(page[header.looks : end])
         if header.used:
@@ -305,7 +325,8 @@ def _look(tensor: Tensor) -> bytes:
     code = _CODES.get(tensor.dtype)
     if code is None or tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise EngineError(f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be sent as it is.")
-    return struct.pack(f"<BB{tensor.dim()}q", code, tensor.dim(), *tensor.shape)
+    shape = tensor.shape
+    return struct.pack(f"<BB{len(shape)}q", code, len(shape), *shape)
 
 
 def _read_looks(data: bytes, count: int) -> list[tuple[torch.dtype, tuple[int, ...], int]]:
@@ -322,11 +343,10 @@ def _read_looks(data: bytes, count: int) -> list[tuple[torch.dtype, tuple[int, .
     return looks
 
 
-def _pack(page: memoryview, offset: int, tensors: Sequence[Tensor], alignment: int) -> None:
+def _pack(page: memoryview, offset: int, tensors: Sequence[tuple[Tensor, int]], alignment: int) -> None:
     """Copy tensors into memory, one after the other, whatever their strides and lazy bits."""
     base = _address(page)
-    for tensor in tensors:
-        nbytes = tensor.nbytes
+    for tensor, nbytes in tensors:
         plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         if plain and nbytes <= _ALONE:
             ctypes.memmove(base + offset, tensor.data_ptr(), nbytes)
@@ -336,12 +356,14 @@ def _pack(page: memoryview, offset: int, tensors: Sequence[Tensor], alignment: i
         offset += aligned(nbytes, alignment)
 
 
-def _unpack(page: memoryview, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _unpack(
+    page: memoryview, base: int, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
     if offset + nbytes > len(page):
         raise ValueError("its tensors are longer than it is")
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     if nbytes <= _ALONE:
-        ctypes.memmove(tensor.data_ptr(), _address(page) + offset, nbytes)
+        ctypes.memmove(tensor.data_ptr(), base + offset, nbytes)
     else:
         tensor.copy_(_tensor(page, offset, dtype, shape))
     return tensor
