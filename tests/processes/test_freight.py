@@ -212,6 +212,14 @@ def test_tensors_are_beside_the_pickle() -> None:
     assert not back.flags.writeable
 
 
+def test_parametrized_modules() -> None:
+    net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
+    line, x = Line(), torch.randn(4, 3)
+    copy = line.there(net)
+    torch.testing.assert_close(copy(x), net(x))
+    assert type(line.back(copy)[0]) is type(net[0])
+
+
 def test_generators_and_weak_references() -> None:
     generator = torch.Generator().manual_seed(3)
     layer = nn.Linear(1, 1)
