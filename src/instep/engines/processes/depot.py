@@ -90,6 +90,8 @@ class Depot:
             for number, thing in unpacker.defined.items():
                 self._keep(number, thing)
                 self._crossed.add(number)
+            for space, names_received in unpacker.received:
+                self.spaces.watch_received(space, names_received)
             return value
 
     def stale_globals(self) -> Parcel | None:
@@ -137,6 +139,7 @@ class Depot:
         for number, name, value in names:
             self.spaces.get(number, {})
             self.spaces.receive(number, {name: ABSENT if value is DELETED else value})
+            self.spaces.watch_received(number, [name])
         for cls, news in classes:
             for name, value in news.items():
                 if value is not DELETED:
@@ -214,7 +217,7 @@ class Depot:
                 return packer
             culprit = find(value, self._failure)
             if culprit is None or not self._leave_out(culprit):
-                raise refusal(culprit.describe(what) if culprit else what, failure) from failure
+                raise refusal(culprit.describe(what) if culprit else what or "a value", failure) from failure
 
     def _leave_out(self, culprit: Culprit) -> bool:
         step = culprit.through

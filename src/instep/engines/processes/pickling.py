@@ -218,6 +218,7 @@ class Unpacker(pickle.Unpickler):
         self.register = register
         self.tensors = tensors
         self.defined: dict[int, Any] = {}
+        self.received: list[tuple[int, list[str]]] = []
         self._kept: set[int] = set()
         self._verbs: dict[str, Callable[..., Any]] = {
             "KNOWN": self._known,
@@ -276,7 +277,7 @@ class Unpacker(pickle.Unpickler):
         for name in imports:
             importlib.import_module(name)
         if values:
-            self.register.spaces.receive(space, values)
+            self._receive(space, values)
         for cell, held in inside:
             if held:
                 cell.cell_contents = held[0]
@@ -288,8 +289,11 @@ class Unpacker(pickle.Unpickler):
         return self.register.spaces.module(space, about)
 
     def _fill_module(self, module: types.ModuleType, values: dict[str, Any]) -> None:
-        spaces = self.register.spaces
-        spaces.receive(spaces.number(vars(module)), values)
+        self._receive(self.register.spaces.number(vars(module)), values)
+
+    def _receive(self, space: int, values: dict[str, Any]) -> None:
+        self.register.spaces.receive(space, values)
+        self.received.append((space, list(values)))
 
 
 class LeftOut:

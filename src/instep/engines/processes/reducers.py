@@ -32,6 +32,9 @@ _NOT_CARRIED = (
 )
 
 
+_NAMED = [getattr(typing, name, None) for name in ("NewType", "ParamSpec", "TypeVarTuple", "TypeAliasType")]
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value is a number, a string or None."""
     return isinstance(value, _PLAIN)
@@ -162,6 +165,18 @@ def _typevar(variable: Any) -> Any:
     return make_typevar, (*parts, variable.__covariant__, variable.__contravariant__)
 
 
+def _by_its_name(thing: Any) -> Any:
+    """Type aliases and the like say that they are found by name; those of a script are not."""
+    if importable(thing.__module__):
+        return NotImplemented
+    kind = type(thing)
+    if kind is typing.NewType:
+        return kind, (thing.__name__, thing.__supertype__)
+    if hasattr(thing, "__value__"):
+        return kind, (thing.__name__, thing.__value__)
+    return kind, (thing.__name__,)
+
+
 def make_typevar(name: str, constraints: tuple[Any, ...], bound: Any, covariant: bool, contravariant: bool) -> Any:
     """A type variable."""
     make: Any = typing.TypeVar
@@ -225,4 +240,5 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {
     weakref.WeakKeyDictionary: _weak_dictionary,
     weakref.WeakValueDictionary: _weak_dictionary,
     typing.TypeVar: _typevar,
+    **{kind: _by_its_name for kind in _NAMED if isinstance(kind, type)},
 }

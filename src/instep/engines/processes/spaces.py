@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import types
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import repeat
 from operator import is_
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from torch import Tensor
 from instep.engines.processes.by_value import new_module
 
 ABSENT, _NEVER = object(), object()
-_PARTS_AT_MOST = 20_000
+_PARTS_AT_MOST = 2000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _BY_IDENTITY = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device)
 _ABOUT = ("__name__", "__package__", "__path__", "__file__")
@@ -198,18 +198,22 @@ class Spaces:
             watch.doubt()
 
     def receive(self, number: int, news: dict[str, Any]) -> None:
-        """Take over values of names from the other side; what functions here make of them is watched."""
+        """Take over values of names from the other side."""
         space = self._space[number]
         for name, value in news.items():
             if value is ABSENT:
                 space.pop(name, None)
             else:
                 space[name] = value
+
+    def watch_received(self, number: int, names: Iterable[str]) -> None:
+        """From now on see whether functions here write to names that were received."""
+        space = self._space[number]
         if not self.ours(number):
             watch = self._received.get(number)
             if watch is None:
                 watch = self._received[number] = Watch(space, {}, also_new=False)
-            watch.tell({name: seen(value) for name, value in news.items()})
+            watch.tell({name: seen(space.get(name, ABSENT)) for name in names})
 
     def written(self) -> list[str]:
         """The names whose values here are no longer what the other side sent."""
