@@ -40,6 +40,7 @@ class Color(enum.Enum):
 
 Pair = collections.namedtuple("Pair", "first second")
 T = typing.TypeVar("T")
+Name = typing.NewType("Name", str)
 
 class Base(nn.Module):
     def __init_subclass__(cls, **options):
@@ -62,7 +63,7 @@ class Net(Base, typing.Generic[T]):
     def double(self):
         return 2 * self.layer.weight
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor, name: Name = None) -> typing.Optional[T]:
         scores = self.layer(x)
         return Answer(scores, ["a"]), Output(logits=scores), self.color, Pair(scores, Net), make
 
@@ -106,6 +107,7 @@ def test_a_script_crosses_and_comes_home_as_its_own_classes() -> None:
     torch.testing.assert_close(answer.scores, want[0].scores)
     assert output.logits is answer.scores is pair.first
     assert line.bytes < 600
+    assert line.away.written_globals() == []
     assert at_home.Net.forward.__globals__ is at_home.__dict__, "home's class is as it was"
 
 
@@ -210,6 +212,14 @@ def test_tensors_are_beside_the_pickle() -> None:
     assert (type(other), other.requires_grad, other.group) == (nn.Parameter, False, "decay")
     assert np.array_equal(back, array)
     assert not back.flags.writeable
+
+
+def test_parametrized_modules() -> None:
+    net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
+    line, x = Line(), torch.randn(4, 3)
+    copy = line.there(net)
+    torch.testing.assert_close(copy(x), net(x))
+    assert type(line.back(copy)[0]) is type(net[0])
 
 
 def test_generators_and_weak_references() -> None:

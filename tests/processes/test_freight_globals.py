@@ -130,6 +130,39 @@ def test_a_global_that_cannot_cross_fails_only_where_it_is_used() -> None:
         guarded()
 
 
+def test_globals_that_a_function_writes_are_known() -> None:
+    at_home, line = (
+        script("""
+COUNT, CACHE, OTHER = 0, [], {}
+def forward(x):
+    global COUNT
+    COUNT += x
+    CACHE.extend([x] * x)
+    return OTHER
+"""),
+        Line(),
+    )
+    there = line.there(at_home.forward)
+    there(0)
+    assert line.away.written_globals() == []
+    there(1)
+    assert line.away.written_globals() == ["CACHE", "COUNT"]
+    line.home.forget()
+    line.follow()
+    assert line.away.written_globals() == []
+    assert there.__globals__["CACHE"] == []
+    at_home.COUNT = 5
+    assert line.follow(), "they are still looked after"
+
+
+def test_globals_of_an_imported_module_are_its_own() -> None:
+    line = Line()
+    function = torch.no_grad()(lambda: torch.is_grad_enabled())
+    there = line.there(function)
+    assert there() is False
+    assert there.__globals__ is function.__globals__
+
+
 def test_a_module_that_cannot_be_imported() -> None:
     helpers: Any = script("VALUE = 1\ndef read(): return VALUE")
     helpers.__name__ = "helpers"

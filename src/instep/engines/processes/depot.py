@@ -90,6 +90,8 @@ class Depot:
             for number, thing in unpacker.defined.items():
                 self._keep(number, thing)
                 self._crossed.add(number)
+            for space, names_received in unpacker.received:
+                self.spaces.watch_received(space, names_received)
             return value
 
     def stale_globals(self) -> Parcel | None:
@@ -135,17 +137,23 @@ class Depot:
         """Worker only: take over what has changed at home; the parcel that `stale_globals` gave there."""
         names, classes = self.unpack(Parcel(body, tensors))
         for number, name, value in names:
-            space = self.spaces.get(number, {})
-            if value is DELETED:
-                space.pop(name, None)
-            else:
-                space[name] = value
+            self.spaces.get(number, {})
+            self.spaces.receive(number, {name: ABSENT if value is DELETED else value})
+            self.spaces.watch_received(number, [name])
         for cls, news in classes:
             for name, value in news.items():
                 if value is not DELETED:
                     setattr(cls, name, value)
                 elif name in vars(cls):
                     delattr(cls, name)
+
+    def written_globals(self) -> list[str]:
+        """Worker only: the script's globals that functions here have bound anew or changed in place.
+
+        Home knows nothing of it. `forget` there has it send them all again.
+        """
+        with self._lock:
+            return self.spaces.written()
 
     def forget(self) -> None:
         """The other side may not have what was sent (it failed to unpack): send definitions and globals again.
@@ -155,7 +163,6 @@ class Depot:
         with self._lock:
             self._crossed -= {number for number in self._crossed if not self.theirs(number)}
             self.spaces.forget()
-            self._classes.forget()
 
     def number(self, thing: Any) -> int | None:
         """The number of a function or class that has crossed."""
@@ -185,6 +192,8 @@ class Depot:
             raise EngineError(f"a message speaks of definition {number}, which never came") from None
 
     def _keep(self, number: int, thing: Any) -> None:
+        if number in self._things and self._things[number] is not thing:
+            self._numbers.pop(id(self._things[number]), None)  # it may go now, and leave its place to another
         self._numbers[id(thing)] = number
         self._things[number] = thing
 
@@ -208,7 +217,7 @@ class Depot:
                 return packer
             culprit = find(value, self._failure)
             if culprit is None or not self._leave_out(culprit):
-                raise refusal(culprit.describe(what) if culprit else what, failure) from failure
+                raise refusal(culprit.describe(what) if culprit else what or "a value", failure) from failure
 
     def _leave_out(self, culprit: Culprit) -> bool:
         step = culprit.through

@@ -7,12 +7,14 @@ one of its own methods.
 
 from __future__ import annotations
 
+import copyreg
 import importlib
 import io
 import pickle
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any, Protocol
 
 import cloudpickle
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 
 from instep.engines.processes.by_value import by_name, class_parts, importable, names_read, submodules_read
 from instep.engines.processes.cannot import CannotCross
-from instep.engines.processes.reducers import contents, has_plain_memory, reduce, set_attributes, settled
+from instep.engines.processes.reducers import contents, has_plain_memory, reducer_for, set_attributes, settled
 from instep.engines.processes.spaces import ABSENT, Seen, Spaces, attributes_of, seen
 
 _IN_BAND = 4096
@@ -71,6 +73,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, register: Register) -> None:
         self.file = io.BytesIO()
+        self.dispatch_table = _dispatch_table(len(copyreg.dispatch_table))
         super().__init__(self.file, protocol=5, buffer_callback=self._take_buffer)
         self.register = register
         self.tensors: list[Tensor] = []
@@ -92,19 +95,18 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, thing: Any) -> Any:
         """How anything but plain values and containers is written; the pickle module asks this first."""
         kind = type(thing)
-        if kind is Verb:
-            return NotImplemented
-        if isinstance(thing, Tensor):
+        if issubclass(kind, Tensor):
             return self._tensor(thing)
-        if isinstance(thing, type):
+        if issubclass(kind, type):
             return self._class(thing)
         if kind is types.FunctionType:
             return self._function(thing)
         if kind is types.CellType and id(thing) in self._cells:
             return types.CellType, ()  # what is in it goes with the function
-        if isinstance(thing, types.ModuleType):
+        if issubclass(kind, types.ModuleType):
             return self._module(thing)
-        return reduce(thing)
+        reducer = reducer_for(kind)
+        return NotImplemented if reducer is None else reducer(thing)
 
     def _tensor(self, tensor: Tensor) -> Any:
         kind = type(tensor)
@@ -163,12 +165,18 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         }
         held = [function.__globals__.get(name) for name in names_read(function.__code__)]
         imports = submodules_read(function.__code__, [*held, *(value[0] for _, value in inside if value)])
-        state = (slots, function.__dict__, inside, values, imports)
+        state = (slots, function.__dict__, inside, space, values, imports)
         args = (number, function.__code__, space, about, cells)
         return FUNCTION, args, state, None, None, FILL_FUNCTION
 
-    def _read(self, space: dict[str, Any], names: tuple[str, ...]) -> tuple[int, dict[str, Any], dict[str, Any]]:
-        """The number of a dictionary of globals, what goes along with it, and the values of names not sent before."""
+    def _read(self, space: dict[str, Any], names: Iterable[str]) -> tuple[int | str, dict[str, Any], dict[str, Any]]:
+        """The number of a dictionary of globals, what goes along with it, and the values of names not sent before.
+
+        The globals of a module that the other side can import go by its name: they are there.
+        """
+        name = str(space.get("__name__"))
+        if getattr(sys.modules.get(name), "__dict__", None) is space and importable(name):
+            return name, {}, {}
         spaces = self.register.spaces
         number = spaces.number(space)
         if not spaces.ours(number):
@@ -196,6 +204,12 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         return MODULE, (space, about), values, None, None, FILL_MODULE
 
 
+@lru_cache(maxsize=1)
+def _dispatch_table(_: int) -> dict[type, Any]:
+    """cloudpickle's table in one piece: looking in one after another takes as long as pickling a small object."""
+    return dict(cloudpickle.Pickler.dispatch_table)
+
+
 class Unpacker(pickle.Unpickler):
     """Rebuilds one value. What it defines counts as known only when the whole has been rebuilt."""
 
@@ -204,6 +218,7 @@ class Unpacker(pickle.Unpickler):
         self.register = register
         self.tensors = tensors
         self.defined: dict[int, Any] = {}
+        self.received: list[tuple[int, list[str]]] = []
         self._kept: set[int] = set()
         self._verbs: dict[str, Callable[..., Any]] = {
             "KNOWN": self._known,
@@ -246,18 +261,23 @@ class Unpacker(pickle.Unpickler):
             fill(cls, contents)
 
     def _function(
-        self, number: int, code: types.CodeType, space: int, about: dict[str, Any], cells: tuple[types.CellType, ...]
+        self, number: int, code: types.CodeType, space: int | str, about: dict[str, Any], cells: tuple[Any, ...]
     ) -> types.FunctionType:
-        made = types.FunctionType(code, self.register.spaces.get(space, about), code.co_name, None, cells or None)
+        if isinstance(space, str):
+            names = vars(importlib.import_module(space))
+        else:
+            names = self.register.spaces.get(space, about)
+        made = types.FunctionType(code, names, code.co_name, None, cells or None)
         if number:
             self.defined[number] = made
         return made
 
     def _fill_function(self, function: types.FunctionType, state: tuple[Any, ...]) -> None:
-        slots, attributes, inside, values, imports = state
+        slots, attributes, inside, space, values, imports = state
         for name in imports:
             importlib.import_module(name)
-        function.__globals__.update(values)
+        if values:
+            self._receive(space, values)
         for cell, held in inside:
             if held:
                 cell.cell_contents = held[0]
@@ -269,7 +289,11 @@ class Unpacker(pickle.Unpickler):
         return self.register.spaces.module(space, about)
 
     def _fill_module(self, module: types.ModuleType, values: dict[str, Any]) -> None:
-        module.__dict__.update(values)
+        self._receive(self.register.spaces.number(vars(module)), values)
+
+    def _receive(self, space: int, values: dict[str, Any]) -> None:
+        self.register.spaces.receive(space, values)
+        self.received.append((space, list(values)))
 
 
 class LeftOut:

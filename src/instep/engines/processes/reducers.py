@@ -32,6 +32,9 @@ _NOT_CARRIED = (
 )
 
 
+_NAMED = [getattr(typing, name, None) for name in ("NewType", "ParamSpec", "TypeVarTuple", "TypeAliasType")]
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value is a number, a string or None."""
     return isinstance(value, _PLAIN)
@@ -67,27 +70,32 @@ def set_attributes(thing: Any, attributes: dict[str, Any]) -> None:
     thing.__dict__.update(attributes)
 
 
-def reduce(thing: Any) -> Any:
-    """How to write an object of one of the kinds here; NotImplemented for the others."""
-    reducer = _REDUCERS.get(type(thing))
-    if reducer is not None:
-        return reducer(thing)
-    if stays_home(thing):
-        return _outside(thing)
-    if isinstance(thing, BaseException):
-        return _error(thing)
-    if isinstance(thing, nn.Module) and parametrize.is_parametrized(thing):
-        return _new, (type(thing),), thing.__dict__  # torch refuses, for files that are kept
-    return NotImplemented
+def reducer_for(kind: type) -> Callable[[Any], Any] | None:
+    """What writes objects of a class, where they do not do that themselves; it may still leave one to itself."""
+    if kind not in _found:
+        if len(_found) > _KINDS_AT_MOST:
+            _found.clear()
+        _found[kind] = _find_reducer(kind)
+    return _found[kind]
+
+
+def _find_reducer(kind: type) -> Callable[[Any], Any] | None:
+    if kind in _REDUCERS:
+        return _REDUCERS[kind]
+    if _stays_home(kind):
+        return _outside
+    if issubclass(kind, BaseException):
+        return _error
+    return _nn_module if issubclass(kind, nn.Module) else None
 
 
 def stays_home(thing: Any) -> bool:
     """Whether a thing is tied to its process by what it is, whatever it holds."""
-    return isinstance(thing, _NOT_CARRIED) and type(thing) not in (io.StringIO, io.BytesIO)
+    return _stays_home(type(thing))
 
 
-def _new(cls: type) -> Any:
-    return cls.__new__(cls)
+def _stays_home(kind: type) -> bool:
+    return issubclass(kind, _NOT_CARRIED) and kind not in (io.StringIO, io.BytesIO)
 
 
 def _outside(thing: Any) -> Any:
@@ -157,6 +165,18 @@ def _typevar(variable: Any) -> Any:
     return make_typevar, (*parts, variable.__covariant__, variable.__contravariant__)
 
 
+def _by_its_name(thing: Any) -> Any:
+    """Type aliases and the like say that they are found by name; those of a script are not."""
+    if importable(thing.__module__):
+        return NotImplemented
+    kind = type(thing)
+    if kind is typing.NewType:
+        return kind, (thing.__name__, thing.__supertype__)
+    if hasattr(thing, "__value__"):
+        return kind, (thing.__name__, thing.__value__)
+    return kind, (thing.__name__,)
+
+
 def make_typevar(name: str, constraints: tuple[Any, ...], bound: Any, covariant: bool, contravariant: bool) -> Any:
     """A type variable."""
     make: Any = typing.TypeVar
@@ -197,6 +217,21 @@ def make_error(cls: type[BaseException], args: tuple[Any, ...], slots: dict[str,
     return made
 
 
+def _nn_module(module: nn.Module) -> Any:
+    """Parametrized modules refuse to be pickled, as their classes are made at run time; those cross by value here."""
+    if not parametrize.is_parametrized(module):
+        return NotImplemented
+    return make_empty, (type(module),), dict(module.__dict__), None, None, set_attributes
+
+
+def make_empty(cls: type) -> Any:
+    """An object of a class, with nothing in it yet."""
+    made: Any = object.__new__(cls)
+    return made
+
+
+_KINDS_AT_MOST = 10_000
+_found: dict[type, Callable[[Any], Any] | None] = {}
 _REDUCERS: dict[type, Callable[[Any], Any]] = {
     torch.Generator: _generator,
     type(functools.lru_cache(len)): _cached_function,
@@ -205,4 +240,5 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {
     weakref.WeakKeyDictionary: _weak_dictionary,
     weakref.WeakValueDictionary: _weak_dictionary,
     typing.TypeVar: _typevar,
+    **{kind: _by_its_name for kind in _NAMED if isinstance(kind, type)},
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import types
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import repeat
 from operator import is_
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from instep.engines.processes.by_value import new_module
 
-ABSENT = object()
-_PARTS_AT_MOST = 20_000
+ABSENT, _NEVER = object(), object()
+_PARTS_AT_MOST = 2000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _BY_IDENTITY = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device)
 _ABOUT = ("__name__", "__package__", "__path__", "__file__")
@@ -54,7 +54,7 @@ def look_of(value: Any) -> Any:
         return None
     try:
         look = _look(value, [_PARTS_AT_MOST], {})
-        return None if look == (id(value),) else look
+        return None if look == (id(value),) and not isinstance(value, _CONTAINERS) else look
     except _TooMuch:
         return None
 
@@ -75,7 +75,9 @@ def _look(value: Any, left: list[int], inside: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
         return id(value), -1 if value.is_inference() else value._version
     if isinstance(value, np.ndarray):
-        return id(value), value.shape, zlib.crc32(np.ascontiguousarray(value).data.cast("B")) if value.size else 0
+        if value.dtype.hasobject:
+            return id(value), tuple(_look(held, left, inside) for held in value.ravel().tolist())
+        return id(value), value.shape, _checksum(value)
     parts: list[Any] = [id(value)]
     if isinstance(value, dict):
         parts += [(_look(key, left, inside), _look(held, left, inside)) for key, held in value.items()]
@@ -87,6 +89,11 @@ def _look(value: Any, left: list[int], inside: dict[int, Any]) -> Any:
     if isinstance(attributes, dict):
         parts += [(name, _look(held, left, inside)) for name, held in attributes.items()]
     return tuple(parts)
+
+
+def _checksum(array: Any) -> int:
+    bytes_of: Any = np.ascontiguousarray(array).view(np.uint8)
+    return zlib.crc32(bytes_of) if array.size else 0
 
 
 class Watch:
@@ -104,6 +111,10 @@ class Watch:
         self._sent.update(news)
         self._size = len(self._names)
         self._quick = None
+
+    def doubt(self) -> None:
+        """The other side may have none of it."""
+        self.tell({name: Seen(_NEVER, None) for name in self._sent})
 
     def told(self, name: str) -> bool:
         """Whether the other side has the present value of a name."""
@@ -142,6 +153,8 @@ class Spaces:
         self._number: dict[int, int] = {}
         self._space: dict[int, dict[str, Any]] = {}
         self._module: dict[int, types.ModuleType] = {}
+        self._received: dict[int, Watch] = {}
+        """Of the other side's dictionaries, what it sent."""
         self._watches: dict[int, Watch] = {}
         """Of our own dictionaries, what the other side was told of each name that its functions read."""
 
@@ -181,7 +194,30 @@ class Spaces:
 
     def forget(self) -> None:
         """The other side may have none of it."""
-        self._watches.clear()
+        for watch in self._watches.values():
+            watch.doubt()
+
+    def receive(self, number: int, news: dict[str, Any]) -> None:
+        """Take over values of names from the other side."""
+        space = self._space[number]
+        for name, value in news.items():
+            if value is ABSENT:
+                space.pop(name, None)
+            else:
+                space[name] = value
+
+    def watch_received(self, number: int, names: Iterable[str]) -> None:
+        """From now on see whether functions here write to names that were received."""
+        space = self._space[number]
+        if not self.ours(number):
+            watch = self._received.get(number)
+            if watch is None:
+                watch = self._received[number] = Watch(space, {}, also_new=False)
+            watch.tell({name: seen(space.get(name, ABSENT)) for name in names})
+
+    def written(self) -> list[str]:
+        """The names whose values here are no longer what the other side sent."""
+        return [name for watch in self._received.values() for name in watch.changed()]
 
     def get(self, number: int, about: dict[str, Any]) -> dict[str, Any]:
         """The dictionary with a number: our own, or the one that stands for it here."""
@@ -221,10 +257,6 @@ class Classes:
         """The classes with attributes that are no longer what the other side was told, and these attributes."""
         changes = ((number, cls, watch.changed()) for number, (cls, watch) in self._watches.items())
         return [change for change in changes if change[2]]
-
-    def forget(self) -> None:
-        """The other side may have none of it."""
-        self._watches.clear()
 
 
 def attributes_of(cls: type) -> dict[str, Seen]:
