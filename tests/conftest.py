@@ -73,12 +73,27 @@ def one_core() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session")
+def workers() -> Iterator[None]:
+    """Worker processes that stay from test to test: each takes seconds to come up."""
+    with instep.DataParallel(nn.Linear(1, 1), ["cpu"] * 4, engine="processes") as model:
+        model(torch.ones(4, 1))
+        yield
+
+
+def _in_processes(request: pytest.FixtureRequest) -> bool:
+    called = getattr(request.node, "callspec", None)
+    return called is not None and "processes" in str(called.params.values())
+
+
 @pytest.fixture(autouse=True)
-def leaves_no_trace() -> Iterator[None]:
+def leaves_no_trace(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test after which threads or processes live on, or the environment or torch's settings are changed.
 
     Whatever was changed is put back, so that one culprit fails and not everything after it.
     """
+    if _in_processes(request):
+        request.getfixturevalue("workers")
     gc.freeze()  # what outlived the tests before stays: the collection after this one need not walk through it
     threads, processes = set(threading.enumerate()), _children()
     variables, settings = _variables(), _torch_settings()

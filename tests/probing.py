@@ -15,7 +15,7 @@ from instep.probe import Probe
 from instep.replicas import probing
 from instep.structure.tree import tensors_in
 
-ENGINES = ["serial", "threads"]
+ENGINES = ["serial", "threads", "processes"]
 both_engines = pytest.mark.parametrize("engine", ENGINES)
 
 

@@ -20,7 +20,7 @@ from .replicated import WAYS, Does, assert_close, assert_same_gradients, batch, 
 
 pytestmark = pytest.mark.usefixtures("one_core")
 each_way = pytest.mark.parametrize("way", WAYS)
-each_engine = pytest.mark.parametrize("way", ["serial", "threads"])
+each_engine = pytest.mark.parametrize("way", ["serial", "threads", "processes"])
 
 
 def fails(body: Callable[..., Any], way: str, error: type[BaseException], match: str, size: int = 7) -> None:

@@ -19,7 +19,7 @@ import instep
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 BACKEND = "eager"  # captured as any other, and quick; inductor has a test below
-ENGINES = ["serial", "threads"]
+ENGINES = ["serial", "threads", "processes"]
 Make = Callable[[nn.Module, str, int], nn.Module]
 
 

@@ -42,7 +42,7 @@ def test_engines_draw_the_same() -> None:
         assert torch.equal(other, third)
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_no_two_replicas_share_a_mask_and_the_caller_moves_by_one_number(engine: str) -> None:
     states = []
     for replicas in (2, 3):
@@ -53,7 +53,7 @@ def test_no_two_replicas_share_a_mask_and_the_caller_moves_by_one_number(engine:
     assert torch.equal(*states)
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_a_failed_call_leaves_the_generator_alone(engine: str) -> None:
     class Fails(Noisy):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

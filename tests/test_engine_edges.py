@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import instep
 
-ENGINES = ["serial", "threads"]
+ENGINES = ["serial", "threads", "processes"]
 
 
 class Waits(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import instep
 
-ENGINES = ["serial", "threads"]
+ENGINES = ["serial", "threads", "processes"]
 
 
 class Thing:

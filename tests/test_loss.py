@@ -17,7 +17,7 @@ import instep
 from instep.errors import WrapError
 
 B, CLASSES = 7, 5
-ENGINES = ["serial", "threads"]
+ENGINES = ["serial", "threads", "processes"]
 
 
 def indices(*shape: int, ignored: int | None = None) -> Tensor:

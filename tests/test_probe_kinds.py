@@ -42,7 +42,7 @@ class Net(nn.Module):
         return result
 
 
-@pytest.fixture(params=["serial", "threads"])
+@pytest.fixture(params=["serial", "threads", "processes"])
 def pair(request: pytest.FixtureRequest) -> Any:
     net = Net().double()
     with instep.DataParallel(net, ["cpu"] * 2, engine=request.param) as model:

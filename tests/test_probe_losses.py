@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import instep
 
-ENGINES = ["serial", "threads"]
+ENGINES = ["serial", "threads", "processes"]
 both_engines = pytest.mark.parametrize("engine", ENGINES)
 WORDS = 20
 

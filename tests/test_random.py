@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import instep
 from instep.random import Source
 
-ENGINES = ("serial", "threads")
+ENGINES = ("serial", "threads", "processes")
 engines = pytest.mark.parametrize("engine", ENGINES)
 
 

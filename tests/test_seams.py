@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import instep
 
-ENGINES = pytest.mark.parametrize("engine", ["serial", "threads"])
+ENGINES = pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 
 
 class Carries(nn.Module):

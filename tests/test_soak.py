@@ -49,7 +49,7 @@ def tensors() -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc to tell the memory")
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_nothing_grows(engine: str) -> None:
     choose = random.Random(0)
     net = Mixed()

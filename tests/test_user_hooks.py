@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, prune
 
 import instep
 
-ENGINES = ["serial", "threads"]
+ENGINES = ["serial", "threads", "processes"]
 each_engine = pytest.mark.parametrize("engine", ENGINES)
 
 

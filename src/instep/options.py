@@ -42,6 +42,8 @@ class Options:
     private_copies: bool = False
     sync_batchnorm: bool = True
     probe: bool = True
+    restarts: int = 3
+    timeout: float = 600.0
 
 
 class Method:

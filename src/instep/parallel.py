@@ -56,7 +56,7 @@ class DataParallel(Transparent, Wrapper):
     True
 
     Args:
-        engine: `"threads"`, `"serial"`, or `"auto"`, which says in `repr(model)` what it chose and why.
+        engine: `"threads"`, `"processes"`, `"serial"`, or `"auto"`, which says in `repr(model)` what it chose and why.
         in_dims: where the batch is in the arguments, as `torch.vmap` takes it, or by argument name.
         out_dims: likewise for outputs.
         merge: what outputs that are not joined along the batch mean: `{"loss": "mean"}`.
@@ -74,6 +74,8 @@ class DataParallel(Transparent, Wrapper):
         sync_batchnorm: normalise over the whole batch, as one device does; False is faster and takes each shard alone.
         probe: try a few samples in parts and together before the first call of each structure, to know what its outputs
             mean; without it they are merged by what their shapes say.
+        restarts: how many deaths of worker processes within a minute are made good by running the step again.
+        timeout: seconds without a word from a worker process, after which it is given up.
     """
 
     def __init__(
@@ -98,6 +100,8 @@ class DataParallel(Transparent, Wrapper):
         private_copies: bool = False,
         sync_batchnorm: bool = True,
         probe: bool = True,
+        restarts: int = 3,
+        timeout: float = 600.0,
     ) -> None:
         options = Options(
             device_ids=None if device_ids is None else tuple(device_ids),
@@ -118,6 +122,8 @@ class DataParallel(Transparent, Wrapper):
             private_copies=private_copies,
             sync_batchnorm=sync_batchnorm,
             probe=probe,
+            restarts=restarts,
+            timeout=timeout,
         )
         super().__init__(accept(module))
         self._set_up(options)
@@ -139,7 +145,7 @@ class DataParallel(Transparent, Wrapper):
         self._instep_alone = len(devices) == 1
         self._instep_stays = devices[0].type == self._instep_output.type == "cpu" and not options.place
         self._instep_choice: Choice = choose(options.engine, devices)
-        self._instep_engine: Engine = start(self._instep_choice, devices)
+        self._instep_engine: Engine = start(self._instep_choice, devices, options.restarts, options.timeout)
         outfit, joint = Outfit(options.sync_batchnorm), self._instep_engine.joint
         self._instep_crew = Crew(
             self.module,

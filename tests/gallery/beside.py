@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import instep
 
-on_each_engine = pytest.mark.parametrize("engine", ["serial", "threads"])
+on_each_engine = pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 
 
 def train_beside(

@@ -21,7 +21,7 @@ class Tagger(nn.Module):
         return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_mean_of_means(engine: str, padded: bool) -> None:
     net = Tagger()

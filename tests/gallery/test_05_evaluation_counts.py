@@ -16,7 +16,7 @@ class Evaluates(nn.Linear):
         return {"right": (found == y).sum(), "seen": len(x), "found": found}
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.parametrize("samples", [10, 11])
 def test_counts_are_exact(engine: str, samples: int) -> None:
     net = Evaluates(3, 2)

@@ -26,7 +26,7 @@ class Net(nn.Linear):
         return Result(scores, scores.pow(2).mean(), len(x), "net")
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_a_dataclass_comes_back_as_one(engine: str) -> None:
     net, x = Net(3, 2), torch.randn(5, 3)
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:

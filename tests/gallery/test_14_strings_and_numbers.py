@@ -25,7 +25,7 @@ class Net(nn.Linear):
         }
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.parametrize("batch", [2, 5])
 def test_each_is_merged_by_what_it_is(engine: str, batch: int) -> None:
     net, x, names = Net(3, 2), torch.randn(batch, 3), [f"n{index}" for index in range(batch)]

@@ -26,7 +26,7 @@ class Encodes(nn.Linear):
         return super().forward(x)[:, : int(lengths.max())]
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_rows_that_were_selected_follow_one_another(engine: str) -> None:
     net, x = Selects(3, 2), torch.randn(7, 3)
     x[:, 0] = torch.tensor([1.0, -1, 1, 1, -1, 1, 1])
@@ -36,7 +36,7 @@ def test_rows_that_were_selected_follow_one_another(engine: str) -> None:
     assert len(ours["boxes"]) == 7
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_shapes_that_cannot_be_joined_are_named(engine: str) -> None:
     net, x, lengths = Encodes(3, 2), torch.randn(4, 6, 3), torch.tensor([2, 3, 6, 4])
     with (
@@ -48,7 +48,7 @@ def test_shapes_that_cannot_be_joined_are_named(engine: str) -> None:
         assert model(x, lengths).shape == (4, 6, 2)
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_unique_values_are_an_error_that_names_the_rule(engine: str) -> None:
     class Distinct(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

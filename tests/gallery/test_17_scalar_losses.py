@@ -20,7 +20,7 @@ class Net(nn.Linear):
         return nn.functional.mse_loss(super().forward(x), y, reduction=self.reduction)
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("batch", [2, 5, 7])
 def test_a_loss_is_one_number(engine: str, reduction: str, batch: int) -> None:

@@ -26,7 +26,7 @@ class Net(nn.Linear):
         }
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_one_object_a_sample(engine: str) -> None:
     net, x = Net(3, 2), torch.randn(5, 3)
     options: Any = {"engine": engine, "merge": {"records": "list"}}  # its texts count from the start of each shard
@@ -36,7 +36,7 @@ def test_one_object_a_sample(engine: str) -> None:
     assert [r["best"] for r in ours["records"]] == [pytest.approx(r["best"]) for r in plain["records"]]
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_texts_that_count_samples_are_seen(engine: str) -> None:
     with (
         instep.DataParallel(Net(3, 2), ["cpu"] * 2, engine=engine) as model,
@@ -45,7 +45,7 @@ def test_texts_that_count_samples_are_seen(engine: str) -> None:
         model(torch.randn(5, 3))
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_an_object_for_the_whole_batch_names_the_line(engine: str) -> None:
     class One(nn.Linear):
         def forward(self, x: Tensor) -> Any:

@@ -22,7 +22,7 @@ class Net(nn.Module):
         return self.layers(x).squeeze(1)
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.parametrize(("size", "replicas"), [(4, 3), (2, 2), (3, 4)])
 def test_a_shard_of_one_sample_trains(engine: str, size: int, replicas: int) -> None:
     net = Net().double()
@@ -39,7 +39,7 @@ def test_a_shard_of_one_sample_trains(engine: str, size: int, replicas: int) -> 
     torch.testing.assert_close(net.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_without_synchronisation_min_shard_keeps_shards_large_enough(engine: str) -> None:
     net = nn.BatchNorm1d(3).double()
     x = torch.randn(4, 3, dtype=torch.float64)

@@ -28,7 +28,7 @@ class Net(nn.Module):
         return y, y.sum(1) * 0 + penalty
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_parameters_are_there_on_every_replica(engine: str) -> None:
     net, plain = Net(), Net()
     plain.load_state_dict(net.state_dict())

@@ -38,7 +38,7 @@ def test_a_replica_that_is_thrown_away_keeps_nothing() -> None:
     assert (net.calls, net.samples, net.loss) == (0, 0, None)
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_attributes_are_the_whole_batchs(engine: str) -> None:
     net, plain = Net(), Net()
     plain.load_state_dict(net.state_dict())
@@ -57,7 +57,7 @@ def test_attributes_are_the_whole_batchs(engine: str) -> None:
             torch.testing.assert_close(net.layer.weight.grad, plain.layer.weight.grad)
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_without_a_rule_it_is_said(engine: str) -> None:
     net = Net()
     with (

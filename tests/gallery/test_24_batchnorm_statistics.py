@@ -23,7 +23,7 @@ def statistics_of_the_first_shard(net: nn.BatchNorm1d, x: Tensor, replicas: int)
     return first
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_statistics_are_those_of_the_whole_batch(engine: str) -> None:
     net = nn.BatchNorm1d(4).double()
     plain, x = copy.deepcopy(net), batch()
@@ -34,7 +34,7 @@ def test_statistics_are_those_of_the_whole_batch(engine: str) -> None:
     assert (partial.running_mean - plain.running_mean).abs().min() > 0.1
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_without_synchronisation_every_shard_still_counts(engine: str) -> None:
     net = nn.BatchNorm1d(4).double()
     plain, x = copy.deepcopy(net), batch()

@@ -21,7 +21,7 @@ class Net(nn.Module):
         return x * self.b
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_the_buffer_is_kept(engine: str) -> None:
     net, plain = Net(), Net()
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, state={"total": "sum"}) as model:

@@ -31,7 +31,7 @@ def test_a_write_of_the_same_value_is_what_breaks_it() -> None:
 
 
 @pytest.mark.parametrize("private", [False, True])
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_two_forwards_and_one_backward(engine: str, private: bool) -> None:
     net, plain = Scaled(), Scaled()
     plain.load_state_dict(net.state_dict())

@@ -40,7 +40,7 @@ def test_a_shallow_replica_runs_the_first_ones_methods() -> None:
         replica(torch.randn(2, 3))
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_everything_is_the_replicas_own(engine: str) -> None:
     net = Net()
     x = torch.randn(5, 3)

@@ -15,7 +15,7 @@ def net() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("private", [False, True])
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_what_is_frozen_is_read_at_each_call(engine: str, private: bool) -> None:
     mine, plain = net(), net()
     x = torch.randn(5, 3)
@@ -32,7 +32,7 @@ def test_what_is_frozen_is_read_at_each_call(engine: str, private: bool) -> None
                     torch.testing.assert_close(one.grad, other.grad)
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_a_module_that_is_frozen_as_a_whole(engine: str) -> None:
     mine = net().requires_grad_(False)
     x = torch.randn(5, 3, requires_grad=True)

@@ -20,7 +20,7 @@ class Net(nn.Module):
         return torch.tanh(self.layer(x))
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_each_replica_is_compiled_once(engine: str) -> None:
     torch._dynamo.reset()
     counters.clear()

@@ -25,7 +25,7 @@ def test_ranks_that_are_seeded_alike_share_a_mask() -> None:
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_replicas_have_a_mask_each_and_the_seed_still_decides(engine: str, count: int) -> None:
     with instep.DataParallel(nn.Dropout(), ["cpu"] * count, engine=engine) as model:

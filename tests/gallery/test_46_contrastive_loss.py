@@ -39,7 +39,7 @@ def gradient(net: nn.Module, run: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return net.right.weight.grad.clone()
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_the_loss_and_its_gradient_are_those_of_one_device(engine: str) -> None:
     net = Pairs().double()
     x, y = torch.randn(2, 7, 3, dtype=torch.float64)
@@ -50,7 +50,7 @@ def test_the_loss_and_its_gradient_are_those_of_one_device(engine: str) -> None:
 
 
 @pytest.mark.parametrize("gather", ["without gradient", "not at all"])
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_what_is_usually_done_gives_another_gradient(engine: str, gather: str) -> None:
     net = Pairs().double()
     x, y = torch.randn(2, 7, 3, dtype=torch.float64)
@@ -62,7 +62,7 @@ def test_what_is_usually_done_gives_another_gradient(engine: str, gather: str) -
     assert (got - expected).norm() > 0.1 * expected.norm()
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_samples_that_meet_without_a_gather_are_an_error(engine: str) -> None:
     with (
         instep.DataParallel(Pairs("not at all"), ["cpu"] * 3, engine=engine) as model,

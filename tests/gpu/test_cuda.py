@@ -79,7 +79,7 @@ def test_parity_of_packed_sequences(engine: str, private: bool, devices: Sequenc
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_autocast_reaches_every_replica(engine: str, dtype: torch.dtype) -> None:
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).cuda()
     x = torch.randn(6, 8, device="cuda")

@@ -37,7 +37,7 @@ class Net(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("as_list", [True, False], ids=["list", "batch"])
 def test_training_is_the_plain_networks(as_list: bool, replicas: int, engine: str) -> None:

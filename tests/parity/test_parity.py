@@ -22,7 +22,7 @@ from .cases import BY_NAME, CASES, Case, Story, train
 from .compare import assert_same
 
 STEPS = 5
-ENGINES = ["serial", "threads"]
+ENGINES = ["serial", "threads", "processes"]
 MEMORY = {"aliased": False, "private": True}
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),

@@ -121,7 +121,7 @@ def double(batch: Batch) -> Batch:
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_training_is_the_plain_models(make: Callable[[], tuple[Any, Batch]], engine: str) -> None:
     plain, batch = make()
@@ -147,7 +147,7 @@ def test_training_is_the_plain_models(make: Callable[[], tuple[Any, Batch]], eng
                 torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_attentions_hidden_states_and_caches_come_back_whole(engine: str) -> None:
     plain, batch = gpt2()
     batch.pop("labels")

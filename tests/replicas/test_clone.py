@@ -193,7 +193,7 @@ def test_an_object_with_a_lock_and_a_tensor() -> None:
         torch.testing.assert_close(model(x), net(x))
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_parametrizations(engine: str) -> None:
     net = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)), parametrizations.orthogonal(nn.Linear(4, 4)))
     assert_parity(net.double(), torch.randn(5, 3).double(), engine)
@@ -209,7 +209,7 @@ def test_a_user_parametrization() -> None:
     assert_parity(layer, torch.randn(5, 3))
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_parameter_lists_and_dicts_are_full(engine: str) -> None:
     class Bag(nn.Module):
         def __init__(self) -> None:
@@ -224,7 +224,7 @@ def test_parameter_lists_and_dicts_are_full(engine: str) -> None:
     assert_parity(Bag(), torch.randn(5, 3), engine)
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_lazy_modules_come_to_be_on_the_source(engine: str) -> None:
     net = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2))
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:

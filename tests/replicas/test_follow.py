@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 import instep
 
-ENGINES = [("serial", False), ("serial", True), ("threads", False), ("threads", True)]
+ENGINES = [
+    ("serial", False),
+    ("serial", True),
+    ("threads", False),
+    ("threads", True),
+    ("processes", False),
+    ("processes", True),
+]
 
 
 class Config:

@@ -37,10 +37,10 @@ def choose(asked: str, devices: Sequence[torch.device]) -> Choice:
     return Choice("threads", f"{len(devices)} replicas in one process need no pickling and no start-up")
 
 
-def start(choice: Choice, devices: Sequence[torch.device]) -> Engine:
+def start(choice: Choice, devices: Sequence[torch.device], restarts: int = 3, timeout: float = 600.0) -> Engine:
     """The chosen engine; it takes threads only when it is first used."""
     if choice.name == "processes":
-        return ProcessesEngine(devices)
+        return ProcessesEngine(devices, restarts=restarts, timeout=timeout)
     return SerialEngine() if choice.name == "serial" else ThreadsEngine(devices)
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
+import sys
+import time
+import warnings
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +23,16 @@ from instep.engines.processes.mirror import slot_of
 from instep.engines.processes.orders import Back, Entry, NewModule, Run, Spot, Table, WentBack
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.talk import SOURCE, Tag, Talk, by_value
-from instep.engines.processes.wire import Message
-from instep.errors import EngineError
+from instep.engines.processes.wire import Gone, Message
+from instep.errors import EngineError, WorkerFailure
 from instep.meeting import Meeting
 
 calls = itertools.count(1)
+
+GLANCE = 0.5
+"""Seconds after which whoever waits for a worker looks whether it still lives."""
+PATIENCE = 60.0
+"""Seconds after which it is said where a worker stands that has not answered."""
 
 
 @dataclass
@@ -53,8 +62,7 @@ class Told:
 class Met:
     """What one replica met the others for in a call, and what came of it: a worker that begins again is told that."""
 
-    def __init__(self, index: int, room: Meeting) -> None:
-        self._index = index
+    def __init__(self, room: Meeting) -> None:
         self._room: Meeting | None = room
         self._answers: list[Any] = []
         self._told = 0
@@ -67,7 +75,7 @@ class Met:
         """Nobody is met any longer: the answers are all that there is."""
         self._room = None
 
-    def exchange(self, label: str, payload: Any) -> Any:
+    def exchange(self, index: int, label: str, payload: Any) -> Any:
         """What the replicas brought, or why they did not come."""
         if self._told < len(self._answers):
             answer = self._answers[self._told]
@@ -75,12 +83,45 @@ class Met:
             answer = None, EngineError(f"a forward that was run again came to {label}, where it had not been before.")
         else:
             try:
-                answer = self._room.exchange(self._index, label, payload), None
+                answer = self._room.exchange(index, label, payload), None
             except Exception as error:
                 answer = None, error
             self._answers.append(answer)
         self._told += 1
         return answer
+
+
+class Wait:
+    """The time that a worker has not been heard of."""
+
+    def __init__(self, worker: Worker, timeout: float) -> None:
+        self._worker = worker
+        self._timeout = timeout
+        self._since = time.monotonic()
+        self._said = False
+
+    def look(self) -> None:
+        """Say where a worker stands that takes long; `Stuck` when it takes too long, but never under a debugger."""
+        waited = time.monotonic() - self._since
+        if not self._worker.alive():
+            raise Gone(f"{self._worker.name} is gone")
+        if waited < min(PATIENCE, self._timeout / 2) or sys.gettrace() is not None:
+            return
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"{self._worker.name} has not answered for {waited:.0f} s; it stands at:\n{self._worker.stack()}",
+                stacklevel=2,
+            )
+        if waited > self._timeout:
+            raise Stuck(
+                f"{self._worker.name} has not answered for {waited:.0f} s and was ended; it stood at:\n"
+                f"{self._worker.stack()}\nIf it only takes long: DataParallel(..., timeout={self._timeout * 10:.0f})."
+            )
+
+
+class Stuck(WorkerFailure):
+    """A worker did not answer in time."""
 
 
 class Desk:
@@ -89,6 +130,8 @@ class Desk:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.talk = Talk(worker.line, home=True)
+        self.timeout = math.inf
+        """Seconds without a word from the worker, after which it is given up."""
         self._told: dict[int, Told] = {}
         """By the number of a stand-in: what the worker knows of its module."""
         self.gone: deque[tuple[str, int]] = deque()
@@ -157,9 +200,14 @@ class Desk:
     def _answer(self, call: int, met: Met) -> Message:
         """The answer to a call; until it comes, the worker may ask to meet the other replicas."""
         met.begin()
+        wait = Wait(self.worker, self.timeout)
         while True:
-            message = self.worker.line.receive()
-            if message is None or message.call != call:  # of a call that was given up
+            message = self.worker.line.receive(GLANCE)
+            if message is None:
+                wait.look()
+                continue
+            wait = Wait(self.worker, self.timeout)
+            if message.call != call:  # of a call that was given up
                 continue
             if message.kind == orders.MEET:
                 asked, _ = self.talk.take(message)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from instep.bridge import Gradients
 from instep.engines.processes.call import Call, remember_state
-from instep.engines.processes.desk import Desk, Met, Told, calls
+from instep.engines.processes.desk import Desk, Met, Stuck, Told, calls
 from instep.engines.processes.estate import move_in
-from instep.engines.processes.hands import Hands, Worker
+from instep.engines.processes.freight import CannotCross
+from instep.engines.processes.hands import Hands, Worker, flush_output
 from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Rebuild, Tag, as_sent
@@ -34,9 +35,8 @@ from instep.replicas.watch import MISSING, STRUCTURE, Changes, Inside, Set
 
 T = TypeVar("T")
 
-RESTARTS = 3
-"""Deaths of workers, within the window, after which a step is tried once more."""
 WINDOW = 60.0
+"""Seconds in which deaths of workers are counted."""
 
 _desks: weakref.WeakKeyDictionary[Worker, Desk] = weakref.WeakKeyDictionary()
 
@@ -46,8 +46,13 @@ class ProcessesEngine(SideBySide):
 
     name = "processes"
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], *, restarts: int = 3, timeout: float = 600.0) -> None:
+        if any(device.type != "cpu" for device in devices):
+            raise EngineError(
+                "engine='processes' runs replicas on the CPU so far; on accelerators write engine='threads'."
+            )
         super().__init__(devices)
+        self.restarts, self.timeout = restarts, timeout
         self._hands = Hands(devices)
         self._deaths: list[float] = []
 
@@ -61,23 +66,28 @@ class ProcessesEngine(SideBySide):
         """Ask a replica's worker for something; if it dies over it, its successor is asked."""
         while True:
             worker = self._hands.get(index)
-            if worker not in _desks:
-                _desks[worker] = Desk(worker)
+            desk = _desk(worker)
+            desk.timeout = self.timeout
             try:
-                return ask(_desks[worker])
+                return ask(desk)
             except Gone as gone:
                 self._replace(index, worker, gone)
+            except Stuck:
+                self._hands.replace(index)
+                raise
+            finally:
+                flush_output()
 
     def _replace(self, index: int, worker: Worker, gone: Gone) -> None:
         """A new worker for one that died, unless too many did lately."""
         why, now = worker.death(), time.monotonic()
         self._deaths = [*(then for then in self._deaths if now - then < WINDOW), now]
-        if len(self._deaths) > RESTARTS:
+        if len(self._deaths) > self.restarts:
             self._deaths = []
             raise WorkerFailure(
-                f"the worker of {worker.name} was {why}\n"
-                f"It was the worker's death number {RESTARTS + 1} within {WINDOW:.0f} seconds, so that the step is not "
-                f"tried again. The module is as it was before the call."
+                f"the worker of {worker.name} ended: {why}\n"
+                f"That was death number {self.restarts + 1} within {WINDOW:.0f} seconds, so the step is not tried again. "
+                f"The module is as it was before the call."
             ) from gone
         self._hands.replace(index)
 
@@ -116,7 +126,7 @@ class ProcessesEngine(SideBySide):
             shadow.lent,
             {},
         )
-        number, met = next(calls), Met(index, job.room)
+        number, met = next(calls), Met(job.room)
 
         def ask(desk: Desk) -> tuple[Desk, Told, list[Tensor], Message]:
             told = desk.tell(shadow)
@@ -126,6 +136,12 @@ class ProcessesEngine(SideBySide):
         desk, told, arguments, answer = self._with_worker(index, ask)
         met.end()
         ran, tensors = desk.talk.take(answer, _rebuild(arguments, told.counterparts(shadow)))
+        if ran.wrote:
+            desk.talk.depot.forget()
+            raise CannotCross(
+                f"forward changed the global {ran.wrote[0]!r} in a worker process, where the script does not see it.\n"
+                f"Return what it is for, set it on the module, or write engine='threads'."
+            )
         if ran.drawn:
             streams.state.host.drawn = True
             streams.state.host.seed(0)
@@ -174,7 +190,7 @@ class ProcessesEngine(SideBySide):
             host.number,
             wanted,
         )
-        met = Met(part.index, part.room)
+        met = Met(part.room)
 
         def ask(desk: Desk) -> WentBack:
             if desk is not call.desk:
@@ -207,6 +223,12 @@ class ProcessesEngine(SideBySide):
     def close(self) -> None:
         super().close()
         self._hands.close()
+
+
+def _desk(worker: Worker) -> Desk:
+    if worker not in _desks:
+        _desks[worker] = Desk(worker)
+    return _desks[worker]
 
 
 def _numbers(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int]:

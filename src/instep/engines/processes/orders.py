@@ -126,6 +126,8 @@ class Ran:
     drawn: bool = False
     drawn_held: list[int] = field(default_factory=list)
     tokens: int = 0
+    wrote: list[str] = field(default_factory=list)
+    """Globals of the script that `forward` changed."""
     parted: list[str] = field(default_factory=list)
     """Places of containers that `forward` changed and that each replica needs for itself."""
 

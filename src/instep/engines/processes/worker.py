@@ -14,7 +14,7 @@ from torch import Tensor
 from instep.bridge import Side, enter, take
 from instep.engines.pool import as_replica
 from instep.engines.processes import orders
-from instep.engines.processes.freight import Parcel, pack_error
+from instep.engines.processes.freight import pack_error
 from instep.engines.processes.mirror import Mirror
 from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Tag, Talk, as_sent, by_value
@@ -67,8 +67,8 @@ class Hall:
     def leave(self, index: int, error: BaseException | None = None) -> None:
         """The others hear of it by the answer."""
 
-    def exchange(self, _: int, label: str, payload: Any) -> list[Any]:
-        self._talk.say(orders.MEET, self._call, (label, payload))
+    def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
+        self._talk.say(orders.MEET, self._call, (index, label, payload))
         message = self._talk.line.receive()
         if message is None or message.kind != orders.MET or message.call != self._call:
             raise EngineError("the line to the other replicas brought something else than their answer.")
@@ -131,7 +131,7 @@ class Worker:
         self._mirrors[message.call].set(sets)
 
     def _take_globals(self, message: Message) -> None:
-        self._talk.depot.take_globals(Parcel(message.body, message.tensors))
+        self._talk.depot.take_globals(message.body, message.tensors)
 
     def _release(self, message: Message) -> None:
         (calls, numbers), _ = self._talk.take(message)
@@ -209,7 +209,7 @@ class Worker:
             return Ran(structure=True)
         refuse_writes(mirror.module, crew.written())
         ran = mirror.report(outcome)
-        ran.output = outcome.output
+        ran.output, ran.wrote = outcome.output, self._talk.depot.written_globals()
         ran.tokens = 0 if outcome.seat is None else len(outcome.seat.tokens)
         crew.done()
         return ran
