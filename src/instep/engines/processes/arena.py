@@ -54,7 +54,8 @@ def _cgroup_limits() -> Iterator[tuple[int, int]]:
 
     Pages of files that nobody has looked at lately are not counted as used: the kernel gives them up first.
     """
-    for line in _OWN_GROUPS.read_text("utf-8").splitlines():
+    groups = _OWN_GROUPS.read_text("utf-8") if _OWN_GROUPS.exists() else ""
+    for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue

@@ -111,13 +111,13 @@ def boot(fd: int) -> None:
 
 
 def _watch_parent(parent: int | None, life: int) -> None:
-    """End with the parent, however it ends and whatever is being done here.
+    """End with the parent, however it ends and whatever is being done here, and what was started here too.
 
     The parent's pidfd tells of its end also where a process that it forked holds its sockets. The other descriptor is a
     pipe into which nothing is ever written: when the parent is gone the kernel itself ends this process, though it may
     be in C code that lets no Python thread run. It is second, because a forked process may hold it open.
     """
-    born_to = os.getppid()
+    born_to, own_group = os.getppid(), os.getpid()
     watch = select.poll()
     for fd in (life, parent):
         if fd is not None:
@@ -126,10 +126,10 @@ def _watch_parent(parent: int | None, life: int) -> None:
     def until_it_ends() -> None:
         while os.getppid() == born_to and not watch.poll(1000):
             pass
-        os._exit(0)
+        os.killpg(own_group, signal.SIGKILL)
 
     threading.Thread(target=until_it_ends, name="instep-parent", daemon=True).start()
-    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life, fcntl.F_SETOWN, -own_group)
     fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
 

@@ -65,8 +65,9 @@ class Printed:
         if target == "stderr":
             self._tail.extend(lines)
         stream = getattr(sys, target)
-        # A caller may have closed its stream, or have none: then there is no place to print to.
-        with suppress(AttributeError, ValueError, OSError):
+        # The caller's stream may be closed, none, or of any kind. There is no other place to print to, and a worker
+        # whose pipe nobody reads any longer would stand still.
+        with suppress(Exception):
             stream.write("".join(f"[{self._name()}] {line}\n" for line in lines))
             stream.flush()
 
