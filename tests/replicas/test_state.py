@@ -43,6 +43,13 @@ class Meter:
         with self.lock:
             self.count += number
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.__dict__.update(state)
+
 
 Change = Callable[["Net", Tensor, Tensor], None]
 

@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,11 @@ class Told:
 
     def __post_init__(self) -> None:
         self.numbers = {id(tensor): number for number, tensor in enumerate(self.table)}
+        self.marks = _marks(self.table)
+
+    def marked(self) -> bool:
+        """Whether something was set on a tensor since."""
+        return any(tensor.__dict__ for tensor in self.table) and self.marks != _marks(self.table)
 
     def fresh(self) -> dict[int, Tensor]:
         """The values of the tensors that lie in no common memory."""
@@ -57,6 +63,11 @@ class Told:
         """What stands here for each tensor; None for one that was let go since."""
         made = {id(source): made for source, made in (*shadow.tensors.trainable, *shadow.tensors.state)}
         return [made.get(id(source)) for source in self.table]
+
+
+def _marks(tensors: Sequence[Tensor]) -> list[dict[str, int]]:
+    """What is set on each tensor, by identity."""
+    return [{name: id(value) for name, value in tensor.__dict__.items()} for tensor in tensors]
 
 
 class Met:
@@ -143,7 +154,7 @@ class Desk:
         update = self.talk.depot.stale_globals()
         if update is not None:
             self.worker.line.send(orders.GLOBALS, 0, update.body, [tensor.detach() for tensor in update.tensors])
-        if shadow.stale or shadow.number not in self._told:
+        if shadow.stale or shadow.number not in self._told or self._told[shadow.number].marked():
             self._told[shadow.number] = self._tell_module(shadow)
         elif shadow.sets:
             sets = [(change.module, change.name, change.new) for change in shadow.sets]
@@ -164,14 +175,15 @@ class Desk:
 
     def _tell_module(self, shadow: Shadow) -> Told:
         tensors = shadow.tensors_of_source()
-        blocks: dict[int, SharedMemory] = {}
-        entries = [_entry(tensor, blocks) for tensor in tensors]
+        listed = _Entries(tensors)
+        blocks = listed.blocks
         wanted = [number for number, tensor in enumerate(tensors) if tensor.requires_grad and tensor.numel()]
         offsets, total = layout([tensors[n].numel() * tensors[n].element_size() for n in wanted])
         if shadow.slots is None or shadow.slots.nbytes != total:
             shadow.slots = SharedMemory.create(total, "the memory for the gradients of a replica")
         places = list(zip(wanted, offsets, strict=True))
-        table = Table(shadow.number, entries, [(n, m.nbytes) for n, m in blocks.items()], (total, places))
+        known_blocks = [(number, memory.nbytes) for number, memory in blocks.items()]
+        table = Table(shadow.number, listed.entries, listed.sent, known_blocks, (total, places))
         fds = [*(memory.fd for memory in blocks.values()), shadow.slots.fd]
         self.talk.say(orders.TABLE, shadow.number, table, fds=fds)
         known = {id(tensor): number for number, tensor in enumerate(tensors)}
@@ -183,7 +195,7 @@ class Desk:
         order = NewModule(shadow.number, source, shadow.device, shadow.synchronised, shadow.owned)
         self.talk.say(orders.MODULE, shadow.number, order, describe, what="the module")
         slots = {number: slot_of(shadow.slots, offset, tensors[number]) for number, offset in places}
-        return Told(tensors, slots, [number for number, entry in enumerate(entries) if entry.spot is None])
+        return Told(tensors, slots, listed.loose)
 
     def run(self, call: int, run: Run, met: Met) -> tuple[list[Tensor], Message]:
         """One replica's part of a forward: the tensors of its arguments, as they are numbered, and the answer."""
@@ -220,12 +232,33 @@ class Desk:
                 raise EngineError(f"{self.worker.name} answered {message.kind!r} to a call.")
 
 
-def _entry(tensor: Tensor, blocks: dict[int, SharedMemory]) -> Entry:
-    place = locate(tensor) if tensor.device.type == "cpu" and tensor.layout is torch.strided else None
-    spot = None
-    if place is not None:
-        blocks[place.block.number] = place.block.memory
+class _Entries:
+    """The entries of a table, the memory that they lie in, and what lies in none."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.blocks: dict[int, SharedMemory] = {}
+        self.sent: list[Tensor] = []
+        self.loose: list[int] = []
+        self._storages: dict[int, int] = {}
+        self.entries = [self._entry(number, tensor) for number, tensor in enumerate(tensors)]
+
+    def _entry(self, number: int, tensor: Tensor) -> Entry:
+        dense = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested
+        spot = self._spot(tensor) if dense else None
+        if spot is None or not spot.block:
+            self.loose.append(number)
+        value = tensor.detach() if spot is None else None
+        return Entry(type(tensor), tensor.requires_grad, dict(tensor.__dict__), spot, value)
+
+    def _spot(self, tensor: Tensor) -> Spot:
+        place, storage = locate(tensor), tensor.untyped_storage()
+        if place is None:
+            if storage.data_ptr() not in self._storages or not storage.nbytes():
+                self._storages[storage.data_ptr()] = len(self.sent)
+                self.sent.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+            block, offset = 0, self._storages[storage.data_ptr()]
+        else:
+            self.blocks[place.block.number] = place.block.memory
+            block, offset = place.block.number, place.offset
         start, size = int(tensor.storage_offset()), tuple(tensor.size())
-        spot = Spot(place.block.number, place.offset, place.nbytes, start, size, tensor.stride(), tensor.dtype)
-    value = tensor.detach() if spot is None else None
-    return Entry(type(tensor), tensor.requires_grad, dict(tensor.__dict__), spot, value)
+        return Spot(block, offset, storage.nbytes(), start, size, tensor.stride(), tensor.dtype)

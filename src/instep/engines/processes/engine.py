@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -86,8 +87,8 @@ class ProcessesEngine(SideBySide):
             self._deaths = []
             raise WorkerFailure(
                 f"the worker of {worker.name} ended: {why}\n"
-                f"That was death number {self.restarts + 1} within {WINDOW:.0f} seconds, so the step is not tried again. "
-                f"The module is as it was before the call."
+                f"That was death number {self.restarts + 1} within {WINDOW:.0f} seconds, so the step is not tried "
+                f"again. The module is as it was before the call."
             ) from gone
         self._hands.replace(index)
 
@@ -111,6 +112,7 @@ class ProcessesEngine(SideBySide):
         held = streams.held(index)
         shadow.unwrite()
         follow, shadow.behind = job.follow or shadow.behind, False
+        lent, shadow.lent = shadow.lent, []
         run = Run(
             shadow.number,
             job.method,
@@ -123,7 +125,7 @@ class ProcessesEngine(SideBySide):
             follow,
             streams.state.host.number,
             [source.get_state() for source, _ in held],
-            shadow.lent,
+            lent,
             {},
         )
         number, met = next(calls), Met(job.room)
@@ -135,6 +137,7 @@ class ProcessesEngine(SideBySide):
 
         desk, told, arguments, answer = self._with_worker(index, ask)
         met.end()
+        shadow.stale = shadow.stale or bool(run.lent)  # the worker's replica holds a part, not what the module has
         ran, tensors = desk.talk.take(answer, _rebuild(arguments, told.counterparts(shadow)))
         if ran.wrote:
             desk.talk.depot.forget()
@@ -242,6 +245,14 @@ def _numbers(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int
     return [places[id(tensor)] for tensor in tensors]
 
 
+ATOMS = (str, bytes, int, float, bool, type(None))
+
+
+def _own(item: Any, own: Mapping[Any, Any]) -> Any:
+    """The very object that is here already, for one of those that nobody tells apart but by identity."""
+    return own.get((type(item), item), item) if isinstance(item, ATOMS) else item
+
+
 def _rebuild(arguments: Sequence[Tensor], counterparts: Sequence[Tensor | None]) -> Rebuild:
     """The tensors of an answer: arguments and tensors of the module as they are here, the others as they were sent."""
 
@@ -287,9 +298,11 @@ def _outcome(shadow: Shadow, told: Told, ran: Ran) -> Outcome:
     for place, keys, items in ran.contents:
         container = made[place]
         before = contents_of(container)
-        after = Contents(keys, tuple(item if old < 0 else before.items[old] for old, item in items))
-        contents.append(Inside(container, before, after))
-        put(container, after)
+        own = {(type(item), item): item for item in before.items if isinstance(item, ATOMS)}
+        after = Contents(keys, tuple(before.items[old] if old >= 0 else _own(item, own) for old, item in items))
+        if len(after.items) != len(before.items) or not all(map(is_, after.items, before.items)) or keys != before.keys:
+            contents.append(Inside(container, before, after))
+            put(container, after)
     with torch.no_grad():
         for source, held in shadow.trainable:
             if told.numbers.get(id(source)) in ran.apart:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,14 +29,14 @@ class Mirror:
         pairs = zip(table.blocks, fds, strict=False)  # one more is for the gradients
         self._blocks = {number: SharedMemory.attach(fd, nbytes, writable=False) for (number, nbytes), fd in pairs}
         self._storages: dict[tuple[int, int], Tensor] = {}
-        self.tensors = [self._rebuild(entry) for entry in table.entries]
+        self.tensors = [self._rebuild(entry, table.sent) for entry in table.entries]
         self._slots: dict[int, Tensor] = {}
         nbytes, offsets = table.slots
         memory = SharedMemory.attach(fds[-1], nbytes, writable=True)
         for number, offset in offsets:
             self._slots[number] = slot_of(memory, offset, self.tensors[number])
 
-    def _rebuild(self, entry: Entry) -> Tensor:
+    def _rebuild(self, entry: Entry, sent: Sequence[Tensor]) -> Tensor:
         if entry.spot is None:
             assert entry.value is not None
             data = entry.value.detach()
@@ -44,7 +44,8 @@ class Mirror:
             spot = entry.spot
             key = spot.block, spot.offset
             if key not in self._storages:
-                self._storages[key] = self._blocks[spot.block].tensor(spot.offset, spot.nbytes)
+                block = self._blocks.get(spot.block)
+                self._storages[key] = sent[spot.offset] if block is None else block.tensor(spot.offset, spot.nbytes)
             storage = self._storages[key].untyped_storage()
             data = torch.empty(0, dtype=spot.dtype).set_(storage, spot.start, spot.size, spot.stride)
         if issubclass(entry.kind, nn.Parameter):
@@ -110,8 +111,7 @@ class Mirror:
         ran.sets = [(change.module, change.name, change.new, change.buffer) for change in outcome.changes.attributes]
         places = {id(made): crew.shelf.places.get(id(source)) for source, _, made in replica.cloner.containers}
         for inside in outcome.changes.contents:
-            before = {id(item): number for number, item in enumerate(inside.before.items)}
-            items = [(before.get(id(item), -1), None if id(item) in before else item) for item in inside.after.items]
+            items = list(_by_place(inside.before.items, inside.after.items))
             ran.contents.append((str(places[id(inside.container)]), inside.after.keys, items))
         ran.written = {numbers[id(source)]: copy.detach().clone() for source, copy in outcome.written}
         ran.apart = {numbers[id(s)]: made.detach() for s, made in replica.trainable if id(s) in crew.apart}
@@ -132,6 +132,18 @@ class Mirror:
                 slot.copy_(gradient)
                 filled.append(number)
         return filled, others
+
+
+def _by_place(before: Sequence[Any], after: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """Each item by its place before, in rising order as far as may be; -1 and the item itself for a new one."""
+    places: dict[int, list[int]] = {}
+    for number, item in enumerate(before):
+        places.setdefault(id(item), []).append(number)
+    last = -1
+    for item in after:
+        known = places.get(id(item), [])
+        last = next((number for number in known if number > last), known[0] if known else last)
+        yield (last, None) if known else (-1, item)
 
 
 def slot_of(memory: SharedMemory, offset: int, tensor: Tensor) -> Tensor:

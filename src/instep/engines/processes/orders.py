@@ -24,7 +24,9 @@ class Spot:
     """Where a tensor of the source lies in memory that both processes map."""
 
     block: int
+    """0 for a storage that is sent with the table."""
     offset: int
+    """In the block; or the number of the storage that is sent."""
     nbytes: int
     """Of the storage."""
     start: int
@@ -51,6 +53,8 @@ class Table:
 
     number: int
     entries: list[Entry]
+    sent: list[Tensor]
+    """Storages that lie in no common memory, as bytes."""
     blocks: list[tuple[int, int]]
     """The number and the bytes of each block of memory whose descriptor is sent along."""
     slots: tuple[int, list[tuple[int, int]]]

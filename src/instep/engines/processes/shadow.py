@@ -59,7 +59,7 @@ class Shadow(Replica):
         """Calls that may still be differentiated: they remember what the module was like before it changed."""
         self.lent: list[tuple[int, str, Any]] = []
         """Parts of carried state for the next call: the module's index, the attribute, and the part."""
-        self._views: dict[int, Pair] = {}
+        self._written: list[Pair] = []
         super().__init__(*args, **kwargs)
 
     def tensors_of_source(self) -> list[Tensor]:
@@ -68,21 +68,18 @@ class Shadow(Replica):
 
     def write(self, values: Mapping[int, Tensor]) -> list[Pair]:
         """Take what the worker wrote to state, by the ids of the source's tensors, until `unwrite`."""
-        written = []
-        for place, (source, view) in enumerate(self.tensors.state):
+        for source, view in self.tensors.state:
             value = values.get(id(source))
             if value is not None:
-                self._views[place] = source, view
-                self.tensors.state[place] = source, value
-                written.append((source, value))
-        return written
+                view.data = value
+                self._written.append((source, view))
+        return list(self._written)
 
     def unwrite(self) -> None:
         """See the source's own memory again."""
-        for place, pair in self._views.items():
-            if place < len(self.tensors.state) and self.tensors.state[place][0] is pair[0]:
-                self.tensors.state[place] = pair
-        self._views = {}
+        for source, view in self._written:
+            view.data = source.detach()
+        self._written = []
 
     def apply(self, changes: Changes) -> None:
         super().apply(changes)

@@ -26,6 +26,7 @@ from instep.random import RandomState, Streams, threads_can_draw
 from instep.replicas.ambient import Ambient, Autocast
 from instep.replicas.replica import Outcome
 from instep.replicas.settle import refuse_writes
+from instep.structure.tree import tensors_in
 
 
 def main(line: Line) -> None:
@@ -183,7 +184,8 @@ class Worker:
         streams.settle()
         ran.drawn = state.host.drawn
         ran.drawn_held = [i for i, (source, _) in enumerate(held) if state.add(source).drawn]
-        numbers = {id(tensor): i for i, tensor in enumerate(arguments)}
+        parts = {id(t) for t in tensors_in([part for _, _, part in run.lent])}  # state, which forward may write
+        numbers = {id(tensor): i for i, tensor in enumerate(arguments) if id(tensor) not in parts}
         known = mirror.numbers()
 
         def describe(tensor: Tensor) -> Tag:
