@@ -71,8 +71,10 @@ def refusal(described: str, reason: BaseException | None) -> CannotCross:
 
 def find(value: Any, failure: Callable[[Any], BaseException | None]) -> Culprit | None:
     """Look for the innermost thing that cannot be packed; `failure` packs one alone and gives back the error."""
-    search = _Search(failure)
-    return search.inside(value, ())
+    try:
+        return _Search(failure).inside(value, ())
+    except RecursionError:  # too deep to look for it: the error has to do without the path
+        return None
 
 
 class _Search:

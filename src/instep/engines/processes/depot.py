@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from instep.engines.processes.cannot import CannotCross, Culprit, find, refusal
-from instep.engines.processes.pickling import DELETED, LeftOut, Packer, Unpacker
+from instep.engines.processes.pickling import DELETED, DeepPacker, LeftOut, Packer, Unpacker
 from instep.engines.processes.reducers import is_plain
 from instep.engines.processes.spaces import ABSENT, Classes, Spaces, attributes_of, seen
 from instep.errors import EngineError
@@ -197,7 +197,7 @@ class Depot:
         self._numbers[id(thing)] = number
         self._things[number] = thing
 
-    def _commit(self, packer: Packer) -> Parcel:
+    def _commit(self, packer: Packer | DeepPacker) -> Parcel:
         """What was pickled goes on its way, and by number from now on."""
         for number, thing in packer.defined.items():
             self._keep(number, thing)
@@ -209,7 +209,7 @@ class Depot:
         body = _COUNT.pack(len(packer.buffers)) + packer.file.getvalue()
         return Parcel(body, [*packer.tensors, *packer.buffers])
 
-    def _packed(self, value: Any, what: str) -> Packer:
+    def _packed(self, value: Any, what: str) -> Packer | DeepPacker:
         """Pickle a value, leaving out globals that cannot cross: maybe nobody needs them."""
         while True:
             packer, failure = self._try(value)
@@ -232,17 +232,17 @@ class Depot:
     def _failure(self, value: Any) -> Exception | None:
         return self._try(value)[1]
 
-    def _try(self, value: Any) -> tuple[Packer, Exception | None]:
+    def _try(self, value: Any) -> tuple[Packer | DeepPacker, Exception | None]:
         """Pickle a value; nothing is settled by it."""
-        packer = Packer(self)
+        packer: Packer | DeepPacker = Packer(self)
         error = _dump(packer, value)
-        if error is not None and isinstance(error.__cause__, RecursionError):
-            packer = Packer(self)
+        if isinstance(error, RecursionError):
+            packer = DeepPacker(self)
             error = _with_deep_stack(lambda: _dump(packer, value))
         return packer, error
 
 
-def _dump(packer: Packer, value: Any) -> Exception | None:
+def _dump(packer: Packer | DeepPacker, value: Any) -> Exception | None:
     try:
         packer.dump(value)
     except MemoryError:
