@@ -18,7 +18,6 @@ from torch import Tensor
 
 from instep.engines.processes.cannot import CannotCross, Culprit, find, refusal
 from instep.engines.processes.pickling import DELETED, DeepPacker, LeftOut, Packer, Unpacker
-from instep.engines.processes.reducers import is_plain
 from instep.engines.processes.spaces import ABSENT, Classes, Spaces, attributes_of, seen
 from instep.errors import EngineError
 
@@ -107,22 +106,21 @@ class Depot:
                 return None
             told = {(number, name): seen(value) for number, name, value in names}
             looks = {number: attributes_of(cls) for number, cls, _ in classes}
-            values = [(number, name, self._global(number, name, value)) for number, name, value in names]
-            packer = self._packed(
-                (values, [(cls, _without_absent(news)) for _, cls, news in classes]), "what changed in the script"
-            )
+            news = [(cls, {name: _sendable(value) for name, value in changed.items()}) for _, cls, changed in classes]
+            for number, name, _ in names:
+                self.left_out.pop((number, name), None)
+            values = [(number, name, _sendable(value)) for number, name, value in names]
+            packer, failure = self._try((values, news))
+            if failure is not None:
+                values = [(number, name, self._or_left_out(number, name, value)) for number, name, value in values]
+                packer = self._packed((values, news), "what changed in the script")
             packer.told.update(told)
             packer.attributes.update(looks)
             packer.defined.update((number, cls) for number, cls, _ in classes)
             return self._commit(packer)
 
-    def _global(self, number: int, name: str, value: Any) -> Any:
-        """The value of a global as it can be sent."""
-        self.left_out.pop((number, name), None)
-        if value is ABSENT:
-            return DELETED
-        if is_plain(value):
-            return value
+    def _or_left_out(self, number: int, name: str, value: Any) -> Any:
+        """The value of a global, or what stands for it in a worker if it cannot be sent."""
         failure = self._try(value)[1]
         if failure is None:
             return value
@@ -252,8 +250,8 @@ def _dump(packer: Packer | DeepPacker, value: Any) -> Exception | None:
     return None
 
 
-def _without_absent(news: dict[str, Any]) -> dict[str, Any]:
-    return {name: DELETED if value is ABSENT else value for name, value in news.items()}
+def _sendable(value: Any) -> Any:
+    return DELETED if value is ABSENT else value
 
 
 def _with_deep_stack(work: Callable[[], _Result]) -> _Result:
