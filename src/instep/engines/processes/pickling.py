@@ -126,9 +126,9 @@ class _Packing:
         number = self.register.number(cls)
         if number is not None and self.register.crossed(number):
             return KNOWN, (number,)
-        plain = cloudpickle.Pickler.reducer_override(self, cls)
-        if plain is NotImplemented and by_name(cls):
+        if by_name(cls):
             return NotImplemented
+        plain = cloudpickle.Pickler.reducer_override(self, cls)
         if plain is not NotImplemented and len(plain) < 6:  # a type without a name of its own, such as None's
             return plain
         number = self.register.next_number() if number is None else number
