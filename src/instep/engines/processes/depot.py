@@ -213,6 +213,8 @@ class Depot:
             packer, failure = self._try(value)
             if failure is None:
                 return packer
+            if isinstance(failure, MemoryError):
+                raise failure
             culprit = find(value, self._failure)
             if culprit is None or not self._leave_out(culprit):
                 raise refusal(culprit.describe(what) if culprit else what or "a value", failure) from failure
@@ -243,8 +245,6 @@ class Depot:
 def _dump(packer: Packer | DeepPacker, value: Any) -> Exception | None:
     try:
         packer.dump(value)
-    except MemoryError:
-        raise
     except Exception as error:
         return error
     return None
