@@ -46,8 +46,13 @@ def importable(name: str) -> bool:
     place = where if isinstance(where, str) else None
     if name.partition(".")[0] in sys.stdlib_module_names:
         # A worker has the standard library's, whatever lies in the folders of the path.
-        return place is None or (os.path.realpath(place).startswith(_STANDARD_LIBRARY) and "site-packages" not in place)
+        return place is None or _of_the_standard_library(place)
     return _importable(name, place, tuple(sys.path))
+
+
+@lru_cache(maxsize=4096)
+def _of_the_standard_library(place: str) -> bool:
+    return os.path.realpath(place).startswith(_STANDARD_LIBRARY) and "site-packages" not in place
 
 
 @lru_cache(maxsize=4096)

@@ -39,8 +39,8 @@ class Culprit(NamedTuple):
 
     @property
     def through(self) -> Step | None:
-        """The first global on the way that belongs to a function's surroundings, not to the value itself."""
-        return next((step for step in self.path if step.space is not None), None)
+        """The last step on the way from a function to a global that it reads, if there is one."""
+        return next((step for step in reversed(self.path) if step.space is not None), None)
 
     def describe(self, what: str) -> str:
         """The way in words: argument 'batch'['lock'] (a _thread.lock)."""
@@ -71,8 +71,10 @@ def refusal(described: str, reason: BaseException | None) -> CannotCross:
 
 def find(value: Any, failure: Callable[[Any], BaseException | None]) -> Culprit | None:
     """Look for the innermost thing that cannot be packed; `failure` packs one alone and gives back the error."""
-    search = _Search(failure)
-    return search.inside(value, ())
+    try:
+        return _Search(failure).inside(value, ())
+    except RecursionError:  # too deep to look for it: the error has to do without the path
+        return None
 
 
 class _Search:

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from instep.engines.processes.cannot import CannotCross, Culprit, find, refusal
-from instep.engines.processes.pickling import DELETED, LeftOut, Packer, Unpacker
-from instep.engines.processes.reducers import is_plain
+from instep.engines.processes.pickling import DELETED, DeepPacker, LeftOut, Packer, Unpacker
 from instep.engines.processes.spaces import ABSENT, Classes, Spaces, attributes_of, seen
 from instep.errors import EngineError
 
@@ -107,22 +106,21 @@ class Depot:
                 return None
             told = {(number, name): seen(value) for number, name, value in names}
             looks = {number: attributes_of(cls) for number, cls, _ in classes}
-            values = [(number, name, self._global(number, name, value)) for number, name, value in names]
-            packer = self._packed(
-                (values, [(cls, _without_absent(news)) for _, cls, news in classes]), "what changed in the script"
-            )
+            news = [(cls, {name: _sendable(value) for name, value in changed.items()}) for _, cls, changed in classes]
+            for number, name, _ in names:
+                self.left_out.pop((number, name), None)
+            values = [(number, name, _sendable(value)) for number, name, value in names]
+            packer, failure = self._try((values, news))
+            if failure is not None:
+                values = [(number, name, self._or_left_out(number, name, value)) for number, name, value in values]
+                packer = self._packed((values, news), "what changed in the script")
             packer.told.update(told)
             packer.attributes.update(looks)
             packer.defined.update((number, cls) for number, cls, _ in classes)
             return self._commit(packer)
 
-    def _global(self, number: int, name: str, value: Any) -> Any:
-        """The value of a global as it can be sent."""
-        self.left_out.pop((number, name), None)
-        if value is ABSENT:
-            return DELETED
-        if is_plain(value):
-            return value
+    def _or_left_out(self, number: int, name: str, value: Any) -> Any:
+        """The value of a global, or what stands for it in a worker if it cannot be sent."""
         failure = self._try(value)[1]
         if failure is None:
             return value
@@ -197,7 +195,7 @@ class Depot:
         self._numbers[id(thing)] = number
         self._things[number] = thing
 
-    def _commit(self, packer: Packer) -> Parcel:
+    def _commit(self, packer: Packer | DeepPacker) -> Parcel:
         """What was pickled goes on its way, and by number from now on."""
         for number, thing in packer.defined.items():
             self._keep(number, thing)
@@ -209,12 +207,14 @@ class Depot:
         body = _COUNT.pack(len(packer.buffers)) + packer.file.getvalue()
         return Parcel(body, [*packer.tensors, *packer.buffers])
 
-    def _packed(self, value: Any, what: str) -> Packer:
+    def _packed(self, value: Any, what: str) -> Packer | DeepPacker:
         """Pickle a value, leaving out globals that cannot cross: maybe nobody needs them."""
         while True:
             packer, failure = self._try(value)
             if failure is None:
                 return packer
+            if isinstance(failure, MemoryError):
+                raise failure
             culprit = find(value, self._failure)
             if culprit is None or not self._leave_out(culprit):
                 raise refusal(culprit.describe(what) if culprit else what or "a value", failure) from failure
@@ -232,28 +232,26 @@ class Depot:
     def _failure(self, value: Any) -> Exception | None:
         return self._try(value)[1]
 
-    def _try(self, value: Any) -> tuple[Packer, Exception | None]:
+    def _try(self, value: Any) -> tuple[Packer | DeepPacker, Exception | None]:
         """Pickle a value; nothing is settled by it."""
-        packer = Packer(self)
+        packer: Packer | DeepPacker = Packer(self)
         error = _dump(packer, value)
-        if error is not None and isinstance(error.__cause__, RecursionError):
-            packer = Packer(self)
+        if isinstance(error, RecursionError):
+            packer = DeepPacker(self)
             error = _with_deep_stack(lambda: _dump(packer, value))
         return packer, error
 
 
-def _dump(packer: Packer, value: Any) -> Exception | None:
+def _dump(packer: Packer | DeepPacker, value: Any) -> Exception | None:
     try:
         packer.dump(value)
-    except MemoryError:
-        raise
     except Exception as error:
         return error
     return None
 
 
-def _without_absent(news: dict[str, Any]) -> dict[str, Any]:
-    return {name: DELETED if value is ABSENT else value for name, value in news.items()}
+def _sendable(value: Any) -> Any:
+    return DELETED if value is ABSENT else value
 
 
 def _with_deep_stack(work: Callable[[], _Result]) -> _Result:

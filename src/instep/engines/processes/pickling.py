@@ -68,13 +68,15 @@ class Register(Protocol):
     def has(self, number: int) -> bool: ...
 
 
-class Packer(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles one value. What it defines counts as sent only when the whole has been pickled."""
+class _Packing:
+    """How one value is pickled. What it defines counts as sent only when the whole has been pickled."""
+
+    dispatch_table: Any
 
     def __init__(self, register: Register) -> None:
         self.file = io.BytesIO()
         self.dispatch_table = _dispatch_table(len(copyreg.dispatch_table))
-        super().__init__(self.file, protocol=5, buffer_callback=self._take_buffer)
+        super().__init__(self.file, protocol=5, buffer_callback=self._take_buffer)  # type: ignore[call-arg]
         self.register = register
         self.tensors: list[Tensor] = []
         self.buffers: list[Tensor] = []
@@ -124,9 +126,9 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         number = self.register.number(cls)
         if number is not None and self.register.crossed(number):
             return KNOWN, (number,)
-        plain = super().reducer_override(cls)
-        if plain is NotImplemented and by_name(cls):
+        if by_name(cls):
             return NotImplemented
+        plain = cloudpickle.Pickler.reducer_override(self, cls)
         if plain is not NotImplemented and len(plain) < 6:  # a type without a name of its own, such as None's
             return plain
         number = self.register.next_number() if number is None else number
@@ -202,6 +204,14 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         names = tuple(name for name in vars(module) if not name.startswith("__"))
         space, about, values = self._read(vars(module), names)
         return MODULE, (space, about), values, None, None, FILL_MODULE
+
+
+class Packer(_Packing, pickle.Pickler):
+    """Pickles one value."""
+
+
+class DeepPacker(_Packing, pickle._Pickler):
+    """Pickles one value that is nested deeper than C code may go: in Python, slowly."""
 
 
 @lru_cache(maxsize=1)
