@@ -18,6 +18,8 @@ KINDS = {
     "serial-private": ("serial", True),
     "threads": ("threads", False),
     "threads-private": ("threads", True),
+    "processes": ("processes", False),
+    "processes-private": ("processes", True),
 }
 
 

@@ -20,6 +20,7 @@ from instep.engines.processes.orders import Run
 from instep.engines.processes.shadow import Shadow
 from instep.errors import WorkerFailure
 from instep.replicas.watch import MISSING, Changes
+from instep.structure.tree import map_tensors
 
 Attribute = tuple[int, str, bool]
 """The index of a module, the name of an attribute, and whether it is a buffer."""
@@ -66,7 +67,7 @@ class Call:
     def remember(self, changes: Changes) -> None:
         """Attributes of the module that the user has set since."""
         for change in changes.attributes:
-            self.before.setdefault((change.module, change.name, change.buffer), change.old)
+            self.before.setdefault((change.module, change.name, change.buffer), _alone(change.old))
         self.exact = self.exact and not changes.structure and not changes.contents
 
     def again(self, desk: Desk) -> None:
@@ -122,13 +123,18 @@ def remember_state(
     if not calls or not (sets or written):
         return
     modules = shadow.source_modules
-    old = {key: _holder(modules, key).get(key[1], MISSING) for key in sets}
+    old = {key: _alone(_holder(modules, key).get(key[1], MISSING)) for key in sets}
     copies = {key: source.detach().clone() for key, source in written.items()}
     for call in calls:
         for place, value in old.items():
             call.before.setdefault(place, value)
         for number, copy in copies.items():
             call.values.setdefault(number, copy)
+
+
+def _alone(value: Any) -> Any:
+    """A value without the graphs that its tensors come from, which may lead to earlier calls and so on."""
+    return map_tensors(lambda t: t if t.is_leaf else t.detach().requires_grad_(t.requires_grad), value)
 
 
 def _holder(modules: Sequence[nn.Module], key: Attribute) -> dict[str, Any]:

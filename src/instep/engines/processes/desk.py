@@ -7,6 +7,7 @@ import math
 import sys
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -154,11 +155,13 @@ class Desk:
         update = self.talk.depot.stale_globals()
         if update is not None:
             self.worker.line.send(orders.GLOBALS, 0, update.body, [tensor.detach() for tensor in update.tensors])
+        if shadow.number not in self._told:
+            weakref.finalize(shadow, self.gone.append, ("module", shadow.number))
         if shadow.stale or shadow.number not in self._told or self._told[shadow.number].marked():
             self._told[shadow.number] = self._tell_module(shadow)
         elif shadow.sets:
             sets = [(change.module, change.name, change.new) for change in shadow.sets]
-            self.talk.say(orders.SET, shadow.number, sets, what="attribute ")
+            self.talk.say(orders.SET, shadow.number, sets, what="attributes")
         shadow.stale, shadow.sets = False, []
         return self._told[shadow.number]
 

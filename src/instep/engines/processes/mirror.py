@@ -77,7 +77,11 @@ class Mirror:
         """The replica, with everything that has changed since."""
         with torch.no_grad(), torch.inference_mode(False):
             for number, value in run.fresh.items():
-                self.tensors[number].data.copy_(value)
+                tensor = self.tensors[number]
+                if tensor.shape == value.shape:
+                    tensor.data.copy_(value)
+                else:
+                    tensor.data = value
         replica = self.crew.ready()[0]
         replica.name = f"replica {run.index} on {self.device}"
         if run.lent:
@@ -94,6 +98,8 @@ class Mirror:
 
     def counterparts(self) -> list[Tensor]:
         """What the replica has for each tensor of the table."""
+        if not self.crew.replicas:
+            return self.tensors
         tensors = self.crew.replicas[0].tensors
         made = {id(source): made for source, made in (*tensors.trainable, *tensors.state)}
         return [made.get(id(source), source) for source in self.tensors]

@@ -6,7 +6,7 @@ Tensors inside of them go beside the pickle (see `talk`), so that these are ordi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -65,6 +65,8 @@ class Table:
 class NewModule:
     """The module itself, around the tensors of its table."""
 
+    PATHS: ClassVar = {"module": "the module"}
+
     number: int
     module: Any
     device: torch.device
@@ -93,6 +95,8 @@ class Surroundings:
 class Run:
     """One replica's part of a forward."""
 
+    PATHS: ClassVar = {"args": "argument ", "kwargs": "argument "}
+
     number: int
     method: str
     args: list[Any]
@@ -114,6 +118,8 @@ class Run:
 @dataclass
 class Ran:
     """What one replica's part of a forward came to."""
+
+    PATHS: ClassVar = {"output": "the output of forward"}
 
     output: Any = None
     structure: bool = False
