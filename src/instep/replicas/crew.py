@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -228,7 +229,7 @@ class Crew:
         self.shelf = Shelf(modules, module_names(self.source, modules), first.cloner)
         owned = [str(self.shelf.places[key]) for key in self._own if key in self.shelf.places]
         for replica in self.replicas:
-            replica.owned, replica.places = owned, self.shelf.places
+            replica.owned, replica.places, replica.look = owned, self.shelf.places, weakref.WeakMethod(self.changes)
 
     def _note_writes(self) -> None:
         pairs = [pair for replica in self.replicas for pair in replica.trainable]

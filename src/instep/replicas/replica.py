@@ -63,6 +63,8 @@ class Replica:
         """By their ids, copies that `forward` was seen to write without moving a version counter."""
         self.owned: list[str] = []
         """The places of containers that each replica has for itself because `forward` changes them."""
+        self.look: Callable[[], Callable[[], Changes] | None] = _nowhere
+        """What says what has changed on the source since its replicas were last ready, as long as that exists."""
         self.places: Mapping[int, Any] = {}
         """By the id of a container of the source: where it is."""
         self._looks = {True: _LOOKS, False: _LOOKS}
@@ -218,6 +220,10 @@ class Replica:
         for inside in changes.contents:
             put(inside.container, inside.before)
         self._watch.update(changes)
+
+
+def _nowhere() -> None:
+    """There is nothing to look at yet."""
 
 
 def _refuse_zero_grad(*_: Any, **__: Any) -> None:

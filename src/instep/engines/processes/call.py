@@ -8,7 +8,7 @@ back: then the gradient is lost, and that is said.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,23 +17,32 @@ from torch import Tensor, nn
 
 from instep.engines.processes.desk import Desk, Met, Told
 from instep.engines.processes.orders import Run
-from instep.engines.processes.shadow import Shadow
+from instep.engines.processes.shadow import Shadow, keep, outstanding
 from instep.errors import WorkerFailure
-from instep.replicas.watch import MISSING, Changes
+from instep.replicas.watch import MISSING, STRUCTURE, Changes
 from instep.structure.tree import map_tensors
 
-Attribute = tuple[int, str, bool]
-"""The index of a module, the name of an attribute, and whether it is a buffer."""
+Attribute = tuple[nn.Module, str, bool]
+"""A module, the name of an attribute, and whether it is a buffer."""
 
 
 @dataclass(eq=False)
 class Call:
-    """What is kept of a call until nobody can ask for its gradient any longer."""
+    """What is kept of a call until nobody can ask for its gradient any longer.
+
+    It does not hold the stand-in that it was made with: that leads to tensors which earlier calls left on the module,
+    and so to these calls.
+    """
 
     number: int
     desk: Desk
     told: Told
-    shadow: Shadow
+    name: str
+    recipe: Callable[[], Shadow]
+    """Makes a stand-in of the module as it is then."""
+    modules: list[nn.Module]
+    look: Callable[[], Callable[[], Changes] | None]
+    """What says what has changed on the module since its replicas were last ready, as long as that exists."""
     run: Run
     met: Met
     arguments: list[Tensor]
@@ -50,54 +59,56 @@ class Call:
 
     def __post_init__(self) -> None:
         weakref.finalize(self, self.desk.gone.append, ("call", self.number))
-        self.shadow.calls.add(self)
-        self.versions = _versions(self._watched())
+        self._watched = [*self.arguments, *self.told.counterparts]
+        self._versions = _versions(self._watched)
+        pairs = zip(self.told.table, self.told.counterparts, strict=True)
+        self._sources = {id(made): id(source) for source, made in pairs}
+        self._again: Shadow | None = None
+        keep(self.modules[0], self)
 
-    def _watched(self) -> list[Tensor | None]:
-        """What must not be written to before the backward."""
-        return [*self.arguments, *self.told.counterparts(self.shadow)]
+    def number_of(self, leaf: Tensor) -> int | None:
+        """The number that the worker knows a leaf of the stand-in by; None for one that it was not told of."""
+        return self.told.numbers.get(self._sources.get(id(leaf), -1))
 
     def written(self) -> tuple[list[int], list[int]]:
         """The arguments, and the tensors of the module, that were written to since the forward."""
-        now = _versions(self._watched())
-        moved = [number for number, pair in enumerate(zip(now, self.versions, strict=True)) if pair[0] != pair[1]]
+        now = zip(_versions(self._watched), self._versions, strict=True)
+        moved = [number for number, (version, then) in enumerate(now) if version != then]
         given = len(self.arguments)
         return [n for n in moved if n < given], [n - given for n in moved if n >= given]
 
     def remember(self, changes: Changes) -> None:
-        """Attributes of the module that the user has set since."""
+        """What attributes of the module were that were changed since."""
         for change in changes.attributes:
-            self.before.setdefault((change.module, change.name, change.buffer), _alone(change.old))
+            key = self.modules[change.module], change.name, change.buffer
+            self.before.setdefault(key, _alone(change.old))
         self.exact = self.exact and not changes.structure and not changes.contents
 
     def again(self, desk: Desk) -> None:
         """Run the forward again on a worker that does not have its graph."""
         _, sources = self.written()
+        look = self.look()
+        self.remember(STRUCTURE if look is None else look())
         if sources or not self.exact or not self._same_structure():
             what = "weights" if sources else "module"
             raise WorkerFailure(
-                f"the worker of {self.shadow.name} died between a forward and its backward, and the {what} changed "
-                f"since, so that its part cannot be run again exactly.\n"
+                f"the worker of {self.name} died between a forward and its backward, and the {what} changed since, so "
+                f"that its part cannot be run again exactly.\n"
                 f"Call backward() before the module is changed, or run the step again."
             )
-        self.shadow.stale = True
         with self._as_before():
-            told = desk.tell(self.shadow)
-        numbers = told.numbers
+            shadow = self._again = self.recipe()
+            told = desk.tell(shadow)
+        state = {told.numbers[key]: value for key, value in self.values.items() if key in told.numbers}
         run = self.run
-        run.follow, run.fresh = (
-            True,
-            told.fresh() | {numbers[key]: v for key, v in self.values.items() if key in numbers},
-        )
+        run.number, run.follow, run.fresh = shadow.number, True, told.fresh() | state
         desk.run(self.number, run, self.met)
         self.desk, self.told = desk, told
-        self.shadow.stale = True  # the worker has the state of that call, and memory of its own for it
-        self.versions = _versions(self._watched())
 
     def _same_structure(self) -> bool:
-        root = self.shadow.source_modules[0]
-        known = set(map(id, self.shadow.source_modules))
+        known = set(map(id, self.modules))
         tensors = set(map(id, self.told.table))
+        root = self.modules[0]
         return all(id(module) in known for module in root.modules()) and all(
             id(parameter) in tensors for parameter in root.parameters()
         )
@@ -105,30 +116,22 @@ class Call:
     @contextmanager
     def _as_before(self) -> Iterator[None]:
         """The module with the attributes that it had before the call."""
-        modules = self.shadow.source_modules
-        now = {key: _holder(modules, key).get(key[1], MISSING) for key in self.before}
+        now = {key: _holder(key).get(key[1], MISSING) for key in self.before}
         try:
             for key, value in self.before.items():
-                _set(_holder(modules, key), key[1], value)
+                _set(key, value)
             yield
         finally:
             for key, value in now.items():
-                _set(_holder(modules, key), key[1], value)
+                _set(key, value)
 
 
-def remember_state(
-    calls: Sequence[Call], shadow: Shadow, sets: Sequence[tuple[int, str, bool]], written: Mapping[int, Tensor]
-) -> None:
-    """Before what a call changed is set on the module: what it was, for calls that may have to be run again."""
-    if not calls or not (sets or written):
-        return
-    modules = shadow.source_modules
-    old = {key: _alone(_holder(modules, key).get(key[1], MISSING)) for key in sets}
-    copies = {key: source.detach().clone() for key, source in written.items()}
-    for call in calls:
-        for place, value in old.items():
-            call.before.setdefault(place, value)
-        for number, copy in copies.items():
+def remember_values(root: nn.Module, written: Iterable[Tensor]) -> None:
+    """Before state of a module is written: what it was, for calls that may have to be run again."""
+    values: dict[int, Tensor] = {}
+    for call in outstanding(root):
+        values = values or {id(source): source.detach().clone() for source in written}
+        for number, copy in values.items():
             call.values.setdefault(number, copy)
 
 
@@ -137,18 +140,19 @@ def _alone(value: Any) -> Any:
     return map_tensors(lambda t: t if t.is_leaf else t.detach().requires_grad_(t.requires_grad), value)
 
 
-def _holder(modules: Sequence[nn.Module], key: Attribute) -> dict[str, Any]:
-    index, _, buffer = key
-    held: dict[str, Any] = modules[index]._buffers if buffer else modules[index].__dict__
+def _holder(key: Attribute) -> dict[str, Any]:
+    module, _, buffer = key
+    held: dict[str, Any] = module._buffers if buffer else module.__dict__
     return held
 
 
-def _set(holder: dict[str, Any], name: str, value: Any) -> None:
+def _set(key: Attribute, value: Any) -> None:
+    holder, name = _holder(key), key[1]
     if value is MISSING:
         holder.pop(name, None)
     else:
         holder[name] = value
 
 
-def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
-    return [-1 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]

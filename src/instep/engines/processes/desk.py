@@ -42,7 +42,9 @@ class Told:
     """What a worker was told of a module."""
 
     table: list[Tensor]
-    """Its tensors, in the order of their numbers."""
+    """Its tensors, in the order of their numbers; for one that an earlier call left there, what stands for it here."""
+    counterparts: list[Tensor]
+    """What stands here for each of them."""
     slots: dict[int, Tensor]
     """By number: where the worker leaves the tensor's gradient."""
     loose: list[int]
@@ -50,20 +52,22 @@ class Told:
 
     def __post_init__(self) -> None:
         self.numbers = {id(tensor): number for number, tensor in enumerate(self.table)}
-        self.marks = _marks(self.table)
+        self._marks = _marks(self.table)
+        self._dense = [t for t in self.table if t.layout is torch.strided and not t.is_nested]
+        self._pointers = list(map(_pointer, self._dense))
 
-    def marked(self) -> bool:
-        """Whether something was set on a tensor since."""
-        return any(tensor.__dict__ for tensor in self.table) and self.marks != _marks(self.table)
+    def moved(self) -> bool:
+        """Whether a tensor was given other memory since, or something was set on one."""
+        if list(map(_pointer, self._dense)) != self._pointers:
+            return True
+        return any(tensor.__dict__ for tensor in self.table) and self._marks != _marks(self.table)
 
     def fresh(self) -> dict[int, Tensor]:
         """The values of the tensors that lie in no common memory."""
         return {number: self.table[number].detach() for number in self.loose}
 
-    def counterparts(self, shadow: Shadow) -> list[Tensor | None]:
-        """What stands here for each tensor; None for one that was let go since."""
-        made = {id(source): made for source, made in (*shadow.tensors.trainable, *shadow.tensors.state)}
-        return [made.get(id(source)) for source in self.table]
+
+_pointer = torch._C.TensorBase.data_ptr
 
 
 def _marks(tensors: Sequence[Tensor]) -> list[dict[str, int]]:
@@ -144,8 +148,6 @@ class Desk:
         self.talk = Talk(worker.line, home=True)
         self.timeout = math.inf
         """Seconds without a word from the worker, after which it is given up."""
-        self._told: dict[int, Told] = {}
-        """By the number of a stand-in: what the worker knows of its module."""
         self.gone: deque[tuple[str, int]] = deque()
         """Calls and stand-ins that nobody needs any longer; finalizers only put them here."""
 
@@ -155,15 +157,16 @@ class Desk:
         update = self.talk.depot.stale_globals()
         if update is not None:
             self.worker.line.send(orders.GLOBALS, 0, update.body, [tensor.detach() for tensor in update.tensors])
-        if shadow.number not in self._told:
+        told: Told | None = shadow.told.get(self)
+        if told is None:
             weakref.finalize(shadow, self.gone.append, ("module", shadow.number))
-        if shadow.stale or shadow.number not in self._told or self._told[shadow.number].marked():
-            self._told[shadow.number] = self._tell_module(shadow)
+        if told is None or shadow.stale or told.moved():
+            told = shadow.told[self] = self._tell_module(shadow)
         elif shadow.sets:
             sets = [(change.module, change.name, change.new) for change in shadow.sets]
             self.talk.say(orders.SET, shadow.number, sets, what="attributes")
         shadow.stale, shadow.sets = False, []
-        return self._told[shadow.number]
+        return told
 
     def _release(self) -> None:
         ended: list[int] = []
@@ -172,12 +175,11 @@ class Desk:
             kind, number = self.gone.popleft()
             (ended if kind == "call" else modules).append(number)
         if ended or modules:
-            for number in modules:
-                self._told.pop(number, None)
             self.talk.say(orders.RELEASE, 0, (ended, modules))
 
     def _tell_module(self, shadow: Shadow) -> Told:
-        tensors = shadow.tensors_of_source()
+        pairs = [*shadow.tensors.trainable, *shadow.tensors.state]
+        tensors = [source for source, _ in pairs]
         listed = _Entries(tensors)
         blocks = listed.blocks
         wanted = [number for number, tensor in enumerate(tensors) if tensor.requires_grad and tensor.numel()]
@@ -186,9 +188,9 @@ class Desk:
             shadow.slots = SharedMemory.create(total, "the memory for the gradients of a replica")
         places = list(zip(wanted, offsets, strict=True))
         known_blocks = [(number, memory.nbytes) for number, memory in blocks.items()]
-        table = Table(shadow.number, listed.entries, listed.sent, known_blocks, (total, places))
+        order: Any = Table(shadow.number, listed.entries, listed.sent, known_blocks, (total, places))
         fds = [*(memory.fd for memory in blocks.values()), shadow.slots.fd]
-        self.talk.say(orders.TABLE, shadow.number, table, fds=fds)
+        self.talk.say(orders.TABLE, shadow.number, order, fds=fds)
         known = {id(tensor): number for number, tensor in enumerate(tensors)}
 
         def describe(tensor: Tensor) -> Tag:
@@ -198,7 +200,8 @@ class Desk:
         order = NewModule(shadow.number, source, shadow.device, shadow.synchronised, shadow.owned)
         self.talk.say(orders.MODULE, shadow.number, order, describe, what="the module")
         slots = {number: slot_of(shadow.slots, offset, tensors[number]) for number, offset in places}
-        return Told(tensors, slots, listed.loose)
+        table = [source if source.is_leaf else made for source, made in pairs]  # graphs lead to earlier calls
+        return Told(table, [made for _, made in pairs], slots, listed.loose)
 
     def run(self, call: int, run: Run, met: Met) -> tuple[list[Tensor], Message]:
         """One replica's part of a forward: the tensors of its arguments, as they are numbered, and the answer."""

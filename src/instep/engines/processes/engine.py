@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from instep.bridge import Gradients
-from instep.engines.processes.call import Call, remember_state
+from instep.engines.processes.call import Call, remember_values
 from instep.engines.processes.desk import Desk, Met, Stuck, Told, calls
 from instep.engines.processes.estate import move_in
 from instep.engines.processes.freight import CannotCross
@@ -138,7 +138,7 @@ class ProcessesEngine(SideBySide):
         desk, told, arguments, answer = self._with_worker(index, ask)
         met.end()
         shadow.stale = shadow.stale or bool(run.lent)  # the worker's replica holds a part, not what the module has
-        ran, tensors = desk.talk.take(answer, _rebuild(arguments, told.counterparts(shadow)))
+        ran, tensors = desk.talk.take(answer, _rebuild(arguments, told.counterparts))
         if ran.wrote:
             desk.talk.depot.forget()
             raise CannotCross(
@@ -156,12 +156,9 @@ class ProcessesEngine(SideBySide):
         needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
         if job.ambient.grad and needing:
             inputs = _numbers(job.inputs[index], arguments)
-            outcome.remote = Call(number, desk, told, shadow, run, met, arguments, needing, inputs)
-        sets = [(module, name, buffer) for module, name, _, buffer in ran.sets]
-        remember_state(list(shadow.calls), shadow, sets, {id(told.table[n]): told.table[n] for n in ran.written})
-        if ran.contents:
-            for call in shadow.calls:
-                call.exact = False
+            made_by = shadow.name, shadow.recipe, shadow.source_modules, shadow.look
+            outcome.remote = Call(number, desk, told, *made_by, run, met, arguments, needing, inputs)
+        remember_values(shadow.source_modules[0], [told.table[number] for number in ran.written])
         return outcome
 
     def differentiate(self, part: Part) -> None:
@@ -181,8 +178,6 @@ class ProcessesEngine(SideBySide):
 
     def _ask_back(self, call: Call, part: Part) -> None:
         side, host = part.span.sides[part.index], part.span.streams.state.host
-        made = {id(leaf): number for number, leaf in enumerate(call.told.counterparts(call.shadow))}
-        wanted = [made[id(leaf)] for leaf in side.leaves if id(leaf) in made]
         given, sources = call.written()
         back = Back(
             {call.outputs[id(o)]: g for o, g in zip(part.outputs, part.gradients, strict=True)},
@@ -191,13 +186,14 @@ class ProcessesEngine(SideBySide):
             given,
             sources,
             host.number,
-            wanted,
+            [],
         )
         met = Met(part.room)
 
         def ask(desk: Desk) -> WentBack:
             if desk is not call.desk:
                 call.again(desk)
+            back.wanted = [number for number in map(call.number_of, side.leaves) if number is not None]
             return desk.run_back(call.number, back, met)
 
         went = self._with_worker(part.index, ask)
@@ -206,8 +202,8 @@ class ProcessesEngine(SideBySide):
             host.seed(0)
         slots = call.told.slots
         for leaf in side.leaves:
-            n = made.get(id(leaf), -1)
-            leaf.grad = slots[n] if n in went.present else went.others.get(n)
+            number = call.number_of(leaf)
+            leaf.grad = slots[number] if number in went.present else went.others.get(-1 if number is None else number)
         for leaf, number in zip(side.inputs, call.inputs, strict=True):
             leaf.grad = went.inputs.get(number)
 
@@ -253,16 +249,14 @@ def _own(item: Any, own: Mapping[Any, Any]) -> Any:
     return own.get((type(item), item), item) if isinstance(item, ATOMS) else item
 
 
-def _rebuild(arguments: Sequence[Tensor], counterparts: Sequence[Tensor | None]) -> Rebuild:
+def _rebuild(arguments: Sequence[Tensor], counterparts: Sequence[Tensor]) -> Rebuild:
     """The tensors of an answer: arguments and tensors of the module as they are here, the others as they were sent."""
 
     def rebuild(tag: Tag, tensor: Tensor | None) -> Tensor:
         if tag[0] == ARGUMENT:
             return arguments[tag[1]]
         if tag[0] == SOURCE:
-            made = counterparts[tag[1]]
-            assert made is not None
-            return made
+            return counterparts[tag[1]]
         return as_sent(tag, tensor)
 
     return rebuild

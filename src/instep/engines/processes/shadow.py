@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from instep.engines.processes.arena import SharedMemory
+from instep.locks import ProcessLock
 from instep.replicas.carry import Slot
 from instep.replicas.clone import OPAQUE, holds_source
 from instep.replicas.replica import Pair, Replica
@@ -22,6 +24,21 @@ from instep.replicas.tensors import Tensors, leaf_like
 from instep.replicas.watch import Changes, Set
 
 _numbers = itertools.count(1)
+
+_outstanding: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+_lock = ProcessLock()
+
+
+def keep(root: nn.Module, call: Any) -> None:
+    """Let a call whose gradient may still be asked for hear of changes of its module."""
+    with _lock:
+        _outstanding.setdefault(root, weakref.WeakSet()).add(call)
+
+
+def outstanding(root: nn.Module) -> list[Any]:
+    """The calls of a module whose gradient may still be asked for."""
+    with _lock:
+        return list(_outstanding.get(root, ()))
 
 
 class Views(Tensors):
@@ -53,18 +70,16 @@ class Shadow(Replica):
         dress: Any = kwargs.get("dress")
         self.synchronised: bool | None = None if dress is None else dress.synchronised
         """Whether batch normalisation looks at the whole batch."""
+        self.told: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        """What the worker at each desk was told of the module."""
         self.slots: SharedMemory | None = None
         """Where the worker leaves gradients."""
-        self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Calls that may still be differentiated: they remember what the module was like before it changed."""
+        self.recipe = partial(type(self), *args, **kwargs)
+        """Makes another one."""
         self.lent: list[tuple[int, str, Any]] = []
         """Parts of carried state for the next call: the module's index, the attribute, and the part."""
         self._written: list[Pair] = []
         super().__init__(*args, **kwargs)
-
-    def tensors_of_source(self) -> list[Tensor]:
-        """Every tensor of the source that the replica has a counterpart of."""
-        return [source for source, _ in (*self.tensors.trainable, *self.tensors.state)]
 
     def write(self, values: Mapping[int, Tensor]) -> list[Pair]:
         """Take what the worker wrote to state, by the ids of the source's tensors, until `unwrite`."""
@@ -83,7 +98,7 @@ class Shadow(Replica):
 
     def apply(self, changes: Changes) -> None:
         super().apply(changes)
-        for call in self.calls:
+        for call in outstanding(self.source_modules[0]):
             call.remember(changes)
         plain = all(isinstance(c.new, OPAQUE) or not holds_source(c.new) for c in changes.attributes)
         if changes.contents or not plain or any(change.buffer for change in changes.attributes):

@@ -49,6 +49,8 @@ class Held:
     outputs: dict[int, Tensor]
     """By their numbers: tensors of the output that need a gradient."""
     arguments: list[Tensor]
+    counterparts: list[Tensor]
+    """What the replica had for each tensor of the module."""
     streams: Streams
     index: int
 
@@ -197,7 +199,9 @@ class Worker:
         outputs = {i: t for i, t in enumerate(sent) if t.requires_grad and id(t) not in known}
         if outputs and run.around.grad:
             side = Side([], list(leaves.values()), [], replica.tensors.guard, replica.name, outcome.seat)
-            self._calls[message.call] = Held(mirror, side, list(leaves), outputs, arguments, streams, run.index)
+            self._calls[message.call] = Held(
+                mirror, side, list(leaves), outputs, arguments, mirror.counterparts(), streams, run.index
+            )
 
     def _report(self, mirror: Mirror, outcome: Outcome) -> Ran:
         """What a forward did, in terms that the other process knows."""
@@ -223,7 +227,7 @@ class Worker:
         mirror, side = held.mirror, held.side
         for number in back.arguments:
             torch.autograd.graph.increment_version(held.arguments[number])
-        counterparts = mirror.counterparts()
+        counterparts = held.counterparts
         for number in back.sources:
             torch.autograd.graph.increment_version(counterparts[number])
         leaves = [counterparts[number] for number in back.wanted]
