@@ -45,8 +45,10 @@ def test_a_parameter_that_only_some_replicas_use(engine: str) -> None:
     batch = torch.cat([torch.rand(3, 3) + 0.5, -torch.rand(2, 3) - 0.5])  # one head for each of the two shards
     net, _ = train_beside(Sorted(), [batch, batch], lambda model, x: model(x).square().mean(), engine)
     assert isinstance(net, Sorted)
-    assert net.used.weight.grad is not None and bool(net.used.weight.grad.any())
-    assert net.unused.weight.grad is not None and bool(net.unused.weight.grad.any())
+    assert net.used.weight.grad is not None
+    assert bool(net.used.weight.grad.any())
+    assert net.unused.weight.grad is not None
+    assert bool(net.unused.weight.grad.any())
 
 
 def test_ddp_refuses(tmp_path: Path) -> None:
