@@ -45,7 +45,7 @@ class ThreadsEngine:
         with self._lock:
             if self._lease is None:
                 self._lease = Lease(self._devices)
-                weakref.finalize(self, self._lease.close)
+                weakref.finalize(self, self._lease.drop)
             return self._lease
 
     def forward(self, job: Job) -> list[Outcome]:
