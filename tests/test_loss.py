@@ -98,6 +98,20 @@ def test_token_means_of_padded_text(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
+@pytest.mark.parametrize(
+    "criterion",
+    [nn.MultiLabelSoftMarginLoss(), nn.MSELoss(), nn.KLDivLoss(), nn.KLDivLoss(reduction="batchmean")],
+    ids=["multi-label soft margin", "mse", "kl", "kl, batchmean"],
+)
+def test_means_of_outputs_with_more_dims(criterion: Any, engine: str) -> None:
+    net = nn.Linear(4, CLASSES).double()
+    x, y = torch.randn(B, 3, 4, dtype=torch.float64), torch.randint(2, (B, 3, CLASSES)).double()
+    with instep.DataParallel(instep.with_loss(net, criterion), ["cpu"] * 3, engine=engine) as model:
+        torch.testing.assert_close(model(x, y), criterion(net(x), y), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_function_with_its_own_weight(engine: str) -> None:
     def masked(output: Tensor, target: Tensor) -> Tensor:
         kept = target != 0

@@ -205,7 +205,7 @@ def _known(criterion: Any) -> Any:
 def _divisor(criterion: Any, output: Tensor, target: Tensor) -> Any:
     """What the mean over a batch divides by."""
     if isinstance(criterion, _BY_SAMPLE):
-        return len(output) if output.ndim > 1 else 1
+        return output.numel() // max(1, output.shape[-1])  # classes are last, whatever comes before them
     if isinstance(criterion, nn.KLDivLoss) and criterion.reduction == "batchmean":
         return len(output)
     if isinstance(criterion, _BY_ELEMENT):
