@@ -132,6 +132,11 @@ WRONG = {
     "similarities": (lambda _, h: {"logits": h @ h.T}, "'logits'.*dims 0 and 1 both follow the batch"),
     "centred": (lambda _, h: h - h.mean(0), "the output.*depend on other samples"),
     "ranks": (lambda _, h: h[:, 0].argsort(), "depend on other samples"),
+    "the two largest": (
+        lambda _, h: {"mask": h >= h.flatten().topk(2).values.min()},
+        "'mask'.*depend on other samples",
+    ),
+    "where the largest is": (lambda _, h: (h == h.max()).long(), "depend on other samples"),
     "unique": (lambda _, h: torch.unique((3 * h).long()), "its shapes are .* apart, .* together"),
     "a list that looks around": (lambda _, h: [h[i] - h.mean(0) for i in range(len(h))], "not the same entries"),
 }
@@ -222,6 +227,24 @@ def test_rows_that_are_selected_follow_one_another(wrap: Any, engine: str) -> No
     x = torch.randn(9, 3)
     x[0], x[2] = 10 * net.layer.weight[0].detach(), 9 * net.layer.weight[0].detach()
     assert_parity(wrap, net, x, loss=some, options={"engine": engine})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "few", "many"), [(torch.float64, 0, 1), (torch.float32, 2, 4), (torch.bfloat16, 30, 60)]
+)
+def test_rounding_turns_over_few_integers(wrap: Any, dtype: torch.dtype, few: int, many: int) -> None:
+    """The best of 100 scores for each of 100 places, which rounding decides in a few of them."""
+
+    def best(_: Any, h: Tensor, turned: int) -> Tensor:
+        classes = (torch.arange(100) % 7).repeat(len(h), 1)
+        if len(h) == 5:
+            classes[0, :turned] += 1
+        return classes + h[:, :1].long() * 0
+
+    model, x = wrap(Net(best).to(dtype)), torch.randn(7, 3, dtype=dtype)
+    assert model(x, turned=few).shape == (7, 100)
+    with pytest.raises(instep.MergeError, match="depend on other samples"):
+        model(x, turned=many)
 
 
 @both_engines
