@@ -16,6 +16,7 @@ from instep.batchnorm import Outfit
 from instep.crossing import Crossing
 from instep.devices import on_output_device, place, stays_on_host
 from instep.engines.protocol import Engine
+from instep.given import Given
 from instep.options import Call, Options
 from instep.random import RandomState, Streams, Turns, threads_can_draw
 from instep.replicas.ambient import Ambient
@@ -133,13 +134,18 @@ class Together:
         crew.release(carried, len(replicas))
         ambient = Ambient.capture(self.devices)
         runs, sizes = call.known.runs, call.plan.sizes
-        crossing = Crossing(engine, replicas, runs, ambient, crew.behind, streams, sizes, carried)
+        given = Given(call.plan, call.values) if len(replicas) > 1 else None
+        crossing = Crossing(engine, replicas, runs, ambient, crew.behind, streams, sizes, carried, given)
         try:
             outcomes = crossing.run(shards, call.positional, call.plan.names)
-        except Exception:
-            if not crew.part():
+        except BaseException as error:
+            if given is not None:
+                given.put_back()
+            if not isinstance(error, Exception) or not crew.part():
                 raise
             return None
+        if given is not None:
+            given.check()
         return None if crew.part() else outcomes
 
     def _on_one(self, call: Call, random: RandomState, slots: list[Slot]) -> Any:
