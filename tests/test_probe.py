@@ -159,6 +159,30 @@ def test_samples_that_meet_are_an_error(wrap: Any, engine: str, name: str) -> No
     assert not model._instep_crew.replicas
 
 
+BY_POSITION = {
+    "every second": (lambda _, h: {"anchors": h[0::2], "others": h[1::2]}, "'anchors'.*its shapes are"),
+    "pairs": (lambda _, h: h[: len(h) // 2 * 2].view(-1, 2 * h.shape[1]), "its shapes are"),
+    "two views": (lambda _, h: torch.cat([h.view(2, -1, 4)[0] - h.view(2, -1, 4)[1], h[: len(h) // 2]]), "depend on"),
+}
+
+
+@both_engines
+@pytest.mark.parametrize("batch", [6, 12])
+@pytest.mark.parametrize("name", BY_POSITION)
+def test_samples_chosen_by_their_position_are_an_error(wrap: Any, engine: str, name: str, batch: int) -> None:
+    then, words = BY_POSITION[name]
+    with pytest.raises(instep.MergeError, match=words):
+        wrap(Net(then), engine=engine)(torch.randn(batch, 3))
+
+
+@both_engines
+def test_a_module_that_takes_pairs_is_tried_on_pairs(wrap: Any, engine: str) -> None:
+    net, x = Net(lambda _, h: h.view(-1, 2, 4).mean(1)), torch.randn(12, 3)
+    model = wrap(net, engine=engine)
+    assert_same(model(x), net(x))
+    assert probe_of(model).last.words == "tried on 2 and 4 samples, and on them together"
+
+
 SCALARS = {
     "a mean over tokens": lambda _, h: (h * (h > 0)).sum() / (h > 0).sum(),
     "the largest": lambda _, h: h.max(),

@@ -20,7 +20,7 @@ from instep.structure.roles import Inside, Ready, Role
 from instep.structure.split import apply_plan
 from instep.structure.tree import Path, is_sequence, open_node, tensors_in
 from instep.structure.types import kind_of
-from instep.structure.verdicts import Constant, Reduced, Verdict, Verdicts
+from instep.structure.verdicts import Constant, Listed, Reduced, Verdict, Verdicts
 from instep.structure.weights import best_window
 
 T = TypeVar("T")
@@ -88,16 +88,18 @@ class Attempt:
             known.words = "not tried: the batch came already split"
             known.ask_again(worth=False)
             return
-        first = sizes_for(self.batch, self.least)
         try:
             with probing() as excuses, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 sandbox = _refusing(Sandbox, source, device)
-                findings, attributes = self._try(sandbox, first, rivals, excuses)
+                first, (findings, attributes) = self._first(sandbox, rivals, excuses)
                 wide = wider(self.batch, self.least)
                 if _is_unclear(findings) and not findings.errors and wide != first:
                     more, attributes = self._try(sandbox, wide, rivals, excuses)
                     findings = _both(findings, more)
+                if any(isinstance(verdict, Listed) for verdict in findings.found.values()):
+                    # Every second row follows on, too, after a part of an even number of samples.
+                    findings = _both(findings, self._try(sandbox, (first[1], first[0]), rivals, excuses)[0])
         except _Refused as refused:
             known.words = f"not tried: {refused}"
             known.ask_again(worth=known.trials < 2)
@@ -111,6 +113,18 @@ class Attempt:
         known.words = f"tried on {first[0]} and {first[1]} samples, and on them together{why}"
         left = [path for path in findings.open if not is_proven(known.found.get(path))]
         known.ask_again(worth=bool(left) or (bool(attributes) and known.trials < 1))
+
+    def _first(
+        self, sandbox: Sandbox, rivals: Sequence[Any], excuses: list[str]
+    ) -> tuple[tuple[int, int], tuple[Findings, dict[str, Verdicts]]]:
+        """The first trial, and the sizes of its parts; even ones where the module does not take odd ones."""
+        first, even = sizes_for(self.batch, self.least), evenly(self.batch, self.least)
+        try:
+            return first, self._try(sandbox, first, rivals, excuses)
+        except _Refused:
+            if even is None:
+                raise
+            return even, self._try(sandbox, even, rivals, excuses)
 
     def _try(
         self, sandbox: Sandbox, sizes: tuple[int, int], rivals: Sequence[Any], excuses: list[str]
@@ -199,6 +213,18 @@ def sizes_for(batch: int, least: int = 1) -> tuple[int, int]:
         return few, few + 1
     least = min(least, batch // 2)
     return least, batch - least
+
+
+def evenly(batch: int, least: int = 1) -> tuple[int, int] | None:
+    """Parts of even numbers of samples, for a module that takes its batch apart by two; None where there are too few.
+
+    >>> [evenly(batch) for batch in (3, 4, 5, 6, 100)]
+    [None, (2, 2), (2, 2), (2, 4), (2, 4)]
+    """
+    few = least + least % 2 or 2
+    if batch < 2 * few:
+        return None
+    return (few, few + 2) if batch >= 2 * few + 2 else (few, few)
 
 
 def wider(batch: int, least: int = 1) -> tuple[int, int]:
