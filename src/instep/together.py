@@ -121,7 +121,8 @@ class Together:
             self.settler.found = probe.before(
                 self.module, home, plan, call.values, call.positional, kind, place, carried
             )
-            self.settler.doubted = probe.last.doubted
+            last = probe.last
+            self.settler.doubted, self.settler.varied, self.settler.constant = last.doubted, last.varied, last.constant
 
     def _place_one(self, plan: SplitPlan, shard: Sequence[Any]) -> list[Any]:
         return self._place(plan, [list(shard)])[0]
