@@ -91,7 +91,8 @@ class Loss:
             return {"sum": total(output, target), "divisor": divisor}
         # The mean of a batch is a number like any other, but its sum may be more than a short number can be.
         loss = total(output.float(), target.float() if target.is_floating_point() else target)
-        return {"sum": loss, "divisor": divisor, "dtype": output.dtype}
+        short = torch.result_type(output, target) if target.is_floating_point() else output.dtype
+        return {"sum": loss, "divisor": divisor, "dtype": short}
 
     def of_whole(self, merged: Any) -> Any:
         """The loss from what the replicas gave together."""
