@@ -280,3 +280,32 @@ def test_every_type_of_number(wrap: Any, engine: str, dtype: torch.dtype) -> Non
     model = wrap(net, engine=engine)
     assert_same(model(x), net(x))
     assert probe_of(model).last.words == "tried on 2 and 3 samples, and on them together"
+
+
+@both_engines
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("what", ["rows", "mean", "left"])
+def test_none_on_some_replicas_leaves_no_samples_out(wrap: Any, engine: str, what: str, first: bool) -> None:
+    """A question about the batch has another answer on each shard."""
+
+    def then(net: Any, h: Tensor, flag: Tensor) -> Any:
+        there = bool(flag.any())
+        net.aux = h.mean() if there and what == "left" else None
+        extra = {"rows": h * 2, "mean": h.pow(2).mean(), "left": None}[what] if there else None
+        return h, extra
+
+    model, x = wrap(Net(then), 3, engine=engine), torch.randn(7, 3)
+    if first:
+        model(x, flag=torch.ones(7, dtype=torch.bool))
+    flag = torch.zeros(7, dtype=torch.bool)
+    flag[-1] = True
+    with pytest.raises((instep.MergeError, instep.StateError)):
+        model(x, flag=flag)
+
+
+@both_engines
+def test_none_adds_nothing_to_a_sum(wrap: Any, engine: str) -> None:
+    net = Net(lambda _, h, flag: (h, h[flag].pow(2).sum() if bool(flag.any()) else None))
+    model, x = wrap(net, 3, engine=engine), torch.randn(7, 3)
+    for flag in (torch.ones(7, dtype=torch.bool), torch.arange(7) > 5):
+        assert_same(model(x, flag=flag), net(x, flag=flag))
