@@ -9,6 +9,7 @@ import types
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +170,41 @@ def test_what_cannot_be_copied_is_shared(tmp_path: Path) -> None:
         x = torch.randn(4, 2)
         torch.testing.assert_close(model(x), net(x))
         assert model._instep_crew.replicas[1].module.file is file
+
+
+class Child(nn.Module):
+    """Reaches its parent through a proxy."""
+
+    def __init__(self, parent: nn.Module) -> None:
+        super().__init__()
+        self.parent, self.layer = weakref.proxy(parent), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.parent.first(x))
+        return out
+
+
+class Parent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.child = nn.Linear(4, 5), Child(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.child(x)
+        return out
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_a_proxy_stands_for_the_replicas_own(engine: str) -> None:
+    net, x = Parent(), torch.randn(6, 4)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, private_copies=True) as model:
+        model(x).sum().backward()
+        mine = net.first.weight.grad.clone()
+        net.zero_grad()
+        net(x).sum().backward()
+        torch.testing.assert_close(mine, net.first.weight.grad)
+        replica: Any = model._instep_crew.replicas[1].module
+        assert replica.child.parent.first is replica.first
 
 
 class Guarded(nn.Module):

@@ -27,6 +27,7 @@ GeneratorMaker = Callable[[torch.Generator], torch.Generator]
 
 # Seen as they are: nothing of the source can hang below them.
 OPAQUE = (*SCALARS, type, types.ModuleType, types.CodeType, torch.dtype, torch.device, torch.Size)
+PROXIES: tuple[Any, ...] = (weakref.ProxyType, weakref.CallableProxyType)
 _MAX_VISITS = 200_000
 
 
@@ -86,6 +87,8 @@ class Cloner:
             return known[1]
         if isinstance(value, OPAQUE):
             return value
+        if type(value) in PROXIES:  # it says that it is of the class of what it stands for
+            return self._note(value, weakref.proxy(self.clone(value.__init__.__self__)))
         self._depth += 1
         try:
             return self._make(value)
