@@ -1,6 +1,7 @@
 """Row 30: plain tensors, cached devices and bound methods of a replica still belong to the first device.
 
-Here tensors that nobody registered are brought to each replica, and bound methods are bound to the replica.
+Here tensors that nobody registered are brought to each replica, a device that the module remembers is the replica's,
+and bound methods are bound to the replica.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import instep
+from instep.replicas.replica import Replica
+from instep.replicas.tensors import Way
 
 
 class Net(nn.Module):
@@ -56,3 +59,13 @@ def test_everything_is_the_replicas_own(engine: str) -> None:
     net.table["scale"].div_(2)
     net(x).sum().backward()
     torch.testing.assert_close(mine, net.layer.weight.grad)
+
+
+def test_a_remembered_device_is_the_replicas() -> None:
+    """The device that has no numbers stands for a second one."""
+    net: Any = Net()
+    net.device, net.other = torch.device("cpu"), torch.device("cuda", 3)
+    there = Replica(1, net, torch.device("meta"), Way.PRIVATE, home=torch.device("cpu"))
+    replica: Any = there.module
+    assert (replica.device, replica.other) == (torch.device("meta"), torch.device("cuda", 3))
+    assert {t.device.type for t in (replica.shift, replica.table["scale"], replica.layer.weight)} == {"meta"}

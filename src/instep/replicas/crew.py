@@ -217,7 +217,8 @@ class Crew:
         self._writes = Writes([(source, held) for source, held in pairs if id(source) not in self._apart])
 
     def _replica(self, index: int, device: torch.device, way: Way) -> Replica:
-        return Replica(index, self.source, device, way, dress=self.dress, own=self._own, apart=self._apart)
+        home = self.devices[0]
+        return Replica(index, self.source, device, way, home=home, dress=self.dress, own=self._own, apart=self._apart)
 
     def _renew_links(self) -> None:
         """Replicas that are linked to the source's graph are made anew: their tensors belong to one call."""

@@ -121,6 +121,7 @@ class Settler:
             old = holder.get(name, MISSING)
             new = [table[key].new if key in table else _held(replicas[r], change) for r, table in enumerate(tables)]
             new = [known.get(id(value), value) for known, value in zip(origins, new, strict=True)]
+            new = [_device_at_home(value, replica, replicas[0]) for replica, value in zip(replicas, new, strict=True)]
             path = f"{names[index]}.{name}" if names[index] else name
             derived = is_derived(modules[index], name)
             value = new[0] if derived else self.merge(Place(path), old, new, sizes, known_rule(modules[index], name))
@@ -341,6 +342,11 @@ def refuse_writes(source: nn.Module, written: Sequence[Tensor]) -> None:
 def _held(replica: Replica, change: Any) -> Any:
     _, module = replica.cloner.modules[change.module]
     return (module._buffers if change.buffer else module.__dict__).get(change.name, MISSING)
+
+
+def _device_at_home(value: Any, replica: Replica, first: Replica) -> Any:
+    """The first replica's device, where a replica has noted its own (`self.device = x.device`)."""
+    return first.device if isinstance(value, torch.device) and value == replica.device else value
 
 
 def _home(value: Any, old: Any) -> Any:
