@@ -1,6 +1,7 @@
 """Deciding how a call is shared out: every leaf is cut along a dim, sliced as a column, or handed over whole.
 
-Planning looks at types, keys and sizes only. It never reads tensor data, so it costs no synchronisation.
+Planning looks at types, keys and sizes only. It never reads tensor data, so it costs no synchronisation. (What a sorted
+`PackedSequence` holds is said by its `batch_sizes`, which torch keeps on the host.)
 """
 
 from __future__ import annotations
