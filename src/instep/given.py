@@ -31,6 +31,22 @@ _SMALL = 4096
 _PLAIN = (*OPAQUE, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, torch.Generator)
 
 
+def is_shared(plan: SplitPlan, values: Sequence[Any]) -> bool:
+    """Whether replicas are given anything in common that can be written to; the same for every call of a plan."""
+    if not plan.shared:
+        plan.shared.append(any(_may_be_written(role, value) for role, value in zip(plan.roles, values, strict=True)))
+    return plan.shared[0]
+
+
+def _may_be_written(role: Role, value: Any) -> bool:
+    if isinstance(role, Keep):
+        return type(value) is Whole or not isinstance(value, _PLAIN)
+    node = open_node(value) if isinstance(role, Inside) else None
+    if node is None or not isinstance(role, Inside):
+        return False
+    return any(_may_be_written(below, child) for below, child in zip(role.roles, node.children, strict=False))
+
+
 class Given:
     """What all replicas of one call are given, as it was."""
 

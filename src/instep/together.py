@@ -15,7 +15,7 @@ from instep.batchnorm import Outfit
 from instep.crossing import Crossing
 from instep.devices import on_output_device, place, stays_on_host
 from instep.engines.protocol import Engine
-from instep.given import Given
+from instep.given import Given, is_shared
 from instep.options import Call, Options
 from instep.random import RandomState, Streams, Turns, threads_can_draw
 from instep.replicas.ambient import Ambient
@@ -143,7 +143,8 @@ class Together:
         crew.release(carried, len(replicas))
         ambient = Ambient.capture(self.devices)
         runs, sizes = call.known.runs, call.plan.sizes
-        given = Given(call.plan, call.values) if len(replicas) > 1 else None
+        shared = len(replicas) > 1 and is_shared(call.plan, call.values)
+        given = Given(call.plan, call.values) if shared else None
         crossing = Crossing(engine, replicas, runs, ambient, crew.behind, streams, sizes, carried, given)
         try:
             outcomes = crossing.run(shards, call.positional, call.plan.names)

@@ -40,6 +40,8 @@ class SplitPlan:
     """What happens to each argument, in the order of `names`."""
     cutters: list[Cutter] = field(default_factory=list, repr=False, compare=False)
     """What carries the roles out, made when the plan is first applied: a plan serves many calls."""
+    shared: list[bool] = field(default_factory=list, repr=False, compare=False)
+    """Whether replicas are given something in common that can be written to; found out once."""
 
     @property
     def parts(self) -> int:
