@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import threading
 import types
 import weakref
@@ -325,3 +326,21 @@ def test_a_generator_of_the_module_repeats() -> None:
             runs.append(model(torch.zeros(6, 4)))
         assert torch.equal(runs[0], runs[1])
         assert torch.equal(runs[1], runs[2])
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_an_iterator_is_drawn_from_once_a_call(engine: str) -> None:
+    class Scheduled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * next(self.schedule)
+
+    net, plain = Scheduled(3, 2), Scheduled(3, 2)
+    plain.load_state_dict(net.state_dict())
+    net.schedule, plain.schedule = itertools.count(1), itertools.count(1)
+    x = torch.randn(6, 3)
+    with instep.DataParallel(net, ["cpu"] * 3, engine=engine) as model:
+        with pytest.warns(UserWarning, match="draw from the iterator 'schedule'"):
+            first = model(x)
+        torch.testing.assert_close(first, plain(x))
+        for _ in range(3):
+            torch.testing.assert_close(model(x), plain(x))
