@@ -300,3 +300,26 @@ def test_a_layer_with_a_forward_of_its_own_is_left_alone(way: str) -> None:
         assert_close(out, torch.cat([copy.deepcopy(plain)(shard) for shard in (x[:3], x[3:5], x[5:])]))
         assert_close(model.module[0].running_mean, 0.1 * x.mean(0))
         model(x)
+
+
+@pytest.mark.parametrize("chosen", [[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1]])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+def test_rows_that_are_chosen_and_a_replica_that_has_none(engine: str, chosen: list[int]) -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            h = self.layer(x)
+            return torch.zeros_like(h).index_put((mask,), self.norm(h[mask]))
+
+    net = Routed().double()
+    plain, x, mask = copy.deepcopy(net), torch.randn(6, 4).double(), torch.tensor(chosen).bool()
+    weights = torch.arange(18.0).view(6, 3)
+    with instep.DataParallel(net, ["cpu"] * 3, engine=engine) as model:
+        for module in (model, plain):
+            (module(x, mask) * weights).square().sum().backward()
+    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(net.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-12)

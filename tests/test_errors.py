@@ -186,16 +186,32 @@ def test_a_backward_inside_forward_is_refused_where_its_gradients_would_be_lost(
     )
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_parameter_written_in_forward(engine: str) -> None:
-    def write(net: Net, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            net.layer.weight.mul_(0.5)
-        return y
+def write(net: Net, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        net.layer.weight.mul_(0.5)
+    return y
 
-    options = {"private_copies": True}
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_parameter_written_in_forward(engine: str, private: bool) -> None:
+    options = {"private_copies": private}
     words = ["wrote to the trainable parameter 'layer.weight'", "outside forward"]
     assert_fails(instep.StateError, words, Net(write), torch.randn(5, 3), engine=engine, options=options)
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_parameter_written_in_a_later_call(engine: str, private: bool) -> None:
+    """It is an error there, too; where replicas share the module's memory, what they wrote stays written."""
+    net, x = Net(fine), torch.randn(5, 3)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, private_copies=private) as model:
+        model(x)
+        before = net.layer.weight.detach().clone()
+        net.then = write
+        with pytest.raises(instep.StateError, match=r"wrote to the trainable parameter 'layer\.weight'"):
+            model(x)
+        assert torch.equal(net.layer.weight, before) == private
 
 
 class OwnError(Exception):

@@ -98,6 +98,20 @@ def test_token_means_of_padded_text(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
+@pytest.mark.parametrize(
+    "criterion",
+    [nn.MultiLabelSoftMarginLoss(), nn.MSELoss(), nn.KLDivLoss(), nn.KLDivLoss(reduction="batchmean")],
+    ids=["multi-label soft margin", "mse", "kl", "kl, batchmean"],
+)
+def test_means_of_outputs_with_more_dims(criterion: Any, engine: str) -> None:
+    net = nn.Linear(4, CLASSES).double()
+    x, y = torch.randn(B, 3, 4, dtype=torch.float64), torch.randint(2, (B, 3, CLASSES)).double()
+    with instep.DataParallel(instep.with_loss(net, criterion), ["cpu"] * 3, engine=engine) as model:
+        torch.testing.assert_close(model(x, y), criterion(net(x), y), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_function_with_its_own_weight(engine: str) -> None:
     def masked(output: Tensor, target: Tensor) -> Tensor:
         kept = target != 0
@@ -258,3 +272,15 @@ def test_a_sum_may_be_more_than_a_short_number_can_be(dtype: torch.dtype) -> Non
         loss, expected = model(x, y), module(x, y)
     assert loss.dtype is expected.dtype is dtype
     torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("short", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("target", [torch.float32, None])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_type_of_the_loss_is_the_criterions(engine: str, target: torch.dtype | None, short: torch.dtype) -> None:
+    net = instep.with_loss(nn.Linear(4, 5).to(short), nn.MSELoss())
+    x, y = torch.randn(8, 4, dtype=short), torch.randn(8, 5, dtype=target or short)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        mine, plain = model(x, y), net(x, y)
+    assert mine.dtype == plain.dtype
+    torch.testing.assert_close(mine, plain)

@@ -132,6 +132,11 @@ WRONG = {
     "similarities": (lambda _, h: {"logits": h @ h.T}, "'logits'.*dims 0 and 1 both follow the batch"),
     "centred": (lambda _, h: h - h.mean(0), "the output.*depend on other samples"),
     "ranks": (lambda _, h: h[:, 0].argsort(), "depend on other samples"),
+    "the two largest": (
+        lambda _, h: {"mask": h >= h.flatten().topk(2).values.min()},
+        "'mask'.*depend on other samples",
+    ),
+    "where the largest is": (lambda _, h: (h == h.max()).long(), "depend on other samples"),
     "unique": (lambda _, h: torch.unique((3 * h).long()), "its shapes are .* apart, .* together"),
     "a list that looks around": (lambda _, h: [h[i] - h.mean(0) for i in range(len(h))], "not the same entries"),
 }
@@ -152,6 +157,30 @@ def test_samples_that_meet_are_an_error(wrap: Any, engine: str, name: str) -> No
         assert "merge=" in str(caught.value)
     assert torch.equal(torch.get_rng_state(), state)
     assert not model._instep_crew.replicas
+
+
+BY_POSITION = {
+    "every second": (lambda _, h: {"anchors": h[0::2], "others": h[1::2]}, "'anchors'.*its shapes are"),
+    "pairs": (lambda _, h: h[: len(h) // 2 * 2].view(-1, 2 * h.shape[1]), "its shapes are"),
+    "two views": (lambda _, h: torch.cat([h.view(2, -1, 4)[0] - h.view(2, -1, 4)[1], h[: len(h) // 2]]), "depend on"),
+}
+
+
+@both_engines
+@pytest.mark.parametrize("batch", [6, 12])
+@pytest.mark.parametrize("name", BY_POSITION)
+def test_samples_chosen_by_their_position_are_an_error(wrap: Any, engine: str, name: str, batch: int) -> None:
+    then, words = BY_POSITION[name]
+    with pytest.raises(instep.MergeError, match=words):
+        wrap(Net(then), engine=engine)(torch.randn(batch, 3))
+
+
+@both_engines
+def test_a_module_that_takes_pairs_is_tried_on_pairs(wrap: Any, engine: str) -> None:
+    net, x = Net(lambda _, h: h.view(-1, 2, 4).mean(1)), torch.randn(12, 3)
+    model = wrap(net, engine=engine)
+    assert_same(model(x), net(x))
+    assert probe_of(model).last.words == "tried on 2 and 4 samples, and on them together"
 
 
 SCALARS = {
@@ -224,6 +253,24 @@ def test_rows_that_are_selected_follow_one_another(wrap: Any, engine: str) -> No
     assert_parity(wrap, net, x, loss=some, options={"engine": engine})
 
 
+@pytest.mark.parametrize(
+    ("dtype", "few", "many"), [(torch.float64, 0, 1), (torch.float32, 2, 4), (torch.bfloat16, 30, 60)]
+)
+def test_rounding_turns_over_few_integers(wrap: Any, dtype: torch.dtype, few: int, many: int) -> None:
+    """The best of 100 scores for each of 100 places, which rounding decides in a few of them."""
+
+    def best(_: Any, h: Tensor, turned: int) -> Tensor:
+        classes = (torch.arange(100) % 7).repeat(len(h), 1)
+        if len(h) == 5:
+            classes[0, :turned] += 1
+        return classes + h[:, :1].long() * 0
+
+    model, x = wrap(Net(best).to(dtype)), torch.randn(7, 3, dtype=dtype)
+    assert model(x, turned=few).shape == (7, 100)
+    with pytest.raises(instep.MergeError, match="depend on other samples"):
+        model(x, turned=many)
+
+
 @both_engines
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.uint8, torch.int32, torch.float16, torch.bfloat16, torch.complex64]
@@ -233,3 +280,32 @@ def test_every_type_of_number(wrap: Any, engine: str, dtype: torch.dtype) -> Non
     model = wrap(net, engine=engine)
     assert_same(model(x), net(x))
     assert probe_of(model).last.words == "tried on 2 and 3 samples, and on them together"
+
+
+@both_engines
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("what", ["rows", "mean", "left"])
+def test_none_on_some_replicas_leaves_no_samples_out(wrap: Any, engine: str, what: str, first: bool) -> None:
+    """A question about the batch has another answer on each shard."""
+
+    def then(net: Any, h: Tensor, flag: Tensor) -> Any:
+        there = bool(flag.any())
+        net.aux = h.mean() if there and what == "left" else None
+        extra = {"rows": h * 2, "mean": h.pow(2).mean(), "left": None}[what] if there else None
+        return h, extra
+
+    model, x = wrap(Net(then), 3, engine=engine), torch.randn(7, 3)
+    if first:
+        model(x, flag=torch.ones(7, dtype=torch.bool))
+    flag = torch.zeros(7, dtype=torch.bool)
+    flag[-1] = True
+    with pytest.raises((instep.MergeError, instep.StateError)):
+        model(x, flag=flag)
+
+
+@both_engines
+def test_none_adds_nothing_to_a_sum(wrap: Any, engine: str) -> None:
+    net = Net(lambda _, h, flag: (h, h[flag].pow(2).sum() if bool(flag.any()) else None))
+    model, x = wrap(net, 3, engine=engine), torch.randn(7, 3)
+    for flag in (torch.ones(7, dtype=torch.bool), torch.arange(7) > 5):
+        assert_same(model(x, flag=flag), net(x, flag=flag))

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 import instep
 
+from .probing import Net, assert_same
+
 ENGINES = ["serial", "threads", "processes"]
 both_engines = pytest.mark.parametrize("engine", ENGINES)
 WORDS = 20
@@ -253,3 +255,36 @@ def test_bert(made: Any, engine: str, kind: str) -> None:
     wanted = labels if kind == "BertForMaskedLM" else torch.randint(0, 2, (7,))
     model.train()
     assert_step(model, net, plain, input_ids=ids, attention_mask=mask, labels=wanted)
+
+
+RARE = {
+    "a class that weighs more": lambda h, y: F.cross_entropy(h, y, weight=torch.tensor([1.0, 1.0, 20.0, 1.0])),
+    "a class that is left out": lambda h, y: F.cross_entropy(h, y, ignore_index=2),
+    "lengths": lambda h, y: (h.pow(2).mean(1) * (y + 1)).sum() / (y + 1).sum(),
+}
+
+
+@both_engines
+@pytest.mark.parametrize("name", RARE)
+def test_samples_are_chosen_among_which_rare_values_are(wrap: Any, engine: str, name: str) -> None:
+    """By whatever name: among the first five of them all weigh alike, and a mean over samples would be proven."""
+    y = torch.arange(30) % 2 * (0 if name == "lengths" else 1)
+    y[-3:] = 2
+    model = wrap(Net(lambda _, h, y: RARE[name](h, y)), engine=engine)
+    with pytest.raises(instep.MergeError, match="no sum, mean or constant explains it"):
+        model(torch.randn(30, 3), y=y)
+
+
+@both_engines
+def test_a_mask_that_says_what_is_padding(wrap: Any, engine: str) -> None:
+    """Nothing is padded in the first batch."""
+
+    def mean(_: Any, h: Tensor, padding_mask: Tensor) -> Tensor:
+        valid = ~padding_mask
+        return (h.pow(2).mean(-1) * valid).sum() / valid.sum()
+
+    net, lengths = Net(mean), torch.tensor([6, 1, 3, 2, 5, 4, 6, 6, 1])
+    model = wrap(net, 3, engine=engine)
+    for mask in (torch.zeros(9, 6, dtype=torch.bool), torch.arange(6) >= lengths[:, None]):
+        x = torch.randn(9, 6, 3)
+        assert_same(model(x, padding_mask=mask), net(x, padding_mask=mask))

@@ -1,4 +1,4 @@
-"""A layer that asks where it is: each replica's own tensors and the device it remembers are its own."""
+"""A layer that asks where it is: on each replica its tensors are there, also those that nobody registered."""
 
 import copy
 

@@ -5,7 +5,7 @@ import copy
 import torch
 from beside import DEVICES, compare, compare_weights
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.utils.data import DataLoader
 
 import instep
@@ -25,6 +25,17 @@ class Listed(Padded):
 
     def forward(self, sequences):
         return [self.linear(sequence).mean(0) for sequence in sequences]
+
+
+class Packed(nn.Module):
+    """Reads packed sequences, and returns the last state of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(10, 20)
+
+    def forward(self, packed):
+        return self.rnn(packed)[1][-1]
 
 
 def train(model, loader):
@@ -49,6 +60,11 @@ def main():
     model = instep.DataParallel(copy.deepcopy(plain), DEVICES)
     compare("losses of padded batches", train(plain, loader), train(model, loader))
     compare_weights(plain, model)
+
+    plain = Packed()
+    model = instep.DataParallel(copy.deepcopy(plain), DEVICES)
+    packed = pack_sequence(sequences, enforce_sorted=False)
+    compare("packed sequences", plain(packed), model(packed).cpu())
 
     plain = Listed()
     model = instep.DataParallel(copy.deepcopy(plain), DEVICES)

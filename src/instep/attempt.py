@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.replicas.carry import Slot
+from instep.replicas.equal import equal
 from instep.replicas.probing import probing
 from instep.replicas.sandbox import Sandbox, is_row
 from instep.structure.judge import Findings, Named, Trial, judge
@@ -20,7 +21,7 @@ from instep.structure.roles import Inside, Ready, Role
 from instep.structure.split import apply_plan
 from instep.structure.tree import Path, is_sequence, open_node, tensors_in
 from instep.structure.types import kind_of
-from instep.structure.verdicts import Constant, Reduced, Verdict, Verdicts
+from instep.structure.verdicts import Constant, Listed, Reduced, Verdict, Verdicts
 from instep.structure.weights import best_window
 
 T = TypeVar("T")
@@ -41,6 +42,10 @@ class Known:
     """By dotted name: what was said of the tensors that `forward` sets on the module."""
     doubted: frozenset[str] = frozenset()
     """Names of attributes of which the whole has something that cannot be made from what the parts have."""
+    varied: frozenset[str] = frozenset()
+    """Places of state that came to be another for other samples."""
+    constant: frozenset[str] = frozenset()
+    """Names of attributes that were set to the same for any samples."""
     words: str = ""
     trials: int = 0
     calls: int = 0
@@ -77,6 +82,8 @@ class Attempt:
         carried: Sequence[Slot],
     ) -> None:
         self.doubted: set[str] = set()
+        self.varied: set[str] = set()
+        self.constant: set[str] = set()
         self.carried = [slot for slot in carried if slot.module is not None]
         self.method, self.named, self.plan, self.values = method, named, plan, values
         self.positional, self.place = positional, place
@@ -88,16 +95,18 @@ class Attempt:
             known.words = "not tried: the batch came already split"
             known.ask_again(worth=False)
             return
-        first = sizes_for(self.batch, self.least)
         try:
             with probing() as excuses, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 sandbox = _refusing(Sandbox, source, device)
-                findings, attributes = self._try(sandbox, first, rivals, excuses)
+                first, (findings, attributes) = self._first(sandbox, rivals, excuses)
                 wide = wider(self.batch, self.least)
                 if _is_unclear(findings) and not findings.errors and wide != first:
                     more, attributes = self._try(sandbox, wide, rivals, excuses)
                     findings = _both(findings, more)
+                if any(isinstance(verdict, Listed) for verdict in findings.found.values()):
+                    # Every second row follows on, too, after a part of an even number of samples.
+                    findings = _both(findings, self._try(sandbox, (first[1], first[0]), rivals, excuses)[0])
         except _Refused as refused:
             known.words = f"not tried: {refused}"
             known.ask_again(worth=known.trials < 2)
@@ -107,10 +116,23 @@ class Attempt:
             raise unexplained[0]
         known.found = _joined(known.found, findings)
         known.attributes, known.doubted = attributes, frozenset(self.doubted)
+        known.varied, known.constant = frozenset(self.varied), frozenset(self.constant - self.varied - self.doubted)
         why = f"; only shapes count: {', '.join(dict.fromkeys(excuses))}" if excuses else ""
         known.words = f"tried on {first[0]} and {first[1]} samples, and on them together{why}"
         left = [path for path in findings.open if not is_proven(known.found.get(path))]
         known.ask_again(worth=bool(left) or (bool(attributes) and known.trials < 1))
+
+    def _first(
+        self, sandbox: Sandbox, rivals: Sequence[Any], excuses: list[str]
+    ) -> tuple[tuple[int, int], tuple[Findings, dict[str, Verdicts]]]:
+        """The first trial, and the sizes of its parts; even ones where the module does not take odd ones."""
+        first, even = sizes_for(self.batch, self.least), evenly(self.batch, self.least)
+        try:
+            return first, self._try(sandbox, first, rivals, excuses)
+        except _Refused:
+            if even is None:
+                raise
+            return even, self._try(sandbox, even, rivals, excuses)
 
     def _try(
         self, sandbox: Sandbox, sizes: tuple[int, int], rivals: Sequence[Any], excuses: list[str]
@@ -126,31 +148,36 @@ class Attempt:
             if sandbox.drew or [outline(r[0]) for r in runs] != [outline(r[0]) for r in noisy]:
                 excuses.append("forward draws random numbers")
                 runs = noisy
-        tolerance, fine = _tolerances(sandbox, inputs[2], [output for output, _ in runs])
+        tolerance, fine = _tolerances(sandbox, inputs[2], [output for output, _, _ in runs])
         sure = not excuses
 
         def trial(outputs: Sequence[Any]) -> Trial:
             return Trial(sizes, (outputs[0], outputs[1]), outputs[2], inputs, tolerance, fine, sure)
 
-        findings = judge(trial([output for output, _ in runs]), self.named)
-        tables = [table for _, table in runs]
+        findings = judge(trial([output for output, _, _ in runs]), self.named)
+        tables = [table for _, table, _ in runs]
+        left = [table for _, _, table in runs] if sure else []
+        for place in dict.fromkeys(place for table in left for place in table):
+            same = all(place in table and equal(table[place], left[0][place]) for table in left)
+            (self.constant if same else self.varied).add(place)
         attributes: dict[str, Verdicts] = {}
         for name in dict.fromkeys(name for table in tables for name in table) if sure else ():
             held = sandbox.held(name)
             rows = [table.get(name) for table in tables]
             if any(map(is_row, rows)):
-                self.doubted |= {name} if any(row != rows[0] for row in rows) else set()
+                (self.doubted if any(row != rows[0] for row in rows) else self.constant).add(name)
                 continue
             said = judge(trial([table.get(name, held) for table in tables]), Named())
             if said.errors or _adds_up(held, said):
                 self.doubted.add(name)
             elif said.found:
                 attributes[name] = {path: v for path, v in said.found.items() if not isinstance(v, Constant)}
+                self.constant |= set() if attributes[name] or said.open - said.found.keys() else {name}
         return findings, {name: found for name, found in attributes.items() if found}
 
     def _run(
         self, sandbox: Sandbox, sizes: tuple[int, int], rivals: Sequence[Any]
-    ) -> tuple[tuple[dict[str, Any], dict[str, Any], dict[str, Any]], list[tuple[Any, dict[str, Any]]]]:
+    ) -> tuple[tuple[dict[str, Any], dict[str, Any], dict[str, Any]], list[tuple[Any, dict[str, Any], dict[str, Any]]]]:
         """The arguments of both parts and of the whole, and what each gave."""
         start = best_window(dict(zip(self.plan.names, self.values, strict=True)), self.batch, sizes, rivals)
         apart = self._cut([start, *sizes, self.batch - start - sum(sizes)], 2)
@@ -199,6 +226,18 @@ def sizes_for(batch: int, least: int = 1) -> tuple[int, int]:
         return few, few + 1
     least = min(least, batch // 2)
     return least, batch - least
+
+
+def evenly(batch: int, least: int = 1) -> tuple[int, int] | None:
+    """Parts of even numbers of samples, for a module that takes its batch apart by two; None where there are too few.
+
+    >>> [evenly(batch) for batch in (3, 4, 5, 6, 100)]
+    [None, (2, 2), (2, 2), (2, 4), (2, 4)]
+    """
+    few = least + least % 2 or 2
+    if batch < 2 * few:
+        return None
+    return (few, few + 2) if batch >= 2 * few + 2 else (few, few)
 
 
 def wider(batch: int, least: int = 1) -> tuple[int, int]:

@@ -33,7 +33,7 @@ class Synced:
         layer = self._layer()
         assert layer is not None
         place = seat()
-        if place is None or not _takes_statistics(layer) or not input.numel():
+        if place is None or not _takes_statistics(layer):
             return type(layer).forward(layer, input)
         return _normalise(layer, input, place)
 
@@ -92,11 +92,14 @@ def _takes_statistics(layer: _BatchNorm) -> bool:
 def _normalise(layer: _BatchNorm, input: Tensor, place: Seat) -> Tensor:
     layer._check_input_dim(input)
     x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-    channels = x.shape[1]
-    mean, var = statistics(x)
+    channels, dims = x.shape[1], [0, *range(2, x.ndim)]
+    # A replica that has nothing to normalise still comes to the meeting; what it brings has no weight.
+    mean, var = statistics(x) if x.numel() else (x.sum(dims), x.sum(dims))
     label = f"batch normalisation of {channels} channels in {str(x.dtype).removeprefix('torch.')}"
-    rows, counts = share(place, label, [torch.stack([mean, var])], x.shape[0] * x[0, 0].numel())
+    rows, counts = share(place, label, [torch.stack([mean, var])], x.numel() // max(1, channels))
     total = sum(counts)
+    if not total:
+        return type(layer).forward(layer, input)
     mean, var = _together([row[0] for row in rows], counts, total)
     if layer.training and layer.track_running_stats:
         _follow(layer, mean.detach(), var.detach(), total)

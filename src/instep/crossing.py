@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -12,6 +13,7 @@ from torch import Tensor
 from instep.bridge import Backward, Notes, Side, Span, bridge, enter
 from instep.devices import move
 from instep.engines.protocol import Engine, Job
+from instep.given import Given
 from instep.random import Streams
 from instep.replicas.ambient import Ambient
 from instep.replicas.carry import Slot
@@ -37,18 +39,23 @@ class Crossing:
     """The samples of each replica's shard."""
     carried: Sequence[Slot] = ()
     """State that each replica gets its samples' part of."""
+    given: Given | None = None
+    """What all replicas are given whole."""
 
     def run(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[Outcome]:
         """Every replica's outcome, with outputs that belong to the caller's graph."""
         ways = [_Way() for _ in shards]
         grad = self.ambient.grad and not self.ambient.inference
         notes = Notes()
+        copies: list[tuple[Tensor, Tensor]] = []
         count = len(names)
         shards = [[*values, *parts] for values, parts in zip(shards, self._parts(), strict=True)]
         if self.engine.joint:
-            entered = [_own_memory(values, notes) for values in shards] if grad else shards
+            entered = [_own_memory(values, notes, copies) for values in shards] if grad else shards
         else:
             entered = [way.enter(values) if grad else values for way, values in zip(ways, shards, strict=True)]
+        if self.given is not None:
+            self.given.enter([values[:count] for values in entered])
         arguments = [
             (list(values[:positional]), dict(zip(names[positional:], values[positional:count], strict=True)))
             for values in entered
@@ -71,6 +78,7 @@ class Crossing:
         for replica, outcome in zip(self.replicas, outcomes, strict=True):
             outcome.output = _own_tensors(outcome.output, replica.tensors.sources)
         if grad and self.engine.joint:
+            _bring_back(copies)
             self._watch_joint(notes, outcomes)
         elif grad:
             self._join(ways, outcomes)
@@ -182,15 +190,25 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _own_memory(values: Sequence[Any], notes: Notes) -> list[Any]:
+def _own_memory(values: Sequence[Any], notes: Notes, copies: list[tuple[Tensor, Tensor]]) -> list[Any]:
     """Shards of a joint graph, copied: what one replica writes in place is no business of the others."""
 
     def copy(tensor: Tensor) -> Tensor:
         made = tensor.clone()
+        copies.append((tensor, made))
         notes.add(_owner(tensor), made)
         return made
 
     return [map_tensors(copy, value) for value in values]
+
+
+def _bring_back(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write to the caller's tensors what replicas wrote to their own parts, as one device would have."""
+    held = Counter(id(tensor) for tensor, _ in copies)
+    for tensor, made in copies:
+        mine = held[id(tensor)] == 1 and not tensor.requires_grad and not tensor.is_inference()
+        if mine and _is_plain(tensor) and made._version and tensor.shape == made.shape:
+            tensor.data.copy_(made.detach())
 
 
 def _tensors_of(outcome: Outcome) -> list[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.devices import DeviceLike, device_of, devices_of, move, on_output_device
+from instep.devices import DeviceLike, device_of, devices_of, home_of, move, on_output_device
 from instep.engines.pool import Lease
 from instep.engines.protocol import raise_first
 from instep.parallel import DataParallel
@@ -53,9 +53,9 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0, *, r
 
 def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = False) -> list[nn.Module]:
     """Copies of a module on each device whose parameters pass gradients back to `network`, unless `detach`."""
-    made = []
+    made, home = [], home_of(network)
     for index, spec in enumerate(devices):
-        replica = Replica(index, network, device_of(spec), Way.PRIVATE if detach else Way.LINK)
+        replica = Replica(index, network, device_of(spec), Way.PRIVATE if detach else Way.LINK, home=home)
         if detach:
             for _, leaf in replica.trainable:
                 leaf.requires_grad_(False)

@@ -91,7 +91,8 @@ class Loss:
             return {"sum": total(output, target), "divisor": divisor}
         # The mean of a batch is a number like any other, but its sum may be more than a short number can be.
         loss = total(output.float(), target.float() if target.is_floating_point() else target)
-        return {"sum": loss, "divisor": divisor, "dtype": output.dtype}
+        short = torch.result_type(output, target) if target.is_floating_point() else output.dtype
+        return {"sum": loss, "divisor": divisor, "dtype": short}
 
     def of_whole(self, merged: Any) -> Any:
         """The loss from what the replicas gave together."""
@@ -205,7 +206,7 @@ def _known(criterion: Any) -> Any:
 def _divisor(criterion: Any, output: Tensor, target: Tensor) -> Any:
     """What the mean over a batch divides by."""
     if isinstance(criterion, _BY_SAMPLE):
-        return len(output) if output.ndim > 1 else 1
+        return output.numel() // max(1, output.shape[-1])  # classes are last, whatever comes before them
     if isinstance(criterion, nn.KLDivLoss) and criterion.reduction == "batchmean":
         return len(output)
     if isinstance(criterion, _BY_ELEMENT):

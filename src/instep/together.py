@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from instep.batchnorm import Outfit
 from instep.crossing import Crossing
 from instep.devices import on_output_device, place, stays_on_host
 from instep.engines.protocol import Engine
+from instep.given import Given, is_shared
 from instep.options import Call, Options
 from instep.random import RandomState, Streams, Turns, threads_can_draw
 from instep.replicas.ambient import Ambient
@@ -52,8 +52,17 @@ class Together:
 
     def run(self, call: Call) -> Any:
         """What one device would have given; a call that fails leaves everything as it was."""
-        with self._unharmed() as random:
-            return self._run(call, random)
+        random, grad = RandomState(self.devices), torch.is_grad_enabled()
+        try:
+            result = self._run(call, random)
+            self.crew.done()
+            return result
+        except BaseException:  # no context manager: an interruption could come on the way to it
+            torch.set_grad_enabled(grad)
+            self.crew.restore()
+            self.crew.discard()
+            random.restore()
+            raise
 
     def _run(
         self,
@@ -120,7 +129,8 @@ class Together:
             self.settler.found = probe.before(
                 self.module, home, plan, call.values, call.positional, kind, place, carried
             )
-            self.settler.doubted = probe.last.doubted
+            last = probe.last
+            self.settler.doubted, self.settler.varied, self.settler.constant = last.doubted, last.varied, last.constant
 
     def _place_one(self, plan: SplitPlan, shard: Sequence[Any]) -> list[Any]:
         return self._place(plan, [list(shard)])[0]
@@ -133,13 +143,19 @@ class Together:
         crew.release(carried, len(replicas))
         ambient = Ambient.capture(self.devices)
         runs, sizes = call.known.runs, call.plan.sizes
-        crossing = Crossing(engine, replicas, runs, ambient, crew.behind, streams, sizes, carried)
+        shared = len(replicas) > 1 and is_shared(call.plan, call.values)
+        given = Given(call.plan, call.values) if shared else None
+        crossing = Crossing(engine, replicas, runs, ambient, crew.behind, streams, sizes, carried, given)
         try:
             outcomes = crossing.run(shards, call.positional, call.plan.names)
-        except Exception:
-            if not crew.part():
+        except BaseException as error:
+            if given is not None:
+                given.put_back()
+            if not isinstance(error, Exception) or not crew.part():
                 raise
             return None
+        if given is not None:
+            given.check()
         return None if crew.part([place for outcome in outcomes for place in outcome.parted]) else outcomes
 
     def _on_one(self, call: Call, random: RandomState, slots: list[Slot]) -> Any:
@@ -197,19 +213,6 @@ class Together:
             )
             self._warned = True
         self._restructured = True
-
-    @contextmanager
-    def _unharmed(self) -> Iterator[RandomState]:
-        """A call that fails leaves the random state as it was, and its replicas are not used again."""
-        random = RandomState(self.devices)
-        try:
-            yield random
-            self.crew.done()
-        except BaseException:
-            self.crew.restore()
-            self.crew.discard()
-            random.restore()
-            raise
 
     def is_hooked(self) -> bool:
         """Whether hooks of the user's are there that are to see whole batches."""

@@ -28,16 +28,27 @@ def test_a_missing_gradient_is_none_as_on_one_device(engine: str) -> None:
     assert net.unused.weight.grad is None
 
 
+class Sorted(TwoHeads):
+    """Each sample goes through the head that its sign says; a head without samples is not called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, positive = torch.tanh(self.body(x)), x[:, 0] > 0
+        out = hidden.new_zeros(len(x), 1)
+        for head, mine in ((self.used, positive), (self.unused, ~positive)):
+            if bool(mine.any()):
+                out = out.index_put((mine,), head(hidden[mine]))
+        return out
+
+
 @on_each_engine
 def test_a_parameter_that_only_some_replicas_use(engine: str) -> None:
-    class Sometimes(TwoHeads):
-        def forward(self, x: Tensor) -> Tensor:
-            head = self.used if bool((x > 0).all()) else self.unused
-            out: Tensor = head(torch.tanh(self.body(x)))
-            return out
-
-    batch = torch.cat([torch.ones(3, 3), torch.ones(2, 3)])
-    train_beside(Sometimes(), [batch, batch], lambda model, x: model(x).square().mean(), engine)
+    batch = torch.cat([torch.rand(3, 3) + 0.5, -torch.rand(2, 3) - 0.5])  # one head for each of the two shards
+    net, _ = train_beside(Sorted(), [batch, batch], lambda model, x: model(x).square().mean(), engine)
+    assert isinstance(net, Sorted)
+    assert net.used.weight.grad is not None
+    assert bool(net.used.weight.grad.any())
+    assert net.unused.weight.grad is not None
+    assert bool(net.unused.weight.grad.any())
 
 
 def test_ddp_refuses(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel.scatter_gather import gather, scatter
 
 import instep
 
@@ -65,3 +66,10 @@ def test_any_mapping_goes_in_as_what_it_is(make: Any, engine: str) -> None:
     assert type(mine) is type(plain)
     first = (mine[0], plain[0]) if isinstance(plain, tuple) else (mine["out"], plain["out"])
     assert torch.equal(*first)
+
+
+def test_torch_hands_it_whole_to_every_device_and_cannot_gather_it() -> None:
+    batch = Bag(ITEMS)
+    assert [part is batch for part in scatter(batch, [0, 1])] == [True, True]
+    with pytest.raises((TypeError, ValueError)):
+        gather([Bag(out=IDS[:3]), Bag(out=IDS[3:])], torch.device("cpu"))

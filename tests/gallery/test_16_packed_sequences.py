@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel.scatter_gather import scatter
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from .beside import on_each_engine, train_beside
@@ -46,3 +47,8 @@ def test_packed(engine: str, in_order: bool) -> None:
     lengths = LENGTHS.sort(descending=True).values if in_order else LENGTHS
     packed = pack_padded_sequence(torch.randn(5, 5, 3), lengths, batch_first=True, enforce_sorted=in_order)
     train_beside(ReadsPacked(), [packed, packed], lambda model, x: model(x).data.square().mean(), engine)
+
+
+def test_torch_hands_all_lengths_to_every_device() -> None:
+    lengths = LENGTHS.tolist()
+    assert scatter(lengths, [0, 1]) == [lengths, lengths]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel.scatter_gather import gather
 
 import instep
 
@@ -56,3 +57,8 @@ def test_an_object_for_the_whole_batch_names_the_line(engine: str) -> None:
         pytest.raises(instep.MergeError, match=r"instep\.register\(Box"),
     ):
         model(torch.randn(5, 3))
+
+
+def test_torch_does_not_gather_objects() -> None:
+    with pytest.raises(TypeError, match="'Box' object is not iterable"):
+        gather([Box([1.0]), Box([2.0])], torch.device("cpu"))

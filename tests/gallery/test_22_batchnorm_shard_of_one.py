@@ -19,7 +19,7 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).squeeze(1)
+        return self.layers(x).squeeze()
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])

@@ -5,6 +5,8 @@ There, replicas hold plain tensors under the names of parameters; here they hold
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,15 @@ class Net(nn.Module):
             y = y * scale
         penalty = sum(p.square().sum() for p in self.parameters())
         return y, y.sum(1) * 0 + penalty
+
+
+def test_torchs_replicas_have_none() -> None:
+    """`torch.nn.parallel.replicate` begins with this, and then sets plain tensors."""
+    net: Any = Net()
+    for module in (net, net.layer, net.scales):
+        assert list(module.parameters())
+        assert not module._replicate_for_data_parallel()._parameters
+    assert not list(net.scales._replicate_for_data_parallel().parameters())
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])

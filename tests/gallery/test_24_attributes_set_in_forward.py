@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from typing import Any
 
 import pytest
 import torch
@@ -32,9 +32,11 @@ class Net(nn.Module):
 
 
 def test_a_replica_that_is_thrown_away_keeps_nothing() -> None:
-    """What `torch.nn.parallel.replicate` amounts to: a copy for one call."""
-    net = Net()
-    copy.deepcopy(net)(torch.randn(3, 3))
+    """What `torch.nn.parallel.replicate` makes of the module, for one call."""
+    net: Any = Net()
+    replica = net._replicate_for_data_parallel()
+    replica(torch.randn(3, 3))
+    assert (replica.calls, replica.samples) == (1, 3)
     assert (net.calls, net.samples, net.loss) == (0, 0, None)
 
 

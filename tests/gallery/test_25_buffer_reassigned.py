@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,13 @@ class Net(nn.Module):
         self.b = self.b + 1
         self.total = self.total + x.sum(0)
         return x * self.b
+
+
+def test_torchs_replica_keeps_it_for_itself() -> None:
+    net: Any = Net()
+    replica = net._replicate_for_data_parallel()
+    replica(torch.randn(4, 3))
+    assert (float(replica.b), float(net.b)) == (1, 0)
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])

@@ -10,10 +10,13 @@ from torch import nn
 
 import instep
 
+from .beside import on_each_engine
 
-def test_keys_are_bare_and_prefixes_are_taken(tmp_path: Path) -> None:
+
+@on_each_engine
+def test_keys_are_bare_and_prefixes_are_taken(tmp_path: Path, engine: str) -> None:
     net = nn.Linear(3, 2)
-    with instep.DataParallel(net, ["cpu"] * 2) as model:
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
         torch.save(model.state_dict(), tmp_path / "net.pt")
         saved = torch.load(tmp_path / "net.pt", weights_only=True)
         nn.Linear(3, 2).load_state_dict(saved)

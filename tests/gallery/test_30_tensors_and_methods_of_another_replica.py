@@ -1,17 +1,20 @@
 """Row 30: plain tensors, cached devices and bound methods of a replica still belong to the first device.
 
-Here tensors that nobody registered are brought to each replica, and bound methods are bound to the replica.
+Here tensors that nobody registered are brought to each replica, a device that the module remembers is the replica's,
+and bound methods are bound to the replica.
 """
 
 from __future__ import annotations
 
-import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import instep
+from instep.replicas.replica import Replica
+from instep.replicas.tensors import Way
 
 
 class Net(nn.Module):
@@ -34,8 +37,9 @@ class Net(nn.Module):
 
 def test_a_shallow_replica_runs_the_first_ones_methods() -> None:
     """`torch.nn.parallel.replicate` copies `__dict__`: what is in it still leads to the module it came from."""
-    net = Net()
-    replica = copy.copy(net)
+    net: Any = Net()
+    replica = net._replicate_for_data_parallel()
+    assert replica.shift is net.shift
     with pytest.raises(AssertionError, match="bound to another replica"):
         replica(torch.randn(2, 3))
 
@@ -55,3 +59,13 @@ def test_everything_is_the_replicas_own(engine: str) -> None:
     net.table["scale"].div_(2)
     net(x).sum().backward()
     torch.testing.assert_close(mine, net.layer.weight.grad)
+
+
+def test_a_remembered_device_is_the_replicas() -> None:
+    """The device that has no numbers stands for a second one."""
+    net: Any = Net()
+    net.device, net.other = torch.device("cpu"), torch.device("cuda", 3)
+    there = Replica(1, net, torch.device("meta"), Way.PRIVATE, home=torch.device("cpu"))
+    replica: Any = there.module
+    assert (replica.device, replica.other) == (torch.device("meta"), torch.device("cuda", 3))
+    assert {t.device.type for t in (replica.shift, replica.table["scale"], replica.layer.weight)} == {"meta"}

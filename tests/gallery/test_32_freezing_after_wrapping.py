@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import instep
+
+from .beside import one_rank
 
 
 def net() -> nn.Sequential:
@@ -42,3 +46,8 @@ def test_a_module_that_is_frozen_as_a_whole(engine: str) -> None:
         torch.testing.assert_close(gradient, torch.autograd.grad(mine(x).sum(), x)[0])
         mine.requires_grad_(True)
         assert model(x.detach()).requires_grad
+
+
+def test_ddp_refuses_a_module_that_is_frozen_as_a_whole(tmp_path: Path) -> None:
+    with one_rank(tmp_path), pytest.raises(RuntimeError, match="doesn't have any parameter that requires a gradient"):
+        nn.parallel.DistributedDataParallel(net().requires_grad_(False))

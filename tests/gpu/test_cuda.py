@@ -178,3 +178,24 @@ def test_replicas_work_on_the_callers_stream() -> None:
     torch.cuda.synchronize()
     assert len(STREAMS) >= 2
     assert set(STREAMS) == {stream.cuda_stream}
+
+
+class Remembers(nn.Module):
+    """Knows its device, and holds a tensor that nobody registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.shift, self.device = nn.Linear(3, 2), torch.ones(2), torch.device("cpu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.shift + torch.ones(2, device=self.device)
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+def test_a_remembered_device_and_plain_tensors_are_each_replicas_own(engine: str) -> None:
+    net = Remembers()
+    plain, x = copy.deepcopy(net), torch.randn(7, 3)
+    with instep.DataParallel(net, [0, "cpu"], engine=engine) as model:
+        net.device = torch.device("cuda", 0)
+        for _ in range(2):
+            torch.testing.assert_close(model(x).cpu(), plain(x), rtol=1e-5, atol=1e-5)

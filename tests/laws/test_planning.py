@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep.errors import StructureError
@@ -48,6 +49,24 @@ def test_planning_runs_no_operation(case: tuple[int, Blueprint], parts: int) -> 
         first = plan(planner, value)
         assert plan(planner, value) is first
     assert first.batch == batch
+
+
+class NothingOnADevice(NothingRuns):
+    """Lets through what only reads the host's metadata of a packed sequence."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert all(a.dtype is torch.long and a.device.type == "cpu" for a in args if isinstance(a, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [NothingRuns, NothingOnADevice])
+def test_packed_sequences_are_planned_by_what_is_on_the_host(mode: Any) -> None:
+    """In the order of their lengths they do not say how many they are but in `batch_sizes`."""
+    in_order = mode is NothingOnADevice
+    lengths = range(6, 0, -1) if in_order else (2, 6, 1, 3, 5, 4)
+    packed = pack_sequence([torch.zeros(n, 2) for n in lengths], enforce_sorted=in_order)
+    with mode():
+        assert plan(Planner(2), packed).batch == 6
 
 
 @given(case=cases(), parts=st.integers(1, 5))

@@ -179,7 +179,9 @@ def test_the_window_with_the_most_to_tell() -> None:
     labels[8, 1:] = -100
     start = best_window({"labels": labels}, 12, (2, 3))
     assert start <= 8 < start + 5
-    assert best_window({"x": labels}, 12, (2, 3)) == 0
+    start = best_window({"y": labels}, 12, (2, 3))  # by any name
+    assert start <= 8 < start + 5
+    assert best_window({"x": torch.rand(12, 3)}, 12, (2, 3)) == 0
     rivals = [Count(("labels",), "valid", False), Count(("labels",), "positive", False)]
     labels[11, 0] = 0
     start = best_window({"labels": labels}, 12, (2, 3), rivals)

@@ -25,13 +25,16 @@ STEPS = 5
 ENGINES = ["serial", "threads", "processes"]
 MEMORY = {"aliased": False, "private": True}
 OPTIMIZERS: dict[str, Any] = {
-    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=False),
+    "sgd-foreach": partial(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=True),
+    "sgd-fused": partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True),
     "adamw-plain": partial(torch.optim.AdamW, lr=0.01, foreach=False),
     "adamw-foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
     "adamw-fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
     "sparse-adam": partial(torch.optim.SparseAdam, lr=0.01),
 }
-TOLERANCE = {"sgd": 1e-12} | dict.fromkeys(["adamw-plain", "adamw-foreach", "adamw-fused", "sparse-adam"], 1e-10)
+TOLERANCE = {name: 1e-12 if name.startswith("sgd") else 1e-10 for name in OPTIMIZERS}
+FORMS = ["sgd-foreach", "sgd-fused", "adamw-plain", "adamw-foreach", "adamw-fused"]
 
 each_engine = pytest.mark.parametrize("engine", ENGINES)
 each_memory = pytest.mark.parametrize("private", MEMORY.values(), ids=MEMORY.keys())
@@ -74,13 +77,15 @@ def test_five_steps_of_sgd(case: Case, engine: str, private: bool, replicas: int
     check(case, [batch] * STEPS, "sgd", replicas, engine=engine, private_copies=private)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw-plain", "adamw-foreach", "adamw-fused"])
-@pytest.mark.parametrize("replicas", [2, 3], ids=lambda n: f"x{n}")
+@pytest.mark.parametrize("optimizer", FORMS)
+@pytest.mark.parametrize(("replicas", "batch"), [(2, 7), (3, 16)], ids=["x2-batch7", "x3-batch16"])
 @each_memory
 @each_engine
 @pytest.mark.parametrize("name", [case.name for case in CASES if not case.sparse])
-def test_five_steps_of_adamw(name: str, engine: str, private: bool, replicas: int, optimizer: str) -> None:
-    check(BY_NAME[name], [7] * STEPS, optimizer, replicas, engine=engine, private_copies=private)
+def test_five_steps_of_every_form(
+    name: str, engine: str, private: bool, replicas: int, batch: int, optimizer: str
+) -> None:
+    check(BY_NAME[name], [batch] * STEPS, optimizer, replicas, engine=engine, private_copies=private)
 
 
 @pytest.mark.parametrize("replicas", [2, 3], ids=lambda n: f"x{n}")

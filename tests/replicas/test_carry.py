@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import instep
+
 
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
@@ -271,3 +273,29 @@ def test_what_nobody_reads_is_not_carried(wrap: Callable[..., Any]) -> None:
     assert_same_story(plain, model, [normal(size, 3) for size in (8, 5, 7, 8)])
     assert [slot.verdict for slot in model._instep_together.settler.carry.slots.values()] == ["unsure"]
     torch.testing.assert_close(net.kept, plain.kept)
+
+
+@pytest.mark.parametrize("first", ["train", "eval"])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+def test_state_that_is_read_in_another_way_in_another_mode(engine: str, first: str) -> None:
+    """Each sample its own row in training, all rows in evaluation."""
+
+    class Modes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.state = nn.Linear(4, 3), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.layer(x)
+            if self.state is not None:
+                out = out + (self.state if self.training else self.state.mean(0))
+            self.state = out.detach()
+            return out
+
+    net, plain = Modes().double(), Modes().double()
+    plain.load_state_dict(net.state_dict())
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        for step in range(10):
+            training = (step % 5 < 3) == (first == "train")
+            x = torch.randn(6, 4, dtype=torch.float64)
+            torch.testing.assert_close(model.train(training)(x), plain.train(training)(x))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import threading
 import types
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -171,6 +173,41 @@ def test_what_cannot_be_copied_is_shared(tmp_path: Path) -> None:
         assert model._instep_crew.replicas[1].module.file is file
 
 
+class Child(nn.Module):
+    """Reaches its parent through a proxy."""
+
+    def __init__(self, parent: nn.Module) -> None:
+        super().__init__()
+        self.parent, self.layer = weakref.proxy(parent), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.parent.first(x))
+        return out
+
+
+class Parent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.child = nn.Linear(4, 5), Child(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.child(x)
+        return out
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+def test_a_proxy_stands_for_the_replicas_own(engine: str) -> None:
+    net, x = Parent(), torch.randn(6, 4)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, private_copies=True) as model:
+        model(x).sum().backward()
+        mine = net.first.weight.grad.clone()
+        net.zero_grad()
+        net(x).sum().backward()
+        torch.testing.assert_close(mine, net.first.weight.grad)
+        replica: Any = model._instep_crew.replicas[1].module
+        assert replica.child.parent.first is replica.first
+
+
 class Guarded(nn.Module):
     """Holds a lock in the same object as a tensor."""
 
@@ -289,3 +326,21 @@ def test_a_generator_of_the_module_repeats() -> None:
             runs.append(model(torch.zeros(6, 4)))
         assert torch.equal(runs[0], runs[1])
         assert torch.equal(runs[1], runs[2])
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+def test_an_iterator_is_drawn_from_once_a_call(engine: str) -> None:
+    class Scheduled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * next(self.schedule)
+
+    net, plain = Scheduled(3, 2), Scheduled(3, 2)
+    plain.load_state_dict(net.state_dict())
+    net.schedule, plain.schedule = itertools.count(1), itertools.count(1)
+    x = torch.randn(6, 3)
+    with instep.DataParallel(net, ["cpu"] * 3, engine=engine) as model:
+        with pytest.warns(UserWarning, match="draw from the iterator 'schedule'"):
+            first = model(x)
+        torch.testing.assert_close(first, plain(x))
+        for _ in range(3):
+            torch.testing.assert_close(model(x), plain(x))

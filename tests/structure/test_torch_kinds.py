@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import rnn
 
+import instep
 from instep.errors import MergeError, StructureError
 from instep.structure import torch_kinds
 from instep.structure.torch_kinds import PACKED_SEQUENCE, tensor_kind
@@ -278,3 +280,22 @@ def test_other_sparse_layouts_say_what_to_write() -> None:
 def test_ordinary_tensors_have_no_kind() -> None:
     assert tensor_kind(torch.zeros(3)) is None
     assert tensor_kind(nn.Parameter(torch.zeros(()))) is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+def test_a_model_that_takes_nested_tensors(engine: str, layout: Any) -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([self.layer(row).sum(0) for row in x.unbind()])
+
+    net = Sums()
+    x = torch.nested.nested_tensor([torch.randn(n + 1, 4) for n in range(7)], layout=layout)
+    with instep.DataParallel(net, ["cpu"] * 3, engine=engine) as model:
+        torch.testing.assert_close(model(x), net(x))
+        assert "nested" in str(model.explain(x)) or "NestedTensor" in str(model.explain(x))

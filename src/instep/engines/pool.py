@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -45,10 +45,12 @@ class ReplicaThread:
         self.inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.pid = os.getpid()
         self.users = 0
-        self.share = 0
-        """The intra-op threads it was given."""
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Begin, once somebody holds it: an interruption meanwhile leaves no thread that nobody knows."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def _work(self) -> None:
         _here.inside = True
@@ -59,14 +61,32 @@ class ReplicaThread:
     def alive(self) -> bool:
         return self.pid == os.getpid() and self._thread.is_alive()
 
-    def stop(self) -> None:
+    def usable(self) -> bool:
+        """Whether it runs, or was not started yet."""
+        return self.pid == os.getpid() and (self._thread.ident is None or self._thread.is_alive())
+
+    def stop(self, *, wait: bool = True) -> None:
         self.inbox.put(None)
-        if self.alive() and threading.current_thread() is not self._thread:
+        if wait and self.alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
 
+def _end_dropped() -> None:
+    """Give back the leases that nobody holds any longer, unless the lock is held: then whoever holds it does so."""
+    if _dropped and _lock.take_if_free():
+        try:
+            while _dropped:
+                for thread in _dropped.popleft().give_back():
+                    thread.stop(wait=False)
+        finally:
+            _lock.release()
+        _end_dropped()  # what came meanwhile
+
+
 _threads: dict[tuple[str, int], ReplicaThread] = {}
+_dropped: deque[Lease] = deque()
 _lock = ProcessLock(_threads.clear)
+"""Whoever gives it back calls `_end_dropped`."""
 
 
 class Lease:
@@ -79,72 +99,97 @@ class Lease:
             self._keys.append((str(device), seen[str(device)]))
             seen[str(device)] += 1
         self._closed = False
-        with _lock:
-            self._threads = [self._take(key) for key in self._keys]
+        self._threads: list[ReplicaThread] = []
+        try:
+            with _lock:
+                self._take_all()
+        except BaseException:
+            self.drop()
+            raise
+        _end_dropped()
 
     @staticmethod
     def _take(key: tuple[str, int]) -> ReplicaThread:
         thread = _threads.get(key)
-        if thread is None or not thread.alive():
+        if thread is None or not thread.usable():
             thread = _threads[key] = ReplicaThread(f"instep-{key[0]}-{key[1]}")
         thread.users += 1
         return thread
 
-    def run(self, tasks: Sequence[Callable[[], T]], *, drain: bool = False) -> list[T]:
+    def run(
+        self, tasks: Sequence[Callable[[], T]], *, drain: bool = False, stop: Callable[[], None] | None = None
+    ) -> list[T]:
         """The results of one task a thread, in order; the first error that a task raised is raised.
 
-        An interruption of the caller ends the wait at once, or with `drain` when no task runs any longer.
+        An interruption of the caller ends the wait at once, or with `drain` when no task runs any longer. If it comes
+        before every task is handed out, `stop` tells those that have begun not to wait for the others.
         """
         if inside_replica():  # a thread that waited for itself would wait for ever
             return [task() for task in tasks]
         if self._closed:
             raise EngineError("this engine was closed.")
+        mine = torch.get_num_threads()
         done = _Results(len(tasks))
-        with _lock:  # calls of several wrappers reach every thread in the same order
-            self._revive()
-            self._share_cores(len(tasks))
-            threads = list(self._threads)
-            for index, task in enumerate(tasks):
-                threads[index].inbox.put(_Task(index, task, done))
-        return done.collect(drain)
+        parts = [_Task(index, task, done, max(1, mine // len(tasks))) for index, task in enumerate(tasks)]
+        try:
+            with _lock:  # calls of several wrappers reach every thread in the same order
+                self._revive()
+                for thread, part in zip(self._threads, parts, strict=False):
+                    thread.inbox.put(part)
+            _end_dropped()
+            return done.collect(drain, partial(_begin_elsewhere, parts))
+        except BaseException:
+            begun = [part.index for part in parts if not part.withdraw()]
+            if stop is not None:
+                stop()
+            if drain and not done.hurried:
+                done.wait_for(begun)
+            raise
+        finally:
+            if done.shared:  # torch hands the count set last to every new thread: the caller sets its own again
+                torch.set_num_threads(mine)
 
     def _revive(self) -> None:
         """A forked child has none of its parent's threads: it starts its own."""
         if not all(thread.alive() for thread in self._threads):
-            self._threads = [self._take(key) for key in self._keys]
+            self._threads = []
+            self._take_all()
 
-    def _share_cores(self, active: int) -> None:
-        """Give each thread its share of the intra-op threads; the caller keeps its own count.
-
-        torch hands the count set last to every new thread, so the caller sets its own again.
-        """
-        mine = torch.get_num_threads()
-        share = max(1, mine // max(1, active))
-        others = [thread for thread in self._threads[:active] if thread.share != share]
-        if not others:
-            return
-        done = _Results(len(others))
-        for index, thread in enumerate(others):
-            thread.share = share
-            thread.inbox.put(_Task(index, partial(_set_threads, share), done))
-        done.collect(drain=True)
-        torch.set_num_threads(mine)
+    def _take_all(self) -> None:
+        """Each thread is held before it is started; one that an interruption left unstarted is started now."""
+        self._threads.extend(self._take(key) for key in self._keys[len(self._threads) :])
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Give the threads back; those that nobody else uses end."""
-        ended = []
+        if inside_replica():  # somebody may hold the lock and wait for this thread
+            self.drop()
+            return
         with _lock:
-            if self._closed:
-                return
-            self._closed = True
-            for key, thread in zip(self._keys, self._threads, strict=True):
-                thread.users -= 1
-                if thread.users <= 0:
-                    if _threads.get(key) is thread:
-                        del _threads[key]
-                    ended.append(thread)
+            ended = self.give_back()
+        _end_dropped()
         for thread in ended:  # not under the lock: what a thread still does may need it
             thread.stop()
+
+    def drop(self) -> None:
+        """The same for a finalizer: it may run anywhere, also in a thread that is waited for, and waits for nothing."""
+        _dropped.append(self)
+        _end_dropped()
+
+    def give_back(self) -> list[ReplicaThread]:
+        """The threads that nobody uses any longer; to be called under the lock."""
+        ended: list[ReplicaThread] = []
+        if self._closed:
+            return ended
+        self._closed = True
+        for key, thread in zip(self._keys, self._threads, strict=False):
+            thread.users -= 1
+            if thread.users <= 0:
+                if _threads.get(key) is thread:
+                    del _threads[key]
+                ended.append(thread)
+        return ended
 
 
 class _Results:
@@ -155,6 +200,10 @@ class _Results:
     """
 
     def __init__(self, count: int) -> None:
+        self.shared = False
+        """Whether a task gave its thread another share of the cores."""
+        self.hurried = False
+        """Whether whoever waits was interrupted twice."""
         self._results: list[tuple[Any, BaseException | None] | None] = [None] * count
         self._bell: SimpleQueue[None] = SimpleQueue()
 
@@ -163,18 +212,21 @@ class _Results:
         if None not in self._results:  # whoever waits is woken once, by the last
             self._bell.put(None)
 
-    def collect(self, drain: bool) -> list[Any]:
+    def collect(self, drain: bool, late: Callable[[], None]) -> list[Any]:
         """All results, or the first error; an interruption ends the wait at once, or with `drain` after the last task.
 
-        A second interruption always does.
+        A second interruption always does. `late` is called whenever results are still missing after a while.
         """
         interrupted: BaseException | None = None
         while None in self._results:
             try:
                 with suppress(Empty):
                     self._bell.get(timeout=_GLANCE)
+                    continue
+                late()
             except BaseException as interruption:
                 if not drain or interrupted is not None:
+                    self.hurried = interrupted is not None
                     raise
                 interrupted = interruption
         if interrupted is not None:
@@ -185,8 +237,14 @@ class _Results:
             raise first_error(errors)
         return [result for result, _ in given]
 
+    def wait_for(self, begun: Sequence[int]) -> None:
+        """Wait until these tasks have ended."""
+        while any(self._results[index] is None for index in begun):
+            with suppress(Empty):
+                self._bell.get(timeout=_GLANCE)
 
-_GLANCE = 0.5
+
+_GLANCE = 0.1
 """Seconds after which whoever waits for results looks again, without a bell."""
 
 
@@ -196,20 +254,55 @@ def _set_threads(count: int) -> None:
 
 
 class _Task:
-    """A task with the place its result goes to."""
+    """A task with the place its result goes to. It is done once, by the first thread that comes to it."""
 
-    __slots__ = ("done", "index", "task")
+    __slots__ = ("done", "index", "share", "waiting")
 
-    def __init__(self, index: int, task: Callable[[], Any], done: _Results) -> None:
-        self.index, self.task, self.done = index, task, done
+    def __init__(self, index: int, task: Callable[[], Any], done: _Results, share: int) -> None:
+        self.index, self.done = index, done
+        self.waiting = [task]
+        self.share = share
+        """The intra-op threads that it may take."""
+
+    def withdraw(self) -> bool:
+        """See to it that no thread begins it any more; False if one has."""
+        try:
+            self.waiting.pop()
+        except IndexError:
+            return False
+        return True
 
     def __call__(self) -> None:
         try:
-            result = self.task()
+            task = self.waiting.pop()  # only one thread can
+        except IndexError:
+            return
+        try:
+            if getattr(_here, "share", 0) != self.share:
+                self.done.shared = True
+                _set_threads(self.share)
+                _here.share = self.share
+            result = task()
         except BaseException as error:
             self.done.put(self.index, None, error)
         else:
             self.done.put(self.index, result, None)
+
+
+def _begin_elsewhere(parts: Sequence[_Task]) -> None:
+    """Do what no replica thread has come to in threads of its own.
+
+    A replica thread may be in the middle of a call that waits for this one: a wrapper called from a thread that the
+    `forward` of another one has started.
+    """
+    for part in parts:
+        if part.waiting:
+            threading.Thread(target=_do_one, args=(part,), name=f"instep-beside-{part.index}", daemon=True).start()
+
+
+def _do_one(part: _Task) -> None:
+    with as_replica():
+        part()
 
 
 def stop_all() -> None:

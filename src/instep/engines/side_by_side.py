@@ -63,7 +63,7 @@ class SideBySide:
         with self._lock:
             if self._lease is None:
                 self._lease = Lease(self._devices)
-                weakref.finalize(self, self._lease.close)
+                weakref.finalize(self, self._lease.drop)
             return self._lease
 
     def kinds(self) -> Sequence[type[Replica]]:
@@ -121,7 +121,7 @@ class SideBySide:
             if nested:
                 run_here(tasks, room, stop=lambda _: False)
             else:
-                self.lease.run(tasks, drain=True)
+                self.lease.run(tasks, drain=True, stop=room.abort)
         else:  # autograd's own device threads run the replicas at the same time
             outputs = [output for outs, _ in pairs for output in outs]
             arrived = [grad for _, grads in pairs for grad in grads]

@@ -40,6 +40,8 @@ class Slot:
     key: Any = None
     tries: int = 0
     """How many comparisons there were."""
+    kinds: dict[int, str] = field(default_factory=dict)
+    """What comparisons showed, by the kind that the module was of: in another mode it may be read in another way."""
     unread: int | None = None
     """The kind that the module was of when a comparison showed that nothing reads it, which says nothing of others."""
 
@@ -91,7 +93,7 @@ class Carry:
         verdict = known.verdict if known is not None else CUT if self._is_declared(path) else UNSURE
         made = Slot(module, name, path, {p: dim for p, (_, dim) in dims.items()}, verdict)
         if known is not None:
-            made.tries, made.unread = known.tries, known.unread
+            made.tries, made.unread, made.kinds = known.tries, known.unread, known.kinds
         self.slots[id(module), name] = made
 
     def note_entry(
@@ -139,6 +141,10 @@ class Carry:
         for key in gone:
             del self.slots[key]
         for slot in self.slots.values():
+            if kind in slot.kinds:
+                slot.verdict = slot.kinds[kind]
+            elif slot.verdict in (CUT, WHOLE) and slot.kinds and slot.tries < _MOST_TRIES:
+                slot.verdict = UNSURE
             if slot.verdict == WHOLE and slot.unread not in (None, kind) and slot.tries < _MOST_TRIES:
                 slot.verdict = UNSURE
         slots = self._in_use(modules) if self.slots else []

@@ -27,6 +27,7 @@ GeneratorMaker = Callable[[torch.Generator], torch.Generator]
 
 # Seen as they are: nothing of the source can hang below them.
 OPAQUE = (*SCALARS, type, types.ModuleType, types.CodeType, torch.dtype, torch.device, torch.Size)
+PROXIES: tuple[Any, ...] = (weakref.ProxyType, weakref.CallableProxyType)
 _MAX_VISITS = 200_000
 
 
@@ -55,11 +56,19 @@ class Layer:
 class Cloner:
     """Rebuilds objects of one source module for one replica; the same object is always rebuilt as the same object."""
 
-    def __init__(self, tensor: TensorMaker, generator: GeneratorMaker, own: Mapping[int, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tensor: TensorMaker,
+        generator: GeneratorMaker,
+        own: Mapping[int, Any] | None = None,
+        moves: tuple[torch.device, torch.device] | None = None,
+    ) -> None:
         self._tensor = tensor
         self._generator = generator
         self._own = own or {}
         """By their ids, containers without tensors that each replica has for itself, because `forward` changes them."""
+        self._moves = moves
+        """The source's device and the replica's: a module that remembers the one remembers the other there."""
         self._base = self._layer = Layer()
         self._layers: dict[Any, Layer] = {}
         self._plain: dict[int, Any] = {}
@@ -86,6 +95,8 @@ class Cloner:
             return known[1]
         if isinstance(value, OPAQUE):
             return value
+        if type(value) in PROXIES:  # it says that it is of the class of what it stands for
+            return self._note(value, weakref.proxy(self.clone(value.__init__.__self__)))
         self._depth += 1
         try:
             return self._make(value)
@@ -168,6 +179,8 @@ class Cloner:
 
     def attribute(self, name: str, value: Any) -> Any:
         """The counterpart of one entry of a module's `__dict__`; its tables are the replica's own."""
+        if self._moves is not None and type(value) is torch.device and value == self._moves[0]:
+            return self._moves[1]
         if name in TABLES and isinstance(value, dict):
             return _refill(value, [(key, self.clone(item)) for key, item in value.items()])
         return self.clone(value)

@@ -15,11 +15,14 @@ from instep.structure.tree import attributes_of, open_node
 
 def equal_tensors(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors of one device hold the same numbers; a NaN equals a NaN."""
-    if left.shape != right.shape or left.dtype != right.dtype or left.layout != right.layout:
+    if left.is_nested != right.is_nested or left.layout != right.layout:
+        return False
+    if left.is_nested:
+        one, two = left.detach().unbind(), right.detach().unbind()
+        return len(one) == len(two) and all(map(equal_tensors, one, two))
+    if left.shape != right.shape or left.dtype != right.dtype:
         return False
     left, right = left.detach(), right.detach()
-    if left.is_nested:
-        return all(map(equal_tensors, left.unbind(), right.unbind()))
     if left.layout is torch.sparse_coo:
         left, right = left.coalesce(), right.coalesce()
         return torch.equal(left.indices(), right.indices()) and equal_tensors(left.values(), right.values())

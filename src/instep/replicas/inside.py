@@ -26,6 +26,8 @@ class Judge(Protocol):
 
     def rule(self, place: Place) -> Any: ...
 
+    def varies(self, place: Place) -> bool: ...
+
     def output_rule(self, place: Place) -> Any: ...
 
     def merge(self, place: Place, old: Any, new: list[Any], sizes: Sequence[int]) -> Any: ...
@@ -79,7 +81,7 @@ def _shown(container: Any, contents: Contents) -> Any:
 
 def _merge_sets(place: Place, old: Contents, new: Sequence[Contents], judge: Judge) -> Contents:
     before, after = set(old.items), [set(one.items) for one in new]
-    if all(one == after[0] for one in after):
+    if all(one == after[0] for one in after) and (after[0] == before or not judge.varies(place)):
         return new[0]
     if judge.rule(place) in ("cat", "sum"):
         gone = set().union(*(before - one for one in after))

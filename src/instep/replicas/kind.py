@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from instep.replicas.clone import PROXIES
 from instep.structure.tree import SCALARS
 
 _MOST = 256
@@ -69,7 +70,7 @@ class Kinds:
                 continue
             if isinstance(value, (*SCALARS, enum.Enum)):
                 found.append((name, type(value), value))
-            elif isinstance(value, nn.Module):
+            elif isinstance(value, nn.Module) and type(value) not in PROXIES:
                 found.append((name, self._serial(value)))
             else:
                 held.append(value)

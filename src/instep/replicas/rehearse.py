@@ -55,9 +55,9 @@ def compare(
         slot.tries += 1
         slot.unread = crew.kinds.now if len(fitting) > 1 else None
     if shown or not fitting:
-        judge(carried, fitting[0] if fitting else ALONE)
+        judge(carried, fitting[0] if fitting else ALONE, crew.kinds.now)
     elif any(slot.tries >= _TRIES for slot in carried):
-        judge(carried, ALONE)
+        judge(carried, ALONE, crew.kinds.now)
     return output
 
 
@@ -77,11 +77,13 @@ def _quiet(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.training = True
 
 
-def judge(slots: Sequence[Slot], verdict: str) -> None:
+def judge(slots: Sequence[Slot], verdict: str, kind: int) -> None:
     """Note what a call that was computed in several ways has shown."""
     for slot in slots:
         if slot.verdict == UNSURE:
             slot.verdict = WHOLE if verdict == CUT and slot.module is None else verdict
+            if slot.unread is None:
+                slot.kinds[kind] = slot.verdict
     if verdict == ALONE:
         names = ", ".join(repr(slot.path) for slot in slots)
         warnings.warn(

@@ -41,6 +41,7 @@ class Replica:
         device: torch.device,
         way: Way,
         *,
+        home: torch.device | None = None,
         dress: Dress | None = None,
         own: Mapping[int, Any] | None = None,
         apart: Mapping[int, Tensor] | None = None,
@@ -49,7 +50,8 @@ class Replica:
         self.device = device
         self.name = f"replica {index} on {device}"
         self.tensors = self.kind_of_tensors(device, way, apart or {}, shared_storages(source.modules()))
-        self.cloner = Cloner(self.tensors.make, partial(counterpart, device=device), own)
+        moves = None if home is None or home == device else (home, device)
+        self.cloner = Cloner(self.tensors.make, partial(counterpart, device=device), own, moves)
         self.module: nn.Module = self.cloner.clone(source)
         if way in (Way.PRIVATE, Way.LINK):
             self._flatten_weights()

@@ -5,8 +5,10 @@ A sandbox has its own copy of every tensor, no hooks of the user, and starts eve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from instep.replicas.carry import Slot
 from instep.replicas.clone import REGISTRIES, TABLES, Cloner
 from instep.replicas.equal import equal_tensors
 from instep.replicas.hook_owner import users
+from instep.replicas.names import Owners, module_names
+from instep.replicas.shelf import Place, Shelf
 from instep.replicas.snapshot import Dice, Snapshot
 from instep.replicas.tensors import Tensors, Way
 from instep.structure.tree import map_tensors, tensors_in
@@ -36,6 +40,7 @@ class Sandbox:
         """Whether a run since this was last set to False drew random numbers."""
         self._tensors = Tensors(device, Way.PRIVATE)
         cloner = Cloner(self._tensors.make, lambda generator: generator)  # put back after every run, like all else
+        self._cloner = cloner
         self.module: nn.Module = cloner.clone(source.__dict__.get("_modules", {}).get("_orig_mod", source))
         modules = [made for _, made in cloner.modules]
         for module in modules:
@@ -45,6 +50,7 @@ class Sandbox:
         self._modules = modules
         self._made = {id(source): made for source, made in cloner.modules}
         self._lent: dict[tuple[int, str], Any] = {}
+        self._owners = Owners(self.module)
         self._names = {id(module): name for name, module in self.module.named_modules()}
         self._snapshot = Snapshot(modules)
         self._then = [(module, dict(module.__dict__)) for module in modules]
@@ -70,16 +76,24 @@ class Sandbox:
         self._snapshot = Snapshot(self._modules)
         self._then = [(module, dict(module.__dict__)) for module in self._modules]
 
-    def run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """What a call gives, and the attributes that it sets, by dotted name; then everything is put back."""
+    def run(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, dict[str, Any], dict[str, list[Any]]]:
+        """What a call gives, and by dotted name the attributes that it sets and what else it leaves behind.
+
+        Then everything is put back.
+        """
         self._dice.hold(generators_in([*args, *kwargs.values()]))
         try:
             with self._surroundings():
                 function = self.module if method == "forward" else getattr(self.module, method)
                 output = map_tensors(_own, function(*args, **kwargs))
                 attributes = {name: map_tensors(_own, value) for name, value in self._attributes_set()}
+                left: dict[str, list[Any]] = {}
+                for place, value in self._left(attributes):
+                    left.setdefault(str(place.spoken()), []).append(map_tensors(_own, value))
             self.drew = self.drew or self._dice.moved() or self._snapshot.drew()
-            return output, attributes
+            return output, attributes, left
         finally:
             self._put_back()
 
@@ -111,14 +125,37 @@ class Sandbox:
     def _attributes_set(self) -> Iterator[tuple[str, Any]]:
         """Attributes that hold tensors or numbers and that a run has set to another object."""
         for module, then in self._then:
-            name = self._names.get(id(module))
-            for key, value in module.__dict__.items() if name is not None else ():
-                if key in TABLES or key == "training" or value is then.get(key, _NONE):
-                    continue
-                if value is self._lent.get((id(module), key), _NONE):
-                    continue
+            for name, value in self._set_on(module, module.__dict__, then):
                 if isinstance(value, (int, float)) or is_row(value) or any(True for _ in tensors_in(value)):
-                    yield (f"{name}.{key}" if name else key), value
+                    yield name, value
+
+    def _set_on(self, module: nn.Module, table: dict[str, Any], then: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Attributes or buffers that a run has set to another object, by dotted name."""
+        name = self._names.get(id(module))
+        for key, value in table.items() if name is not None else ():
+            if key in TABLES or key == "training" or value is then.get(key, _NONE):
+                continue
+            if value is not self._lent.get((id(module), key), _NONE):
+                yield (f"{name}.{key}" if name else key), value
+
+    def _left(self, attributes: Collection[str]) -> Iterator[tuple[Place, Any]]:
+        """What a run changed beside these attributes: buffers, other attributes, what containers and objects hold."""
+        for source, made in self._tensors.state:
+            owner = self._owners.of(made)
+            if owner.module is not None and not equal_tensors(source, made.to(source.device)):
+                yield Place(owner.path), made
+        changed = self._snapshot.changed()
+        if not changed:
+            return
+        places = Shelf(self._modules, module_names(self.module, self._modules), self._cloner).places
+        homes = {id(table): module for module in self._modules for table in (module.__dict__, module._buffers)}
+        for table, then in changed:
+            if id(table) in homes:
+                for key, value in self._set_on(homes[id(table)], table, then):
+                    if key not in attributes:
+                        yield Place(key), value
+            elif id(table) in places:
+                yield from _entries(places[id(table)], table, then)
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
@@ -132,6 +169,19 @@ class Sandbox:
             stack.callback(torch.set_autocast_cache_enabled, kept)
             torch.set_autocast_cache_enabled(False)
             yield
+
+
+def _entries(place: Place, table: Any, then: Any) -> Iterator[tuple[Place, Any]]:
+    """What came into a container, or took the place of something in it."""
+    if isinstance(table, dict):
+        yield from ((place.at(key), (key, value)) for key, value in table.items() if value is not then.get(key, _NONE))
+    elif isinstance(table, (list, deque)):
+        grown = len(table) > len(then) and all(map(is_, table, then))
+        known = set() if grown else set(map(id, then))
+        first = len(then) if grown else 0
+        yield from ((place, (at, v)) for at, v in enumerate(table) if at >= first and id(v) not in known)
+    else:  # a set, or an array
+        yield place, table.copy()
 
 
 def _own(tensor: Tensor) -> Tensor:

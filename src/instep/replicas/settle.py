@@ -54,6 +54,10 @@ class Settler:
     """By dotted name: what trials said of the tensors that `forward` sets on the module."""
     doubted: Collection[str] = ()
     """Dotted names of attributes of which trials said that no rule of outputs makes the whole's from the parts'."""
+    varied: Collection[str] = ()
+    """Places of state that trials saw to become another for other samples: alike on replicas, they are shards'."""
+    constant: Collection[str] = ()
+    """Dotted names of attributes that trials saw to become the same for any number of samples."""
     inputs: Sequence[Mapping[str, Any]] = ()
     """The arguments of the replicas, for as long as their call is settled."""
 
@@ -117,6 +121,7 @@ class Settler:
             old = holder.get(name, MISSING)
             new = [table[key].new if key in table else _held(replicas[r], change) for r, table in enumerate(tables)]
             new = [known.get(id(value), value) for known, value in zip(origins, new, strict=True)]
+            new = [_device_at_home(value, replica, replicas[0]) for replica, value in zip(replicas, new, strict=True)]
             path = f"{names[index]}.{name}" if names[index] else name
             derived = is_derived(modules[index], name)
             value = new[0] if derived else self.merge(Place(path), old, new, sizes, known_rule(modules[index], name))
@@ -210,15 +215,24 @@ class Settler:
         if self._is_named(place) and all(any(True for _ in tensors_in(value)) for value in new):
             return self._merge_output(place, new, sizes)
         if all(equal(value, new[0]) for value in new):
-            if equal(old, new[0]) or not (
-                is_count(old, new[0], sizes) or self._may_follow(path, old, new[0], sizes[0])
-            ):
+            fixed = str(place.spoken()) in self.constant
+            if equal(old, new[0]) or fixed or not self._is_shards(place, old, new[0], sizes):
                 return new[0]
             if path not in self.mergers:
                 return self.refuse(place, new)
         if self._is_output(place, old, new, sizes):
             return self._merge_output(place, new, sizes)
         return self.refuse(place, new)
+
+    def _is_shards(self, place: Place, old: Any, new: Any, sizes: Sequence[int]) -> bool:
+        """Whether what is alike on every replica may still be a shard's, and not what the whole would get."""
+        if self.varies(place) or is_count(old, new, sizes):
+            return True
+        return self._may_follow(str(place), old, new, sizes[0])
+
+    def varies(self, place: Place) -> bool:
+        """Whether trials saw a place of state become another for other samples."""
+        return str(place.spoken()) in self.varied
 
     def _may_follow(self, path: str, old: Any, new: Any, size: int) -> bool:
         """Whether tensors that are alike on every replica may hold the samples of a shard each: zeros, or ones."""
@@ -328,6 +342,11 @@ def refuse_writes(source: nn.Module, written: Sequence[Tensor]) -> None:
 def _held(replica: Replica, change: Any) -> Any:
     _, module = replica.cloner.modules[change.module]
     return (module._buffers if change.buffer else module.__dict__).get(change.name, MISSING)
+
+
+def _device_at_home(value: Any, replica: Replica, first: Replica) -> Any:
+    """The first replica's device, where a replica has noted its own (`self.device = x.device`)."""
+    return first.device if isinstance(value, torch.device) and value == replica.device else value
 
 
 def _home(value: Any, old: Any) -> Any:

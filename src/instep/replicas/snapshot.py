@@ -119,6 +119,11 @@ class Snapshot:
         for generator, state in self._generators:
             generator.set_state(state)
 
+    def changed(self) -> list[tuple[Any, Any]]:
+        """The tables and arrays that are not as they were, each with what it held."""
+        arrays = [(array, then) for array, then in self._arrays if not np.array_equal(array, then)]
+        return [(table, then) for table, then in self._tables if not _is_same(table, then)] + arrays
+
     def drew(self) -> bool:
         """Whether numbers were drawn from a generator that the module holds."""
         return any(not torch.equal(generator.get_state(), state) for generator, state in self._generators)

@@ -38,7 +38,7 @@ from instep.structure.shapes import equal_scalars, equal_values, few, follow, is
 from instep.structure.split import Parts, join, undo_plan
 from instep.structure.tree import SCALARS, Node, Path, is_sequence, open_node, specific_first
 from instep.structure.types import Kind, kind_of
-from instep.structure.verdicts import Joined, Reading, Verdicts
+from instep.structure.verdicts import Joined, Reading, Verdicts, check_absent
 
 
 @dataclass
@@ -195,6 +195,7 @@ class _Merging:
             present = [index for index, part in enumerate(parts) if part is not None]
             if not present:
                 return None
+            check_absent(rule or self.general or not spec.auto, self.found.get(path), parts, scene, path)
             parts, scene = [parts[index] for index in present], scene.only(present)
             types.discard(type(None))
         if rule is not None and not any(open_node(part) is not None for part in parts):

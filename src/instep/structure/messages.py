@@ -17,6 +17,8 @@ SHOWN = 12
 def summary(value: Any) -> str:
     """A value in a few words: its type and shape or length, never its data."""
     name = type(value).__name__
+    if getattr(value, "is_nested", False):
+        return f"nested {name} of {value.size(0)}"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{name} {list(value.shape)}"
     if isinstance(value, (list, tuple, dict)):

@@ -1,6 +1,7 @@
 """Deciding how a call is shared out: every leaf is cut along a dim, sliced as a column, or handed over whole.
 
-Planning looks at types, keys and sizes only. It never reads tensor data, so it costs no synchronisation.
+Planning looks at types, keys and sizes only. It never reads tensor data, so it costs no synchronisation. (What a sorted
+`PackedSequence` holds is said by its `batch_sizes`, which torch keeps on the host.)
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class SplitPlan:
     """What happens to each argument, in the order of `names`."""
     cutters: list[Cutter] = field(default_factory=list, repr=False, compare=False)
     """What carries the roles out, made when the plan is first applied: a plan serves many calls."""
+    shared: list[bool] = field(default_factory=list, repr=False, compare=False)
+    """Whether replicas are given something in common that can be written to; found out once."""
 
     @property
     def parts(self) -> int:

@@ -30,6 +30,9 @@ def _starts(sizes: Sequence[int]) -> Iterator[int]:
 
 
 def _packed_size(packed: PackedSequence) -> int:
+    """The number of samples; read, where nothing else says it, from metadata that torch keeps on the host."""
+    if packed.sorted_indices is not None:
+        return int(packed.sorted_indices.shape[0])
     return int(packed.batch_sizes[0]) if len(packed.batch_sizes) else 0
 
 

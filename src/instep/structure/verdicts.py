@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from instep.errors import MergeError
 from instep.structure.fit import NUMBERS
 from instep.structure.merge_messages import cannot_merge
 from instep.structure.rules import Rule, Scene, WeightedBy, apply_rule, mean_of_equals
-from instep.structure.shapes import equal_scalars, equal_values, few
+from instep.structure.shapes import equal_scalars, equal_values, few, follow
 from instep.structure.tree import Path
 from instep.structure.weights import Count
 
@@ -158,6 +159,33 @@ class Reading:
 
 Verdict: TypeAlias = Joined | Constant | Reduced | Listed | Reading
 Verdicts: TypeAlias = Mapping[Path, Verdict]
+
+
+def check_absent(told: Any, verdict: Verdict | None, parts: Sequence[Any], scene: Scene, path: Path) -> None:
+    """`MergeError` where a replica that has samples gives None for what the whole batch would have their part of.
+
+    Nothing to add to a sum, or no rows that were selected, is no such thing. What the user `told` is not judged, nor
+    are parts that come from no call.
+    """
+    if told or not scene.inputs:
+        return
+    absent = [index for index, part in enumerate(parts) if part is None and scene.sizes[index]]
+    there = [(part, size) for part, size in zip(parts, scene.sizes, strict=True) if part is not None]
+    rows = isinstance(verdict, Joined) or (isinstance(verdict, Reading) and verdict.samples)
+    tensors = [part for part, _ in there if isinstance(part, Tensor)]
+    if verdict is None and len(tensors) == len(there):
+        sizes = [size for _, size in there]
+        rows = any(follow([t.shape for t in tensors], sizes, tensors[0].ndim, dim) for dim in range(tensors[0].ndim))
+    unknown = verdict is None and any(not tensor.ndim for tensor in tensors)
+    rule = verdict.rules[0] if isinstance(verdict, Reduced) else "mean" if unknown else "sum"
+    counts = rule.weights(scene, "") if isinstance(rule, WeightedBy) else scene.sizes
+    share = rule != "sum" and any(float(counts[index]) for index in absent)
+    if absent and (rows or share):
+        what = "one entry a sample" if rows else "a number that may be a mean" if unknown else "a mean"
+        why = f"it is None on replicas {absent} and {what} on the others, which leaves samples out"
+        error = cannot_merge(path, parts, why, scene.sizes)
+        hint = "Where forward asks about its batch, ask about the whole: instep.all_reduce(flag.any(), 'max')."
+        raise MergeError(f"{error}\n{hint}")
 
 
 def _said(rule: Rule) -> str:

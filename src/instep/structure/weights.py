@@ -17,7 +17,7 @@ from instep.structure.tree import Path, is_sequence, open_node, show_path
 LABELS = ("labels", "label", "targets", "target")
 MASKS = ("attention_mask", "mask", "masks")
 
-_TESTS = {"valid": ">= 0", "positive": "> 0", "kept": "!= 0"}
+_TESTS = {"valid": ">= 0", "positive": "> 0", "kept": "!= 0", "empty": "== 0"}
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Count:
     """How many entries of an argument count: a weight that `weighted_by` takes.
 
     `valid` labels are not negative (-100 and -1 are what losses ignore), `positive` ones are not 0 either (0 as
-    padding); what is `kept` by a mask is not 0. `shifted` leaves out the first place, as language models do.
+    padding); what is `kept` by a mask is not 0, or, where it says what is padding, what is `empty` is. `shifted` leaves
+    out the first place, as language models do.
     """
 
     path: Path
@@ -40,8 +41,8 @@ class Count:
         """True where an entry counts."""
         if self.shifted:
             value = value[..., 1:]
-        if self.test == "kept":
-            return value != 0
+        if self.test in ("kept", "empty"):
+            return value != 0 if self.test == "kept" else value == 0
         return value >= 0 if self.test == "valid" else value > 0
 
     def __str__(self) -> str:
@@ -61,13 +62,13 @@ def counts_in(inputs: Mapping[str, Any], size: int) -> list[Count]:
     found: list[Count] = []
     for path, value in _tensors(inputs, ()):
         name = str(path[-1])
-        if not value.ndim or value.shape[0] != size or value.layout is not torch.strided or value.is_nested:
+        if not _has_rows(value, size):
             continue
         shifts = (False, True) if value.ndim > 1 else (False,)
         if (name in LABELS or name.endswith("_labels")) and not value.is_floating_point():
             found += [Count(path, test, shifted) for test in ("valid", "positive") for shifted in shifts]
         elif name in MASKS or name.endswith("_mask"):
-            found += [Count(path, "kept", shifted) for shifted in shifts]
+            found += [Count(path, test, shifted) for test in ("kept", "empty") for shifted in shifts]
     return found
 
 
@@ -79,21 +80,49 @@ def best_window(inputs: Mapping[str, Any], batch: int, sizes: Sequence[int], riv
     """
     a, n = sizes[0], sum(sizes)
     counts = [count for count in (rivals or counts_in(inputs, batch)) if isinstance(count, Count)]
-    if not counts or batch <= n:
+    if batch <= n:
         return 0
-    shares = [torch.full((batch - n + 1,), a / n, dtype=torch.float64)]
+    usual = torch.full((batch - n + 1,), a / n, dtype=torch.float64)
+
+    def share(row: Tensor) -> Tensor:
+        """The first part's share of a number that each sample has, in every stretch."""
+        total = torch.zeros(batch + 1, dtype=torch.float64)
+        total[1:] = row.cumsum(0)
+        part, whole = total[a : batch - n + a + 1] - total[: batch - n + 1], total[n:] - total[: batch - n + 1]
+        return torch.where(whole > 0, part / whole.clamp(min=1e-12), a / n)
+
+    shares = [usual]
     for count in counts:
         value = _look_up(count.path, inputs)
-        if not isinstance(value, Tensor) or not value.ndim or value.shape[0] != batch:
+        if not isinstance(value, Tensor) or not _has_rows(value, batch):
             return 0
-        total = torch.zeros(batch + 1, dtype=torch.float64)
-        total[1:] = count.of(value).reshape(batch, -1).sum(1).cumsum(0)
-        part, whole = total[a : batch - n + a + 1] - total[: batch - n + 1], total[n:] - total[: batch - n + 1]
-        shares.append(part / whole.clamp(min=1))
+        shares.append(share(count.of(value).reshape(batch, -1).sum(1)))
     pairs = [(one - two).abs() for index, one in enumerate(shares) for two in shares[index + 1 :]]
-    told = torch.stack(pairs)
-    score = (told > 1e-6).sum(0) + told.clamp(max=0.5).mean(0)
+    pairs += [] if rivals else [(share(row) - usual).abs() for row in _by_sample(inputs, batch)]
+    if not pairs:
+        return 0
+    told = torch.nn.functional.threshold(torch.stack(pairs), 1e-6, 0.0)  # without what rounding leaves
+    score = (told > 0).sum(0) + (told > 0.1).sum(0) + told.clamp(max=0.5).mean(0)
     return int(score.argmax())
+
+
+def _has_rows(value: Tensor, batch: int) -> bool:
+    """Whether a tensor is an ordinary one with a row for each sample."""
+    return not value.is_nested and value.layout is torch.strided and value.ndim > 0 and value.shape[0] == batch
+
+
+def _by_sample(inputs: Mapping[str, Any], batch: int) -> Iterator[Tensor]:
+    """A number for each sample from whatever a mean may be over, by any name: integers, and one fraction a sample."""
+    for _, value in _tensors(inputs, ()):
+        if not _has_rows(value, batch) or value.is_complex() or not value.numel():
+            continue
+        if value.ndim == 1 or not value.is_floating_point():
+            entries = value.detach().reshape(batch, -1).cpu()
+            rows = entries.double().sum(1)
+            yield torch.nan_to_num(rows - rows.min())
+        if not value.is_floating_point():  # rare values, such as a class that weighs more, or one that is left out
+            _, which, times = entries.unique(return_inverse=True, return_counts=True)
+            yield (1.0 / times.double())[which].sum(1)
 
 
 def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
