@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +37,7 @@ def test_the_loss_is_computed_where_the_outputs_are(engine: str) -> None:
     torch.testing.assert_close(given, net.weight.grad)
 
 
-@on_each_engine
+@pytest.mark.parametrize("engine", ["serial", "threads"])  # a worker's globals are its own
 def test_each_replica_sees_its_own_samples_only(engine: str) -> None:
     module = instep.with_loss(nn.Linear(4, 6), Watched(), weight=lambda output, target: len(target))
     with instep.DataParallel(module, ["cpu"] * 2, engine=engine) as model:

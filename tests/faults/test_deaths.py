@@ -1,0 +1,275 @@
+"""Workers that die, raise, hang or are interrupted: the step is run again exactly, or the error says what happened."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.errors import WorkerFailure
+
+PARENT = os.getpid()
+
+
+class Net(nn.Module):
+    """Everything that a step can depend on: weights, draws, state of every kind, and what the other replicas have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.register_buffer("mean", torch.zeros(8))
+        self.steps = 0
+        self.penalty = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        h = self.drop(torch.relu(self.norm(self.first(x))))
+        self.penalty = h.square().mean()
+        self.mean = self.mean * 0.9 + 0.1 * instep.all_gather(h).detach().mean(0)
+        return self.last(h + 0.01 * self.mean)
+
+
+class Fails(nn.Module):
+    """Does in a worker what it is told to, at a certain value of a sample."""
+
+    def __init__(self, deed: Callable[[], None]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.deed = deed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.detach().max() > 100:
+            self.deed()
+        y: Tensor = self.layer(x)
+        if x.detach().min() < -100:
+            y.register_hook(lambda _: self.deed())
+        return y
+
+
+def wrap(net: nn.Module, replicas: int = 2, **options: Any) -> instep.DataParallel:
+    return instep.DataParallel(net, ["cpu"] * replicas, engine="processes", **options)
+
+
+def pids(model: instep.DataParallel) -> list[int]:
+    engine: Any = model._instep_engine
+    return [engine._hands.get(index).pid for index in range(1, len(model._instep_devices))]
+
+
+def batch(value: float = 0.0) -> Tensor:
+    """Six samples; the last one, which the last replica gets, holds a value."""
+    x = torch.randn(6, 4)
+    x[-1, 0] = value or x[-1, 0]
+    return x
+
+
+def train(deaths: Iterator[str], steps: int) -> Net:
+    torch.default_generator.manual_seed(0)
+    net, choose = Net().double(), random.Random(0)
+    with wrap(net, 3, merge={"penalty": "mean"}, restarts=10**6) as model:
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        model(torch.randn(7, 4).double())
+        for _ in range(steps):
+            phase = next(deaths)
+            kill = threading.Timer(0.004 * choose.random(), os.kill, (choose.choice(pids(model)), signal.SIGKILL))
+            if phase == "forward":
+                kill.start()
+            out = model(torch.randn(7, 4).double())
+            if phase == "between":
+                kill.function(*kill.args)
+            if phase == "backward":
+                kill.start()
+            optimizer.zero_grad()
+            (out.square().mean() + 0.1 * model.penalty).backward()
+            optimizer.step()
+            if phase == "idle":
+                kill.function(*kill.args)
+            if kill.ident is not None:
+                kill.join()
+    return net
+
+
+@pytest.mark.timeout(240)
+def test_kills_at_any_time_do_not_change_a_single_bit() -> None:
+    choose = random.Random(1)
+    phases = ["forward", "between", "backward", "idle", "none", "none"]
+    undisturbed = train(iter(lambda: "none", ""), 14)
+    disturbed = train(iter(lambda: choose.choice(phases), ""), 14)
+    assert disturbed.steps == undisturbed.steps
+    for (name, theirs), mine in zip(undisturbed.state_dict().items(), disturbed.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def test_too_many_deaths_are_a_failure_that_says_what_happened() -> None:
+    net = Fails(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    with wrap(net, restarts=1) as model:
+        model(batch())
+        start = time.monotonic()
+        with pytest.raises(WorkerFailure, match=r"replica 1 on cpu[\s\S]*SIGKILL[\s\S]*memory"):
+            model(batch(200))
+        assert time.monotonic() - start < 30  # two workers came up meanwhile
+        x = batch()
+        torch.testing.assert_close(model(x), net(x))
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_a_death_after_the_weights_have_changed_is_a_failure() -> None:
+    net = nn.Linear(4, 3)
+    with wrap(net) as model:
+        out = model(batch())
+        with torch.no_grad():
+            net.weight.add_(1)
+        os.kill(pids(model)[0], signal.SIGKILL)
+        with pytest.raises((WorkerFailure, RuntimeError), match=r"weights changed since|modified by an inplace"):
+            out.sum().backward()
+        assert net.weight.grad is None
+        x = batch()
+        torch.testing.assert_close(model(x), net(x))
+
+
+class Odd(Exception):
+    """An exception that cannot be made from its arguments alone."""
+
+    def __init__(self, text: str, *, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def _raise() -> None:
+    raise Odd("no luck", code=7)
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("value", [200.0, -200.0], ids=["forward", "backward"])
+def test_an_exception_keeps_its_type(value: float) -> None:
+    with wrap(Fails(_raise)) as model:
+        model(batch()).sum().backward()
+        start = time.monotonic()
+        with pytest.raises(Odd, match="no luck") as caught:
+            model(batch(value)).sum().backward()
+        assert time.monotonic() - start < 1
+        assert caught.value.code == 7
+        notes = "\n".join(getattr(caught.value, "__notes__", ()))
+        assert "replica 1 on cpu" in notes
+        assert "_raise" in notes  # the worker's own traceback
+        x = batch()
+        torch.testing.assert_close(model(x), model.module(x))
+
+
+def _hang() -> None:
+    if os.getpid() != PARENT:
+        time.sleep(1000)
+
+
+def test_a_worker_that_hangs_is_named_with_its_stack_and_given_up() -> None:
+    with wrap(Fails(_hang), timeout=2) as model, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model(batch())
+        start = time.monotonic()
+        with pytest.raises(WorkerFailure, match=r"replica 1 on cpu has not answered[\s\S]*_hang"):
+            model(batch(200))
+        assert time.monotonic() - start < 15
+        assert any("_hang" in str(warning.message) for warning in said)
+        x = batch()
+        torch.testing.assert_close(model(x), model.module(x))
+
+
+def _write(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_parameter_written_by_a_worker_stays_what_it_was() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if os.getpid() != PARENT and x.max() > 100:
+                _write(self.layer)
+            y: Tensor = self.layer(x)
+            return y
+
+    net = Writes()
+    with wrap(net) as model:
+        model(batch())
+        before = net.layer.weight.detach().clone()
+        with pytest.raises(instep.StateError, match=r"'layer\.weight'"):
+            model(batch(200))
+        assert torch.equal(net.layer.weight, before)
+        x = batch()
+        torch.testing.assert_close(model(x), net(x))
+
+
+@pytest.mark.usefixtures("workers")
+def test_an_output_that_cannot_cross_is_named() -> None:
+    class Locked(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return {"x": x, "lock": threading.Lock()}
+
+    with wrap(Locked(), merge={"lock": "first"}) as model, pytest.raises(instep.EngineError, match=r"'lock'.*_thread"):
+        model(batch())
+
+
+@pytest.mark.usefixtures("workers")
+def test_an_interruption_comes_at_once_and_the_next_call_gives_its_own_answer() -> None:
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if os.getpid() != PARENT and x.max() > 100:
+                time.sleep(1.5)
+            y: Tensor = self.layer(x)
+            return y
+
+    net = Slow()
+    with wrap(net) as model:
+        model(batch())
+        threading.Timer(0.4, signal.raise_signal, (signal.SIGINT,)).start()
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            model(batch(200))
+        assert time.monotonic() - start < 1.2
+        for _ in range(3):
+            x = batch()
+            torch.testing.assert_close(model(x), net(x))
+
+
+@pytest.mark.usefixtures("workers")
+def test_garbage_on_the_line_is_no_answer() -> None:
+    net = nn.Linear(4, 3)
+    with wrap(net, restarts=5) as model:
+        model(batch())
+        engine: Any = model._instep_engine
+        worker = engine._hands.get(1)
+        worker.line._sock.send(b"no frame of ours")
+        x = batch()
+        torch.testing.assert_close(model(x), net(x))
+
+
+@pytest.mark.usefixtures("workers")
+def test_no_memory_is_said_before_anything_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instep.engines.processes.arena.headroom", lambda: 1000)
+    with wrap(nn.Linear(400, 300)) as model, pytest.raises(instep.EngineError, match=r"shared memory"):
+        model(torch.randn(6, 400))
+    monkeypatch.undo()
+    net = nn.Linear(400, 300)
+    with wrap(net) as model:
+        x = torch.randn(6, 400)
+        torch.testing.assert_close(model(x), net(x))
