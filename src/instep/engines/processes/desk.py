@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -146,6 +147,7 @@ class Desk:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.talk = Talk(worker.line, home=True)
+        self.busy = threading.RLock()
         self.timeout = math.inf
         """Seconds without a word from the worker, after which it is given up."""
         self.gone: deque[tuple[str, int]] = deque()

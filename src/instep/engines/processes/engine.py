@@ -70,7 +70,8 @@ class ProcessesEngine(SideBySide):
             desk = _desk(worker)
             desk.timeout = self.timeout
             try:
-                return ask(desk)
+                with desk.busy:  # a call that the caller gave up is still answered, and then comes the next
+                    return ask(desk)
             except Gone as gone:
                 self._replace(index, worker, gone)
             except Stuck:
