@@ -49,6 +49,23 @@ class Net(Net):
 model = instep.DataParallel(Net(), ["cpu"] * 2)
 print(torch.equal(model(batch), model.module(batch)))
 """
+IN_PROCESSES = """
+GAIN = 1.0
+
+class Scaled(Net):
+    def forward(self, batch):
+        print("here", len(batch["names"]))
+        return Answer(super().forward(batch) * GAIN, batch["names"])
+
+model = instep.DataParallel(Scaled(), ["cpu"] * 2, engine="processes")
+out = model(batch)
+"""
+CHANGE_A_GLOBAL = """
+GAIN = 2.0
+again = model(batch)
+model.close()
+print(type(again) is Answer, torch.allclose(again.scores, 2 * out.scores))
+"""
 MISTAKE = "model({'x': torch.randn(5, 4), 'names': list('abc'), 'more': torch.randn(3)})"
 
 
@@ -57,6 +74,15 @@ def run(*cells: str) -> list[str]:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
     return ["".join(out.get("text", "") for out in cell.outputs) for cell in notebook.cells]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_classes_of_cells_run_in_other_processes() -> None:
+    *_, first, second = run(DEFINE, CHANGE_A_CLASS, IN_PROCESSES, CHANGE_A_GLOBAL)
+    assert "[replica 1 on cpu] here 2\n" in first
+    assert second.endswith("True True\n")
 
 
 @pytest.mark.slow
