@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from instep.collectives import all_gather, all_reduce, replica
-from instep.engines.pool import stop_all as shutdown
+from instep.engines.choose import shutdown
 from instep.errors import (
     BridgeError,
     CollectiveError,
@@ -12,6 +12,7 @@ from instep.errors import (
     MergeError,
     StateError,
     StructureError,
+    WorkerFailure,
     WrapError,
 )
 from instep.functional import data_parallel, gather, parallel_apply, replicate, scatter
@@ -35,6 +36,7 @@ __all__ = [
     "Shards",
     "StateError",
     "StructureError",
+    "WorkerFailure",
     "WrapError",
     "all_gather",
     "all_reduce",

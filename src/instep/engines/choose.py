@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from instep.engines.processes.engine import ProcessesEngine
+from instep.engines.pool import stop_all
 from instep.engines.protocol import Engine
 from instep.engines.serial import SerialEngine
 from instep.engines.threads import ThreadsEngine
@@ -40,8 +41,18 @@ def choose(asked: str, devices: Sequence[torch.device]) -> Choice:
 def start(choice: Choice, devices: Sequence[torch.device], restarts: int = 3, timeout: float = 600.0) -> Engine:
     """The chosen engine; it takes threads only when it is first used."""
     if choice.name == "processes":
+        from instep.engines.processes.engine import ProcessesEngine  # not on every system, and not for everybody
+
         return ProcessesEngine(devices, restarts=restarts, timeout=timeout)
     return SerialEngine() if choice.name == "serial" else ThreadsEngine(devices)
+
+
+def shutdown() -> None:
+    """End every replica thread and worker process; wrappers start new ones when they are called again."""
+    stop_all()
+    processes: Any = sys.modules.get("instep.engines.processes.hands")
+    if processes is not None:
+        processes.stop_all()
 
 
 def _check(name: str, what: str) -> None:
