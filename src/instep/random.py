@@ -147,7 +147,7 @@ class Streams:
         self._threads = own
         self._own = own and not in_turn
         self._streams = [Stream(state.host, index) for index in range(len(held))]
-        self._held = [list(pairs) for pairs in held]
+        self.held = [list(pairs) for pairs in held]
         self._of_threads: dict[int, Stream] = {}
         self._caller = 0
 
@@ -163,10 +163,10 @@ class Streams:
 
     def _own_generators(self, value: Any, shared: Collection[int], index: int) -> Any:
         if isinstance(value, torch.Generator) and id(value) in shared:
-            known = next((made for source, made in self._held[index] if source is value), None)
+            known = next((made for source, made in self.held[index] if source is value), None)
             if known is None:
                 known = counterpart(value, self.state.devices[index])
-                self._held[index].append((value, known))
+                self.held[index].append((value, known))
             return known
         if type(value) is dict:
             return {key: self._own_generators(item, shared, index) for key, item in value.items()}
@@ -176,14 +176,14 @@ class Streams:
 
     def forward(self, index: int) -> AbstractContextManager[None]:
         """Around one replica's part of a forward, in the thread that runs it."""
-        if self._own and not self._held[index] and not self.state.others:
+        if self._own and not self.held[index] and not self.state.others:
             return self.backward(index)
         return self._standing(index)
 
     @contextmanager
     def _standing(self, index: int) -> Iterator[None]:
         with ExitStack() as stack:
-            for source, generator in self._held[index]:
+            for source, generator in self.held[index]:
                 if generator is not source and generator is not _default(generator.device):
                     stack.enter_context(_standing(generator, self.state.add(source), index))
             device = self.state.devices[index]
@@ -235,10 +235,6 @@ class Streams:
         """The stream of a thread that takes part in a joint backward."""
         place = 0 if threading.get_ident() == self._caller else 1 + torch.accelerator.current_device_index()
         return self._of_threads.setdefault(place, Stream(self.state.host, len(self._streams) + place))
-
-    def held(self, index: int) -> Held:
-        """The generators that a replica has counterparts of."""
-        return self._held[index]
 
     def renew(self) -> None:
         """Before a backward: what first draws there is seeded by the caller's generator as it is then."""

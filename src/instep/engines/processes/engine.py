@@ -110,7 +110,7 @@ class ProcessesEngine(SideBySide):
     def _ask(self, job: Job, index: int) -> Outcome:
         shadow: Any = job.replicas[index]
         streams, (args, kwargs) = job.streams, job.arguments[index]
-        held = streams.held(index)
+        held = streams.held[index]
         shadow.unwrite()
         follow, shadow.behind = job.follow or shadow.behind, False
         lent, shadow.lent = shadow.lent, []
@@ -223,6 +223,7 @@ class ProcessesEngine(SideBySide):
     def close(self) -> None:
         super().close()
         self._hands.close()
+        self._hands = Hands(self._devices)
 
 
 def _desk(worker: Worker) -> Desk:
