@@ -15,6 +15,7 @@ from instep.batchnorm import Outfit
 from instep.crossing import Crossing
 from instep.devices import on_output_device, place, stays_on_host
 from instep.engines.protocol import Engine
+from instep.errors import StateError
 from instep.given import Given, is_shared
 from instep.options import Call, Options
 from instep.random import RandomState, Streams, Turns, threads_can_draw
@@ -49,12 +50,14 @@ class Together:
         self.hooks = UserHooks(self.module)
         self._turns = Turns()
         self._restructured = self._warned = False
+        self._asking: dict[Any, list[Any]] = {}
+        """Iterators of the module that its methods ask, by the method and the mode."""
 
     def run(self, call: Call) -> Any:
         """What one device would have given; a call that fails leaves everything as it was."""
         random, grad = RandomState(self.devices), torch.is_grad_enabled()
         try:
-            result = self._run(call, random)
+            result = self._once(call, random)
             self.crew.done()
             return result
         except BaseException:  # no context manager: an interruption could come on the way to it
@@ -63,6 +66,33 @@ class Together:
             self.crew.discard()
             random.restore()
             raise
+
+    def _once(self, call: Call, random: RandomState) -> Any:
+        """A call in which replicas want something of an iterator that the module holds is one for the module itself."""
+        try:
+            return self._run(call, random)
+        except Exception:
+            if not self.crew.asked:
+                raise
+        self._note_asked(call)
+        self.crew.restore()
+        self.crew.discard()
+        random.restore()
+        return self._on_source(call)
+
+    def _note_asked(self, call: Call) -> None:
+        if not self._asking:
+            name = self.crew.name_of(self.crew.asked[0])
+            warnings.warn(
+                f"forward may draw from the iterator {name!r}, of which there is one for all replicas: calls run on "
+                f"one device.\nDraw from it outside, and set what it gave as an attribute.",
+                stacklevel=6,
+            )
+        self._asking.setdefault((call.method, self.module.training), []).extend(self.crew.asked)
+        self.crew.asked.clear()
+
+    def _is_asking(self, call: Call) -> bool:
+        return bool(self._asking) and self.crew.holds(self._asking.get((call.method, self.module.training), ()))
 
     def _run(
         self,
@@ -80,7 +110,9 @@ class Together:
         """
         crew, plan = self.crew, call.plan
         replicas = crew.ready()[: plan.parts]
-        if crew.is_tied() or self.is_hooked():  # modules that are not registered are known by now
+        if (
+            crew.is_tied() or self.is_hooked() or self._is_asking(call)
+        ):  # modules that are not registered are known by now
             return self._on_source(call)
         carried, verdict = self.settler.carry.found(
             self.module, replicas[0].source_modules, plan.sizes, crew.shelf.places, crew.kinds.now, rehearsal
@@ -151,9 +183,11 @@ class Together:
         except BaseException as error:
             if given is not None:
                 given.put_back()
-            if not isinstance(error, Exception) or not crew.part():
+            if not isinstance(error, Exception) or crew.asked or not crew.part():
                 raise
             return None
+        if crew.asked:  # and forward has caught the error
+            raise StateError("forward asks an iterator that the module holds.")
         if given is not None:
             given.check()
         return None if crew.part() else outcomes
