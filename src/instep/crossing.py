@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from instep.bridge import Backward, Notes, Side, Span, bridge, enter
 from instep.devices import move
@@ -41,6 +42,8 @@ class Crossing:
     """State that each replica gets its samples' part of."""
     given: Given | None = None
     """What all replicas are given whole."""
+    hooks: range = range(0)
+    """The numbers of the hooks that came to be while the replicas ran."""
 
     def run(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[Outcome]:
         """Every replica's outcome, with outputs that belong to the caller's graph."""
@@ -63,9 +66,11 @@ class Crossing:
         if self.carried:
             for replica, values in zip(self.replicas, entered, strict=True):
                 replica.lend(self.carried, values[count:])
+        first = RemovableHandle.next_id
         outcomes = self.engine.forward(
             Job(self.replicas, arguments, self.method, self.ambient, self.follow, self.streams, self.sizes)
         )
+        self.hooks = range(first, RemovableHandle.next_id)
         for replica, outcome in zip(self.replicas, outcomes, strict=True):
             outcome.output = _own_tensors(outcome.output, replica.tensors.sources)
         if grad and self.engine.joint:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from instep.batchnorm import Outfit
 from instep.crossing import Crossing
@@ -29,6 +30,10 @@ from instep.structure.marks import bare
 from instep.structure.plan import SplitPlan
 from instep.structure.split import apply_plan
 from instep.user_hooks import UserHooks
+
+
+class _ForTheModule(StateError):
+    """Replicas have shown that a call is one for the module itself."""
 
 
 @dataclass
@@ -52,6 +57,8 @@ class Together:
         self._restructured = self._warned = False
         self._asking: dict[Any, list[Any]] = {}
         """Iterators of the module that its methods ask, by the method and the mode."""
+        self._hooking: set[Any] = set()
+        """The methods and modes in which hooks are put on tensors."""
 
     def run(self, call: Call) -> Any:
         """What one device would have given; a call that fails leaves everything as it was."""
@@ -68,13 +75,15 @@ class Together:
             raise
 
     def _once(self, call: Call, random: RandomState) -> Any:
-        """A call in which replicas want something of an iterator that the module holds is one for the module itself."""
+        """A call that turns out to be one for the module itself is forgotten: one that wants something of an iterator
+        which the module holds, or puts hooks on tensors."""
         try:
             return self._run(call, random)
-        except Exception:
-            if not self.crew.asked:
+        except Exception as error:
+            if not self.crew.asked and not isinstance(error, _ForTheModule):
                 raise
-        self._note_asked(call)
+        if self.crew.asked:
+            self._note_asked(call)
         self.crew.restore()
         self.crew.discard()
         random.restore()
@@ -90,6 +99,25 @@ class Together:
             )
         self._asking.setdefault((call.method, self.module.training), []).extend(self.crew.asked)
         self.crew.asked.clear()
+
+    def _manner(self, call: Call) -> Any:
+        return call.method, self.module.training, torch.is_grad_enabled()
+
+    def _refuse_hooks(self, call: Call, numbers: range) -> None:
+        """Hooks that `forward` puts on tensors are written for whole batches, like those on modules."""
+        found = self.hooks.made(numbers, self._manner(call))
+        if found is not None:
+            self.hooks.tell(found, stacklevel=9)
+            self._hooking.add(self._manner(call))
+            raise _ForTheModule
+
+    def _with_hooks(self, call: Call) -> Any:
+        """The module itself, as long as it goes on to make hooks."""
+        first = RemovableHandle.next_id
+        output = self._on_source(call)
+        if RemovableHandle.next_id == first:
+            self._hooking.discard(self._manner(call))
+        return output
 
     def _is_asking(self, call: Call) -> bool:
         return bool(self._asking) and self.crew.holds(self._asking.get((call.method, self.module.training), ()))
@@ -110,10 +138,11 @@ class Together:
         """
         crew, plan = self.crew, call.plan
         replicas = crew.ready()[: plan.parts]
-        if (
-            crew.is_tied() or self.is_hooked() or self._is_asking(call)
-        ):  # modules that are not registered are known by now
+        # Modules that are not registered are known by now.
+        if crew.is_tied() or self.is_hooked() or self._is_asking(call):
             return self._on_source(call)
+        if self._manner(call) in self._hooking:
+            return self._with_hooks(call)
         carried, verdict = self.settler.carry.found(
             self.module, replicas[0].source_modules, plan.sizes, crew.shelf.places, crew.kinds.now, rehearsal
         )
@@ -187,7 +216,9 @@ class Together:
                 raise
             return None
         if crew.asked:  # and forward has caught the error
-            raise StateError("forward asks an iterator that the module holds.")
+            raise _ForTheModule
+        if crossing.hooks and self.options.hooks == "whole":
+            self._refuse_hooks(call, crossing.hooks)
         if given is not None:
             given.check()
         return None if crew.part() else outcomes
