@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from instep.attempt_backward import functions_in
 from instep.bridge import Backward, Notes, Side, Span, bridge, enter
 from instep.devices import move
 from instep.engines.protocol import Engine, Job
@@ -44,6 +45,10 @@ class Crossing:
     """What all replicas are given whole."""
     hooks: range = range(0)
     """The numbers of the hooks that came to be while the replicas ran."""
+    look: bool = False
+    """Whether to look for functions with a backward of the user's own."""
+    functions: Sequence[str] = ()
+    """The names of those that were found."""
 
     def run(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[Outcome]:
         """Every replica's outcome, with outputs that belong to the caller's graph."""
@@ -73,6 +78,8 @@ class Crossing:
         self.hooks = range(first, RemovableHandle.next_id)
         for replica, outcome in zip(self.replicas, outcomes, strict=True):
             outcome.output = _own_tensors(outcome.output, replica.tensors.sources)
+        if grad and self.look:
+            self.functions = functions_in(tensor for outcome in outcomes for tensor in _tensors_of(outcome))
         if grad and self.engine.joint:
             _bring_back(copies)
             self._watch_joint(notes, outcomes)

@@ -59,6 +59,8 @@ class Together:
         """Iterators of the module that its methods ask, by the method and the mode."""
         self._hooking: set[Any] = set()
         """The methods and modes in which hooks are put on tensors."""
+        self._mixing: set[Any] = set()
+        """Those in which a backward of the user's own looks at more than one sample."""
 
     def run(self, call: Call) -> Any:
         """What one device would have given; a call that fails leaves everything as it was."""
@@ -103,13 +105,39 @@ class Together:
     def _manner(self, call: Call) -> Any:
         return call.method, self.module.training, torch.is_grad_enabled()
 
-    def _refuse_hooks(self, call: Call, numbers: range) -> None:
+    def _puts_hooks(self, call: Call, numbers: range) -> bool:
         """Hooks that `forward` puts on tensors are written for whole batches, like those on modules."""
-        found = self.hooks.made(numbers, self._manner(call))
+        found = self.hooks.made(numbers, self._manner(call)) if numbers and self.options.hooks == "whole" else None
         if found is not None:
             self.hooks.tell(found, stacklevel=9)
             self._hooking.add(self._manner(call))
-            raise _ForTheModule
+        return found is not None
+
+    def _is_new(self, call: Call) -> bool:
+        """Whether the graph of such a call was not looked at yet."""
+        probe = call.known.probe
+        if probe is None or probe.last.looked or not torch.is_grad_enabled():
+            return False
+        probe.last.looked = True
+        return True
+
+    def _mixes(self, call: Call, functions: Sequence[str], carried: Sequence[Slot]) -> bool:
+        """Whether a backward of the user's own gives parts of a batch other gradients than the whole."""
+        probe, plan = call.known.probe, call.plan
+        if probe is None or not functions:
+            return False
+        place = partial(self._place_one, plan)
+        home, values = self.devices[0], call.values
+        if probe.gradients_add_up(self.module, home, plan, values, call.positional, place, carried):
+            return False
+        warnings.warn(
+            f"the gradients of a few samples in two parts are not those of the samples together: the backward of "
+            f"{' or '.join(functions)} looks at the whole batch. Calls run on one device.\n"
+            f"With probe=False they run on all, and it is shown shards.",
+            stacklevel=9,
+        )
+        self._mixing.add(self._manner(call))
+        return True
 
     def _with_hooks(self, call: Call) -> Any:
         """The module itself, as long as it goes on to make hooks."""
@@ -139,7 +167,7 @@ class Together:
         crew, plan = self.crew, call.plan
         replicas = crew.ready()[: plan.parts]
         # Modules that are not registered are known by now.
-        if crew.is_tied() or self.is_hooked() or self._is_asking(call):
+        if crew.is_tied() or self.is_hooked() or self._is_asking(call) or self._manner(call) in self._mixing:
             return self._on_source(call)
         if self._manner(call) in self._hooking:
             return self._with_hooks(call)
@@ -207,6 +235,7 @@ class Together:
         shared = len(replicas) > 1 and is_shared(call.plan, call.values)
         given = Given(call.plan, call.values) if shared else None
         crossing = Crossing(engine, replicas, runs, ambient, crew.behind, streams, sizes, carried, given)
+        crossing.look = self._is_new(call)
         try:
             outcomes = crossing.run(shards, call.positional, call.plan.names)
         except BaseException as error:
@@ -215,10 +244,11 @@ class Together:
             if not isinstance(error, Exception) or crew.asked or not crew.part():
                 raise
             return None
-        if crew.asked:  # and forward has caught the error
+        # An iterator may have been asked although nothing was raised: forward can catch that.
+        if crew.asked or self._puts_hooks(call, crossing.hooks) or self._mixes(call, crossing.functions, carried):
+            if given is not None:
+                given.put_back()
             raise _ForTheModule
-        if crossing.hooks and self.options.hooks == "whole":
-            self._refuse_hooks(call, crossing.hooks)
         if given is not None:
             given.check()
         return None if crew.part() else outcomes

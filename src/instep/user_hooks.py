@@ -65,7 +65,8 @@ class UserHooks:
     def made(self, numbers: range, manner: Any) -> Hook | None:
         """The first of the hooks with these numbers that is the user's, on a tensor; all that are, are taken off again.
 
-        `manner` is what calls have in common that make the same hooks. A hook that `forward` puts on a tensor of its own hangs on the graph, where only Python's collector finds it.
+        `manner` is what calls have in common that make the same hooks. A hook that `forward` puts on one of its tensors
+        hangs on the graph, where only Python's collector finds it.
         """
         if (manner, len(numbers)) in self._foreign:
             return None
