@@ -50,6 +50,13 @@ class Crossing:
     functions: Sequence[str] = ()
     """The names of those that were found."""
 
+    def __post_init__(self) -> None:
+        self._then: list[tuple[str, Tensor, int]] = []
+
+    def wrote(self) -> str | None:
+        """The name of an argument that a replica wrote to."""
+        return next((name for name, tensor, version in self._then if tensor._version != version), None)
+
     def run(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[Outcome]:
         """Every replica's outcome, with outputs that belong to the caller's graph."""
         ways = [_Way() for _ in shards]
@@ -62,6 +69,9 @@ class Crossing:
             entered = [_own_memory(values, notes, copies) for values in shards] if grad else shards
         else:
             entered = [way.enter(values) if grad else values for way, values in zip(ways, shards, strict=True)]
+        named = [(name, value) for values in entered for name, value in zip(names, values, strict=False)]
+        tensors = [(name, tensor) for name, value in named for tensor in tensors_in(value)]
+        self._then = [(name, tensor, tensor._version) for name, tensor in tensors if not tensor.is_inference()]
         if self.given is not None:
             self.given.enter([values[:count] for values in entered])
         arguments = [

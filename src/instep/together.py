@@ -55,6 +55,8 @@ class Together:
         self.hooks = UserHooks(self.module)
         self._turns = Turns()
         self._restructured = self._warned = False
+        self._wrote: str | None = None
+        """The name of an argument that the last run of replicas wrote to."""
         self._asking: dict[Any, list[Any]] = {}
         """Iterators of the module that its methods ask, by the method and the mode."""
         self._hooking: set[Any] = set()
@@ -86,10 +88,20 @@ class Together:
                 raise
         if self.crew.asked:
             self._note_asked(call)
+        self._refuse_again()
         self.crew.restore()
         self.crew.discard()
         random.restore()
         return self._on_source(call)
+
+    def _refuse_again(self) -> None:
+        """`StateError` before a call is run once more that has written to its arguments: it would do so twice."""
+        if self._wrote is not None:
+            raise StateError(
+                f"forward writes to its argument {self._wrote!r}, and the call has to be run a second time, because of "
+                f"what else forward changes: the argument would be changed twice.\n"
+                f"Let forward work on a copy: {self._wrote} = {self._wrote}.clone()."
+            )
 
     def _note_asked(self, call: Call) -> None:
         if not self._asking:
@@ -186,19 +198,23 @@ class Together:
         shards = streams.arguments(self._place(plan, apply_plan(plan, call.values)))
         outcomes = self._cross(call, replicas, shards, streams, [slot for slot in carried if slot.module is not None])
         if outcomes is None:
+            self._refuse_again()
             random.restore()
             return self._run(call, random, rehearsal, slots=slots, again=again)
         if not streams.in_turn and self._drew_from_one(random):
+            self._refuse_again()
             return self._run(call, random, rehearsal, slots=slots, again=True)
         if any(outcome.changes.structure for outcome in outcomes):
             if rehearsal is not None:
                 return None
+            self._refuse_again()
             self._forget(random)
             return self._on_source(call)
         refuse_writes(self.module, crew.written())
         outputs = [on_output_device(outcome.output, self.output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
         if rehearsal is not None:  # nothing is learned from it
+            self._refuse_again()
             return call.known.merger.once().merge(outputs, plan.sizes, inputs), left_in(slots, replicas)
         streams.settle()
         merged = call.known.whole(call.known.merger.merge(outputs, plan.sizes, inputs))
@@ -239,11 +255,13 @@ class Together:
         try:
             outcomes = crossing.run(shards, call.positional, call.plan.names)
         except BaseException as error:
+            self._wrote = crossing.wrote()
             if given is not None:
                 given.put_back()
             if not isinstance(error, Exception) or crew.asked or not crew.part():
                 raise
             return None
+        self._wrote = crossing.wrote()
         # An iterator may have been asked although nothing was raised: forward can catch that.
         if crew.asked or self._puts_hooks(call, crossing.hooks) or self._mixes(call, crossing.functions, carried):
             if given is not None:
@@ -261,6 +279,8 @@ class Together:
         ambient, behind = Ambient.capture(self.devices), self.crew.behind
         crossing = Crossing(self.engine, replicas, call.known.runs, ambient, behind, streams)
         output = crossing.run(shards, call.positional, call.plan.names)[0].output
+        self._wrote = crossing.wrote()
+        self._refuse_again()
         streams.settle()
         return on_output_device(output, self.output), left_in(slots, replicas)
 
