@@ -161,7 +161,7 @@ class Meeting(nn.Module):
 
 
 def test_cpu_replicas_run_forward_and_backward_at_the_same_time() -> None:
-    with instep.DataParallel(Meeting(3), ["cpu"] * 3) as model:
+    with instep.DataParallel(Meeting(3), ["cpu"] * 3, hooks="per_replica") as model:
         model(torch.randn(6, 3)).sum().backward()
         assert model.layer.weight.grad is not None
 
@@ -212,7 +212,7 @@ def test_a_failed_backward_leaves_no_gradient_behind(net: nn.Module) -> None:
             return y * 1
 
     failing = Fails()
-    with instep.DataParallel(failing, ["cpu"] * 2) as model:
+    with instep.DataParallel(failing, ["cpu"] * 2, hooks="per_replica") as model:
         with pytest.raises(ZeroDivisionError):
             model(torch.randn(5, 3)).sum().backward()
         assert failing.layer.weight.grad is None

@@ -126,7 +126,7 @@ def test_an_exception_in_one_backward_ends_the_others() -> None:
             z.register_hook(explode)
         return z
 
-    with replicated(Does(body), "threads") as (_, model):
+    with replicated(Does(body), "threads", hooks="per_replica") as (_, model):
         with pytest.raises(ZeroDivisionError):
             train(model, batch())
         assert model.layer.weight.grad is None

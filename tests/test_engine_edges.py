@@ -43,7 +43,7 @@ def test_an_interrupted_backward_leaves_nothing_for_the_next_one() -> None:
     plain = copy.deepcopy(net)
     plain.armed = False
     x = torch.randn(4, 3)
-    with instep.DataParallel(net, ["cpu"] * 2) as model:
+    with instep.DataParallel(net, ["cpu"] * 2, hooks="per_replica") as model:
         loss = model(x).sum()
         timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
         timer.start()
@@ -69,7 +69,7 @@ def test_an_error_in_backward_names_the_replica() -> None:
                 y.register_hook(fail)
             return y
 
-    with instep.DataParallel(Fails(), ["cpu"] * 2) as model:
+    with instep.DataParallel(Fails(), ["cpu"] * 2, hooks="per_replica") as model:
         with pytest.raises(ZeroDivisionError) as caught:
             model(torch.randn(5, 3)).sum().backward()
         assert "raised in replica 1 on cpu" in "".join(traceback.format_exception(caught.value))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -46,6 +46,8 @@ class Known:
     """Places of state that came to be another for other samples."""
     constant: frozenset[str] = frozenset()
     """Names of attributes that were set to the same for any samples."""
+    looked: bool = False
+    """Whether its graph was looked at for a backward of the user's own."""
     words: str = ""
     trials: int = 0
     calls: int = 0
@@ -192,6 +194,17 @@ class Attempt:
             named = dict(zip(self.plan.names[self.positional :], mine[self.positional :], strict=True))
             runs.append(_refusing(sandbox.run, self.method, mine[: self.positional], named))
         return (inputs[0], inputs[1], inputs[2]), runs
+
+    def arguments(self, sandbox: Sandbox, sizes: tuple[int, int]) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+        """The arguments of both parts and of the whole; each is to be used before the next is asked for."""
+        total, rest = sum(sizes), self.batch - sum(sizes)
+        shards = [*self._cut([0, *sizes, rest], 2), *self._cut([0, total, rest], 1)]
+        for shard, (first, count) in zip(shards, [(0, sizes[0]), sizes, (0, total)], strict=True):
+            for slot in self.carried:
+                sandbox.lend(slot, slot.cut([first, count, self.batch - first - count])[1])
+            mine = _copied(shard)
+            named = dict(zip(self.plan.names[self.positional :], mine[self.positional :], strict=True))
+            yield mine[: self.positional], named
 
     def _cut(self, sizes: Sequence[int], wanted: int) -> list[list[Any]]:
         """The first `wanted` parts after the samples that are skipped."""

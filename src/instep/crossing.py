@@ -9,7 +9,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
+from instep.attempt_backward import functions_in
 from instep.bridge import Backward, Notes, Side, Span, bridge, enter
 from instep.devices import move
 from instep.engines.protocol import Engine, Job
@@ -41,6 +43,19 @@ class Crossing:
     """State that each replica gets its samples' part of."""
     given: Given | None = None
     """What all replicas are given whole."""
+    hooks: range = range(0)
+    """The numbers of the hooks that came to be while the replicas ran."""
+    look: bool = False
+    """Whether to look for functions with a backward of the user's own."""
+    functions: Sequence[str] = ()
+    """The names of those that were found."""
+
+    def __post_init__(self) -> None:
+        self._then: list[tuple[str, Tensor, int]] = []
+
+    def wrote(self) -> str | None:
+        """The name of an argument that a replica wrote to."""
+        return next((name for name, tensor, version in self._then if tensor._version != version), None)
 
     def run(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[Outcome]:
         """Every replica's outcome, with outputs that belong to the caller's graph."""
@@ -54,6 +69,9 @@ class Crossing:
             entered = [_own_memory(values, notes, copies) for values in shards] if grad else shards
         else:
             entered = [way.enter(values) if grad else values for way, values in zip(ways, shards, strict=True)]
+        named = [(name, value) for values in entered for name, value in zip(names, values, strict=False)]
+        tensors = [(name, tensor) for name, value in named for tensor in tensors_in(value)]
+        self._then = [(name, tensor, tensor._version) for name, tensor in tensors if not tensor.is_inference()]
         if self.given is not None:
             self.given.enter([values[:count] for values in entered])
         arguments = [
@@ -63,6 +81,7 @@ class Crossing:
         if self.carried:
             for replica, values in zip(self.replicas, entered, strict=True):
                 replica.lend(self.carried, values[count:])
+        first = RemovableHandle.next_id
         outcomes = self.engine.forward(
             Job(
                 self.replicas,
@@ -75,8 +94,11 @@ class Crossing:
                 [way.inner for way in ways],
             )
         )
+        self.hooks = range(first, RemovableHandle.next_id)
         for replica, outcome in zip(self.replicas, outcomes, strict=True):
             outcome.output = _own_tensors(outcome.output, replica.tensors.sources)
+        if grad and self.look:
+            self.functions = functions_in(tensor for outcome in outcomes for tensor in _tensors_of(outcome))
         if grad and self.engine.joint:
             _bring_back(copies)
             self._watch_joint(notes, outcomes)

@@ -242,3 +242,8 @@ def global_hooks() -> list[tuple[str, list[Any]]]:
     if not any(tables.values()):
         return []
     return [(kind.replace("_", " ")[:-1], list(table.values())) for kind, table in tables.items() if table]
+
+
+def function_of(node: Any) -> Any:
+    """The `torch.autograd.Function` that a node of a graph belongs to; None for torch's own, or if it is not told."""
+    return getattr(node, "_forward_cls", None)

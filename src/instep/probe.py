@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from instep.attempt import MOST_TRIALS, Attempt, Known, Place, has_role, is_proven, outline
+from instep.attempt_backward import adds_up
 from instep.errors import MergeError
 from instep.replicas.carry import Slot
 from instep.structure.judge import Named
 from instep.structure.merge import Merger
 from instep.structure.merge_messages import losses_meet
 from instep.structure.plan import SplitPlan
-from instep.structure.roles import Inside, Keep, Role
+from instep.structure.roles import Inside, Keep, Ready, Role
 from instep.structure.rules import Scene, WeightedBy
 from instep.structure.split import apply_plan
 from instep.structure.tree import SCALARS, Path, open_node
@@ -75,6 +76,21 @@ class Probe:
         self.last = known
         self.merger.use(known.found)
         return known.attributes
+
+    def gradients_add_up(
+        self,
+        source: nn.Module,
+        device: torch.device,
+        plan: SplitPlan,
+        values: Sequence[Any],
+        positional: int,
+        place: Place,
+        carried: Sequence[Slot],
+    ) -> bool:
+        """Whether, in a call like the last one, gradients of parts were seen to add up to those of the whole."""
+        attempt = Attempt(self.method, self.named, plan, values, positional, place, self.least, carried)
+        ready = attempt.batch < 2 or any(has_role(Ready, role) for role in plan.roles)
+        return ready or adds_up(attempt, source, device, self.last.found)
 
     def recall(self, plan: SplitPlan, values: Sequence[Any], kind: int) -> Known | None:
         """What is known about such a call, if one was tried."""

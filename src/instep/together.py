@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from instep.batchnorm import Outfit
 from instep.crossing import Crossing
 from instep.devices import on_output_device, place, stays_on_host
 from instep.engines.protocol import Engine
+from instep.errors import StateError
 from instep.given import Given, is_shared
 from instep.options import Call, Options
 from instep.random import RandomState, Streams, Turns, threads_can_draw
@@ -28,6 +30,10 @@ from instep.structure.marks import bare
 from instep.structure.plan import SplitPlan
 from instep.structure.split import apply_plan
 from instep.user_hooks import UserHooks
+
+
+class _ForTheModule(StateError):
+    """Replicas have shown that a call is one for the module itself."""
 
 
 @dataclass
@@ -49,12 +55,20 @@ class Together:
         self.hooks = UserHooks(self.module)
         self._turns = Turns()
         self._restructured = self._warned = False
+        self._wrote: str | None = None
+        """The name of an argument that the last run of replicas wrote to."""
+        self._asking: dict[Any, list[Any]] = {}
+        """Iterators of the module that its methods ask, by the method and the mode."""
+        self._hooking: set[Any] = set()
+        """The methods and modes in which hooks are put on tensors."""
+        self._mixing: set[Any] = set()
+        """Those in which a backward of the user's own looks at more than one sample."""
 
     def run(self, call: Call) -> Any:
         """What one device would have given; a call that fails leaves everything as it was."""
         random, grad = RandomState(self.devices), torch.is_grad_enabled()
         try:
-            result = self._run(call, random)
+            result = self._once(call, random)
             self.crew.done()
             return result
         except BaseException:  # no context manager: an interruption could come on the way to it
@@ -63,6 +77,90 @@ class Together:
             self.crew.discard()
             random.restore()
             raise
+
+    def _once(self, call: Call, random: RandomState) -> Any:
+        """A call that turns out to be one for the module itself is forgotten: one that wants something of an iterator
+        which the module holds, or puts hooks on tensors."""
+        try:
+            return self._run(call, random)
+        except Exception as error:
+            if not self.crew.asked and not isinstance(error, _ForTheModule):
+                raise
+        if self.crew.asked:
+            self._note_asked(call)
+        self._refuse_again()
+        self.crew.restore()
+        self.crew.discard()
+        random.restore()
+        return self._on_source(call)
+
+    def _refuse_again(self) -> None:
+        """`StateError` before a call is run once more that has written to its arguments: it would do so twice."""
+        if self._wrote is not None:
+            raise StateError(
+                f"forward writes to its argument {self._wrote!r}, and the call has to be run a second time, because of "
+                f"what else forward changes: the argument would be changed twice.\n"
+                f"Let forward work on a copy: {self._wrote} = {self._wrote}.clone()."
+            )
+
+    def _note_asked(self, call: Call) -> None:
+        if not self._asking:
+            name = self.crew.name_of(self.crew.asked[0])
+            warnings.warn(
+                f"forward may draw from the iterator {name!r}, of which there is one for all replicas: calls run on "
+                f"one device.\nDraw from it outside, and set what it gave as an attribute.",
+                stacklevel=6,
+            )
+        self._asking.setdefault((call.method, self.module.training), []).extend(self.crew.asked)
+        self.crew.asked.clear()
+
+    def _manner(self, call: Call) -> Any:
+        return call.method, self.module.training, torch.is_grad_enabled()
+
+    def _puts_hooks(self, call: Call, numbers: range) -> bool:
+        """Hooks that `forward` puts on tensors are written for whole batches, like those on modules."""
+        found = self.hooks.made(numbers, self._manner(call)) if numbers and self.options.hooks == "whole" else None
+        if found is not None:
+            self.hooks.tell(found, stacklevel=9)
+            self._hooking.add(self._manner(call))
+        return found is not None
+
+    def _is_new(self, call: Call) -> bool:
+        """Whether the graph of such a call was not looked at yet."""
+        probe = call.known.probe
+        if probe is None or probe.last.looked or not torch.is_grad_enabled():
+            return False
+        probe.last.looked = True
+        return True
+
+    def _mixes(self, call: Call, functions: Sequence[str], carried: Sequence[Slot]) -> bool:
+        """Whether a backward of the user's own gives parts of a batch other gradients than the whole."""
+        probe, plan = call.known.probe, call.plan
+        if probe is None or not functions:
+            return False
+        place = partial(self._place_one, plan)
+        home, values = self.devices[0], call.values
+        if probe.gradients_add_up(self.module, home, plan, values, call.positional, place, carried):
+            return False
+        warnings.warn(
+            f"the gradients of a few samples in two parts are not those of the samples together: the backward of "
+            f"{' or '.join(functions)} looks at the whole batch. Calls run on one device.\n"
+            f"With probe=False they run on all, and it is shown shards.",
+            stacklevel=9,
+        )
+        self._mixing.add(self._manner(call))
+        return True
+
+    def _with_hooks(self, call: Call) -> Any:
+        """The module itself, as long as it goes on to make hooks."""
+        first = RemovableHandle.next_id
+        output = self._on_source(call)
+        if RemovableHandle.next_id == first:
+            self._hooking.discard(self._manner(call))
+        return output
+
+    def _is_asking(self, call: Call) -> bool:
+        return bool(self._asking) and self.crew.holds(self._asking.get((call.method, self.module.training), ()))
 
     def _run(
         self,
@@ -80,8 +178,11 @@ class Together:
         """
         crew, plan = self.crew, call.plan
         replicas = crew.ready()[: plan.parts]
-        if crew.is_tied() or self.is_hooked():  # modules that are not registered are known by now
+        # Modules that are not registered are known by now.
+        if crew.is_tied() or self.is_hooked() or self._is_asking(call) or self._manner(call) in self._mixing:
             return self._on_source(call)
+        if self._manner(call) in self._hooking:
+            return self._with_hooks(call)
         carried, verdict = self.settler.carry.found(
             self.module, replicas[0].source_modules, plan.sizes, crew.shelf.places, crew.kinds.now, rehearsal
         )
@@ -97,19 +198,23 @@ class Together:
         shards = streams.arguments(self._place(plan, apply_plan(plan, call.values)))
         outcomes = self._cross(call, replicas, shards, streams, [slot for slot in carried if slot.module is not None])
         if outcomes is None:
+            self._refuse_again()
             random.restore()
             return self._run(call, random, rehearsal, slots=slots, again=again)
         if not streams.in_turn and self._drew_from_one(random):
+            self._refuse_again()
             return self._run(call, random, rehearsal, slots=slots, again=True)
         if any(outcome.changes.structure for outcome in outcomes):
             if rehearsal is not None:
                 return None
+            self._refuse_again()
             self._forget(random)
             return self._on_source(call)
         refuse_writes(self.module, crew.written())
         outputs = [on_output_device(outcome.output, self.output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
         if rehearsal is not None:  # nothing is learned from it
+            self._refuse_again()
             return call.known.merger.once().merge(outputs, plan.sizes, inputs), left_in(slots, replicas)
         streams.settle()
         merged = call.known.whole(call.known.merger.merge(outputs, plan.sizes, inputs))
@@ -146,14 +251,22 @@ class Together:
         shared = len(replicas) > 1 and is_shared(call.plan, call.values)
         given = Given(call.plan, call.values) if shared else None
         crossing = Crossing(engine, replicas, runs, ambient, crew.behind, streams, sizes, carried, given)
+        crossing.look = self._is_new(call)
         try:
             outcomes = crossing.run(shards, call.positional, call.plan.names)
         except BaseException as error:
+            self._wrote = crossing.wrote()
             if given is not None:
                 given.put_back()
-            if not isinstance(error, Exception) or not crew.part():
+            if not isinstance(error, Exception) or crew.asked or not crew.part():
                 raise
             return None
+        self._wrote = crossing.wrote()
+        # An iterator may have been asked although nothing was raised: forward can catch that.
+        if crew.asked or self._puts_hooks(call, crossing.hooks) or self._mixes(call, crossing.functions, carried):
+            if given is not None:
+                given.put_back()
+            raise _ForTheModule
         if given is not None:
             given.check()
         return None if crew.part([place for outcome in outcomes for place in outcome.parted]) else outcomes
@@ -166,6 +279,8 @@ class Together:
         ambient, behind = Ambient.capture(self.devices), self.crew.behind
         crossing = Crossing(self.engine, replicas, call.known.runs, ambient, behind, streams)
         output = crossing.run(shards, call.positional, call.plan.names)[0].output
+        self._wrote = crossing.wrote()
+        self._refuse_again()
         streams.settle()
         return on_output_device(output, self.output), left_in(slots, replicas)
 

@@ -7,7 +7,9 @@ for whatever comes in, and do not count: they are told by the package that their
 
 from __future__ import annotations
 
+import gc
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +43,8 @@ class UserHooks:
         self._source = source
         self._clear_at: tuple[int, int] | None = None
         self._told = False
+        self._foreign: set[tuple[Any, int]] = set()
+        """By the manner of a call: how many hooks came to be where none of them was the user's."""
 
     def find(self, modules: Sequence[nn.Module] | None, made: int) -> Hook | None:
         """The first hook there is on `modules`, or on those that are registered; `made` changes when these do."""
@@ -58,7 +62,24 @@ class UserHooks:
         name = module_names(self._source, [module])[0]
         return Hook(kind, name_of(hook), repr(name) if name else "the wrapped module")
 
-    def tell(self, hook: Hook) -> None:
+    def made(self, numbers: range, manner: Any) -> Hook | None:
+        """The first of the hooks with these numbers that is the user's, on a tensor; all that are, are taken off again.
+
+        `manner` is what calls have in common that make the same hooks. A hook that `forward` puts on one of its tensors
+        hangs on the graph, where only Python's collector finds it.
+        """
+        if (manner, len(numbers)) in self._foreign:
+            return None
+        found = None
+        for table in [held for held in gc.get_objects() if type(held) is OrderedDict]:
+            mine = [number for number in numbers if number in table and any(users([table[number]]))]
+            for number in mine:
+                found = found or Hook("hook", name_of(table.pop(number)), "a tensor of forward's")
+        if found is None:
+            self._foreign.add((manner, len(numbers)))
+        return found
+
+    def tell(self, hook: Hook, stacklevel: int = 6) -> None:
         """Say once that such calls run on one device."""
         if not self._told:
             self._told = True
@@ -66,7 +87,7 @@ class UserHooks:
                 f"the {hook.kind} {hook.name!r} on {hook.module} is shown whole batches: calls run on one device as "
                 f"long as it is there.\n"
                 f"With DataParallel(..., hooks='per_replica') they run on all, and it is shown shards.",
-                stacklevel=6,
+                stacklevel=stacklevel,
             )
 
 

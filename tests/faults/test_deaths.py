@@ -57,7 +57,7 @@ class Fails(nn.Module):
 
 
 def wrap(net: nn.Module, replicas: int = 2, **options: Any) -> instep.DataParallel:
-    return instep.DataParallel(net, ["cpu"] * replicas, engine="processes", **options)
+    return instep.DataParallel(net, ["cpu"] * replicas, engine="processes", hooks="per_replica", **options)
 
 
 def pids(model: instep.DataParallel) -> list[int]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.replicas.contents import Contents, contents_of, is_array, put
+from instep.replicas.iterators import StandIn, is_iterator
 from instep.structure.tree import SCALARS, attributes_of, shallow_copy
 
 TensorMaker = Callable[[Tensor], Tensor]
@@ -62,6 +63,7 @@ class Cloner:
         generator: GeneratorMaker,
         own: Mapping[int, Any] | None = None,
         moves: tuple[torch.device, torch.device] | None = None,
+        asked: list[Any] | None = None,
     ) -> None:
         self._tensor = tensor
         self._generator = generator
@@ -69,6 +71,8 @@ class Cloner:
         """By their ids, containers without tensors that each replica has for itself, because `forward` changes them."""
         self._moves = moves
         """The source's device and the replica's: a module that remembers the one remembers the other there."""
+        self._asked = [] if asked is None else asked
+        """Iterators of the source that some replica wanted something of."""
         self._base = self._layer = Layer()
         self._layers: dict[Any, Layer] = {}
         self._plain: dict[int, Any] = {}
@@ -164,6 +168,8 @@ class Cloner:
             return self._note(value, self.clone(value.module))
         if isinstance(value, nn.Module):
             return self._module(value)
+        if is_iterator(value):
+            return self._note(value, StandIn(value, self._asked))
         return self._rebuild(value) if self._reaches(value) else value
 
     def _note(self, source: Any, made: Any) -> Any:
@@ -288,7 +294,7 @@ def holds_source(value: Any, own: Mapping[int, Any] | None = None, plain: Mappin
 
     def found(item: Any) -> bool:
         mine = id(item) in own or id(getattr(item, "__dict__", own)) in own
-        return mine or isinstance(item, (Tensor, nn.Module, torch.Generator))
+        return mine or isinstance(item, (Tensor, nn.Module, torch.Generator)) or is_iterator(item)
 
     return _leads_to(value, found, plain or {})
 

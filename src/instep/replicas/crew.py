@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from instep.devices import home_of
 from instep.errors import StateError, WrapError
 from instep.reduce import send
-from instep.replicas.carry import Slot, code_reads
+from instep.replicas.carry import Slot
 from instep.replicas.clone import holds_source
 from instep.replicas.equal import equal_tensors
 from instep.replicas.kind import Kinds
@@ -59,10 +58,11 @@ class Crew:
         self._apart: dict[int, Tensor] = {}
         """By their ids, trainable weights that `forward` itself rewrites: each replica has its own."""
         self._tied = False
-        self._iterator: str | None = None
         self._told = False
         self._own: dict[int, Any] = {}
         """By their ids, containers that each replica has for itself, because `forward` changes them."""
+        self.asked: list[Any] = []
+        """Iterators of the source that a replica wanted something of."""
         self.made = 0
         """How many times the modules of the source were taken stock of."""
         self._running = False
@@ -93,15 +93,28 @@ class Crew:
         return self.replicas
 
     def is_tied(self) -> bool:
-        """Whether there is something that only the module itself can use.
-
-        That is a weight that `forward` rewrites and that is used elsewhere too, or an iterator.
-        """
-        why = _ITERATES.format(path=self._iterator) if self._iterator is not None else _TIED if self._tied else None
-        if why is not None and not self._told:
+        """Whether a weight that `forward` rewrites is used elsewhere too: only the module itself can run."""
+        if self._tied and not self._told:
             self._told = True
-            warnings.warn(why, stacklevel=6)
-        return why is not None
+            warnings.warn(
+                "a weight that keeps below a norm is used elsewhere too, or may be (Embedding(max_norm=...)): calls "
+                "run on one device, where every use sees the rows that the whole batch has changed.",
+                stacklevel=6,
+            )
+        return self._tied
+
+    def name_of(self, held: Any) -> str:
+        """What an attribute of a module is called that holds this; its type, if it is deeper inside."""
+        modules = [module for module in self.source.modules() if any(v is held for v in module.__dict__.values())]
+        if not modules:
+            return type(held).__name__
+        prefix = module_names(self.source, modules[:1])[0]
+        name = next(key for key, value in modules[0].__dict__.items() if value is held)
+        return f"{prefix}.{name}" if prefix else name
+
+    def holds(self, iterators: Sequence[Any]) -> bool:
+        """Whether the source holds one of these."""
+        return any(self.replicas[0].cloner.has_own(iterator) for iterator in iterators)
 
     def part(self, places: Sequence[str] = ()) -> bool:
         """Whether `forward` changed containers that replicas share, here or, at these places, elsewhere.
@@ -217,7 +230,6 @@ class Crew:
         self.made += 1
         self._tied = bool(self._apart) and is_used_elsewhere(self.replicas[0].source_modules, self._apart)
         first = self.replicas[0]
-        self._iterator = _iterator_read(self.source, first.source_modules)
         containers = [(value, items) for value, items, _ in first.cloner.containers]
         trainable, state = ([source for source, _ in pairs] for pairs in (first.trainable, first.tensors.state))
         joint = Way.SHARE in self.ways  # replicas that hold the source's own tensors follow wherever these move
@@ -239,8 +251,8 @@ class Crew:
         self._writes = Writes([(source, held) for source, held in pairs if id(source) not in self._apart])
 
     def _replica(self, index: int, device: torch.device, way: Way) -> Replica:
-        kind, home = self._classes[index], self.devices[0]
-        return kind(index, self.source, device, way, home=home, dress=self.dress, own=self._own, apart=self._apart)
+        shared: dict[str, Any] = {"own": self._own, "apart": self._apart, "asked": self.asked}
+        return self._classes[index](index, self.source, device, way, home=self.devices[0], dress=self.dress, **shared)
 
     def _renew_links(self) -> None:
         """Replicas that are linked to the source's graph are made anew: their tensors belong to one call."""
@@ -279,25 +291,6 @@ class Crew:
         """Let replicas that have no part in a call forget carried state that the others get parts of."""
         for replica in self.replicas[active:]:
             replica.lend(slots, None)
-
-
-_TIED = (
-    "a weight that keeps below a norm is used elsewhere too, or may be (Embedding(max_norm=...)): calls "
-    "run on one device, where every use sees the rows that the whole batch has changed."
-)
-_ITERATES = (
-    "forward may draw from the iterator {path!r}, of which there is one for all replicas: calls run on one device.\n"
-    "Draw from it outside, and set what it gave as an attribute."
-)
-
-
-def _iterator_read(source: nn.Module, modules: Sequence[nn.Module]) -> str | None:
-    """The dotted name of an iterator on a module that some code of the modules may read."""
-    for module, prefix in zip(modules, module_names(source, modules), strict=True):
-        for name, value in module.__dict__.items():
-            if isinstance(value, Iterator) and not isinstance(value, io.IOBase) and code_reads(modules, name):
-                return f"{prefix}.{name}" if prefix else name
-    return None
 
 
 def _way(near: bool, joint: bool) -> Way:

@@ -45,13 +45,14 @@ class Replica:
         dress: Dress | None = None,
         own: Mapping[int, Any] | None = None,
         apart: Mapping[int, Tensor] | None = None,
+        asked: list[Any] | None = None,
     ) -> None:
         self.index = index
         self.device = device
         self.name = f"replica {index} on {device}"
         self.tensors = self.kind_of_tensors(device, way, apart or {}, shared_storages(source.modules()))
         moves = None if home is None or home == device else (home, device)
-        self.cloner = Cloner(self.tensors.make, partial(counterpart, device=device), own, moves)
+        self.cloner = Cloner(self.tensors.make, partial(counterpart, device=device), own, moves, asked)
         self.module: nn.Module = self.cloner.clone(source)
         if way in (Way.PRIVATE, Way.LINK):
             self._flatten_weights()

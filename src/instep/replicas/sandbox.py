@@ -6,7 +6,7 @@ A sandbox has its own copy of every tensor, no hooks of the user, and starts eve
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import is_
 from typing import Any
@@ -95,6 +95,29 @@ class Sandbox:
             self.drew = self.drew or self._dice.moved() or self._snapshot.drew()
             return output, attributes, left
         finally:
+            self._put_back()
+
+    def gradients(
+        self,
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        weigh: Callable[[Any], Tensor | None],
+    ) -> list[Tensor | None]:
+        """The parameters' gradients of what a call gives, made into one number; then everything is put back."""
+        leaves = [made for _, made in self._tensors.trainable]
+        try:
+            with self._surroundings(), torch.enable_grad():
+                function = self.module if method == "forward" else getattr(self.module, method)
+                number = weigh(function(*args, **kwargs))
+                self._tensors.guard.set(True)
+                if number is None:
+                    return [None] * len(leaves)
+                found = torch.autograd.grad(number, leaves, allow_unused=True)
+            self.drew = self.drew or self._dice.moved() or self._snapshot.drew()
+            return list(found)
+        finally:
+            self._tensors.guard.set(False)
             self._put_back()
 
     def lend(self, slot: Slot, value: Any) -> None:

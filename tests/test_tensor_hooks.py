@@ -1,0 +1,131 @@
+"""Hooks that forward puts on tensors see the gradients of whole batches, or of shards where that was asked for."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+
+pytestmark = pytest.mark.usefixtures("one_core")
+each_engine = pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+SIZES: list[int] = []
+
+
+class Net(nn.Module):
+    """Puts a hook on something in the middle, by a function of itself, a hidden tensor and its weight."""
+
+    def __init__(self, put: Callable[[Any, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)
+        self.put, self.gradients, self.calls = put, None, [0]
+        self.hooked = True
+
+    def save(self, gradient: Tensor) -> None:
+        self.gradients = gradient
+        self.calls.append(len(gradient))
+
+    def forward(self, x: Tensor) -> Tensor:
+        SIZES.append(len(x))
+        weight = self.first.weight * 2
+        z = nn.functional.linear(x, weight).tanh()
+        if self.hooked and z.requires_grad:
+            self.put(self, z, weight)
+        return self.last(self.norm(z))
+
+
+def clip(self: Net, z: Tensor, weight: Tensor) -> None:
+    weight.register_hook(lambda g: g.clamp(-0.05, 0.05))
+
+
+PUTS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "grad-cam": lambda self, z, weight: z.register_hook(self.save),
+    "normalised": lambda self, z, weight: z.register_hook(lambda g: g / g.norm()),
+    "clipped": clip,
+    "on a node": lambda self, z, weight: z.grad_fn.register_prehook(lambda gs: (gs[0] / gs[0].norm(),)),  # type: ignore[union-attr]
+    "on a parameter": lambda self, z, weight: self.first.weight.register_hook(partial(torch.clamp, max=0.01)),
+    "partial": lambda self, z, weight: z.register_hook(partial(Net.save, self)),
+}
+
+
+def steps(model: Any, batches: list[Tensor]) -> list[Any]:
+    found = []
+    for x in batches:
+        model.zero_grad()
+        out = model(x)
+        (out.square() * torch.linspace(1, 2, len(x), dtype=x.dtype)[:, None]).sum().backward()
+        found += [out.detach(), *[p.grad.clone() for p in model.parameters() if p.grad is not None]]
+    return found
+
+
+@each_engine
+@pytest.mark.parametrize("put", PUTS.values(), ids=PUTS.keys())
+def test_a_hook_on_a_tensor_sees_whole_batches(engine: str, put: Callable[..., Any]) -> None:
+    plain = Net(put).double()
+    net = copy.deepcopy(plain)
+    batches = [torch.randn(7, 4, dtype=torch.float64) for _ in range(3)]
+    with instep.DataParallel(net, ["cpu"] * 3, engine=engine) as model:
+        with pytest.warns(UserWarning, match=r"hook '.*' on a tensor of forward's is shown whole batches"):
+            mine = steps(model, batches[:1])
+        mine += steps(model, batches[1:])  # said once: a second warning is an error here
+        torch.testing.assert_close(mine, steps(plain, batches))
+        torch.testing.assert_close(net.gradients, plain.gradients)
+        torch.testing.assert_close(dict(net.named_buffers()), dict(plain.named_buffers()))
+        assert net.calls == plain.calls
+
+
+@each_engine
+def test_without_gradients_or_hooks_all_devices_are_used(engine: str) -> None:
+    net = Net(PUTS["normalised"]).double()
+    x = torch.randn(7, 4, dtype=torch.float64)
+    with instep.DataParallel(net, ["cpu"] * 3, engine=engine, probe=False) as model:
+
+        def sizes(**hooked: bool) -> list[int]:
+            net.__dict__.update(hooked)
+            SIZES.clear()
+            model(x)
+            return sorted(SIZES)
+
+        with torch.no_grad():
+            assert sizes() == [2, 2, 3]
+        assert sizes(hooked=False) == [2, 2, 3]
+        with pytest.warns(UserWarning, match="shown whole batches"):
+            assert sizes(hooked=True) == [2, 2, 3, 7]
+        assert sizes() == [7]
+        with torch.no_grad():
+            assert sizes() == [2, 2, 3]
+        assert sizes(hooked=False) == [7]
+        assert sizes() == [2, 2, 3]
+
+
+@each_engine
+def test_shards_where_that_was_asked_for(engine: str) -> None:
+    net = Net(lambda self, z, weight: z.register_hook(lambda g: -g)).double()
+    SIZES.clear()
+    with (
+        instep.DataParallel(net, ["cpu"] * 3, engine=engine, hooks="per_replica", probe=False) as model,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        plain = copy.deepcopy(net)
+        batches = [torch.randn(7, 4, dtype=torch.float64)]
+        torch.testing.assert_close(steps(model, batches), steps(plain, batches))
+        assert sorted(SIZES) == [2, 2, 3, 7]
+
+
+@each_engine
+def test_hooks_of_libraries_do_not_count(engine: str) -> None:
+    """What instep puts on tensors itself, where replicas meet for batch norm, and a hook of torch's own."""
+    net = Net(lambda self, z, weight: z.register_hook(torch.utils.hooks.unserializable_hook)).double()
+    plain, batches = copy.deepcopy(net), [torch.randn(7, 4, dtype=torch.float64) for _ in range(2)]
+    SIZES.clear()
+    with instep.DataParallel(net, ["cpu"] * 3, engine=engine, probe=False) as model:
+        torch.testing.assert_close(steps(model, batches), steps(plain, batches))
+    assert sorted(SIZES) == [2, 2, 2, 2, 3, 3, 7, 7]
