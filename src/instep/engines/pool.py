@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -59,14 +59,26 @@ class ReplicaThread:
     def alive(self) -> bool:
         return self.pid == os.getpid() and self._thread.is_alive()
 
-    def stop(self) -> None:
+    def stop(self, *, wait: bool = True) -> None:
         self.inbox.put(None)
-        if self.alive() and threading.current_thread() is not self._thread:
+        if wait and self.alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
 
+def _end_dropped() -> None:
+    """Give back the leases that nobody holds any longer, unless the lock is held: then whoever holds it does so."""
+    if _dropped and _lock.take_if_free():
+        try:
+            while _dropped:
+                for thread in _dropped.popleft().give_back():
+                    thread.stop(wait=False)
+        finally:
+            _lock.__exit__()
+
+
 _threads: dict[tuple[str, int], ReplicaThread] = {}
-_lock = ProcessLock(_threads.clear)
+_dropped: deque[Lease] = deque()
+_lock = ProcessLock(_threads.clear, when_free=_end_dropped)
 
 
 class Lease:
@@ -132,19 +144,32 @@ class Lease:
 
     def close(self) -> None:
         """Give the threads back; those that nobody else uses end."""
-        ended = []
+        if inside_replica():  # somebody may hold the lock and wait for this thread
+            self.drop()
+            return
         with _lock:
-            if self._closed:
-                return
-            self._closed = True
-            for key, thread in zip(self._keys, self._threads, strict=True):
-                thread.users -= 1
-                if thread.users <= 0:
-                    if _threads.get(key) is thread:
-                        del _threads[key]
-                    ended.append(thread)
+            ended = self.give_back()
         for thread in ended:  # not under the lock: what a thread still does may need it
             thread.stop()
+
+    def drop(self) -> None:
+        """The same for a finalizer: it may run anywhere, also in a thread that is waited for, and waits for nothing."""
+        _dropped.append(self)
+        _end_dropped()
+
+    def give_back(self) -> list[ReplicaThread]:
+        """The threads that nobody uses any longer; to be called under the lock."""
+        ended: list[ReplicaThread] = []
+        if self._closed:
+            return ended
+        self._closed = True
+        for key, thread in zip(self._keys, self._threads, strict=True):
+            thread.users -= 1
+            if thread.users <= 0:
+                if _threads.get(key) is thread:
+                    del _threads[key]
+                ended.append(thread)
+        return ended
 
 
 class _Results:

@@ -63,7 +63,7 @@ class SideBySide:
         with self._lock:
             if self._lease is None:
                 self._lease = Lease(self._devices)
-                weakref.finalize(self, self._lease.close)
+                weakref.finalize(self, self._lease.drop)
             return self._lease
 
     def kinds(self) -> Sequence[type[Replica]]:

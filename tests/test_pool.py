@@ -1,0 +1,106 @@
+"""Replica threads are given back wherever the last reference to their wrapper goes, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep.engines import pool
+from instep.locks import ProcessLock
+
+
+@pytest.fixture
+def garbage() -> Iterator[None]:
+    """A wrapper that only the cyclic collector will find, which comes only when it is called."""
+    model = instep.DataParallel(nn.Linear(4, 3), ["cpu"] * 2, engine="threads")
+    model(torch.randn(6, 4))
+    gc.disable()
+    model.module.me = model
+    del model
+    yield
+    gc.enable()
+
+
+def call_three() -> None:
+    with instep.DataParallel(nn.Linear(4, 3), ["cpu"] * 3, engine="threads") as model:
+        assert model(torch.randn(6, 4)).shape == (6, 3)
+
+
+def collected_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> set[int]:
+    """The threads in which the collector came before a function."""
+    came: set[int] = set()
+    before = getattr(owner, name)
+
+    def collect_first(*args: Any) -> Any:
+        came.add(threading.get_ident())
+        gc.collect()
+        return before(*args)
+
+    monkeypatch.setattr(owner, name, collect_first)
+    return came
+
+
+@pytest.mark.usefixtures("garbage")
+def test_a_wrapper_is_collected_in_a_thread_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    came = collected_in(monkeypatch, threading.Thread, "_bootstrap_inner")
+    call_three()
+    assert came - {threading.get_ident()}
+
+
+@pytest.mark.usefixtures("garbage")
+def test_a_wrapper_is_collected_in_a_thread_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    came = collected_in(monkeypatch, pool, "_set_threads")
+    call_three()
+    assert came - {threading.get_ident()}
+
+
+@pytest.mark.usefixtures("garbage")
+def test_a_wrapper_is_collected_while_another_takes_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    came = collected_in(monkeypatch, pool, "ReplicaThread")
+    call_three()
+    assert came == {threading.get_ident()}
+    assert not pool._threads
+
+
+OTHERS: list[instep.DataParallel] = []
+
+
+def test_a_wrapper_that_is_closed_by_a_replica_ends_its_threads() -> None:
+    class Closes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            OTHERS[0].close()
+            return x * 2
+
+    OTHERS[:] = [instep.DataParallel(nn.Linear(4, 3), ["cpu"] * 3, engine="threads")]
+    OTHERS[0](torch.randn(6, 4))
+    assert ("cpu", 2) in pool._threads
+    with instep.DataParallel(Closes(), ["cpu"] * 2, engine="threads", probe=False) as model:
+        model(torch.randn(4, 4))
+        assert ("cpu", 2) not in pool._threads
+    OTHERS.clear()
+
+
+def test_a_lock_that_is_held_is_not_free() -> None:
+    freed: list[float] = []
+    lock = ProcessLock(when_free=lambda: freed.append(time.monotonic()))
+    with lock:
+        with lock:
+            assert not lock.take_if_free()
+        assert not freed
+    assert len(freed) == 1
+    assert lock.take_if_free()
+    seen: list[bool] = []
+    other = threading.Thread(target=lambda: seen.append(lock.take_if_free()))
+    other.start()
+    other.join()
+    assert seen == [False]
+    lock.__exit__()
+    assert len(freed) == 2
