@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -104,3 +105,29 @@ def test_a_lock_that_is_held_is_not_free() -> None:
     assert seen == [False]
     lock.__exit__()
     assert len(freed) == 2
+
+
+TEACHERS: list[instep.DataParallel] = []
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_wrapper_is_called_from_a_thread_that_another_ones_forward_waits_for(replicas: int) -> None:
+    class Student(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with ThreadPoolExecutor(1) as beside:
+                answer = beside.submit(TEACHERS[0], x)
+            return self.layer(x) + answer.result().detach()
+
+    x, before = torch.randn(6, 4), torch.get_num_threads()
+    with instep.DataParallel(nn.Linear(4, 4), ["cpu"] * replicas, engine="threads") as teacher:
+        TEACHERS[:] = [teacher]
+        net = Student()
+        with instep.DataParallel(net, ["cpu"] * 2, engine="threads") as model:
+            torch.testing.assert_close(model(x), net.layer(x) + teacher.module(x))
+            model(x).sum().backward()
+    TEACHERS.clear()
+    assert torch.get_num_threads() == before

@@ -45,8 +45,6 @@ class ReplicaThread:
         self.inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.pid = os.getpid()
         self.users = 0
-        self.share = 0
-        """The intra-op threads it was given."""
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -111,36 +109,23 @@ class Lease:
             return [task() for task in tasks]
         if self._closed:
             raise EngineError("this engine was closed.")
+        mine = torch.get_num_threads()
         done = _Results(len(tasks))
+        parts = [_Task(index, task, done, max(1, mine // len(tasks))) for index, task in enumerate(tasks)]
         with _lock:  # calls of several wrappers reach every thread in the same order
             self._revive()
-            self._share_cores(len(tasks))
-            threads = list(self._threads)
-            for index, task in enumerate(tasks):
-                threads[index].inbox.put(_Task(index, task, done))
-        return done.collect(drain)
+            for thread, part in zip(self._threads, parts, strict=False):
+                thread.inbox.put(part)
+        try:
+            return done.collect(drain, partial(_begin_elsewhere, parts))
+        finally:
+            if done.shared:  # torch hands the count set last to every new thread: the caller sets its own again
+                torch.set_num_threads(mine)
 
     def _revive(self) -> None:
         """A forked child has none of its parent's threads: it starts its own."""
         if not all(thread.alive() for thread in self._threads):
             self._threads = [self._take(key) for key in self._keys]
-
-    def _share_cores(self, active: int) -> None:
-        """Give each thread its share of the intra-op threads; the caller keeps its own count.
-
-        torch hands the count set last to every new thread, so the caller sets its own again.
-        """
-        mine = torch.get_num_threads()
-        share = max(1, mine // max(1, active))
-        others = [thread for thread in self._threads[:active] if thread.share != share]
-        if not others:
-            return
-        done = _Results(len(others))
-        for index, thread in enumerate(others):
-            thread.share = share
-            thread.inbox.put(_Task(index, partial(_set_threads, share), done))
-        done.collect(drain=True)
-        torch.set_num_threads(mine)
 
     def close(self) -> None:
         """Give the threads back; those that nobody else uses end."""
@@ -180,6 +165,8 @@ class _Results:
     """
 
     def __init__(self, count: int) -> None:
+        self.shared = False
+        """Whether a task gave its thread another share of the cores."""
         self._results: list[tuple[Any, BaseException | None] | None] = [None] * count
         self._bell: SimpleQueue[None] = SimpleQueue()
 
@@ -188,16 +175,18 @@ class _Results:
         if None not in self._results:  # whoever waits is woken once, by the last
             self._bell.put(None)
 
-    def collect(self, drain: bool) -> list[Any]:
+    def collect(self, drain: bool, late: Callable[[], None]) -> list[Any]:
         """All results, or the first error; an interruption ends the wait at once, or with `drain` after the last task.
 
-        A second interruption always does.
+        A second interruption always does. `late` is called whenever results are still missing after a while.
         """
         interrupted: BaseException | None = None
         while None in self._results:
             try:
                 with suppress(Empty):
                     self._bell.get(timeout=_GLANCE)
+                    continue
+                late()
             except BaseException as interruption:
                 if not drain or interrupted is not None:
                     raise
@@ -211,7 +200,7 @@ class _Results:
         return [result for result, _ in given]
 
 
-_GLANCE = 0.5
+_GLANCE = 0.1
 """Seconds after which whoever waits for results looks again, without a bell."""
 
 
@@ -221,20 +210,47 @@ def _set_threads(count: int) -> None:
 
 
 class _Task:
-    """A task with the place its result goes to."""
+    """A task with the place its result goes to. It is done once, by the first thread that comes to it."""
 
-    __slots__ = ("done", "index", "task")
+    __slots__ = ("done", "index", "share", "waiting")
 
-    def __init__(self, index: int, task: Callable[[], Any], done: _Results) -> None:
-        self.index, self.task, self.done = index, task, done
+    def __init__(self, index: int, task: Callable[[], Any], done: _Results, share: int) -> None:
+        self.index, self.done = index, done
+        self.waiting = [task]
+        self.share = share
+        """The intra-op threads that it may take."""
 
     def __call__(self) -> None:
         try:
-            result = self.task()
+            task = self.waiting.pop()  # only one thread can
+        except IndexError:
+            return
+        try:
+            if getattr(_here, "share", 0) != self.share:
+                self.done.shared = True
+                _set_threads(self.share)
+                _here.share = self.share
+            result = task()
         except BaseException as error:
             self.done.put(self.index, None, error)
         else:
             self.done.put(self.index, result, None)
+
+
+def _begin_elsewhere(parts: Sequence[_Task]) -> None:
+    """Do what no replica thread has come to in threads of its own.
+
+    A replica thread may be in the middle of a call that waits for this one: a wrapper called from a thread that the
+    `forward` of another one has started.
+    """
+    for part in parts:
+        if part.waiting:
+            threading.Thread(target=_do_one, args=(part,), name=f"instep-beside-{part.index}", daemon=True).start()
+
+
+def _do_one(part: _Task) -> None:
+    with as_replica():
+        part()
 
 
 def stop_all() -> None:
