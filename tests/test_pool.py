@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 
 import instep
 from instep.engines import pool
+from instep.engines.room import Room
 from instep.locks import ProcessLock
 
 
@@ -90,21 +93,50 @@ def test_a_wrapper_that_is_closed_by_a_replica_ends_its_threads() -> None:
 
 
 def test_a_lock_that_is_held_is_not_free() -> None:
-    freed: list[float] = []
-    lock = ProcessLock(when_free=lambda: freed.append(time.monotonic()))
-    with lock:
-        with lock:
-            assert not lock.take_if_free()
-        assert not freed
-    assert len(freed) == 1
+    lock = ProcessLock()
+    with lock, lock:
+        assert not lock.take_if_free()
     assert lock.take_if_free()
     seen: list[bool] = []
     other = threading.Thread(target=lambda: seen.append(lock.take_if_free()))
     other.start()
     other.join()
     assert seen == [False]
-    lock.__exit__()
-    assert len(freed) == 2
+    lock.release()
+
+
+def test_a_lock_is_taken_and_given_back_without_a_line_of_python() -> None:
+    """There a signal would find it taken, and nobody to give it back."""
+    for name in ("__enter__", "__exit__"):
+        assert not isinstance(getattr(ProcessLock, name), FunctionType)
+    assert all("with self._changed" not in inspect.getsource(part) for part in (Room, pool))
+
+
+def test_an_interruption_while_tasks_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas that have begun their backward do not wait for one that will never begin."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    with instep.DataParallel(net, ["cpu"] * 3, engine="threads") as model:
+        x = torch.randn(7, 4)
+        loss = model(x).square().sum()
+        inboxes = [thread.inbox for thread in pool._threads.values()]
+
+        class Interrupted:
+            def put(self, _: Any) -> None:
+                time.sleep(0.1)
+                raise KeyboardInterrupt
+
+        for thread in pool._threads.values():
+            if thread.inbox is inboxes[2]:
+                monkeypatch.setattr(thread, "inbox", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+        monkeypatch.undo()
+        assert net[0].weight.grad is None
+        model(x).square().sum().backward()
+        mine = net[0].weight.grad.clone()
+        net.zero_grad()
+        net(x).square().sum().backward()
+        torch.testing.assert_close(mine, net[0].weight.grad)
 
 
 TEACHERS: list[instep.DataParallel] = []

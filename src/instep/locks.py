@@ -8,55 +8,48 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 
 def _nothing() -> None:
     """There is nothing to begin anew."""
 
 
-class ProcessLock:
-    """A re-entrant lock that is new in a forked child, where `in_child` is called before it is first taken.
+_Lock: Any = type(threading.RLock())
 
-    `when_free` is called each time nobody holds it any longer.
+
+class ProcessLock(_Lock):  # type: ignore[misc]
+    """A re-entrant lock that is free in a forked child, where `in_child` is called at once.
+
+    It is taken and given back by Python's own lock, without a line of Python between: an interruption (Ctrl-C) that
+    came in such a line would leave it taken for ever.
     """
 
-    def __init__(
-        self, in_child: Callable[[], object] = _nothing, *, when_free: Callable[[], object] = _nothing
-    ) -> None:
+    def __init__(self, in_child: Callable[[], object] = _nothing) -> None:
+        super().__init__()
         self._in_child = in_child
-        self._when_free = when_free
-        self._process = os.getpid()
-        self._lock = threading.RLock()
-        self._depth = 0
-        """How often the thread that holds it has taken it."""
-
-    def __enter__(self) -> None:
-        self._renew_in_child()
-        self._lock.acquire()
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        free = not self._depth
-        self._lock.release()
-        if free:
-            self._when_free()
+        _locks.add(self)
 
     def take_if_free(self) -> bool:
-        """Take it if nobody holds it, not even this thread; never waits. What is taken is given back by `__exit__`."""
-        self._renew_in_child()
-        if not self._lock.acquire(blocking=False):
-            return False
-        if self._depth:  # this thread is in the middle of something
-            self._lock.release()
-            return False
-        self._depth = 1
-        return True
+        """Take it if nobody holds it, not even this thread; never waits. What is taken has to be given back."""
+        return not self._is_owned() and bool(self.acquire(blocking=False))
 
-    def _renew_in_child(self) -> None:
-        if self._process != os.getpid():
-            self._lock = threading.RLock()
-            self._depth = 0
-            self._process = os.getpid()
+    def renew_in_child(self) -> None:
+        """See to it that no thread of the parent holds it; the one that forked goes on holding it."""
+        if not self._is_owned():
+            self._at_fork_reinit()
             self._in_child()
+
+
+_locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
+
+
+def _renew_all() -> None:
+    for lock in list(_locks):
+        lock.renew_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_all)

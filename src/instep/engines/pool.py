@@ -71,12 +71,14 @@ def _end_dropped() -> None:
                 for thread in _dropped.popleft().give_back():
                     thread.stop(wait=False)
         finally:
-            _lock.__exit__()
+            _lock.release()
+        _end_dropped()  # what came meanwhile
 
 
 _threads: dict[tuple[str, int], ReplicaThread] = {}
 _dropped: deque[Lease] = deque()
-_lock = ProcessLock(_threads.clear, when_free=_end_dropped)
+_lock = ProcessLock(_threads.clear)
+"""Whoever gives it back calls `_end_dropped`."""
 
 
 class Lease:
@@ -91,6 +93,7 @@ class Lease:
         self._closed = False
         with _lock:
             self._threads = [self._take(key) for key in self._keys]
+        _end_dropped()
 
     @staticmethod
     def _take(key: tuple[str, int]) -> ReplicaThread:
@@ -100,10 +103,13 @@ class Lease:
         thread.users += 1
         return thread
 
-    def run(self, tasks: Sequence[Callable[[], T]], *, drain: bool = False) -> list[T]:
+    def run(
+        self, tasks: Sequence[Callable[[], T]], *, drain: bool = False, stop: Callable[[], None] | None = None
+    ) -> list[T]:
         """The results of one task a thread, in order; the first error that a task raised is raised.
 
-        An interruption of the caller ends the wait at once, or with `drain` when no task runs any longer.
+        An interruption of the caller ends the wait at once, or with `drain` when no task runs any longer. If it comes
+        before every task is handed out, `stop` tells those that have begun not to wait for the others.
         """
         if inside_replica():  # a thread that waited for itself would wait for ever
             return [task() for task in tasks]
@@ -112,12 +118,20 @@ class Lease:
         mine = torch.get_num_threads()
         done = _Results(len(tasks))
         parts = [_Task(index, task, done, max(1, mine // len(tasks))) for index, task in enumerate(tasks)]
-        with _lock:  # calls of several wrappers reach every thread in the same order
-            self._revive()
-            for thread, part in zip(self._threads, parts, strict=False):
-                thread.inbox.put(part)
         try:
+            with _lock:  # calls of several wrappers reach every thread in the same order
+                self._revive()
+                for thread, part in zip(self._threads, parts, strict=False):
+                    thread.inbox.put(part)
+            _end_dropped()
             return done.collect(drain, partial(_begin_elsewhere, parts))
+        except BaseException:
+            begun = [part.index for part in parts if not part.withdraw()]
+            if stop is not None:
+                stop()
+            if drain and not done.hurried:
+                done.wait_for(begun)
+            raise
         finally:
             if done.shared:  # torch hands the count set last to every new thread: the caller sets its own again
                 torch.set_num_threads(mine)
@@ -134,6 +148,7 @@ class Lease:
             return
         with _lock:
             ended = self.give_back()
+        _end_dropped()
         for thread in ended:  # not under the lock: what a thread still does may need it
             thread.stop()
 
@@ -167,6 +182,8 @@ class _Results:
     def __init__(self, count: int) -> None:
         self.shared = False
         """Whether a task gave its thread another share of the cores."""
+        self.hurried = False
+        """Whether whoever waits was interrupted twice."""
         self._results: list[tuple[Any, BaseException | None] | None] = [None] * count
         self._bell: SimpleQueue[None] = SimpleQueue()
 
@@ -189,6 +206,7 @@ class _Results:
                 late()
             except BaseException as interruption:
                 if not drain or interrupted is not None:
+                    self.hurried = interrupted is not None
                     raise
                 interrupted = interruption
         if interrupted is not None:
@@ -198,6 +216,12 @@ class _Results:
         if errors:
             raise first_error(errors)
         return [result for result, _ in given]
+
+    def wait_for(self, begun: Sequence[int]) -> None:
+        """Wait until these tasks have ended."""
+        while any(self._results[index] is None for index in begun):
+            with suppress(Empty):
+                self._bell.get(timeout=_GLANCE)
 
 
 _GLANCE = 0.1
@@ -219,6 +243,14 @@ class _Task:
         self.waiting = [task]
         self.share = share
         """The intra-op threads that it may take."""
+
+    def withdraw(self) -> bool:
+        """See to it that no thread begins it any more; False if one has."""
+        try:
+            self.waiting.pop()
+        except IndexError:
+            return False
+        return True
 
     def __call__(self) -> None:
         try:

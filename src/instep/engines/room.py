@@ -44,7 +44,8 @@ class Room:
         self.start: Callable[[int], None] | None = None
         self._names = list(names)
         self._end = end
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # taken by itself: an interruption finds no line of Python to come in between
+        self._changed = threading.Condition(self._lock)
         self._waiting: dict[int, tuple[str, Any]] = {}
         self._left: set[int] = set()
         self._round = 0
@@ -57,7 +58,7 @@ class Room:
 
     def enter(self, index: int) -> None:
         """Begin a replica's part; waits for its turn, which does not come after a failure."""
-        with self._changed:
+        with self._lock:
             self._threads[index] = threading.get_ident()
             while self._turn is not None and self._turn != index:
                 self._raise_broken()
@@ -71,7 +72,7 @@ class Room:
         return payloads
 
     def _exchange(self, index: int, label: str, payload: Any) -> list[Any]:
-        with self._changed:
+        with self._lock:
             self._raise_broken()
             self._check(index, label)
             self._waiting[index] = (label, payload)
@@ -110,7 +111,7 @@ class Room:
 
     def leave(self, index: int, error: BaseException | None = None) -> None:
         """End a replica's part: whoever waits for it, waits no longer."""
-        with self._changed:
+        with self._lock:
             self._left.add(index)
             self._waiting.pop(index, None)
             if error is not None:
@@ -123,12 +124,12 @@ class Room:
 
     def close(self) -> None:
         """Let go of what nobody came for: graphs lead to the room, and must not lead on to themselves."""
-        with self._changed:
+        with self._lock:
             self._payloads, self._waiting, self.start = [], {}, None
 
     def abort(self) -> None:
         """Let nobody wait any longer: the caller was interrupted."""
-        with self._changed:
+        with self._lock:
             self._break(PeerFailed("the call was interrupted."))
 
     def _check(self, index: int, label: str) -> None:

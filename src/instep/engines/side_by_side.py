@@ -121,7 +121,7 @@ class SideBySide:
             if nested:
                 run_here(tasks, room, stop=lambda _: False)
             else:
-                self.lease.run(tasks, drain=True)
+                self.lease.run(tasks, drain=True, stop=room.abort)
         else:  # autograd's own device threads run the replicas at the same time
             outputs = [output for outs, _ in pairs for output in outs]
             arrived = [grad for _, grads in pairs for grad in grads]
