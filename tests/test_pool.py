@@ -163,3 +163,38 @@ def test_a_wrapper_is_called_from_a_thread_that_another_ones_forward_waits_for(r
             model(x).sum().backward()
     TEACHERS.clear()
     assert torch.get_num_threads() == before
+
+
+def test_an_interruption_while_threads_are_started_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait, armed = threading.Event.wait, [True]
+
+    def interrupted(self: threading.Event, *args: Any) -> bool:
+        if armed and threading.current_thread() is threading.main_thread():
+            armed.clear()
+            raise KeyboardInterrupt
+        return wait(self, *args)
+
+    monkeypatch.setattr(threading.Event, "wait", interrupted)
+    model = instep.DataParallel(nn.Linear(4, 3), ["cpu"] * 2, engine="threads", probe=False)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(6, 4))
+    assert model(torch.randn(6, 4)).shape == (6, 3)
+    model.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("instep-")]
+    assert not pool._threads
+
+
+def test_an_interruption_leaves_gradients_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    enter = torch.no_grad.__enter__
+
+    def interrupted(self: torch.no_grad) -> None:
+        enter(self)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with instep.DataParallel(nn.Linear(4, 3), ["cpu"] * 2, engine="threads") as model:
+        monkeypatch.setattr(torch.no_grad, "__enter__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(6, 4))
+        assert torch.is_grad_enabled()
+        assert model(torch.randn(6, 4)).requires_grad

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,8 +51,17 @@ class Together:
 
     def run(self, call: Call) -> Any:
         """What one device would have given; a call that fails leaves everything as it was."""
-        with self._unharmed() as random:
-            return self._run(call, random)
+        random, grad = RandomState(self.devices), torch.is_grad_enabled()
+        try:
+            result = self._run(call, random)
+            self.crew.done()
+            return result
+        except BaseException:  # no context manager: an interruption could come on the way to it
+            torch.set_grad_enabled(grad)
+            self.crew.restore()
+            self.crew.discard()
+            random.restore()
+            raise
 
     def _run(
         self,
@@ -197,19 +205,6 @@ class Together:
             )
             self._warned = True
         self._restructured = True
-
-    @contextmanager
-    def _unharmed(self) -> Iterator[RandomState]:
-        """A call that fails leaves the random state as it was, and its replicas are not used again."""
-        random = RandomState(self.devices)
-        try:
-            yield random
-            self.crew.done()
-        except BaseException:
-            self.crew.restore()
-            self.crew.discard()
-            random.restore()
-            raise
 
     def is_hooked(self) -> bool:
         """Whether hooks of the user's are there that are to see whole batches."""

@@ -46,7 +46,11 @@ class ReplicaThread:
         self.pid = os.getpid()
         self.users = 0
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Begin, once somebody holds it: an interruption meanwhile leaves no thread that nobody knows."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def _work(self) -> None:
         _here.inside = True
@@ -56,6 +60,10 @@ class ReplicaThread:
 
     def alive(self) -> bool:
         return self.pid == os.getpid() and self._thread.is_alive()
+
+    def usable(self) -> bool:
+        """Whether it runs, or was not started yet."""
+        return self.pid == os.getpid() and (self._thread.ident is None or self._thread.is_alive())
 
     def stop(self, *, wait: bool = True) -> None:
         self.inbox.put(None)
@@ -91,14 +99,19 @@ class Lease:
             self._keys.append((str(device), seen[str(device)]))
             seen[str(device)] += 1
         self._closed = False
-        with _lock:
-            self._threads = [self._take(key) for key in self._keys]
+        self._threads: list[ReplicaThread] = []
+        try:
+            with _lock:
+                self._take_all()
+        except BaseException:
+            self.drop()
+            raise
         _end_dropped()
 
     @staticmethod
     def _take(key: tuple[str, int]) -> ReplicaThread:
         thread = _threads.get(key)
-        if thread is None or not thread.alive():
+        if thread is None or not thread.usable():
             thread = _threads[key] = ReplicaThread(f"instep-{key[0]}-{key[1]}")
         thread.users += 1
         return thread
@@ -139,7 +152,14 @@ class Lease:
     def _revive(self) -> None:
         """A forked child has none of its parent's threads: it starts its own."""
         if not all(thread.alive() for thread in self._threads):
-            self._threads = [self._take(key) for key in self._keys]
+            self._threads = []
+            self._take_all()
+
+    def _take_all(self) -> None:
+        """Each thread is held before it is started; one that an interruption left unstarted is started now."""
+        self._threads.extend(self._take(key) for key in self._keys[len(self._threads) :])
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Give the threads back; those that nobody else uses end."""
@@ -163,7 +183,7 @@ class Lease:
         if self._closed:
             return ended
         self._closed = True
-        for key, thread in zip(self._keys, self._threads, strict=True):
+        for key, thread in zip(self._keys, self._threads, strict=False):
             thread.users -= 1
             if thread.users <= 0:
                 if _threads.get(key) is thread:
