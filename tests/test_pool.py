@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 import instep
-from instep.engines import pool
-from instep.engines.room import Room
+from instep.engines import pool, room
 from instep.locks import ProcessLock
 
 
@@ -109,7 +108,7 @@ def test_a_lock_is_taken_and_given_back_without_a_line_of_python() -> None:
     """There a signal would find it taken, and nobody to give it back."""
     for name in ("__enter__", "__exit__"):
         assert not isinstance(getattr(ProcessLock, name), FunctionType)
-    assert all("with self._changed" not in inspect.getsource(part) for part in (Room, pool))
+    assert all("Condition" not in inspect.getsource(part) for part in (room, pool))
 
 
 def test_an_interruption_while_tasks_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:

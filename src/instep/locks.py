@@ -53,3 +53,25 @@ def _renew_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_all)
+
+
+def surely(*steps: Callable[[], object]) -> None:
+    """Take every step to its end, whatever interruption (Ctrl-C) comes meanwhile; it is raised when all are taken.
+
+    A step that was interrupted is taken again, so each has to come to the same if it is taken twice. The caller covers
+    the way here, by calling it in a `try` and once more in its `except BaseException`.
+    """
+    pending = list(steps)
+    failure: BaseException | None = None
+    while pending:
+        try:
+            while pending:
+                pending[0]()
+                pending.pop(0)
+        except Exception as error:
+            pending.pop(0)
+            failure = failure or error
+        except BaseException as interruption:
+            failure = interruption
+    if failure is not None:
+        raise failure
