@@ -19,7 +19,7 @@ LINES_AT_MOST = 399
 FLOORS = [
     {"errors", "locks", "private", "settings"},
     {"structure"},
-    {"compiled", "devices", "random"},
+    {"compiled", "devices", "random", "sources"},
     {"replicas", "reduce"},
     {"batchnorm", "bridge", "collectives", "hooks", "meeting", "user_hooks"},
     {"engines"},

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -54,17 +53,25 @@ def refuse_gradients(leaves: Iterable[Tensor]) -> None:
         )
 
 
-@contextmanager
-def no_gradients_left(sources: Iterable[Tensor]) -> Iterator[None]:
-    """Around a `forward` that works on the source's own tensors: refuses a backward inside it, as elsewhere."""
-    leaves = [(leaf, leaf.grad) for leaf in sources if leaf.is_leaf]
-    for leaf, _ in leaves:
-        leaf.grad = None
-    try:
-        yield
-        refuse_gradients(leaf for leaf, _ in leaves)
-    finally:
-        for leaf, gradient in leaves:
+class GradientsAside:
+    """Around a `forward` that works on the source's own tensors: refuses a backward inside it, as elsewhere.
+
+    Gradients that the source has are put aside meanwhile. It is no context manager: one that an interruption leaves
+    without its end would lose them, or bring them back later, over new ones.
+    """
+
+    def __init__(self, sources: Iterable[Tensor]) -> None:
+        self._leaves = [(leaf, leaf.grad) for leaf in sources if leaf.is_leaf]
+
+    def begin(self) -> None:
+        for leaf, _ in self._leaves:
+            leaf.grad = None
+
+    def check(self) -> None:
+        refuse_gradients(leaf for leaf, _ in self._leaves)
+
+    def end(self) -> None:
+        for leaf, gradient in self._leaves:
             leaf.grad = gradient
 
 
