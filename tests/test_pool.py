@@ -91,17 +91,17 @@ def test_a_wrapper_that_is_closed_by_a_replica_ends_its_threads() -> None:
     OTHERS.clear()
 
 
-def test_a_lock_that_is_held_is_not_free() -> None:
+def test_a_lock_knows_its_owner() -> None:
     lock = ProcessLock()
+    assert not lock.is_mine()
     with lock, lock:
-        assert not lock.take_if_free()
-    assert lock.take_if_free()
-    seen: list[bool] = []
-    other = threading.Thread(target=lambda: seen.append(lock.take_if_free()))
-    other.start()
-    other.join()
+        assert lock.is_mine()
+        seen: list[bool] = []
+        other = threading.Thread(target=lambda: seen.append(lock.is_mine()))
+        other.start()
+        other.join()
     assert seen == [False]
-    lock.release()
+    assert not lock.is_mine()
 
 
 def test_a_lock_is_taken_and_given_back_without_a_line_of_python() -> None:

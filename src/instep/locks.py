@@ -32,9 +32,9 @@ class ProcessLock(_Lock):  # type: ignore[misc]
         self._in_child = in_child
         _locks.add(self)
 
-    def take_if_free(self) -> bool:
-        """Take it if nobody holds it, not even this thread; never waits. What is taken has to be given back."""
-        return not self._is_owned() and bool(self.acquire(blocking=False))
+    def is_mine(self) -> bool:
+        """Whether this thread holds it."""
+        return bool(self._is_owned())
 
     def renew_in_child(self) -> None:
         """See to it that no thread of the parent holds it; the one that forked goes on holding it."""
