@@ -6,7 +6,7 @@ A sandbox has its own copy of every tensor, no hooks of the user, and starts eve
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from instep.compiled import eagerly
+from instep.locks import surely
 from instep.random import generators_in
 from instep.replicas.carry import Slot
 from instep.replicas.clone import REGISTRIES, TABLES, Cloner
@@ -79,9 +80,11 @@ class Sandbox:
                 output = map_tensors(_own, function(*args, **kwargs))
                 attributes = {name: map_tensors(_own, value) for name, value in self._attributes_set()}
             self.drew = self.drew or self._dice.moved() or self._snapshot.drew()
+            surely(self._put_back)
             return output, attributes
-        finally:
-            self._put_back()
+        except BaseException:
+            surely(self._put_back)
+            raise
 
     def lend(self, slot: Slot, value: Any) -> None:
         """Give the next run a part of the state that an earlier call left on the module."""
@@ -120,18 +123,17 @@ class Sandbox:
                 if isinstance(value, (int, float)) or is_row(value) or any(True for _ in tensors_in(value)):
                     yield (f"{name}.{key}" if name else key), value
 
-    @contextmanager
-    def _surroundings(self) -> Iterator[None]:
+    def _surroundings(self) -> ExitStack:
         """The caller's own, without gradients, compiled code, or casts that autocast would keep."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            if self.device.type != "cpu":
-                stack.enter_context(torch.get_device_module(self.device).device(self.device))
-            stack.enter_context(eagerly())
-            kept = torch.is_autocast_cache_enabled()
-            stack.callback(torch.set_autocast_cache_enabled, kept)
-            torch.set_autocast_cache_enabled(False)
-            yield
+        stack = ExitStack()
+        stack.enter_context(torch.no_grad())
+        if self.device.type != "cpu":
+            stack.enter_context(torch.get_device_module(self.device).device(self.device))
+        stack.enter_context(eagerly())
+        kept = torch.is_autocast_cache_enabled()
+        stack.callback(torch.set_autocast_cache_enabled, kept)
+        torch.set_autocast_cache_enabled(False)
+        return stack
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import MergeError, StateError
+from instep.locks import surely
 from instep.replicas.carry import Carry, tensors_by_path
 from instep.replicas.contents import Contents, contents_of, put
 from instep.replicas.derived import is_cache, is_derived
@@ -90,8 +91,7 @@ class Settler:
             *self._tensors(source, replicas, outcomes, sizes, places),
             *self._contents(replicas, outcomes, sizes, places),
         ]
-        for write in writes:
-            write()
+        surely(*writes)  # all or none: an interruption in between would leave the state of no call
         for replica, outcome in zip(replicas, outcomes, strict=True):
             replica.revert(outcome.changes)
         return True
