@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from instep.compiled import allowing, compiler, graph_limit
+from instep.modes import inference
 from instep.private import default_device, saved_tensor_hooks
 
 
@@ -123,7 +124,7 @@ class _Surroundings(ExitStack):
 
     def _enter_all(self) -> None:
         ambient, device = self._ambient, self._device
-        self.enter_context(torch.inference_mode(ambient.inference))
+        self.enter_context(inference(ambient.inference))
         self.enter_context(torch.set_grad_enabled(ambient.grad))
         if ambient.device is not None:
             self.enter_context(ambient.device)

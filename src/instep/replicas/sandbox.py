@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from instep.compiled import eagerly
 from instep.locks import surely
+from instep.modes import inference
 from instep.random import generators_in
 from instep.replicas.carry import Slot
 from instep.replicas.clone import REGISTRIES, TABLES, Cloner
@@ -103,7 +104,7 @@ class Sandbox:
     def _put_back(self) -> None:
         self._dice.restore()
         self._snapshot.restore()
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.no_grad(), inference(False):
             for source, made in self._tensors.state:
                 _write(made, source)
             if self._writes is None:  # a forward that writes to its weights does so in every run

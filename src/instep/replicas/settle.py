@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from instep.errors import MergeError, StateError
 from instep.locks import surely
+from instep.modes import inference
 from instep.replicas.carry import Carry, tensors_by_path
 from instep.replicas.contents import Contents, contents_of, put
 from instep.replicas.derived import is_cache, is_derived
@@ -343,7 +344,7 @@ def _setter(holder: dict[str, Any], name: str, value: Any) -> Write:
 
 def _copier(original: Tensor, value: Tensor) -> Write:
     def write() -> None:
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.no_grad(), inference(False):
             if original.shape == value.shape:
                 original.data.copy_(value)
             else:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import BridgeError
+from instep.modes import inference
 
 
 class Guard:
@@ -143,11 +144,11 @@ class Tensors:
             return source
         if self.way is Way.LINK:
             grad = torch.is_grad_enabled()
-            with torch.inference_mode(False), torch.set_grad_enabled(grad):  # the first turns gradients on by itself
+            with inference(False), torch.set_grad_enabled(grad):  # the first turns gradients on by itself
                 made = source.to(self.device) if source.device != self.device else source.clone()
             made.__dict__ = source.__dict__
             return made
-        with torch.inference_mode(False), torch.no_grad():
+        with inference(False), torch.no_grad():
             made = self._leaf(source)
         made.register_hook(self.guard)
         return made
@@ -164,7 +165,7 @@ class Tensors:
 
     def copy(self, source: Tensor) -> Tensor:
         """A copy of a tensor that takes no gradient, as the class that the source is."""
-        with torch.inference_mode(False), torch.no_grad():
+        with inference(False), torch.no_grad():
             data = self._copied(source)
             if isinstance(source, nn.Parameter) or type(source) is not Tensor:
                 return leaf_like(source, data) if type(source).__torch_function__ is _PLAIN else data
