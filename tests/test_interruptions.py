@@ -24,13 +24,17 @@ from torch import Tensor, nn
 import instep
 from instep import meeting
 from instep.engines import pool
-from instep.locks import surely
+from instep.locks import start, surely
 from instep.random import drawing
+
+# An interruption that comes while an object is cleared away is dropped there, and told.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 ENGINES = ["serial", "threads"]
 HERE = str(Path(instep.__file__).parent)
 PLACES = (HERE, threading.__file__, os.path.join(os.path.dirname(os.__file__), "contextlib.py"))
 GRAD = os.path.join(os.path.dirname(torch.__file__), "autograd", "grad_mode.py")
+MODES = [torch.no_grad, torch.inference_mode, torch.set_grad_enabled]
 SEED = int(os.environ.get("INSTEP_SEED", "0"))
 SECONDS = float(os.environ.get("INSTEP_SECONDS", "2"))
 """How long one kind of call is interrupted again and again."""
@@ -157,3 +161,123 @@ def test_a_backward_that_is_interrupted_anywhere() -> None:
             interrupted(number)
         is_answered(model, net, x)
     assert not left_over()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, torch.set_grad_enabled], ids=lambda m: m.__name__
+)
+def test_an_interruption_on_the_way_into_a_mode(mode: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are on afterwards, also when the interruption is forgotten and all that it held on to goes."""
+    enter = mode.__enter__
+    for number in range(1, 40):
+        count = 0
+
+        def interrupted(self: Any, number: int = number) -> None:
+            nonlocal count
+            enter(self)
+            if threading.current_thread() is threading.main_thread():
+                count += 1
+                if count == number:
+                    raise KeyboardInterrupt
+
+        with instep.DataParallel(Net(), ["cpu"] * 2, engine=engine) as model, monkeypatch.context() as patch:
+            patch.setattr(mode, "__enter__", interrupted)
+            try:
+                model(torch.randn(6, 4))
+                break
+            except KeyboardInterrupt:
+                assert torch.is_grad_enabled()
+            assert torch.is_grad_enabled()
+            assert not torch.is_inference_mode_enabled()
+
+
+class Slow(nn.Module):
+    """Notes its calls; waits for a moment before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.log, self.seconds = nn.Linear(4, 3), [], 0.4
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        self.log.append("step")
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_runs_on_after_an_interruption_leaves_nothing_behind(engine: str) -> None:
+    net = Slow()
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, probe=False) as model:
+        timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(6, 4))
+        timer.join()
+        assert net.log == []
+        net.seconds = 0.0
+        x = torch.randn(6, 4)
+        torch.testing.assert_close(model(x), net.layer(x))
+        assert net.log == ["step"]
+
+
+def test_what_runs_on_is_put_back_without_another_call() -> None:
+    net = Slow()
+    with instep.DataParallel(net, ["cpu"] * 2, engine="threads", probe=False) as model:
+        timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(6, 4))
+        timer.join()
+        time.sleep(0.6)
+        assert net.log == []
+
+
+def test_a_forward_that_never_ends_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_PATIENCE", 0.1)
+    net = Slow()
+    net.seconds = 0.6
+    with instep.DataParallel(net, ["cpu"] * 2, engine="threads", probe=False) as model:
+        timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(6, 4))
+        timer.join()
+        with pytest.raises(instep.InstepError, match="still runs on a replica"):
+            model(torch.randn(6, 4))
+        time.sleep(0.6)
+        net.seconds = 0.0
+        assert model(torch.randn(6, 4)).shape == (6, 3)
+        assert net.log == ["step"]
+
+
+def test_every_step_is_taken_whatever_comes() -> None:
+    taken: list[int] = []
+
+    def interrupted_once() -> None:
+        if 1 not in taken:
+            taken.append(1)
+            raise KeyboardInterrupt
+        taken.append(2)
+
+    def fails() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(KeyboardInterrupt):
+        surely(interrupted_once, lambda: taken.append(3))
+    assert taken == [1, 2, 3]
+    with pytest.raises(ValueError, match="no"):
+        surely(fails, lambda: taken.append(4))
+    assert taken == [1, 2, 3, 4]
+
+
+def test_an_interruption_while_a_thread_comes_up_is_no_error_of_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: threading.Thread) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("release unlocked lock")
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start(threading.Thread())

@@ -55,6 +55,20 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_all)
 
 
+def start(thread: threading.Thread) -> None:
+    """Start a thread. It may run or not if this is interrupted.
+
+    Python waits for it to come up, and an interruption there may come out as an error about Python's own lock.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        cause = error.__context__
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause from None
+        raise
+
+
 def surely(*steps: Callable[[], object]) -> None:
     """Take every step to its end, whatever interruption (Ctrl-C) comes meanwhile; it is raised when all are taken.
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from instep.errors import EngineError
-from instep.locks import ProcessLock, surely
+from instep.locks import ProcessLock, start, surely
 from instep.meeting import PeerFailed, first_error
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class ReplicaThread:
         """Begin, once somebody holds it: an interruption meanwhile leaves no thread that nobody knows."""
         if not self._asked:
             self._asked = True
-            self._thread.start()
+            start(self._thread)
 
     def _work(self) -> None:
         _here.inside = True
@@ -351,7 +351,7 @@ def _begin_elsewhere(parts: Sequence[_Task]) -> None:
     """
     for part in parts:
         if part.waiting:
-            threading.Thread(target=_do_one, args=(part,), name=f"instep-beside-{part.index}", daemon=True).start()
+            start(threading.Thread(target=_do_one, args=(part,), name=f"instep-beside-{part.index}", daemon=True))
 
 
 def _do_one(part: _Task) -> None:

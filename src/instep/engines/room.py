@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from instep.engines.pool import as_replica
 from instep.errors import CollectiveError
-from instep.locks import surely
+from instep.locks import start, surely
 from instep.meeting import PeerFailed, first_error
 
 T = TypeVar("T")
@@ -284,7 +284,7 @@ class _Beside(Generic[T]):
         if index > self.current and index not in self.threads:
             thread = threading.Thread(target=self._work, args=(index,), name=f"instep-turn-{index}", daemon=True)
             self.threads[index] = thread
-            thread.start()
+            start(thread)
 
     def _work(self, index: int) -> None:
         mine = object()
