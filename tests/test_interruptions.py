@@ -281,3 +281,22 @@ def test_an_interruption_while_a_thread_comes_up_is_no_error_of_a_lock(monkeypat
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         start(threading.Thread())
+
+
+def test_a_replica_whose_thread_never_starts_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        if self.name.startswith("instep-turn"):
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        begin(self)
+
+    net, x = Net().eval(), torch.randn(6, 4)
+    with instep.DataParallel(net, ["cpu"] * 3, engine="serial") as model:
+        model.train()(x)
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        assert len(net.log) == 1
+        is_answered(model, net, x)

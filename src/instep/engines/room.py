@@ -256,11 +256,12 @@ def run_here(tasks: Sequence[Callable[[], T]], room: Room, stop: Callable[[T], b
     except BaseException:
         surely(room.abort, room.close)
         raise
+    results, errors = beside.end()
     if interruption is not None:
         raise interruption
-    if beside.errors:
-        raise first_error(beside.errors)
-    return [beside.results[index] for index in sorted(beside.results)]
+    if errors:
+        raise first_error(errors)
+    return [results[index] for index in sorted(results)]
 
 
 class _Beside(Generic[T]):
@@ -309,10 +310,16 @@ class _Beside(Generic[T]):
             if looks >= _LOOKS:
                 for index in self._running():
                     if self.threads[index].ident is None and self._claims.setdefault(index, mine) is mine:
-                        self.errors.setdefault(index, PeerFailed("its thread did not start."))
+                        del self.threads[index]
         for thread in list(self.threads.values()):
             if thread.ident is not None:
                 thread.join()
+
+    def end(self) -> tuple[dict[int, T], dict[int, BaseException]]:
+        """What tasks gave. Python may hold on to a thread that never started, and must not hold on to that."""
+        results, errors = self.results, self.errors
+        self.results, self.errors, self._tasks = {}, {}, ()
+        return results, errors
 
     def _running(self) -> list[int]:
         return [i for i in list(self.threads) if i not in self.results and i not in self.errors]
