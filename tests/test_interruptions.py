@@ -98,6 +98,7 @@ def is_answered(model: instep.DataParallel, net: nn.Module, x: Tensor) -> None:
 
 
 def left_over() -> list[str]:
+    """The threads that are there; a test that failed before may have left some."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("instep-")]
 
 
@@ -114,7 +115,7 @@ def places(total: int) -> Iterator[int]:
 @pytest.mark.parametrize("calls", [0, 2])
 def test_a_forward_that_is_interrupted_anywhere(engine: str, calls: int) -> None:
     torch.manual_seed(0)
-    x, before = torch.randn(7, 4), surroundings()
+    x, before, threads = torch.randn(7, 4), surroundings(), left_over()
 
     def interrupted(number: int) -> At:
         net = Net()
@@ -135,12 +136,12 @@ def test_a_forward_that_is_interrupted_anywhere(engine: str, calls: int) -> None
 
     for number in places(interrupted(0).count):
         interrupted(number)
-    assert not left_over()
+    assert left_over() == threads
 
 
 def test_a_backward_that_is_interrupted_anywhere() -> None:
     torch.manual_seed(0)
-    net, x, before = Net(), torch.randn(7, 4), surroundings()
+    net, x, before, threads = Net(), torch.randn(7, 4), surroundings(), left_over()
     net.drop.p = 0.0
     net(x).square().sum().backward()
     expected = net.layer.weight.grad
@@ -160,7 +161,7 @@ def test_a_backward_that_is_interrupted_anywhere() -> None:
         for number in places(interrupted(0).count):
             interrupted(number)
         is_answered(model, net, x)
-    assert not left_over()
+    assert left_over() == threads
 
 
 @pytest.mark.parametrize("engine", ENGINES)
