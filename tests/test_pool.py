@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 import instep
-from instep.engines import pool
-from instep.engines.room import Room
+from instep.engines import pool, room
 from instep.locks import ProcessLock
 
 
@@ -92,24 +91,24 @@ def test_a_wrapper_that_is_closed_by_a_replica_ends_its_threads() -> None:
     OTHERS.clear()
 
 
-def test_a_lock_that_is_held_is_not_free() -> None:
+def test_a_lock_knows_its_owner() -> None:
     lock = ProcessLock()
+    assert not lock.is_mine()
     with lock, lock:
-        assert not lock.take_if_free()
-    assert lock.take_if_free()
-    seen: list[bool] = []
-    other = threading.Thread(target=lambda: seen.append(lock.take_if_free()))
-    other.start()
-    other.join()
+        assert lock.is_mine()
+        seen: list[bool] = []
+        other = threading.Thread(target=lambda: seen.append(lock.is_mine()))
+        other.start()
+        other.join()
     assert seen == [False]
-    lock.release()
+    assert not lock.is_mine()
 
 
 def test_a_lock_is_taken_and_given_back_without_a_line_of_python() -> None:
     """There a signal would find it taken, and nobody to give it back."""
     for name in ("__enter__", "__exit__"):
         assert not isinstance(getattr(ProcessLock, name), FunctionType)
-    assert all("with self._changed" not in inspect.getsource(part) for part in (Room, pool))
+    assert all("Condition" not in inspect.getsource(part) for part in (room, pool))
 
 
 def test_an_interruption_while_tasks_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,9 @@ class ProcessLock(_Lock):  # type: ignore[misc]
         self._in_child = in_child
         _locks.add(self)
 
-    def take_if_free(self) -> bool:
-        """Take it if nobody holds it, not even this thread; never waits. What is taken has to be given back."""
-        return not self._is_owned() and bool(self.acquire(blocking=False))
+    def is_mine(self) -> bool:
+        """Whether this thread holds it."""
+        return bool(self._is_owned())
 
     def renew_in_child(self) -> None:
         """See to it that no thread of the parent holds it; the one that forked goes on holding it."""
@@ -53,3 +53,39 @@ def _renew_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_all)
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread. It may run or not if this is interrupted.
+
+    Python waits for it to come up, and an interruption there may come out as an error about Python's own lock.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        cause = error.__context__
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause from None
+        raise
+
+
+def surely(*steps: Callable[[], object]) -> None:
+    """Take every step to its end, whatever interruption (Ctrl-C) comes meanwhile; it is raised when all are taken.
+
+    A step that was interrupted is taken again, so each has to come to the same if it is taken twice. The caller covers
+    the way here, by calling it in a `try` and once more in its `except BaseException`.
+    """
+    pending = list(steps)
+    failure: BaseException | None = None
+    while pending:
+        try:
+            while pending:
+                pending[0]()
+                pending.pop(0)
+        except Exception as error:
+            pending.pop(0)
+            failure = failure or error
+        except BaseException as interruption:
+            failure = interruption
+    if failure is not None:
+        raise failure

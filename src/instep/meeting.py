@@ -104,6 +104,11 @@ def seat() -> Seat | None:
     return getattr(_here, "seat", None)
 
 
+def sit(place: Seat | None) -> None:
+    """Set this thread's place."""
+    _here.seat = place
+
+
 def alone() -> None:
     """Say that something was done together with others by one alone, which is nothing.
 

@@ -7,8 +7,6 @@ replicas; a call that draws nothing does not move it.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 
 from instep.private import is_routed, route, route_draws, stand_in_for_default_generator
+from instep.sources import Source, Stream
 
 Held = list[tuple[torch.Generator, torch.Generator]]
 """Generators of the caller, each with what a replica has in its place."""
@@ -30,89 +29,18 @@ _joint: list[Streams] = []
 """The calls whose replicas are in one backward together, the latest last."""
 
 
-class Source:
-    """A generator of the caller as it was when this was made, and the number that seeds the streams of a call."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
-        self.before = generator.get_state()
-        self.drawn = False
-        """Whether something was drawn from a stream that this seeds."""
-        self._advanced = False
-        self._number: int | None = None
-        self._lock = threading.Lock()
-
-    def seed(self, index: int) -> int:
-        """The seed of one replica's stream."""
-        with self._lock:
-            if self._number is None:
-                self._number = self._look_ahead()
-        return (self._number + index) % 2**63
-
-    @property
-    def number(self) -> int:
-        """The number that would seed a stream now, for one that is drawn from elsewhere."""
-        return self._look_ahead() if self._number is None else self._number
-
-    def fix(self, number: int) -> None:
-        """Seed streams by this number and no other."""
-        self._number = number
-
-    def _look_ahead(self) -> int:
-        """A number that the state decides. It is read from memory: nothing that surrounds the draw must see it."""
-        content = ctypes.string_at(self.before.data_ptr(), self.before.numel())
-        return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
-    def moved(self) -> bool:
-        """Whether numbers were drawn from the generator itself."""
-        return not torch.equal(self.generator.get_state(), self.before)
-
-    def restore(self) -> None:
-        """Put the generator back."""
-        self.generator.set_state(self.before)
-        self.drawn = self._advanced = False
-
-    def settle(self) -> None:
-        """Move the generator by one number if a stream was drawn from: once, however often this is called."""
-        if self.drawn and not self._advanced:
-            self._advanced = True
-            twin = _twin(self.generator, self.generator.get_state())
-            torch.empty((), dtype=torch.int64, device=twin.device).random_(generator=twin)
-            self.generator.set_state(twin.get_state())
-
-    def renew(self) -> None:
-        """Start from the generator as it is now, if nothing was derived from it so far."""
-        with self._lock:
-            if self._number is None:
-                self.before = self.generator.get_state()
+Drawn = tuple[Stream | None, bool, bool]
 
 
-def _twin(generator: torch.Generator, state: Tensor) -> torch.Generator:
-    twin = torch.Generator(generator.device)
-    twin.set_state(state)
-    return twin
+def drawing() -> Drawn:
+    """How this thread draws on the CPU."""
+    return getattr(_here, "stream", None), getattr(_here, "in_turn", False), is_routed()
 
 
-class Stream:
-    """One replica's stream on the CPU: its generator comes to be when it is first asked for."""
-
-    def __init__(self, source: Source, index: int) -> None:
-        self._source = source
-        self._index = index
-        self._generator: torch.Generator | None = None
-
-    def generator(self) -> torch.Generator:
-        if self._generator is None:
-            self._generator = self._new()
-        return self._generator
-
-    def _new(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self._source.seed(self._index))
-
-    def note(self) -> None:
-        """Tell the source whether something was drawn."""
-        if self._generator is not None and not torch.equal(self._generator.get_state(), self._new().get_state()):
-            self._source.drawn = True
+def draw_by(how: Drawn) -> None:
+    """Let this thread draw as it did."""
+    _here.stream, _here.in_turn, routed = how
+    route(routed)
 
 
 class _Drawing:
@@ -124,12 +52,12 @@ class _Drawing:
         self._stream = stream
 
     def __enter__(self) -> None:
-        self._outer = getattr(_here, "stream", None), getattr(_here, "in_turn", False), route(True)
+        self._outer = drawing()
+        route(True)
         _here.stream, _here.in_turn = self._stream, self._stream is None
 
     def __exit__(self, *_: object) -> None:
-        _here.stream, _here.in_turn, routed = self._outer
-        route(routed)
+        draw_by(self._outer)
 
 
 class Streams:
@@ -180,21 +108,19 @@ class Streams:
             return self.backward(index)
         return self._standing(index)
 
-    @contextmanager
-    def _standing(self, index: int) -> Iterator[None]:
-        with ExitStack() as stack:
-            for source, generator in self.held[index]:
-                if generator is not source and generator is not _default(generator.device):
-                    stack.enter_context(_standing(generator, self.state.add(source), index))
-            device = self.state.devices[index]
-            if device in self.state.others and (self.in_turn or not self.state.shares(device)):
-                other = self.state.others[device]
-                stack.enter_context(_standing(other.generator, self.state.home, index, restore=other.before))
-            if self.in_turn:
-                host = self.state.host
-                stack.enter_context(_standing(host.generator, host, index, restore=host.before))
-            stack.enter_context(self.backward(index))
-            yield
+    def _standing(self, index: int) -> AbstractContextManager[Any]:
+        standing = []
+        for source, generator in self.held[index]:
+            if generator is not source and generator is not _default(generator.device):
+                standing.append(_Standing(generator, self.state.add(source), index))
+        device = self.state.devices[index]
+        if device in self.state.others and (self.in_turn or not self.state.shares(device)):
+            other = self.state.others[device]
+            standing.append(_Standing(other.generator, self.state.home, index, restore=other.before))
+        if self.in_turn:
+            host = self.state.host
+            standing.append(_Standing(host.generator, host, index, restore=host.before))
+        return _All([*standing, self.backward(index)])
 
     def step_aside(self) -> Callable[[], None]:
         """Let another replica have its turn in the middle of one's own; call what this returns to go on."""
@@ -247,18 +173,39 @@ class Streams:
         self.state.settle()
 
 
-@contextmanager
-def _standing(generator: torch.Generator, source: Source, index: int, restore: Tensor | None = None) -> Iterator[None]:
-    """A generator that stands at a replica's seed inside, and is put back on the way out if it is the caller's."""
-    generator.manual_seed(source.seed(index))
-    start = generator.get_state()
-    try:
-        yield
-    finally:
-        if not torch.equal(generator.get_state(), start):
-            source.drawn = True
-        if restore is not None:
-            generator.set_state(restore)
+class _Standing:
+    """A generator that stands at a replica's seed inside, and is put back on the way out if it is the caller's.
+
+    Not made of a generator function, here or below: one that an interruption leaves open ends when it is cleared away,
+    and would put back then what has moved on since.
+    """
+
+    def __init__(self, generator: torch.Generator, source: Source, index: int, restore: Tensor | None = None) -> None:
+        self._generator, self._source, self._index, self._restore = generator, source, index, restore
+
+    def __enter__(self) -> None:
+        self._generator.manual_seed(self._source.seed(self._index))
+        self._start = self._generator.get_state()
+
+    def __exit__(self, *_: object) -> None:
+        if not torch.equal(self._generator.get_state(), self._start):
+            self._source.drawn = True
+        if self._restore is not None:
+            self._generator.set_state(self._restore)
+
+
+class _All(ExitStack):
+    """Several context managers, entered together."""
+
+    def __init__(self, managers: Sequence[AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self._managers = managers
+
+    def __enter__(self) -> _All:
+        super().__enter__()
+        for manager in self._managers:
+            self.enter_context(manager)
+        return self
 
 
 class Turns:

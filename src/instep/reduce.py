@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from instep.modes import inference
+
 BUCKET_BYTES = 64 * 2**20
 
 
@@ -53,7 +55,7 @@ def send(tensors: Sequence[Tensor], into: Sequence[Sequence[Tensor]]) -> None:
     Version counters of the counterparts do not move: a graph that was built on them meets the new values exactly as a
     graph on one device meets a parameter that was changed without notice.
     """
-    with torch.no_grad(), torch.inference_mode(False):
+    with torch.no_grad(), inference(False):
         for bucket in buckets_of(tensors):
             flat: Tensor | None = None
             for targets in into:

@@ -15,9 +15,11 @@ from torch.utils.hooks import RemovableHandle
 from instep.batchnorm import Outfit
 from instep.crossing import Crossing
 from instep.devices import on_output_device, place, stays_on_host
+from instep.engines.bearings import Bearings
 from instep.engines.protocol import Engine
 from instep.errors import StateError
 from instep.given import Given, is_shared
+from instep.locks import surely
 from instep.options import Call, Options
 from instep.random import RandomState, Streams, Turns, threads_can_draw
 from instep.replicas.ambient import Ambient
@@ -66,16 +68,16 @@ class Together:
 
     def run(self, call: Call) -> Any:
         """What one device would have given; a call that fails leaves everything as it was."""
-        random, grad = RandomState(self.devices), torch.is_grad_enabled()
+        self.engine.wait()
+        random, before = RandomState(self.devices), Bearings()
         try:
             result = self._once(call, random)
             self.crew.done()
             return result
         except BaseException:  # no context manager: an interruption could come on the way to it
-            torch.set_grad_enabled(grad)
-            self.crew.restore()
-            self.crew.discard()
-            random.restore()
+            later = self.crew.putting_back()
+            surely(before.restore, self.crew.restore, self.crew.discard, random.restore)
+            self.engine.afterwards(later)
             raise
 
     def _once(self, call: Call, random: RandomState) -> Any:

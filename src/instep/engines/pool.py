@@ -5,18 +5,20 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from math import inf
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 
 from instep.errors import EngineError
-from instep.locks import ProcessLock
-from instep.meeting import first_error
+from instep.locks import ProcessLock, start, surely
+from instep.meeting import PeerFailed, first_error
 
 T = TypeVar("T")
 
@@ -26,6 +28,11 @@ _here = threading.local()
 def inside_replica() -> bool:
     """Whether this thread is running a replica's part of a call."""
     return getattr(_here, "inside", False)
+
+
+def be_inside(inside: bool) -> None:
+    """Say whether this thread is running a replica's part of a call."""
+    _here.inside = inside
 
 
 @contextmanager
@@ -44,13 +51,15 @@ class ReplicaThread:
     def __init__(self, name: str) -> None:
         self.inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.pid = os.getpid()
-        self.users = 0
+        self.users: set[Lease] = set()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._asked = False
 
     def start(self) -> None:
         """Begin, once somebody holds it: an interruption meanwhile leaves no thread that nobody knows."""
-        if self._thread.ident is None:
-            self._thread.start()
+        if not self._asked:
+            self._asked = True
+            start(self._thread)
 
     def _work(self) -> None:
         _here.inside = True
@@ -62,25 +71,34 @@ class ReplicaThread:
         return self.pid == os.getpid() and self._thread.is_alive()
 
     def usable(self) -> bool:
-        """Whether it runs, or was not started yet."""
-        return self.pid == os.getpid() and (self._thread.ident is None or self._thread.is_alive())
+        """Whether it runs, or was not started yet. Of one whose start was interrupted nobody knows."""
+        return self.pid == os.getpid() and (not self._asked or self._thread.is_alive())
 
-    def stop(self, *, wait: bool = True) -> None:
+    def tell_to_stop(self) -> None:
+        """It ends when it has done what it was handed; it may be told more than once."""
         self.inbox.put(None)
-        if wait and self.alive() and threading.current_thread() is not self._thread:
+
+    def stop(self) -> None:
+        """Tell it to stop, and wait for that."""
+        self.tell_to_stop()
+        if self.alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
 
 def _end_dropped() -> None:
     """Give back the leases that nobody holds any longer, unless the lock is held: then whoever holds it does so."""
-    if _dropped and _lock.take_if_free():
+    while _dropped and not _lock.is_mine():
         try:
+            if not _lock.acquire(blocking=False):
+                return
             while _dropped:
-                for thread in _dropped.popleft().give_back():
-                    thread.stop(wait=False)
-        finally:
-            _lock.release()
-        _end_dropped()  # what came meanwhile
+                _dropped[0].give_back()
+                _dropped.popleft()
+        finally:  # nothing that an interruption could come behind, before it is free
+            try:  # noqa: SIM105
+                _lock.release()
+            except RuntimeError:  # it was not taken
+                pass
 
 
 _threads: dict[tuple[str, int], ReplicaThread] = {}
@@ -99,6 +117,8 @@ class Lease:
             self._keys.append((str(device), seen[str(device)]))
             seen[str(device)] += 1
         self._closed = False
+        self._left: _Results | None = None
+        """What tasks will give that an interrupted caller did not wait for."""
         self._threads: list[ReplicaThread] = []
         try:
             with _lock:
@@ -108,21 +128,22 @@ class Lease:
             raise
         _end_dropped()
 
-    @staticmethod
-    def _take(key: tuple[str, int]) -> ReplicaThread:
+    def _take(self, key: tuple[str, int]) -> ReplicaThread:
         thread = _threads.get(key)
         if thread is None or not thread.usable():
+            if thread is not None:
+                thread.tell_to_stop()
             thread = _threads[key] = ReplicaThread(f"instep-{key[0]}-{key[1]}")
-        thread.users += 1
+        thread.users.add(self)
         return thread
 
     def run(
-        self, tasks: Sequence[Callable[[], T]], *, drain: bool = False, stop: Callable[[], None] | None = None
+        self, tasks: Sequence[Callable[[], T]], *, stop: Callable[[], object] | None = None, patience: float = inf
     ) -> list[T]:
         """The results of one task a thread, in order; the first error that a task raised is raised.
 
-        An interruption of the caller ends the wait at once, or with `drain` when no task runs any longer. If it comes
-        before every task is handed out, `stop` tells those that have begun not to wait for the others.
+        After an interruption of the caller no other task begins, and `stop` tells those that have not to wait for each
+        other. It is raised when none runs any longer, or after so many seconds; a second one at once.
         """
         if inside_replica():  # a thread that waited for itself would wait for ever
             return [task() for task in tasks]
@@ -137,17 +158,33 @@ class Lease:
                 for thread, part in zip(self._threads, parts, strict=False):
                     thread.inbox.put(part)
             _end_dropped()
-            return done.collect(drain, partial(_begin_elsewhere, parts))
+            return done.collect(partial(_begin_elsewhere, parts))
         except BaseException:
-            begun = [part.index for part in parts if not part.withdraw()]
-            if stop is not None:
-                stop()
-            if drain and not done.hurried:
-                done.wait_for(begun)
+            if not done.complete():
+                self._left = done
+                for part in parts:
+                    part.withdraw()
+                if stop is not None:
+                    surely(stop)
+                done.wait(patience)
             raise
         finally:
             if done.shared:  # torch hands the count set last to every new thread: the caller sets its own again
                 torch.set_num_threads(mine)
+
+    def wait(self) -> None:
+        """Wait for what an interrupted call has left running."""
+        if self._left is not None and not self._left.wait(_PATIENCE):
+            raise EngineError(
+                f"a call was interrupted more than {_PATIENCE:.0f} s ago, and its forward still runs on a replica. "
+                f"Make sure that it ends."
+            )
+        self._left = None
+
+    def afterwards(self, then: Callable[[], object]) -> None:
+        """Do something when that has ended; at once if it has."""
+        if self._left is not None:
+            self._left.afterwards(then)
 
     def _revive(self) -> None:
         """A forked child has none of its parent's threads: it starts its own."""
@@ -178,17 +215,21 @@ class Lease:
         _end_dropped()
 
     def give_back(self) -> list[ReplicaThread]:
-        """The threads that nobody uses any longer; to be called under the lock."""
-        ended: list[ReplicaThread] = []
-        if self._closed:
-            return ended
+        """The threads that nobody uses any longer, which are told to stop; to be called under the lock.
+
+        If it was interrupted, it may be called again.
+        """
         self._closed = True
-        for key, thread in zip(self._keys, self._threads, strict=False):
-            thread.users -= 1
-            if thread.users <= 0:
+        ended = []
+        for key, thread in [*zip(self._keys, self._threads, strict=False), *_threads.items()]:
+            if self not in thread.users:
+                continue
+            if len(thread.users) == 1:
+                thread.tell_to_stop()
+                ended.append(thread)
                 if _threads.get(key) is thread:
                     del _threads[key]
-                ended.append(thread)
+            thread.users.discard(self)
         return ended
 
 
@@ -202,50 +243,61 @@ class _Results:
     def __init__(self, count: int) -> None:
         self.shared = False
         """Whether a task gave its thread another share of the cores."""
-        self.hurried = False
-        """Whether whoever waits was interrupted twice."""
         self._results: list[tuple[Any, BaseException | None] | None] = [None] * count
         self._bell: SimpleQueue[None] = SimpleQueue()
+        self._then: list[Callable[[], object]] = []
 
     def put(self, index: int, result: Any, error: BaseException | None) -> None:
         self._results[index] = result, error
         if None not in self._results:  # whoever waits is woken once, by the last
+            self._end()
             self._bell.put(None)
 
-    def collect(self, drain: bool, late: Callable[[], None]) -> list[Any]:
-        """All results, or the first error; an interruption ends the wait at once, or with `drain` after the last task.
+    def afterwards(self, then: Callable[[], object]) -> None:
+        """Do something when every task has ended."""
+        self._then.append(then)
+        if self.complete():
+            self._end()
 
-        A second interruption always does. `late` is called whenever results are still missing after a while.
-        """
-        interrupted: BaseException | None = None
-        while None in self._results:
+    def _end(self) -> None:
+        while self._then:
             try:
-                with suppress(Empty):
-                    self._bell.get(timeout=_GLANCE)
-                    continue
+                then = self._then.pop()
+            except IndexError:  # another thread does it
+                return
+            then()
+
+    def complete(self) -> bool:
+        """Whether every task has ended."""
+        return None not in self._results
+
+    def collect(self, late: Callable[[], None]) -> list[Any]:
+        """All results, or the first error. `late` is called whenever results are still missing after a while."""
+        while not self.complete():
+            try:
+                self._bell.get(timeout=_GLANCE)
+            except Empty:
                 late()
-            except BaseException as interruption:
-                if not drain or interrupted is not None:
-                    self.hurried = interrupted is not None
-                    raise
-                interrupted = interruption
-        if interrupted is not None:
-            raise interrupted
         given = [result for result in self._results if result is not None]
         errors = {index: error for index, (_, error) in enumerate(given) if error is not None}
         if errors:
             raise first_error(errors)
         return [result for result, _ in given]
 
-    def wait_for(self, begun: Sequence[int]) -> None:
-        """Wait until these tasks have ended."""
-        while any(self._results[index] is None for index in begun):
+    def wait(self, seconds: float) -> bool:
+        """Whether every task has ended, after so many seconds at most."""
+        deadline = time.monotonic() + seconds
+        while not self.complete() and (left := deadline - time.monotonic()) > 0:
             with suppress(Empty):
-                self._bell.get(timeout=_GLANCE)
+                self._bell.get(timeout=min(left, _GLANCE))
+        return self.complete()
 
 
 _GLANCE = 0.1
 """Seconds after which whoever waits for results looks again, without a bell."""
+
+_PATIENCE = 60.0
+"""Seconds that a call waits for what an interrupted one before it has left running."""
 
 
 def _set_threads(count: int) -> None:
@@ -264,18 +316,20 @@ class _Task:
         self.share = share
         """The intra-op threads that it may take."""
 
-    def withdraw(self) -> bool:
-        """See to it that no thread begins it any more; False if one has."""
+    def withdraw(self) -> None:
+        """See to it that no thread begins it any more, if none has."""
+        if self._claim() is not None:
+            self.done.put(self.index, None, PeerFailed("the call was interrupted."))
+
+    def _claim(self) -> Callable[[], Any] | None:
         try:
-            self.waiting.pop()
+            return self.waiting.pop()  # only one thread can
         except IndexError:
-            return False
-        return True
+            return None
 
     def __call__(self) -> None:
-        try:
-            task = self.waiting.pop()  # only one thread can
-        except IndexError:
+        task = self._claim()
+        if task is None:
             return
         try:
             if getattr(_here, "share", 0) != self.share:
@@ -297,7 +351,7 @@ def _begin_elsewhere(parts: Sequence[_Task]) -> None:
     """
     for part in parts:
         if part.waiting:
-            threading.Thread(target=_do_one, args=(part,), name=f"instep-beside-{part.index}", daemon=True).start()
+            start(threading.Thread(target=_do_one, args=(part,), name=f"instep-beside-{part.index}", daemon=True))
 
 
 def _do_one(part: _Task) -> None:
@@ -309,6 +363,8 @@ def stop_all() -> None:
     """End every replica thread of this process; wrappers start new ones when they are called again."""
     with _lock:
         threads = list(_threads.values())
+        for thread in threads:
+            thread.tell_to_stop()
         _threads.clear()
     for thread in threads:
         thread.stop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -61,6 +61,14 @@ class Engine(Protocol):
         ...
 
     def forward(self, job: Job) -> list[Outcome]: ...
+
+    def wait(self) -> None:
+        """Wait until nothing of an interrupted call runs any longer."""
+        ...
+
+    def afterwards(self, then: Callable[[], object]) -> None:
+        """Do something as soon as that is so; nothing if it was so when the interruption was raised."""
+        ...
 
     def hold(self) -> AbstractContextManager[None]:
         """Leave gradients on the replicas while inside, and bring them home on the way out."""

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
 
 from instep.engines.pool import as_replica
 from instep.errors import CollectiveError
+from instep.locks import start, surely
 from instep.meeting import PeerFailed, first_error
 
 T = TypeVar("T")
 
 PATIENCE = 60.0
 """Seconds after which a replica that waits says for whom."""
+
+_GLANCE = 0.2
+"""Seconds after which whoever waits looks again, without a bell."""
+
+_LOOKS = 5
+"""So many times, before a thread that has not begun is taken for one that never will."""
 
 FORWARD = "returned from forward"
 BACKWARD = "came to the end of its backward"
@@ -44,8 +54,10 @@ class Room:
         self.start: Callable[[int], None] | None = None
         self._names = list(names)
         self._end = end
-        self._lock = threading.RLock()  # taken by itself: an interruption finds no line of Python to come in between
-        self._changed = threading.Condition(self._lock)
+        # Each replica waits for a bell of its own and looks again by itself: no wait needs the lock, whose owner may be
+        # interrupted. It is Python's own lock, taken without a line of Python between.
+        self._lock = threading.RLock()
+        self._bells: list[SimpleQueue[None]] = [SimpleQueue() for _ in names]
         self._waiting: dict[int, tuple[str, Any]] = {}
         self._left: set[int] = set()
         self._round = 0
@@ -57,12 +69,10 @@ class Room:
         self._said = False
 
     def enter(self, index: int) -> None:
-        """Begin a replica's part; waits for its turn, which does not come after a failure."""
+        """Begin a replica's part; waits for its turn. After a failure its part is not begun."""
         with self._lock:
             self._threads[index] = threading.get_ident()
-            while self._turn is not None and self._turn != index:
-                self._raise_broken()
-                self._changed.wait()
+        self._await(index)
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
         go_on = self._step_aside() if self._step_aside is not None else None
@@ -72,30 +82,71 @@ class Room:
         return payloads
 
     def _exchange(self, index: int, label: str, payload: Any) -> list[Any]:
-        with self._lock:
-            self._raise_broken()
-            self._check(index, label)
-            self._waiting[index] = (label, payload)
-            awaited = self._round + 1
-            if len(self._waiting) == len(self._names):
-                self._payloads = [self._waiting[i][1] for i in range(len(self._names))]
-                self._waiting = {}
-                self._round, self._unread = awaited, len(self._names)
-            self._pass_turn(start=True)
-            while self._round < awaited or self._turn not in (None, index):
+        try:
+            with self._lock:
                 self._raise_broken()
-                self._wait(label)
-            payloads = self._payloads
-            self._unread -= 1
-            if not self._unread:
-                self._payloads = []
-            return payloads
+                self._check(index, label)
+                self._waiting[index] = (label, payload)
+                awaited = self._round + 1
+                if len(self._waiting) == len(self._names):
+                    self._payloads = [self._waiting[i][1] for i in range(len(self._names))]
+                    self._waiting = {}
+                    self._round, self._unread = awaited, len(self._names)
+                self._pass_turn(start=True)
+            self._await(index, awaited, label)
+            with self._lock:
+                payloads = self._payloads
+                self._unread -= 1
+                if not self._unread:
+                    self._payloads = []
+                return payloads
+        except Exception:
+            raise
+        except BaseException:  # an interruption: others may have their turn, and this replica must not run beside them
+            surely(self.abort)
+            self._await_others(index)
+            raise
 
-    def _wait(self, label: str) -> None:
-        """Wait for a change; after a while say once what the others are doing, for one that runs may take its time."""
-        if self._changed.wait(PATIENCE) or self._said:
-            return
-        self._said = True
+    def _await(self, index: int, awaited: int = 0, label: str | None = None) -> None:
+        """Wait for a round, and for one's turn; after a failure for the turn alone, and raise it."""
+        since = time.monotonic()
+        while True:
+            with self._lock:
+                mine = self._turn in (None, index)
+                if mine and self._round >= awaited and (awaited or self._turn is None or self._broken is None):
+                    return
+                if self._is_free(index):
+                    self._raise_broken()
+            if self._wait(index) or self._said or label is None or time.monotonic() - since < PATIENCE:
+                continue
+            self._said = True
+            self._tell(label)
+
+    def _await_others(self, index: int) -> None:
+        """After a failure, wait until no other replica has its turn."""
+        while not self._is_free(index):
+            self._wait(index)
+
+    def _is_free(self, index: int) -> bool:
+        """Whether no other replica has its turn."""
+        turn = self._turn
+        return turn in (None, index) or turn in self._left or turn not in self._threads
+
+    def _wait(self, index: int) -> bool:
+        """Wait for a change, and not for long: the bell may have rung for an interruption."""
+        try:
+            self._bells[index].get(timeout=min(_GLANCE, PATIENCE))
+        except Empty:
+            return False
+        return True
+
+    def _ring(self) -> None:
+        for bell in self._bells:
+            if bell.empty():
+                bell.put(None)
+
+    def _tell(self, label: str) -> None:
+        """Say once what the others are doing, for one that runs may take its time."""
         frames = sys._current_frames()
         able = [i for i in range(len(self._names)) if i not in self._waiting and i not in self._left]
         for index in able if self._turn is None else [self._turn]:
@@ -157,67 +208,118 @@ class Room:
     def _break(self, error: CollectiveError) -> None:
         if self._broken is None:
             self._broken = error
-        self._changed.notify_all()
+        self._ring()
 
     def _raise_broken(self) -> None:
         if self._broken is not None:
             raise type(self._broken)(*self._broken.args)
 
     def _pass_turn(self, start: bool) -> None:
-        """Let the first replica run that is neither waiting nor gone."""
+        """Let the first replica run that is neither waiting nor gone; after a failure, the first that is not gone."""
         if self._turn is not None:
-            able = [i for i in range(len(self._names)) if i not in self._waiting and i not in self._left]
+            able = [i for i in range(len(self._names)) if i not in self._left]
+            if self._broken is not None:  # they come out of where they wait, one at a time
+                able = [i for i in able if i in self._threads]
+            else:
+                able = [i for i in able if i not in self._waiting]
             if able:
                 self._turn = able[0]
                 if start and self.start is not None:
                     self.start(able[0])
-        self._changed.notify_all()
+        self._ring()
 
 
 def run_here(tasks: Sequence[Callable[[], T]], room: Room, stop: Callable[[T], bool]) -> list[T]:
     """Run tasks one after another in this thread, until a result says stop.
 
-    A task that the others wait for in the middle of their own runs in a thread of its own; still one runs at a time.
+    A task that the others wait for in the middle of their own runs in a thread of its own; still one runs at a time. An
+    interruption is raised when none of these threads runs any longer; a second one at once.
     """
-    results: dict[int, T] = {}
-    errors: dict[int, BaseException] = {}
-    threads: dict[int, threading.Thread] = {}
-
-    def work(index: int) -> None:
-        try:
-            with as_replica():
-                results[index] = tasks[index]()
-        except BaseException as error:
-            errors[index] = error
-
-    def begin(index: int) -> None:
-        if index > current and index not in threads:
-            thread = threads[index] = threading.Thread(
-                target=work, args=(index,), name=f"instep-turn-{index}", daemon=True
-            )
-            thread.start()
-
-    room.start = begin
-    current = 0
+    beside = _Beside(tasks)
+    room.start = beside.begin
+    interruption: BaseException | None = None
     try:
-        for current, task in enumerate(tasks):
-            if current not in threads:
-                results[current] = task()
-                if stop(results[current]):
-                    break
-        _join(threads)
-    except BaseException as error:
-        errors[current] = error
-        room.abort()
-    finally:
-        _join(threads)
+        try:
+            for index, task in enumerate(tasks):
+                beside.current = index
+                if index not in beside.threads:
+                    beside.results[index] = task()
+                    if stop(beside.results[index]):
+                        break
+            beside.wait()
+        except BaseException as error:
+            interruption = None if isinstance(error, Exception) else error
+            beside.errors[beside.current] = error
+            surely(partial(room.leave, beside.current, error), room.abort)
+            beside.wait()
         room.close()
+    except BaseException:
+        surely(room.abort, room.close)
+        raise
+    results, errors = beside.end()
+    if interruption is not None:
+        raise interruption
     if errors:
         raise first_error(errors)
     return [results[index] for index in sorted(results)]
 
 
-def _join(threads: dict[int, threading.Thread]) -> None:
-    for thread in threads.values():
-        if thread.ident is not None:  # an interruption may come before one has started
-            thread.join()
+class _Beside(Generic[T]):
+    """Tasks, and the threads of those that do not run in the caller's.
+
+    Nobody waits for these by `Thread.join`: one that is interrupted takes the thread for ended.
+    """
+
+    def __init__(self, tasks: Sequence[Callable[[], T]]) -> None:
+        self.current = 0
+        self.results: dict[int, T] = {}
+        self.errors: dict[int, BaseException] = {}
+        self.threads: dict[int, threading.Thread] = {}
+        self._tasks = tasks
+        self._claims: dict[int, object] = {}
+        """Who came to a task first: its thread, or somebody who no longer wants it."""
+        self._bell: SimpleQueue[None] = SimpleQueue()
+
+    def begin(self, index: int) -> None:
+        """Run a task in a thread of its own."""
+        if index > self.current and index not in self.threads:
+            thread = threading.Thread(target=self._work, args=(index,), name=f"instep-turn-{index}", daemon=True)
+            self.threads[index] = thread
+            start(thread)
+
+    def _work(self, index: int) -> None:
+        mine = object()
+        if self._claims.setdefault(index, mine) is not mine:
+            return
+        try:
+            with as_replica():
+                self.results[index] = self._tasks[index]()
+        except BaseException as error:
+            self.errors[index] = error
+        finally:
+            self._bell.put(None)
+
+    def wait(self) -> None:
+        """Wait until no thread runs; one that an interruption left unstarted will not start any more."""
+        mine, looks = object(), 0
+        while self._running():
+            try:
+                self._bell.get(timeout=_GLANCE)
+            except Empty:
+                looks += 1
+            if looks >= _LOOKS:
+                for index in self._running():
+                    if self.threads[index].ident is None and self._claims.setdefault(index, mine) is mine:
+                        del self.threads[index]
+        for thread in list(self.threads.values()):
+            if thread.ident is not None:
+                thread.join()
+
+    def end(self) -> tuple[dict[int, T], dict[int, BaseException]]:
+        """What tasks gave. Python may hold on to a thread that never started, and must not hold on to that."""
+        results, errors = self.results, self.errors
+        self.results, self.errors, self._tasks = {}, {}, ()
+        return results, errors
+
+    def _running(self) -> list[int]:
+        return [i for i in list(self.threads) if i not in self.results and i not in self.errors]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from instep.engines.protocol import Job, perform, raise_first
 from instep.engines.room import FORWARD, Room, run_here
+from instep.locks import surely
 from instep.replicas.replica import Outcome, Replica
-from instep.replicas.tensors import no_gradients_left
+from instep.replicas.tensors import GradientsAside
 
 
 class SerialEngine:
@@ -32,14 +33,27 @@ class SerialEngine:
         """Replicas of this process reach them wherever they are."""
 
     def forward(self, job: Job) -> list[Outcome]:
-        names, aside = [replica.name for replica in job.replicas], job.streams.step_aside
-        job.room = Room(names, FORWARD, joint=True, in_turn=True, step_aside=aside)
+        names = [replica.name for replica in job.replicas]
+        job.room = Room(names, FORWARD, joint=True, in_turn=True, step_aside=job.streams.step_aside)
         tasks = [partial(perform, job, index) for index in range(len(job.replicas))]
         sources = {id(source): source for replica in job.replicas for source, _ in replica.trainable}
-        with no_gradients_left(sources.values()):
+        aside = GradientsAside(sources.values())
+        try:
+            aside.begin()
             outcomes = run_here(tasks, job.room, stop=lambda outcome: outcome.error is not None)
             raise_first(job.replicas[: len(outcomes)], outcomes)
-        return outcomes
+            aside.check()
+            surely(aside.end)
+            return outcomes
+        except BaseException:
+            surely(aside.end)
+            raise
+
+    def wait(self) -> None:
+        """Whoever is interrupted has waited already."""
+
+    def afterwards(self, then: Callable[[], object]) -> None:
+        """Nothing runs on."""
 
     def hold(self) -> AbstractContextManager[None]:
         """Nothing is ever held back: gradients go straight to the source."""

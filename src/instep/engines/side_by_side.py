@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +17,16 @@ from instep.bridge import Gradients, Side, Span, live, take
 from instep.engines.pool import Lease, inside_replica
 from instep.engines.protocol import Job, perform, raise_first, raised_in
 from instep.engines.room import BACKWARD, FORWARD, Room, run_here
-from instep.locks import ProcessLock
+from instep.locks import ProcessLock, surely
 from instep.meeting import attend, needed_tokens
 from instep.private import accumulates
 from instep.reduce import add_up, gather
 from instep.replicas.replica import Outcome, Replica
 
 _SPREAD_BYTES = 2**18
+
+_ENDS_SOON = 0.05
+"""Seconds that an interrupted call waits for its replicas to end."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +80,21 @@ class SideBySide:
         job.room = Room(names, FORWARD, joint=not self._on_host, in_turn=streams.in_turn, step_aside=streams.step_aside)
         tasks = [partial(self.perform, job, index) for index in range(len(job.replicas))]
         try:
-            outcomes = self.lease.run(tasks)
-        except BaseException:
-            job.room.abort()
-            raise
-        finally:
+            outcomes = self.lease.run(tasks, stop=job.room.abort, patience=_ENDS_SOON)
             job.room.close()
+        except BaseException:
+            surely(job.room.abort, job.room.close)
+            raise
         raise_first(job.replicas, outcomes)
         return outcomes
+
+    def wait(self) -> None:
+        if self._lease is not None and not inside_replica():
+            self._lease.wait()
+
+    def afterwards(self, then: Callable[[], object]) -> None:
+        if self._lease is not None:
+            self._lease.afterwards(then)
 
     def perform(self, job: Job, index: int) -> Outcome:
         """One replica's part of a forward, in its thread."""
@@ -94,18 +104,17 @@ class SideBySide:
         with self._lock:
             try:
                 self._run_backward(span, gradients, keep)
+                inputs = [take(side.inputs) for side in span.sides]
+                columns = [take(side.leaves) for side in span.sides]
+                if not self._on_host:
+                    columns = [gather(column, self._devices[0]) for column in columns]
+                if self._holding and all(accumulates(source) for source in span.sources):
+                    self._hold(span.sources, columns)
+                    return [None] * len(span.sources), inputs
+                return self._sum(columns), inputs
             except BaseException:
-                for side in span.sides:
-                    take([*side.leaves, *side.inputs])
+                surely(*(partial(take, [*side.leaves, *side.inputs]) for side in span.sides))
                 raise
-            inputs = [take(side.inputs) for side in span.sides]
-            columns = [take(side.leaves) for side in span.sides]
-            if not self._on_host:
-                columns = [gather(column, self._devices[0]) for column in columns]
-            if self._holding and all(accumulates(source) for source in span.sources):
-                self._hold(span.sources, columns)
-                return [None] * len(span.sources), inputs
-            return self._sum(columns), inputs
 
     def _run_backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> None:
         pairs = [live(side, grads) for side, grads in zip(span.sides, gradients, strict=True)]
@@ -121,7 +130,7 @@ class SideBySide:
             if nested:
                 run_here(tasks, room, stop=lambda _: False)
             else:
-                self.lease.run(tasks, drain=True, stop=room.abort)
+                self.lease.run(tasks, stop=room.abort)
         else:  # autograd's own device threads run the replicas at the same time
             outputs = [output for outs, _ in pairs for output in outs]
             arrived = [grad for _, grads in pairs for grad in grads]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from instep.compiled import allowing, compiler, graph_limit
+from instep.modes import inference
 from instep.private import default_device, saved_tensor_hooks
 
 
@@ -63,32 +64,15 @@ class Ambient:
             graphs=graph_limit(len(devices)),
         )
 
-    @contextmanager
-    def enter(self, device: torch.device) -> Iterator[None]:
+    def enter(self, device: torch.device) -> AbstractContextManager[Any]:
         """The captured state, for the length of a `with` block in any thread, with `device` as the current one.
 
         Autocast is entered and left by its context manager: a thread that only sets the flags keeps a stale
         cache of cast weights.
         """
         if self._is_plain(device):  # the most common state of all, in the fewest steps
-            with torch.set_grad_enabled(self.grad):
-                yield
-            return
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self.inference))
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            if self.device is not None:
-                stack.enter_context(self.device)
-            for cast in self.autocast:
-                stack.enter_context(torch.autocast(cast.device_type, cast.dtype, cache_enabled=self.autocast_cache))
-            if device in self.streams:
-                backend = torch.get_device_module(device)
-                _greet(backend, device)
-                stack.enter_context(backend.stream(self.streams[device]))
-            if self.saved_hooks is not None:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_hooks))
-            stack.enter_context(allowing(self.graphs))
-            yield
+            return _Gradients(self.grad)
+        return _Surroundings(self, device)
 
     def _is_plain(self, device: torch.device) -> bool:
         """Whether there is nothing to enter but whether gradients are wanted."""
@@ -100,6 +84,59 @@ class Ambient:
             and device not in self.streams
             and not self.autocast
         )
+
+
+class _Gradients:
+    """Whether gradients are wanted."""
+
+    __slots__ = ("_grad", "_outer")
+
+    def __init__(self, grad: bool) -> None:
+        self._grad = grad
+
+    def __enter__(self) -> None:
+        self._outer = torch.is_grad_enabled()
+        torch.set_grad_enabled(self._grad)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_grad_enabled(self._outer)
+
+
+class _Surroundings(ExitStack):
+    """All of the captured state.
+
+    Not made of a generator function: one that an interruption leaves open ends when it is cleared away, and would set
+    then what was set long ago.
+    """
+
+    def __init__(self, ambient: Ambient, device: torch.device) -> None:
+        super().__init__()
+        self._ambient, self._device = ambient, device
+
+    def __enter__(self) -> _Surroundings:
+        super().__enter__()
+        try:
+            self._enter_all()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _enter_all(self) -> None:
+        ambient, device = self._ambient, self._device
+        self.enter_context(inference(ambient.inference))
+        self.enter_context(torch.set_grad_enabled(ambient.grad))
+        if ambient.device is not None:
+            self.enter_context(ambient.device)
+        for cast in ambient.autocast:
+            self.enter_context(torch.autocast(cast.device_type, cast.dtype, cache_enabled=ambient.autocast_cache))
+        if device in ambient.streams:
+            backend = torch.get_device_module(device)
+            _greet(backend, device)
+            self.enter_context(backend.stream(ambient.streams[device]))
+        if ambient.saved_hooks is not None:
+            self.enter_context(torch.autograd.graph.saved_tensors_hooks(*ambient.saved_hooks))
+        self.enter_context(allowing(ambient.graphs))
 
 
 _met = threading.local()

@@ -136,8 +136,13 @@ class Crew:
 
     def restore(self) -> list[Any]:
         """Put back what `forward` changed in containers that replicas share, and say which those were."""
-        running, self._running = self._running, False
-        return self.shelf.restore() if running else []
+        found = self.shelf.restore() if self._running else []
+        self._running = False  # not before: an interrupted one is called again
+        return found
+
+    def putting_back(self) -> Callable[[], object]:
+        """What puts the containers of this call back, if its replicas go on after it has failed."""
+        return self.shelf.restore if self._running else lambda: None
 
     def settled(self, outcomes: Sequence[Outcome]) -> None:
         """What these calls of `forward` have set is state, and no setting of the module's."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from instep.errors import StateError
+from instep.locks import surely
 from instep.random import RandomState
 from instep.replicas.carry import ALONE, CUT, UNSURE, WHOLE, Slot, tensors_by_path
 from instep.replicas.crew import Crew
@@ -35,7 +35,10 @@ def compare(
     ways: dict[str, Callable[[], Any]] = {ALONE: on_one, CUT: partial(again, parts), WHOLE: partial(again, [])}
     results: dict[str, Any] = {}
     drew = False
-    with _quiet(crew.modules or []):
+    drawing = [m for m in crew.modules or [] if m.training and isinstance(m, (_DropoutNd, nn.RNNBase))]
+    wake = partial(_set_training, drawing, True)
+    try:
+        _set_training(drawing, False)
         for way, attempt in ways.items():
             try:
                 with torch.no_grad():
@@ -48,6 +51,10 @@ def compare(
             crew.restore()
             crew.discard()
             random.restore()
+        surely(wake)
+    except BaseException:
+        surely(wake)
+        raise
     shown = any(bool(tensor.any()) for slot in carried for tensor, _ in slot.leaves())  # zeros prove nothing
     output = alone()
     fitting = [way for way in (WHOLE, CUT) if not drew and agree(results[ALONE], results[way])]
@@ -64,17 +71,10 @@ def compare(
 _TRIES = 3
 
 
-@contextmanager
-def _quiet(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Dropout, also that of recurrent layers, turned off."""
-    drawing = [m for m in modules if m.training and isinstance(m, (_DropoutNd, nn.RNNBase))]
-    try:
-        for module in drawing:
-            module.training = False
-        yield
-    finally:
-        for module in drawing:
-            module.training = True
+def _set_training(modules: Sequence[nn.Module], training: bool) -> None:
+    """Turn dropout, also that of recurrent layers, on or off."""
+    for module in modules:
+        module.training = training
 
 
 def judge(slots: Sequence[Slot], verdict: str, kind: int) -> None:

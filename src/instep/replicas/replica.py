@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.compiled import compiled_by
 from instep.errors import BridgeError
+from instep.modes import inference
 from instep.random import counterpart
 from instep.replicas.carry import Slot
 from instep.replicas.clone import Cloner
@@ -102,7 +103,7 @@ class Replica:
 
     def _flatten_weights(self) -> None:
         """Lay recurrent weights out as cuDNN wants them, once, where they have memory of their own."""
-        with torch.inference_mode(False):
+        with inference(False):
             for module in self.modules:
                 if isinstance(module, nn.RNNBase):
                     module.flatten_parameters()
@@ -163,7 +164,7 @@ class Replica:
         if not self.tensors.state:
             return
         stale = [pair for pair in self.tensors.state if not self._known_equal(*pair)]
-        with torch.inference_mode(False), torch.no_grad():
+        with inference(False), torch.no_grad():
             alike = [(s, c) for s, c in stale if s.shape == c.shape and s.dtype == c.dtype and _is_dense(s)]
             if alike:
                 torch._foreach_copy_([copy.data for _, copy in alike], [source.detach() for source, _ in alike])

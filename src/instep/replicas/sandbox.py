@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from operator import is_
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from instep.compiled import eagerly
+from instep.locks import surely
+from instep.modes import inference
 from instep.random import generators_in
 from instep.replicas.carry import Slot
 from instep.replicas.clone import REGISTRIES, TABLES, Cloner
@@ -93,9 +95,11 @@ class Sandbox:
                 for place, value in self._left(attributes):
                     left.setdefault(str(place.spoken()), []).append(map_tensors(_own, value))
             self.drew = self.drew or self._dice.moved() or self._snapshot.drew()
+            surely(self._put_back)
             return output, attributes, left
-        finally:
-            self._put_back()
+        except BaseException:
+            surely(self._put_back)
+            raise
 
     def gradients(
         self,
@@ -137,7 +141,7 @@ class Sandbox:
     def _put_back(self) -> None:
         self._dice.restore()
         self._snapshot.restore()
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.no_grad(), inference(False):
             for source, made in self._tensors.state:
                 _write(made, source)
             if self._writes is None:  # a forward that writes to its weights does so in every run
@@ -180,18 +184,17 @@ class Sandbox:
             elif id(table) in places:
                 yield from _entries(places[id(table)], table, then)
 
-    @contextmanager
-    def _surroundings(self) -> Iterator[None]:
+    def _surroundings(self) -> ExitStack:
         """The caller's own, without gradients, compiled code, or casts that autocast would keep."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            if self.device.type != "cpu":
-                stack.enter_context(torch.get_device_module(self.device).device(self.device))
-            stack.enter_context(eagerly())
-            kept = torch.is_autocast_cache_enabled()
-            stack.callback(torch.set_autocast_cache_enabled, kept)
-            torch.set_autocast_cache_enabled(False)
-            yield
+        stack = ExitStack()
+        stack.enter_context(torch.no_grad())
+        if self.device.type != "cpu":
+            stack.enter_context(torch.get_device_module(self.device).device(self.device))
+        stack.enter_context(eagerly())
+        kept = torch.is_autocast_cache_enabled()
+        stack.callback(torch.set_autocast_cache_enabled, kept)
+        torch.set_autocast_cache_enabled(False)
+        return stack
 
 
 def _entries(place: Place, table: Any, then: Any) -> Iterator[tuple[Place, Any]]:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import MergeError, StateError
+from instep.locks import surely
+from instep.modes import inference
 from instep.replicas.carry import Carry, tensors_by_path
 from instep.replicas.contents import Contents, contents_of, put
 from instep.replicas.derived import is_cache, is_derived
@@ -94,8 +96,7 @@ class Settler:
             *self._tensors(source, replicas, outcomes, sizes, places),
             *self._contents(replicas, outcomes, sizes, places),
         ]
-        for write in writes:
-            write()
+        surely(*writes)  # all or none: an interruption in between would leave the state of no call
         for replica, outcome in zip(replicas, outcomes, strict=True):
             replica.revert(outcome.changes)
         return True
@@ -362,7 +363,7 @@ def _setter(holder: dict[str, Any], name: str, value: Any) -> Write:
 
 def _copier(original: Tensor, value: Tensor) -> Write:
     def write() -> None:
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.no_grad(), inference(False):
             if original.shape == value.shape:
                 original.data.copy_(value)
             else:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import BridgeError
+from instep.modes import inference
 
 
 class Guard:
@@ -54,17 +54,25 @@ def refuse_gradients(leaves: Iterable[Tensor]) -> None:
         )
 
 
-@contextmanager
-def no_gradients_left(sources: Iterable[Tensor]) -> Iterator[None]:
-    """Around a `forward` that works on the source's own tensors: refuses a backward inside it, as elsewhere."""
-    leaves = [(leaf, leaf.grad) for leaf in sources if leaf.is_leaf]
-    for leaf, _ in leaves:
-        leaf.grad = None
-    try:
-        yield
-        refuse_gradients(leaf for leaf, _ in leaves)
-    finally:
-        for leaf, gradient in leaves:
+class GradientsAside:
+    """Around a `forward` that works on the source's own tensors: refuses a backward inside it, as elsewhere.
+
+    Gradients that the source has are put aside meanwhile. It is no context manager: one that an interruption leaves
+    without its end would lose them, or bring them back later, over new ones.
+    """
+
+    def __init__(self, sources: Iterable[Tensor]) -> None:
+        self._leaves = [(leaf, leaf.grad) for leaf in sources if leaf.is_leaf]
+
+    def begin(self) -> None:
+        for leaf, _ in self._leaves:
+            leaf.grad = None
+
+    def check(self) -> None:
+        refuse_gradients(leaf for leaf, _ in self._leaves)
+
+    def end(self) -> None:
+        for leaf, gradient in self._leaves:
             leaf.grad = gradient
 
 
@@ -136,11 +144,11 @@ class Tensors:
             return source
         if self.way is Way.LINK:
             grad = torch.is_grad_enabled()
-            with torch.inference_mode(False), torch.set_grad_enabled(grad):  # the first turns gradients on by itself
+            with inference(False), torch.set_grad_enabled(grad):  # the first turns gradients on by itself
                 made = source.to(self.device) if source.device != self.device else source.clone()
             made.__dict__ = source.__dict__
             return made
-        with torch.inference_mode(False), torch.no_grad():
+        with inference(False), torch.no_grad():
             made = self._leaf(source)
         made.register_hook(self.guard)
         return made
@@ -157,7 +165,7 @@ class Tensors:
 
     def copy(self, source: Tensor) -> Tensor:
         """A copy of a tensor that takes no gradient, as the class that the source is."""
-        with torch.inference_mode(False), torch.no_grad():
+        with inference(False), torch.no_grad():
             data = self._copied(source)
             if isinstance(source, nn.Parameter) or type(source) is not Tensor:
                 return leaf_like(source, data) if type(source).__torch_function__ is _PLAIN else data

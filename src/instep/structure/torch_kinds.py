@@ -16,6 +16,7 @@ from torch.distributions import Distribution
 from torch.nn.utils.rnn import PackedSequence, invert_permutation
 
 from instep.errors import MergeError, StructureError
+from instep.modes import inference
 from instep.structure.distribution_kind import DISTRIBUTION
 from instep.structure.types import Kind, TensorMap, add_kind
 
@@ -156,7 +157,7 @@ def _ragged_size(value: Tensor) -> int:
 def _jagged(values: Tensor, offsets: Tensor, ragged_dim: int) -> Tensor:
     if torch.is_inference_mode_enabled():
         # Torch refuses to build one there around tensors that were made outside.
-        with torch.inference_mode(False), torch.no_grad():
+        with inference(False), torch.no_grad():
             return _jagged(values, offsets, ragged_dim)
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged_dim)
 
@@ -170,7 +171,7 @@ def _split_jagged(value: Any, sizes: Sequence[int]) -> list[Tensor]:
         firsts = [*_starts(sizes), sum(sizes)]
         # The rows of a part are as many as its offsets say: on a device, this waits for it.
         rows = offsets.tolist()
-        with torch.inference_mode(False):  # remembered, and perhaps met again in training
+        with inference(False):  # remembered, and perhaps met again in training
             parts_offsets = [offsets[a : b + 1] - rows[a] for a, b in pairwise(firsts)]
         known.append(([rows[first] for first in firsts], parts_offsets))
     cuts, parts_offsets = known[0]
@@ -191,7 +192,7 @@ def _merge_jagged(parts: Sequence[Any]) -> Tensor:
     whole = _memory("whole", *(_ragged_size(part) for part in parts))
     if not whole:
         shifts = _starts([part.values().shape[dim - 1] for part in parts])
-        with torch.inference_mode(False):
+        with inference(False):
             pieces = [part.offsets()[1:] + shift for part, shift in zip(parts, shifts, strict=True)]
             whole.append(torch.cat([parts[0].offsets()[:1], *pieces]))
     return _jagged(values, _offsets_on(whole[0], values.device, values.shape[dim - 1]), dim)

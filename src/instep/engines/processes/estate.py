@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from instep.engines.processes.arena import SharedMemory
 from torch import Tensor, nn
 
+from instep.engines.processes.arena import SharedMemory
+from instep.modes import inference
 from instep.private import storage_users
 
 _ALIGNED = 64
@@ -57,7 +58,7 @@ def move_in(tensors: Iterable[Tensor]) -> None:
     block = Block(SharedMemory.create(total))
     _blocks.append(block)
     _users[block.number] = len(groups)
-    with torch.no_grad(), torch.inference_mode(False):
+    with torch.no_grad(), inference(False):
         for group, offset, nbytes in zip(groups, offsets, sizes, strict=True):
             there = block.memory.tensor(offset, nbytes)
             there.copy_(torch.empty(0, dtype=torch.uint8).set_(group[0].untyped_storage()))

@@ -13,6 +13,7 @@ from instep.batchnorm import Outfit
 from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.orders import Entry, NewModule, Ran, Run, Table
 from instep.engines.processes.talk import SOURCE, Tag, as_sent
+from instep.modes import inference
 from instep.random import Held
 from instep.replicas.crew import Crew
 from instep.replicas.replica import Outcome, Replica
@@ -75,7 +76,7 @@ class Mirror:
 
     def ready(self, run: Run) -> Replica:
         """The replica, with everything that has changed since."""
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.no_grad(), inference(False):
             for number, value in run.fresh.items():
                 tensor = self.tensors[number]
                 if tensor.shape == value.shape:

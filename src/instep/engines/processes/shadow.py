@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from instep.engines.processes.arena import SharedMemory
 from instep.locks import ProcessLock
+from instep.modes import inference
 from instep.replicas.carry import Slot
 from instep.replicas.clone import OPAQUE, holds_source
 from instep.replicas.replica import Pair, Replica
@@ -45,7 +46,7 @@ class Views(Tensors):
     """The tensors of a stand-in: state is the source's own memory, until a worker says what it wrote there."""
 
     def copy(self, source: Tensor) -> Tensor:
-        with torch.inference_mode(False), torch.no_grad():
+        with inference(False), torch.no_grad():
             data = source.detach()
             if isinstance(source, nn.Parameter):
                 return leaf_like(source, data)

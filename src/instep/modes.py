@@ -1,0 +1,17 @@
+"""Modes of torch that instep's own work is done in."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+def inference(on: bool) -> AbstractContextManager[Any]:
+    """`torch.inference_mode(on)`, where it is not so already.
+
+    What torch enters sets everything as it was when it is cleared away, too: if an interruption keeps it from its end,
+    that is long after, and turns gradients off for the rest of the program. So it is entered only where it must be.
+    """
+    return nullcontext() if torch.is_inference_mode_enabled() == on else torch.inference_mode(on)

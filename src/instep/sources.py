@@ -1,0 +1,95 @@
+"""A generator of the caller's, and the streams of numbers that replicas draw instead."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import threading
+
+import torch
+from torch import Tensor
+
+
+class Source:
+    """A generator of the caller as it was when this was made, and the number that seeds the streams of a call."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self.before = generator.get_state()
+        self.drawn = False
+        """Whether something was drawn from a stream that this seeds."""
+        self._advanced = False
+        self._number: int | None = None
+        self._lock = threading.Lock()
+
+    def seed(self, index: int) -> int:
+        """The seed of one replica's stream."""
+        with self._lock:
+            if self._number is None:
+                self._number = self._look_ahead()
+        return (self._number + index) % 2**63
+
+    @property
+    def number(self) -> int:
+        """The number that would seed a stream now, for one that is drawn from elsewhere."""
+        return self._look_ahead() if self._number is None else self._number
+
+    def fix(self, number: int) -> None:
+        """Seed streams by this number and no other."""
+        self._number = number
+
+    def _look_ahead(self) -> int:
+        """A number that the state decides. It is read from memory: nothing that surrounds the draw must see it."""
+        content = ctypes.string_at(self.before.data_ptr(), self.before.numel())
+        return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+    def moved(self) -> bool:
+        """Whether numbers were drawn from the generator itself."""
+        return not torch.equal(self.generator.get_state(), self.before)
+
+    def restore(self) -> None:
+        """Put the generator back."""
+        self.generator.set_state(self.before)
+        self.drawn = self._advanced = False
+
+    def settle(self) -> None:
+        """Move the generator by one number if a stream was drawn from: once, however often this is called."""
+        if self.drawn and not self._advanced:
+            self._advanced = True
+            twin = _twin(self.generator, self.generator.get_state())
+            torch.empty((), dtype=torch.int64, device=twin.device).random_(generator=twin)
+            self.generator.set_state(twin.get_state())
+
+    def renew(self) -> None:
+        """Start from the generator as it is now, if nothing was derived from it so far."""
+        with self._lock:
+            if self._number is None:
+                self.before = self.generator.get_state()
+
+
+def _twin(generator: torch.Generator, state: Tensor) -> torch.Generator:
+    twin = torch.Generator(generator.device)
+    twin.set_state(state)
+    return twin
+
+
+class Stream:
+    """One replica's stream on the CPU: its generator comes to be when it is first asked for."""
+
+    def __init__(self, source: Source, index: int) -> None:
+        self._source = source
+        self._index = index
+        self._generator: torch.Generator | None = None
+
+    def generator(self) -> torch.Generator:
+        if self._generator is None:
+            self._generator = self._new()
+        return self._generator
+
+    def _new(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self._source.seed(self._index))
+
+    def note(self) -> None:
+        """Tell the source whether something was drawn."""
+        if self._generator is not None and not torch.equal(self._generator.get_state(), self._new().get_state()):
+            self._source.drawn = True
