@@ -61,7 +61,7 @@ def counts_in(inputs: Mapping[str, Any], size: int) -> list[Count]:
     found: list[Count] = []
     for path, value in _tensors(inputs, ()):
         name = str(path[-1])
-        if not value.ndim or value.shape[0] != size or value.layout is not torch.strided or value.is_nested:
+        if not _has_rows(value, size):
             continue
         shifts = (False, True) if value.ndim > 1 else (False,)
         if (name in LABELS or name.endswith("_labels")) and not value.is_floating_point():
@@ -69,6 +69,11 @@ def counts_in(inputs: Mapping[str, Any], size: int) -> list[Count]:
         elif name in MASKS or name.endswith("_mask"):
             found += [Count(path, "kept", shifted) for shifted in shifts]
     return found
+
+
+def _has_rows(value: Tensor, size: int) -> bool:
+    """Whether the first dim of an ordinary tensor holds so many samples; a nested one has no sizes to ask for."""
+    return not value.is_nested and value.layout is torch.strided and value.ndim > 0 and value.shape[0] == size
 
 
 def best_window(inputs: Mapping[str, Any], batch: int, sizes: Sequence[int], rivals: Sequence[Any] = ()) -> int:
@@ -84,7 +89,7 @@ def best_window(inputs: Mapping[str, Any], batch: int, sizes: Sequence[int], riv
     shares = [torch.full((batch - n + 1,), a / n, dtype=torch.float64)]
     for count in counts:
         value = _look_up(count.path, inputs)
-        if not isinstance(value, Tensor) or not value.ndim or value.shape[0] != batch:
+        if not isinstance(value, Tensor) or not _has_rows(value, batch):
             return 0
         total = torch.zeros(batch + 1, dtype=torch.float64)
         total[1:] = count.of(value).reshape(batch, -1).sum(1).cumsum(0)
