@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from instep.errors import MergeError
 from instep.replicas.carry import Slot
 from instep.replicas.probing import probing
 from instep.replicas.sandbox import Sandbox, is_row
@@ -26,6 +27,9 @@ from instep.structure.weights import best_window
 T = TypeVar("T")
 Place = Callable[[Sequence[Any]], Sequence[Any]]
 """Brings one replica's arguments to the first device."""
+Check = Callable[[Sequence[Any], bool, float], MergeError | None]
+"""What is wrong with the outputs of both parts and the whole, given whether their numbers can be compared, and how
+exactly; it may take out of them what only it needs."""
 
 MOST_TRIALS = 6
 _WIDE = 16
@@ -75,7 +79,11 @@ class Attempt:
         place: Place,
         least: int,
         carried: Sequence[Slot],
+        check: Check | None = None,
     ) -> None:
+        self.check = check
+        self.refusal: MergeError | None = None
+        """What the check said."""
         self.doubted: set[str] = set()
         self.carried = [slot for slot in carried if slot.module is not None]
         self.method, self.named, self.plan, self.values = method, named, plan, values
@@ -128,6 +136,10 @@ class Attempt:
                 runs = noisy
         tolerance, fine = _tolerances(sandbox, inputs[2], [output for output, _ in runs])
         sure = not excuses
+        if self.check is not None:
+            self.refusal = self.check([output for output, _ in runs], sure, tolerance)
+            if self.refusal is not None:
+                raise self.refusal
 
         def trial(outputs: Sequence[Any]) -> Trial:
             return Trial(sizes, (outputs[0], outputs[1]), outputs[2], inputs, tolerance, fine, sure)

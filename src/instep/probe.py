@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from instep.attempt import MOST_TRIALS, Attempt, Known, Place, has_role, is_proven, outline
+from instep.attempt import MOST_TRIALS, Attempt, Check, Known, Place, has_role, is_proven, outline
 from instep.errors import MergeError
 from instep.replicas.carry import Slot
 from instep.structure.judge import Named
@@ -32,8 +32,12 @@ MOST_STRUCTURES = 32
 class Probe:
     """What trials said about the calls of one method; its merger follows it."""
 
-    def __init__(self, method: str, merger: Merger, least: int = 1, *, adds_up: str | None = None) -> None:
+    def __init__(
+        self, method: str, merger: Merger, least: int = 1, *, adds_up: str | None = None, check: Check | None = None
+    ) -> None:
         self.method = method
+        self.check = check
+        """Says what is wrong with the outputs of a trial, where more is known of them than numbers alone tell."""
         self.adds_up = adds_up
         """The output that has to be the sum of what the parts give, if it is known already what outputs are."""
         self.least = least
@@ -65,11 +69,12 @@ class Probe:
         due = known.is_due()
         rivals = [] if due else self._in_doubt(known, plan, values)
         if due or rivals:
-            attempt = Attempt(self.method, self.named, plan, values, positional, place, self.least, carried)
+            attempt = Attempt(self.method, self.named, plan, values, positional, place, self.least, carried, self.check)
             try:
                 attempt.make(source, device, known, rivals)
             except MergeError as error:
-                raise error if self.adds_up is None else losses_meet() from error
+                known_why = self.adds_up is None or error is attempt.refusal
+                raise error if known_why else losses_meet() from error
         if self.adds_up is not None and _is_other(known.found.get((self.adds_up,))):
             raise losses_meet()
         self.last = known

@@ -121,6 +121,17 @@ def unknown_sizes(length: int | None, inner: Sequence[set[int | None]]) -> Merge
     )
 
 
+def wrong_divisor(criterion: str, divisor: Any, ours: Any, plain: Any) -> MergeError:
+    """A criterion whose mean is not what it is taken for."""
+    return MergeError(
+        f"the mean of {criterion} is taken for its sum over {float(divisor):g}, which is {float(ours):.6g} for the "
+        f"samples that were tried, and the criterion itself says {float(plain):.6g}.\n"
+        "Write one of:\n"
+        "  instep.with_loss(net, criterion, weight=lambda output, target: ...)   # what its mean divides by\n"
+        "  loss = criterion(model(x), y)   # the loss outside, on the merged output"
+    )
+
+
 def losses_meet() -> MergeError:
     """The losses of parts of a batch do not add up to the loss of the whole."""
     return MergeError(
