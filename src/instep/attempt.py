@@ -15,10 +15,12 @@ from instep.errors import MergeError
 from instep.replicas.carry import Slot
 from instep.replicas.probing import probing
 from instep.replicas.sandbox import Sandbox, is_row
+from instep.structure.company import changed, companies, scaled
 from instep.structure.judge import Findings, Named, Trial, judge
+from instep.structure.merge_messages import across_samples
 from instep.structure.plan import SplitPlan
 from instep.structure.roles import Inside, Ready, Role
-from instep.structure.split import apply_plan
+from instep.structure.split import apply_plan, uncut
 from instep.structure.tree import Path, is_sequence, open_node, tensors_in
 from instep.structure.types import kind_of
 from instep.structure.verdicts import Constant, Reduced, Verdict, Verdicts
@@ -102,6 +104,8 @@ class Attempt:
                 warnings.simplefilter("ignore")
                 sandbox = _refusing(Sandbox, source, device)
                 findings, attributes = self._try(sandbox, first, rivals, excuses)
+                if findings.turned and not findings.errors:
+                    self._in_other_company(sandbox, first, rivals, findings)
                 wide = wider(self.batch, self.least)
                 if _is_unclear(findings) and not findings.errors and wide != first:
                     more, attributes = self._try(sandbox, wide, rivals, excuses)
@@ -160,11 +164,51 @@ class Attempt:
                 attributes[name] = {path: v for path, v in said.found.items() if not isinstance(v, Constant)}
         return findings, {name: found for name, found in attributes.items() if found}
 
+    def _in_other_company(
+        self, sandbox: Sandbox, sizes: tuple[int, int], rivals: Sequence[Any], findings: Findings
+    ) -> None:
+        """See whether integers that rounding may have turned over change with the other samples; if so, it did not."""
+        if self.carried:
+            return
+        start, n = self._window(sizes, rivals), sum(sizes)
+        singles = self._cut([start, *[1] * n, self.batch - start - n], n)
+
+        def run(who: Sequence[int], kept: Sequence[int], factor: float = 1.0) -> Any:
+            values = []
+            for at, role in enumerate(self.plan.roles):
+                column = [singles[index][at] for index in who]
+                loud = [v if place in kept else scaled(role, v, factor) for place, v in enumerate(column)]
+                values.append(uncut(role, column if factor == 1.0 else loud))
+            return self._call(sandbox, values)[0]
+
+        try:
+            usual = _refusing(run, range(n), range(n))
+        except _Refused:
+            return  # samples that were put together one by one are not what it takes
+        for who, kept, factor in companies(sizes):
+            try:
+                output = _refusing(run, who, kept, factor)
+            except _Refused:
+                continue  # it does not like such company
+            path = changed(findings.found, findings.turned, usual, output, kept)
+            if path is not None:
+                why = "its entries depend on other samples of the batch: they change with their company"
+                findings.errors[path] = across_samples(path, why, sizes)
+                return
+
+    def _window(self, sizes: tuple[int, int], rivals: Sequence[Any]) -> int:
+        return best_window(dict(zip(self.plan.names, self.values, strict=True)), self.batch, sizes, rivals)
+
+    def _call(self, sandbox: Sandbox, values: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+        mine = _refusing(_copied, values)
+        named = dict(zip(self.plan.names[self.positional :], mine[self.positional :], strict=True))
+        return _refusing(sandbox.run, self.method, mine[: self.positional], named)
+
     def _run(
         self, sandbox: Sandbox, sizes: tuple[int, int], rivals: Sequence[Any]
     ) -> tuple[tuple[dict[str, Any], dict[str, Any], dict[str, Any]], list[tuple[Any, dict[str, Any]]]]:
         """The arguments of both parts and of the whole, and what each gave."""
-        start = best_window(dict(zip(self.plan.names, self.values, strict=True)), self.batch, sizes, rivals)
+        start = self._window(sizes, rivals)
         apart = self._cut([start, *sizes, self.batch - start - sum(sizes)], 2)
         together = self._cut([start, sum(sizes), self.batch - start - sum(sizes)], 1)
         inputs, runs = [], []
@@ -173,9 +217,7 @@ class Attempt:
             for slot in self.carried:
                 sandbox.lend(slot, slot.cut([first, count, self.batch - first - count])[1])
             inputs.append(dict(zip(self.plan.names, shard, strict=True)))
-            mine = _refusing(_copied, shard)
-            named = dict(zip(self.plan.names[self.positional :], mine[self.positional :], strict=True))
-            runs.append(_refusing(sandbox.run, self.method, mine[: self.positional], named))
+            runs.append(self._call(sandbox, shard))
         return (inputs[0], inputs[1], inputs[2]), runs
 
     def _cut(self, sizes: Sequence[int], wanted: int) -> list[list[Any]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from instep.errors import MergeError
+from instep.structure.company import flips
 from instep.structure.dims import AUTO, Declared
 from instep.structure.fit import NUMBERS, own_kind
 from instep.structure.merge_messages import across_samples, unexplained
@@ -23,9 +24,6 @@ from instep.structure.tree import Path, is_sequence, open_node, tensors_in
 from instep.structure.types import Kind
 from instep.structure.verdicts import Constant, Joined, Listed, Reading, Reduced, Verdict
 from instep.structure.weights import counts_in
-
-FLIPS = 0.1
-"""The share of integers that rounding may turn over (the largest of two scores that are as good as equal)."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,8 @@ class Findings:
     """Leaves of which the numbers proved nothing: zeros, equal values. They are worth another trial."""
     errors: dict[Path, MergeError] = field(default_factory=dict)
     """Leaves that no rule explains."""
+    turned: set[Path] = field(default_factory=set)
+    """Joined integers of which a few differ: rounding, or samples that meet."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,7 @@ class _Judging:
             return False
         if left.is_floating_point() or left.is_complex():
             return _apart(left, right) <= self.trial.tolerance or self._is_tiny(left, right)
-        flips = max(FLIPS * left.numel(), 1 if self.trial.tolerance > 1e-2 else 0)
-        return float((left != right).sum()) <= flips
+        return float((left != right).sum()) <= flips(left.numel(), self.trial.tolerance)
 
     def _is_tiny(self, *values: Tensor) -> bool:
         """Whether there is nothing but what rounding leaves of numbers of ordinary size."""
@@ -214,6 +213,8 @@ class _Judging:
             real = whole.is_floating_point() or whole.is_complex()
             sure = (not self._is_tiny(whole) if real else torch.equal(together, whole)) and not _is_sorted(whole)
             sure = sure and not same
+            if not real and not torch.equal(together, whole):
+                self.findings.turned.add(path)
             self._say(path, Joined(whole.ndim, dim, proven=sure))
 
     def _selected(self, parts: Sequence[Tensor], path: Path) -> None:
