@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from instep.errors import MergeError
+from instep.known import Known, both, has_mean, is_proven, joined, stands
 from instep.replicas.carry import Slot
 from instep.replicas.probing import probing
 from instep.replicas.sandbox import Sandbox, is_row
@@ -21,10 +21,11 @@ from instep.structure.merge_messages import across_samples
 from instep.structure.plan import SplitPlan
 from instep.structure.roles import Inside, Ready, Role
 from instep.structure.split import apply_plan, uncut
-from instep.structure.tree import Path, is_sequence, open_node, tensors_in
+from instep.structure.telling import Trait, telling_window, told_by, traits_in
+from instep.structure.tree import is_sequence, open_node, tensors_in
 from instep.structure.types import kind_of
-from instep.structure.verdicts import Constant, Reduced, Verdict, Verdicts
-from instep.structure.weights import best_window
+from instep.structure.verdicts import Constant, Reduced, Verdicts
+from instep.structure.weights import best_window, counts_in, criteria_in
 
 T = TypeVar("T")
 Place = Callable[[Sequence[Any]], Sequence[Any]]
@@ -33,39 +34,8 @@ Check = Callable[[Sequence[Any], bool, float], MergeError | None]
 """What is wrong with the outputs of both parts and the whole, given whether their numbers can be compared, and how
 exactly; it may take out of them what only it needs."""
 
-MOST_TRIALS = 6
 _WIDE = 16
 _TOLERANCES = {torch.float64: (1e-8, 1e-9), torch.float32: (3e-4, 2e-5), torch.float16: (2e-2, 3e-3)}
-
-
-@dataclass
-class Known:
-    """What is known about calls of one structure."""
-
-    found: dict[Path, Verdict] = field(default_factory=dict)
-    attributes: dict[str, Verdicts] = field(default_factory=dict)
-    """By dotted name: what was said of the tensors that `forward` sets on the module."""
-    doubted: frozenset[str] = frozenset()
-    """Names of attributes of which the whole has something that cannot be made from what the parts have."""
-    words: str = ""
-    trials: int = 0
-    calls: int = 0
-    next: int = 1
-    """The call before which another trial is worth its cost."""
-
-    def is_due(self) -> bool:
-        self.calls += 1
-        return self.trials < MOST_TRIALS and self.calls >= self.next
-
-    def ask_again(self, worth: bool) -> None:
-        """Plan the next trial: soon, then ever later, as long as something is left to be found out."""
-        self.trials += 1
-        self.next = self.calls + 2 ** (self.trials - 1) if worth else 1 << 62
-
-    def rivals(self) -> list[Reduced]:
-        """Verdicts that leave more than one rule."""
-        tables = (self.found, *self.attributes.values()) if self.attributes else (self.found,)
-        return [v for table in tables for v in table.values() if isinstance(v, Reduced) and len(v.rules) > 1]
 
 
 class Attempt:
@@ -91,6 +61,22 @@ class Attempt:
         self.method, self.named, self.plan, self.values = method, named, plan, values
         self.positional, self.place = positional, place
         self.batch, self.least = plan.batch or 0, least
+        self.inputs = dict(zip(plan.names, values, strict=True))
+        self._traits: dict[Trait, Tensor] | None = None
+        self.told: set[Trait] = set()
+        self.criteria: list[tuple[str, nn.Module]] = []
+
+    @property
+    def traits(self) -> dict[Trait, Tensor]:
+        """The integers of this call that may decide what samples weigh."""
+        if self._traits is None:
+            self._traits = traits_in(self.inputs, self.batch)
+        return self._traits
+
+    def is_telling(self, known: Known) -> bool:
+        """Whether this call has integers that means were not tried on."""
+        sizes = sizes_for(self.batch, self.least)
+        return self.batch >= 2 and telling_window(self.traits, known.told, sizes) is not None
 
     def make(self, source: nn.Module, device: torch.device, known: Known, rivals: Sequence[Any]) -> None:
         """Try, and note what was seen."""
@@ -99,25 +85,34 @@ class Attempt:
             known.ask_again(worth=False)
             return
         first = sizes_for(self.batch, self.least)
+        self.told, self.criteria = set(known.told), criteria_in(source)
         try:
             with probing() as excuses, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 sandbox = _refusing(Sandbox, source, device)
-                findings, attributes = self._try(sandbox, first, rivals, excuses)
+                start = self._window(first, rivals)
+                findings, attributes = self._try(sandbox, first, start, excuses)
                 if findings.turned and not findings.errors:
-                    self._in_other_company(sandbox, first, rivals, findings)
+                    self._in_other_company(sandbox, first, start, findings)
                 wide = wider(self.batch, self.least)
                 if _is_unclear(findings) and not findings.errors and wide != first:
-                    more, attributes = self._try(sandbox, wide, rivals, excuses)
-                    findings = _both(findings, more)
+                    more, attributes = self._try(sandbox, wide, self._window(wide, rivals), excuses)
+                    findings = both(findings, more)
+                if has_mean(findings.found, *attributes.values()) and not findings.errors:
+                    other = telling_window(self.traits, self.told, first)
+                    if other is not None:
+                        more, later = self._try(sandbox, first, other, excuses)
+                        findings, attributes = both(findings, more), self._kept(attributes, later)
         except _Refused as refused:
             known.words = f"not tried: {refused}"
             known.ask_again(worth=known.trials < 2)
             return
-        unexplained = [e for path, e in findings.errors.items() if not is_proven(known.found.get(path))]
-        if unexplained:
-            raise unexplained[0]
-        known.found = _joined(known.found, findings)
+        found, clashes = joined(known.found, findings)
+        unexplained = [e for path, e in findings.errors.items() if not stands(known.found.get(path))]
+        for error in (*unexplained, *clashes.values()):
+            raise error
+        known.found, known.told = found, self.told
+        attributes = self._kept(known.attributes, attributes)
         known.attributes, known.doubted = attributes, frozenset(self.doubted)
         why = f"; only shapes count: {', '.join(dict.fromkeys(excuses))}" if excuses else ""
         known.words = f"tried on {first[0]} and {first[1]} samples, and on them together{why}"
@@ -125,16 +120,16 @@ class Attempt:
         known.ask_again(worth=bool(left) or (bool(attributes) and known.trials < 1))
 
     def _try(
-        self, sandbox: Sandbox, sizes: tuple[int, int], rivals: Sequence[Any], excuses: list[str]
+        self, sandbox: Sandbox, sizes: tuple[int, int], start: int, excuses: list[str]
     ) -> tuple[Findings, dict[str, Verdicts]]:
-        inputs, runs = self._run(sandbox, sizes, rivals)
+        inputs, runs = self._run(sandbox, sizes, start)
         if sandbox.excuse is not None:
             excuses.append(sandbox.excuse)
         if sandbox.drew and not excuses:
             noisy = runs
             sandbox.drew = False
             sandbox.quieten()
-            inputs, runs = self._run(sandbox, sizes, rivals)
+            inputs, runs = self._run(sandbox, sizes, start)
             if sandbox.drew or [outline(r[0]) for r in runs] != [outline(r[0]) for r in noisy]:
                 excuses.append("forward draws random numbers")
                 runs = noisy
@@ -146,7 +141,7 @@ class Attempt:
                 raise self.refusal
 
         def trial(outputs: Sequence[Any]) -> Trial:
-            return Trial(sizes, (outputs[0], outputs[1]), outputs[2], inputs, tolerance, fine, sure)
+            return Trial(sizes, (outputs[0], outputs[1]), outputs[2], inputs, tolerance, fine, sure, self.criteria)
 
         findings = judge(trial([output for output, _ in runs]), self.named)
         tables = [table for _, table in runs]
@@ -162,15 +157,24 @@ class Attempt:
                 self.doubted.add(name)
             elif said.found:
                 attributes[name] = {path: v for path, v in said.found.items() if not isinstance(v, Constant)}
-        return findings, {name: found for name, found in attributes.items() if found}
+        attributes = {name: found for name, found in attributes.items() if found}
+        if has_mean(findings.found, *attributes.values()):
+            self.told |= told_by(self.traits, start, sizes)
+        return findings, attributes
 
-    def _in_other_company(
-        self, sandbox: Sandbox, sizes: tuple[int, int], rivals: Sequence[Any], findings: Findings
-    ) -> None:
+    def _kept(self, before: Mapping[str, Verdicts], later: Mapping[str, Verdicts]) -> dict[str, Verdicts]:
+        """What is known of attributes after another trial; doubt stays."""
+        known = {**before, **later}
+        for name in before.keys() & later.keys():
+            known[name], clashes = joined(before[name], Findings(dict(later[name])))
+            self.doubted |= {name} if clashes else set()
+        return {name: found for name, found in known.items() if name not in self.doubted}
+
+    def _in_other_company(self, sandbox: Sandbox, sizes: tuple[int, int], start: int, findings: Findings) -> None:
         """See whether integers that rounding may have turned over change with the other samples; if so, it did not."""
         if self.carried:
             return
-        start, n = self._window(sizes, rivals), sum(sizes)
+        n = sum(sizes)
         singles = self._cut([start, *[1] * n, self.batch - start - n], n)
 
         def run(who: Sequence[int], kept: Sequence[int], factor: float = 1.0) -> Any:
@@ -197,7 +201,10 @@ class Attempt:
                 return
 
     def _window(self, sizes: tuple[int, int], rivals: Sequence[Any]) -> int:
-        return best_window(dict(zip(self.plan.names, self.values, strict=True)), self.batch, sizes, rivals)
+        """The first sample of a trial: where rivals differ, or else labels and masks, or any integers there are."""
+        named = rivals or (not self.told and counts_in(self.inputs, self.batch))
+        telling = None if named else telling_window(self.traits, self.told, sizes)
+        return best_window(self.inputs, self.batch, sizes, rivals) if telling is None else telling
 
     def _call(self, sandbox: Sandbox, values: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
         mine = _refusing(_copied, values)
@@ -205,10 +212,9 @@ class Attempt:
         return _refusing(sandbox.run, self.method, mine[: self.positional], named)
 
     def _run(
-        self, sandbox: Sandbox, sizes: tuple[int, int], rivals: Sequence[Any]
+        self, sandbox: Sandbox, sizes: tuple[int, int], start: int
     ) -> tuple[tuple[dict[str, Any], dict[str, Any], dict[str, Any]], list[tuple[Any, dict[str, Any]]]]:
         """The arguments of both parts and of the whole, and what each gave."""
-        start = self._window(sizes, rivals)
         apart = self._cut([start, *sizes, self.batch - start - sum(sizes)], 2)
         together = self._cut([start, sum(sizes), self.batch - start - sum(sizes)], 1)
         inputs, runs = [], []
@@ -310,25 +316,3 @@ def _adds_up(old: Any, said: Findings) -> bool:
 def _is_unclear(findings: Findings) -> bool:
     """Whether there are values of which a few samples show nothing: zeros, or the same for all."""
     return any(isinstance(findings.found.get(path), (Constant, type(None))) for path in findings.open)
-
-
-def is_proven(verdict: Verdict | None) -> bool:
-    return verdict is not None and verdict.proven
-
-
-def _both(first: Findings, second: Findings) -> Findings:
-    """Two trials of one call: what either proved."""
-    return Findings(_joined(first.found, second), first.open & second.open, {**first.errors, **second.errors})
-
-
-def _joined(before: Mapping[Path, Verdict], findings: Findings) -> dict[Path, Verdict]:
-    """Verdicts after another trial: what is proven stays, of rules that compete those stay that fit every time."""
-    found = dict(before)
-    for path, new in findings.found.items():
-        old = found.get(path)
-        if old is None or not old.proven:
-            if isinstance(old, Reduced) and isinstance(new, Reduced):
-                common = tuple(rule for rule in old.rules if rule in new.rules)
-                new = Reduced(common, len(common) == 1) if common else new
-            found[path] = new
-    return found

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from instep.attempt import MOST_TRIALS, Attempt, Check, Known, Place, has_role, is_proven, outline
+from instep.attempt import Attempt, Check, Place, has_role, outline
 from instep.errors import MergeError
+from instep.known import MOST_TRIALS, Known, is_proven
 from instep.replicas.carry import Slot
 from instep.structure.judge import Named
 from instep.structure.merge import Merger
@@ -68,13 +69,17 @@ class Probe:
         known = self._known(plan, values, kind)
         due = known.is_due()
         rivals = [] if due else self._in_doubt(known, plan, values)
-        if due or rivals:
+        looks = known.calls >= known.look
+        if due or rivals or looks:
             attempt = Attempt(self.method, self.named, plan, values, positional, place, self.least, carried, self.check)
             try:
-                attempt.make(source, device, known, rivals)
+                if due or rivals or attempt.is_telling(known):
+                    attempt.make(source, device, known, rivals)
+                    known.asked += looks and not due
             except MergeError as error:
                 known_why = self.adds_up is None or error is attempt.refusal
                 raise error if known_why else losses_meet() from error
+            known.look_again()
         if self.adds_up is not None and _is_other(known.found.get((self.adds_up,))):
             raise losses_meet()
         self.last = known

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.errors import MergeError
 from instep.structure.company import flips
@@ -23,7 +23,7 @@ from instep.structure.shapes import few
 from instep.structure.tree import Path, is_sequence, open_node, tensors_in
 from instep.structure.types import Kind
 from instep.structure.verdicts import Constant, Joined, Listed, Reading, Reduced, Verdict
-from instep.structure.weights import counts_in
+from instep.structure.weights import counts_in, weights_of
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Trial:
     """The same for sums and means, which are told apart by little."""
     numbers: bool = True
     """Whether values count; where numbers are drawn, or samples meet by a collective, only shapes do."""
+    criteria: Sequence[tuple[str, nn.Module]] = ()
+    """Losses inside the module whose means are over weights, by name."""
 
 
 @dataclass
@@ -303,15 +305,14 @@ class _Judging:
         def off(guess: Tensor) -> float:
             return float((guess - whole).abs().max()) / scale
 
-        if off(first + second) <= tolerance:
-            return Reduced(("sum",)), 0.0
+        adds_up = off(first + second) <= tolerance
         a, b, _ = self.sizes
         errors: dict[Rule, float] = {"mean": off((a * first + b * second) / (a + b))}
-        for count in counts_in(self.trial.inputs[2], self.sizes[2]):
-            one, two = count(**self.trial.inputs[0]), count(**self.trial.inputs[1])
-            if one + two:
-                errors[WeightedBy(count)] = off((one * first + two * second) / (one + two))
+        for weight, one, two in weights_of(self.trial.inputs, self.sizes, self.trial.criteria):
+            errors[WeightedBy(weight)] = off((one * first + two * second) / (one + two))
         best = min(errors.values())
+        if adds_up:  # unless one part is nothing, and weighs nothing
+            return (None, best) if best <= tolerance else (Reduced(("sum",)), 0.0)
         if best > tolerance or 20 * best > apart:
             return None, best
         near = tuple(rule for rule, error in errors.items() if error <= max(8 * best, tolerance / 50))

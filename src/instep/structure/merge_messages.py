@@ -74,6 +74,15 @@ def unexplained(path: Path, parts: Sequence[Any], why: str, sizes: Sequence[int]
     )
 
 
+def contradicted(path: Path, before: str, now: str) -> MergeError:
+    """An output that some samples show to be one thing, and others another."""
+    return MergeError(
+        f"cannot merge {_place(path)}: some samples of the batch show a {before}, others a {now}.\n"
+        f"Write what it means:  {_line(path, 'instep.weighted_by(...)')}  for a mean over something else than samples, "
+        f"or a function (parts, sizes) -> value."
+    )
+
+
 def other_entries(
     path: Path, keys: Sequence[Any], index: int, other: Sequence[Any], sizes: Sequence[int]
 ) -> MergeError:

@@ -20,7 +20,7 @@ from instep.structure.merge_messages import cannot_merge
 from instep.structure.rules import Rule, Scene, WeightedBy, apply_rule, mean_of_equals
 from instep.structure.shapes import equal_scalars, equal_values, few
 from instep.structure.tree import Path
-from instep.structure.weights import Count
+from instep.structure.weights import Count, Weighed
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,22 @@ class Reduced:
                 path, parts, f"it can be a {self.words}, which differ for this batch", scene.sizes, counts=_counts(self)
             )
         return apply_rule(self.rules[0], parts, scene, path)
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is a mean over something, which samples that all weigh alike do not tell."""
+        return "sum" not in self.rules
+
+    def with_more(self, new: Reduced) -> Reduced | None:
+        """What is left after another trial: the rules that fit every time; None if nothing does.
+
+        What a loss of the module divides by is not among the rules as long as samples do not tell it from them.
+        """
+        common = tuple(rule for rule in self.rules if rule in new.rules)
+        if common:
+            return Reduced(common, len(common) == 1)
+        later = all(isinstance(rule, WeightedBy) and isinstance(rule.weight, Weighed) for rule in new.rules)
+        return new if later and "mean" in self.rules else None
 
     def agree(self, scene: Scene) -> bool:
         """Whether all rules weigh these shards alike."""
