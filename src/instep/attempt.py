@@ -99,10 +99,7 @@ class Attempt:
                     more, attributes = self._try(sandbox, wide, self._window(wide, rivals), excuses)
                     findings = both(findings, more)
                 if has_mean(findings.found, *attributes.values()) and not findings.errors:
-                    other = telling_window(self.traits, self.told, first)
-                    if other is not None:
-                        more, later = self._try(sandbox, first, other, excuses)
-                        findings, attributes = both(findings, more), self._kept(attributes, later)
+                    findings, attributes = self._confirmed(sandbox, findings, attributes, excuses)
         except _Refused as refused:
             known.words = f"not tried: {refused}"
             known.ask_again(worth=known.trials < 2)
@@ -118,6 +115,20 @@ class Attempt:
         known.words = f"tried on {first[0]} and {first[1]} samples, and on them together{why}"
         left = [path for path in findings.open if not is_proven(known.found.get(path))]
         known.ask_again(worth=bool(left) or (bool(attributes) and known.trials < 1))
+
+    def _confirmed(
+        self, sandbox: Sandbox, findings: Findings, attributes: dict[str, Verdicts], excuses: list[str]
+    ) -> tuple[Findings, dict[str, Verdicts]]:
+        """Means are tried on other samples too, if integers of this call were alike in those they were found on."""
+        for sizes in (sizes_for(self.batch, self.least), wider(self.batch, self.least)):
+            start, before = telling_window(self.traits, self.told, sizes), len(self.told)
+            if start is None:
+                break
+            more, later = self._try(sandbox, sizes, start, excuses)
+            findings, attributes = both(findings, more), self._kept(attributes, later)
+            if len(self.told) > before or findings.errors:
+                break
+        return findings, attributes
 
     def _try(
         self, sandbox: Sandbox, sizes: tuple[int, int], start: int, excuses: list[str]

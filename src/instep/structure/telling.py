@@ -47,7 +47,7 @@ def told_by(traits: Mapping[Trait, Tensor], start: int, sizes: Sequence[int]) ->
 
 
 def telling_window(traits: Mapping[Trait, Tensor], told: set[Trait], sizes: Sequence[int]) -> int | None:
-    """The first sample of the stretch whose parts differ most in traits that were not told yet; None if none does."""
+    """The first sample of the stretch that tells of most traits that were not told yet; None if none does."""
     counts = [value for trait, value in traits.items() if trait not in told]
     a, n = sizes[0], sum(sizes)
     if not counts or len(counts[0]) < n:
@@ -61,7 +61,9 @@ def telling_window(traits: Mapping[Trait, Tensor], told: set[Trait], sizes: Sequ
     most = apart.max(1, keepdim=True).values
     if not bool((most > 1e-9).any()):
         return None
-    return int((apart / most.clamp(min=1e-9)).sum(0).argmax())
+    share = apart / most.clamp(min=1e-9)
+    # As many traits as can be, and of each something in between: a part in which all is ignored tells nothing.
+    return int(((share > 1e-9) * (2 - (share - 0.5).abs())).sum(0).argmax())
 
 
 def _integers(rows: Tensor) -> Tensor | None:

@@ -116,13 +116,18 @@ class Reduced:
     def with_more(self, new: Reduced) -> Reduced | None:
         """What is left after another trial: the rules that fit every time; None if nothing does.
 
-        What a loss of the module divides by is not among the rules as long as samples do not tell it from them.
+        What a loss of the module divides by is not among the rules where samples do not tell it from a mean over them.
         """
         common = tuple(rule for rule in self.rules if rule in new.rules)
         if common:
             return Reduced(common, len(common) == 1)
-        later = all(isinstance(rule, WeightedBy) and isinstance(rule.weight, Weighed) for rule in new.rules)
-        return new if later and "mean" in self.rules else None
+        if "mean" in self.rules and new._is_the_modules:
+            return new
+        return self if "mean" in new.rules and self._is_the_modules else None
+
+    @property
+    def _is_the_modules(self) -> bool:
+        return all(isinstance(rule, WeightedBy) and isinstance(rule.weight, Weighed) for rule in self.rules)
 
     def agree(self, scene: Scene) -> bool:
         """Whether all rules weigh these shards alike."""
