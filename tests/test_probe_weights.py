@@ -200,7 +200,7 @@ def test_a_plain_mean_stays_one_and_is_asked_about_a_few_times(wrap: Any, classe
     for _ in range(40):
         assert_step(model, plain, inputs(12), torch.randint(0, classes, (12,)))
     known = probe_of(model).last
-    assert known.trials <= 4
+    assert known.trials <= 8  # the first, three soon, and then as often as the calls double
     assert known.look > 40
 
 

@@ -12,8 +12,8 @@ from instep.structure.tree import Path
 from instep.structure.verdicts import Reduced, Verdict, Verdicts
 
 MOST_TRIALS = 6
-MOST_ASKED = 3
-"""Trials that come of other integers than those that a mean was tried on."""
+SOON_ASKED, MOST_ASKED = 3, 9
+"""Trials that come of other integers than those that a mean was tried on: some at once, the others far apart."""
 
 
 @dataclass
@@ -46,9 +46,13 @@ class Known:
         self.next = self.calls + 2 ** (self.trials - 1) if worth else 1 << 62
 
     def look_again(self) -> None:
-        """Plan the next look at integers: ever later, and none after a few trials that came of it."""
-        worth = self.asked < MOST_ASKED and has_mean(self.found, *self.attributes.values())
-        self.look = self.calls + 1 + (self.calls // 4 if self.calls >= 16 else 0) if worth else 1 << 62
+        """Plan the next look at integers: at each of the first calls, then ever later, and more so after trials."""
+        if self.asked >= MOST_ASKED or not has_mean(self.found, *self.attributes.values()):
+            self.look = 1 << 62
+        elif self.asked >= SOON_ASKED:
+            self.look = 2 * self.calls
+        else:
+            self.look = self.calls + 1 + (self.calls // 4 if self.calls >= 16 else 0)
 
     def rivals(self) -> list[Reduced]:
         """Verdicts that leave more than one rule."""

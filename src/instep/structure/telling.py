@@ -52,8 +52,9 @@ def telling_window(traits: Mapping[Trait, Tensor], told: set[Trait], sizes: Sequ
     a, n = sizes[0], sum(sizes)
     if not counts or len(counts[0]) < n:
         return None
+    table = torch.stack(counts)
     total = torch.zeros(len(counts), len(counts[0]) + 1, dtype=torch.float64)
-    total[:, 1:] = torch.stack(counts).cumsum(1)
+    total[:, 1:] = table.cumsum(1)
     last = total.shape[1] - n
     first = (total[:, a : a + last] - total[:, :last]) / a
     second = (total[:, n:] - total[:, a : a + last]) / (n - a)
@@ -62,8 +63,10 @@ def telling_window(traits: Mapping[Trait, Tensor], told: set[Trait], sizes: Sequ
     if not bool((most > 1e-9).any()):
         return None
     share = apart / most.clamp(min=1e-9)
-    # As many traits as can be, and of each something in between: a part in which all is ignored tells nothing.
-    return int(((share > 1e-9) * (2 - (share - 0.5).abs())).sum(0).argmax())
+    # As many traits as can be, rare ones first, which are the ones that are given weights; and of each something in
+    # between: a part in which all is ignored tells nothing.
+    rare = 1 / (table != 0).sum(1, keepdim=True).clamp(min=1)
+    return int((rare * (share > 1e-9) * (2 - (share - 0.5).abs())).sum(0).argmax())
 
 
 def _integers(rows: Tensor) -> Tensor | None:
