@@ -281,6 +281,16 @@ def test_nothing_counted_at_all_is_nan_as_in_torch() -> None:
         assert model(x, y).isnan()
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_target_of_longer_numbers_decides_the_type_of_the_loss(engine: str) -> None:
+    module = instep.with_loss(nn.Linear(4, CLASSES).bfloat16(), nn.MSELoss())
+    x, y = torch.randn(B, 4).bfloat16(), torch.randn(B, CLASSES)
+    with instep.DataParallel(module, ["cpu"] * 2, engine=engine) as model:
+        loss, expected = model(x, y), module(x, y)
+    assert loss.dtype is expected.dtype is torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+
+
 class Learned(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -96,11 +96,13 @@ class Loss:
         total = copy.copy(known)
         total.reduction = "sum"
         divisor = 1 if known.reduction == "sum" else _divisor(known, output, target)
-        if known.reduction == "sum" or output.dtype not in _SHORT or torch.is_autocast_enabled(output.device.type):
+        real = target.is_floating_point()
+        dtype = torch.promote_types(output.dtype, target.dtype) if real else output.dtype
+        if known.reduction == "sum" or dtype not in _SHORT or torch.is_autocast_enabled(output.device.type):
             return {"sum": total(output, target), "divisor": divisor}
         # The mean of a batch is a number like any other, but its sum may be more than a short number can be.
-        loss = total(output.float(), target.float() if target.is_floating_point() else target)
-        return {"sum": loss, "divisor": divisor, "dtype": output.dtype}
+        loss = total(output.float(), target.float() if real else target)
+        return {"sum": loss, "divisor": divisor, "dtype": dtype}
 
     def of_whole(self, merged: Any) -> Any:
         """The loss from what the replicas gave together."""
