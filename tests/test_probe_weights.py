@@ -222,3 +222,27 @@ def test_traits_and_the_samples_that_tell_of_them() -> None:
     assert telling_window(traits_in({"y": y[:4]}, 4), set(), (2, 3)) is None
     nested = torch.nested.nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
     assert not traits_in({"n": nested}, 2)
+
+
+@both_engines
+def test_padding_that_is_true_and_comes_later(wrap: Any, engine: str) -> None:
+    """As in nn.Transformer; also weights that are fractions, one a sample, after a batch of ones."""
+
+    class Pads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3).double()
+
+        def forward(self, x: Tensor, padding_mask: Tensor) -> Any:
+            each, valid = self.layer(x).pow(2).mean(-1), ~padding_mask
+            return {"loss": (each * valid).sum() / valid.sum()}
+
+    model, plain = wrapped(wrap, Pads(), engine)
+    full = torch.zeros(9, 6, dtype=torch.bool)
+    some = torch.arange(6)[None] >= torch.arange(9)[:, None] % 6 + 1
+    for mask in (full, full, some, full, some):
+        assert_step(model, plain, inputs(9, 6), mask)
+    weighed, plain = wrapped(wrap, Learner(masked), engine)
+    assert_step(weighed, plain, inputs(9), torch.ones(9, dtype=torch.float64))
+    with pytest.raises(instep.MergeError, match="no sum, mean"):
+        weighed(inputs(9), torch.rand(9, dtype=torch.float64))

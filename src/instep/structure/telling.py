@@ -29,8 +29,8 @@ def traits_in(inputs: Mapping[str, Any], batch: int) -> dict[Trait, Tensor]:
     for path, value in tensors_by_path(inputs):
         if not has_rows(value, batch) or not value.numel():
             continue
-        rows = _integers(value[:MOST_SAMPLES].detach().reshape(min(batch, MOST_SAMPLES), -1))
-        for what, counts in _counted(rows) if rows is not None else ():
+        rows = value[:MOST_SAMPLES].detach().reshape(min(batch, MOST_SAMPLES), -1)
+        for what, counts in _counted(rows):
             if bool((counts != counts[0]).any()):
                 found[path, what] = counts
     return found
@@ -81,8 +81,16 @@ def _integers(rows: Tensor) -> Tensor | None:
     return rows.long()
 
 
-def _counted(rows: Tensor) -> Iterator[tuple[int | str, Tensor]]:
-    """Each value or property that entries may have, and how many of every sample's have it."""
+def _counted(entries: Tensor) -> Iterator[tuple[int | str, Tensor]]:
+    """Each value or property that entries may have, and how many of every sample's have it.
+
+    Of fractions only one a sample is looked at, which may be its weight.
+    """
+    rows = _integers(entries)
+    if rows is None:
+        if entries.shape[1] == 1 and entries.is_floating_point():
+            yield "total", entries[:, 0].cpu().double().nan_to_num()
+        return
     low, high = int(rows.min()), int(rows.max())
     width = high - low + 1
     if width <= MOST_VALUES:

@@ -17,7 +17,7 @@ from instep.structure.tree import Path, is_sequence, open_node, show_path
 LABELS = ("labels", "label", "targets", "target")
 MASKS = ("attention_mask", "mask", "masks")
 
-_TESTS = {"valid": ">= 0", "positive": "> 0", "kept": "!= 0"}
+_TESTS = {"valid": ">= 0", "positive": "> 0", "kept": "!= 0", "left": "== 0"}
 
 
 class Weight:
@@ -38,7 +38,8 @@ class Count(Weight):
     """How many entries of an argument count.
 
     `valid` labels are not negative (-100 and -1 are what losses ignore), `positive` ones are not 0 either (0 as
-    padding); what is `kept` by a mask is not 0. `shifted` leaves out the first place, as language models do.
+    padding); what is `kept` by a mask is not 0, what is `left` by one of padding is. `shifted` leaves out the first
+    place, as language models do.
     """
 
     path: Path
@@ -49,8 +50,8 @@ class Count(Weight):
         """True where an entry counts."""
         if self.shifted:
             value = value[..., 1:]
-        if self.test == "kept":
-            return value != 0
+        if self.test in ("kept", "left"):
+            return (value != 0) == (self.test == "kept")
         return value >= 0 if self.test == "valid" else value > 0
 
     def __str__(self) -> str:
@@ -155,7 +156,7 @@ def counts_in(inputs: Mapping[str, Any], size: int) -> list[Count]:
         if (name in LABELS or name.endswith("_labels")) and not value.is_floating_point():
             found += [Count(path, test, shifted) for test in ("valid", "positive") for shifted in shifts]
         elif name in MASKS or name.endswith("_mask"):
-            found += [Count(path, "kept", shifted) for shifted in shifts]
+            found += [Count(path, test, shifted) for test in ("kept", "left") for shifted in shifts]
     return found
 
 
