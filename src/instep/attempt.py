@@ -24,7 +24,7 @@ from instep.structure.split import apply_plan, uncut
 from instep.structure.telling import Trait, telling_window, told_by, traits_in
 from instep.structure.tree import is_sequence, open_node, tensors_in
 from instep.structure.types import kind_of
-from instep.structure.verdicts import Constant, Reduced, Verdicts
+from instep.structure.verdicts import Constant, Listed, Reduced, Verdicts
 from instep.structure.weights import best_window, counts_in, criteria_in
 
 T = TypeVar("T")
@@ -91,7 +91,17 @@ class Attempt:
                 warnings.simplefilter("ignore")
                 sandbox = _refusing(Sandbox, source, device)
                 start = self._window(first, rivals)
-                findings, attributes = self._try(sandbox, first, start, excuses)
+                try:
+                    findings, attributes = self._try(sandbox, first, start, excuses)
+                except _Refused:
+                    first = even_sizes(self.batch, self.least) or first
+                    if sum(first) % 2:
+                        raise
+                    start = self._window(first, rivals)
+                    findings, attributes = self._try(sandbox, first, start, excuses)
+                if any(isinstance(verdict, Listed) for verdict in findings.found.values()) and first[0] != first[1]:
+                    # rows that are chosen by their places may follow one another by chance
+                    findings = both(findings, self._try(sandbox, (first[1], first[0]), start, excuses)[0])
                 if findings.turned and not findings.errors:
                     self._in_other_company(sandbox, first, start, findings)
                 wide = wider(self.batch, self.least)
@@ -268,6 +278,18 @@ def sizes_for(batch: int, least: int = 1) -> tuple[int, int]:
         return few, few + 1
     least = min(least, batch // 2)
     return least, batch - least
+
+
+def even_sizes(batch: int, least: int = 1) -> tuple[int, int] | None:
+    """Samples for a module that takes only even numbers of them, such as two views of each image.
+
+    >>> [even_sizes(batch) for batch in (3, 4, 6, 100)]
+    [None, (2, 2), (2, 4), (2, 4)]
+    """
+    few = max(2, least + least % 2)
+    if batch < 2 * few:
+        return None
+    return (few, few + 2) if batch >= 2 * few + 2 else (few, few)
 
 
 def wider(batch: int, least: int = 1) -> tuple[int, int]:
