@@ -220,6 +220,9 @@ def test_traits_and_the_samples_that_tell_of_them() -> None:
     words[4, 3:] = 0
     assert {what for _, what in traits_in({"batch": {"ids": words}}, 12)} >= {"zero", "lowest", "total"}
     assert telling_window(traits_in({"y": y[:4]}, 4), set(), (2, 3)) is None
+    tiny = torch.ones(12, 2).to(torch.float8_e4m3fn)
+    tiny[3:] = 0
+    assert {what for _, what in traits_in({"tiny": tiny}, 12)} == {0, 1}
     nested = torch.nested.nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
     assert not traits_in({"n": nested}, 2)
 

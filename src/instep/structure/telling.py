@@ -73,6 +73,8 @@ def _integers(rows: Tensor) -> Tensor | None:
     """The entries as integers; None for fractions. A mask is often kept as 0.0 and 1.0."""
     if rows.is_complex() or rows.is_quantized:
         return None
+    if rows.is_floating_point() and rows.dtype.itemsize < 2:  # torch computes little with these
+        rows = rows.float()
     if not rows.is_floating_point():
         return rows.long()
     for some in (rows[:1], rows):
