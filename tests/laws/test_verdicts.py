@@ -12,6 +12,7 @@ from torch import Tensor
 
 from instep.structure.judge import Findings, Named, Trial, judge
 from instep.structure.rules import Scene, WeightedBy
+from instep.structure.telling import telling_window, traits_in
 from instep.structure.verdicts import Constant, Joined, Listed, Reading, Reduced
 from instep.structure.weights import Count, best_window
 
@@ -179,8 +180,10 @@ def test_the_window_with_the_most_to_tell() -> None:
     labels[8, 1:] = -100
     start = best_window({"labels": labels}, 12, (2, 3))
     assert start <= 8 < start + 5
-    start = best_window({"y": labels}, 12, (2, 3))  # by any name
+    start = telling_window(traits_in({"y": labels}, 12), set(), (2, 3))  # by any name
+    assert start is not None
     assert start <= 8 < start + 5
+    assert telling_window(traits_in({"x": torch.rand(12, 3)}, 12), set(), (2, 3)) is None
     assert best_window({"x": torch.rand(12, 3)}, 12, (2, 3)) == 0
     rivals = [Count(("labels",), "valid", False), Count(("labels",), "positive", False)]
     labels[11, 0] = 0
