@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from instep.engines.processes.arena import SharedMemory
 from torch import Tensor, nn
 
+from instep.engines.processes.arena import SharedMemory
 from instep.private import storage_users
 
 _ALIGNED = 64
