@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import instep
+from instep.engines.processes.hands import Hands
 
 SECONDS_TO_END = 2.0
 
@@ -76,9 +77,11 @@ def one_core() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def workers() -> Iterator[None]:
     """Worker processes that stay from test to test: each takes seconds to come up."""
-    with instep.DataParallel(nn.Linear(1, 1), ["cpu"] * 4, engine="processes") as model:
-        model(torch.ones(4, 1))
-        yield
+    hands = Hands([torch.device("cpu")] * 4)
+    for index in (1, 2, 3):
+        hands.get(index)
+    yield
+    hands.close()
 
 
 def _in_processes(request: pytest.FixtureRequest) -> bool:

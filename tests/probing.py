@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import instep
 from instep.probe import Probe
-from instep.replicas import probing
+from instep.replicas.probing import is_probing as is_probing
 from instep.structure.tree import tensors_in
 
 ENGINES = ["serial", "threads", "processes"]
@@ -29,11 +29,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, **others: Any) -> Any:
         return self.then(self, self.layer(x), **others)
-
-
-def is_probing() -> bool:
-    """Whether the module runs for a trial rather than for the caller."""
-    return probing._excuses.get() is not None
 
 
 def probe_of(model: instep.DataParallel, method: str = "forward") -> Probe:

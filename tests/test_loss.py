@@ -87,6 +87,88 @@ def test_loss_and_gradients_are_the_whole_batchs(case: str, replicas: int, engin
                 torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
 
 
+REAL = torch.randn
+MANY: dict[str, tuple[Any, Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "multi-label soft margin": (nn.MultiLabelSoftMarginLoss(), lambda *s: REAL(*s).gt(0).double(), [(), (3,), (3, 2)]),
+    "the same, weighted": (
+        nn.MultiLabelSoftMarginLoss(WEIGHTS),
+        lambda *s: REAL(*s).gt(0).double(),
+        [(), (3,), (3, 2)],
+    ),
+    "multi-label margin": (nn.MultiLabelMarginLoss(), lambda *s: torch.randint(-1, CLASSES, s), [()]),
+    "multi margin": (nn.MultiMarginLoss(weight=WEIGHTS), lambda *s: torch.randint(CLASSES, s[:-1]), [()]),
+    "soft margin": (nn.SoftMarginLoss(), lambda *s: REAL(*s).sign(), [(), (3,), (3, 2)]),
+    "mse": (nn.MSELoss(), REAL, [(), (3,), (3, 2)]),
+    "huber": (nn.HuberLoss(), REAL, [(3,), (3, 2)]),
+    "bce": (nn.BCEWithLogitsLoss(WEIGHTS, pos_weight=WEIGHTS), lambda *s: REAL(*s).gt(0).double(), [(), (3,), (3, 2)]),
+    "kl": (nn.KLDivLoss(log_target=True), REAL, [(), (3,), (3, 2)]),
+    "kl, batchmean": (nn.KLDivLoss(reduction="batchmean"), lambda *s: torch.rand(*s), [(), (3,), (3, 2)]),
+    "poisson": (nn.PoissonNLLLoss(full=True), lambda *s: torch.rand(*s), [(), (3,), (3, 2)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("name", "middle"), [(name, middle) for name in MANY for middle in MANY[name][2]])
+def test_outputs_of_any_number_of_dims(name: str, middle: tuple[int, ...], engine: str) -> None:
+    criterion, make, _ = MANY[name]
+    net = nn.Linear(4, CLASSES).double()
+    x, y = torch.randn(B, *middle, 4, dtype=torch.float64), make(B, *middle, CLASSES)
+    y = y.double() if y.is_floating_point() else y
+    with instep.DataParallel(instep.with_loss(net, criterion), ["cpu"] * 3, engine=engine) as model:
+        torch.testing.assert_close(model(x, y), criterion(net(x), y), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("target", ["classes", "probabilities"])
+@pytest.mark.parametrize("places", [(), (3,), (3, 2)])
+def test_classes_at_any_number_of_places(places: tuple[int, ...], target: str) -> None:
+    net = nn.Conv3d(2, CLASSES, 1).double()
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x.reshape(len(x), 2, -1, 1, 1)).reshape(len(x), CLASSES, *places)
+
+    x = torch.randn(B, 2, *places, dtype=torch.float64)
+    chances = torch.rand(B, CLASSES, *places, dtype=torch.float64)
+    y = chances if target == "probabilities" else torch.randint(CLASSES, (B, *places))
+    ignored = 1 if target == "classes" else -100
+    for criterion in (nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.1), nn.CrossEntropyLoss(ignore_index=ignored)):
+        with instep.DataParallel(instep.with_loss(Flat(), criterion), ["cpu"] * 3) as model:
+            torch.testing.assert_close(model(x, y), criterion(Flat()(x), y))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_divisor_that_is_wrong_is_found(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sum over divisor is tried against the criterion itself: what is not understood is refused."""
+    monkeypatch.setattr("instep.loss._divisor", lambda criterion, output, target: len(output))
+    x, y = torch.randn(B, 4), torch.randn(B, CLASSES)
+    with instep.DataParallel(
+        instep.with_loss(nn.Linear(4, CLASSES), nn.MSELoss()), ["cpu"] * 2, engine=engine
+    ) as model:
+        for _ in range(2):
+            with pytest.raises(
+                instep.MergeError, match=r"the mean of MSELoss is taken for its sum over 2.*\n.*\n.*weight="
+            ):
+                model(x, y)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_divisor_that_does_not_add_up_is_found(engine: str) -> None:
+    """Each part alone is right, and both together are not: a sum with a divisor of its own for every shard."""
+    module = instep.with_loss(nn.Linear(4, 1), lambda output, _: output.pow(2).sum(), weight=lambda *_: 1)
+    model = instep.DataParallel(module, ["cpu"] * 2, engine=engine)
+    with pytest.raises(instep.MergeError, match="weight= is not what its mean divides by"):
+        model(torch.randn(B, 4), torch.zeros(B))
+    time_first = instep.with_loss(nn.Linear(4, CLASSES), nn.KLDivLoss(reduction="batchmean"))
+    model = instep.DataParallel(time_first, ["cpu"] * 2, engine=engine, dim=1)
+    with pytest.raises(instep.MergeError, match="do not add up"):
+        model(torch.randn(3, B, 4), torch.rand(3, B, CLASSES))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_token_means_of_padded_text(engine: str) -> None:
     """[B, C, T] outputs, with most tokens of the first shard ignored."""
@@ -211,6 +293,16 @@ def test_nothing_counted_at_all_is_nan_as_in_torch() -> None:
     net, x, y = nn.Linear(4, CLASSES), torch.randn(B, 4), torch.full((B,), -100)
     with instep.DataParallel(instep.with_loss(net, nn.CrossEntropyLoss()), ["cpu"] * 2) as model:
         assert model(x, y).isnan()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_target_of_longer_numbers_decides_the_type_of_the_loss(engine: str) -> None:
+    module = instep.with_loss(nn.Linear(4, CLASSES).bfloat16(), nn.MSELoss())
+    x, y = torch.randn(B, 4).bfloat16(), torch.randn(B, CLASSES)
+    with instep.DataParallel(module, ["cpu"] * 2, engine=engine) as model:
+        loss, expected = model(x, y), module(x, y)
+    assert loss.dtype is expected.dtype is torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
 class Learned(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -193,6 +194,30 @@ def test_a_mean_over_what_no_argument_tells(made: Any) -> None:
     with pytest.raises(instep.MergeError, match=r"'loss'.*no sum, mean") as caught:
         model(torch.randn(7, 4), torch.tensor([0, 1, 2, 0, 1, 2, 2]))
     assert "merge={'loss': instep.weighted_by(lambda labels: (labels >= 0).sum())}" in str(caught.value)
+
+
+@both_engines
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
+def test_nested_tensors_of_both_layouts(made: Any, engine: str, layout: torch.layout) -> None:
+    """As arguments; as outputs with gradients torch hands only jagged ones through a function of its own."""
+
+    class Pads(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nested.to_padded_tensor(super().forward(x), 0.0, (len(x.unbind()), 5, 4))
+
+    rows = [torch.randn(length, 3) for length in (2, 5, 1, 4, 3, 1, 2)]
+    net = Pads(3, 4)
+    plain = copy.deepcopy(net)
+    model = instep.DataParallel(net, ["cpu"] * 3, engine=engine)
+    made.append(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the strided layout a prototype
+        ours, theirs = [module(torch.nested.nested_tensor(rows, layout=layout)) for module in (model, plain)]
+    torch.testing.assert_close(ours, theirs)
+    for out in (ours, theirs):
+        out.sin().sum().backward()
+    for one, two in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
 
 
 transformers = pytest.importorskip("transformers")

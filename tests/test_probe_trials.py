@@ -131,3 +131,29 @@ def test_sizes_of_parts() -> None:
     assert [sizes_for(batch, 3) for batch in (6, 7, 9)] == [(3, 3), (3, 4), (3, 4)]
     assert [wider(batch) for batch in (2, 4, 5, 9, 100)] == [(1, 1), (1, 3), (2, 3), (4, 5), (16, 17)]
     assert [wider(batch, 9) for batch in (18, 19, 100)] == [(9, 9), (9, 10), (16, 17)]
+
+
+@both_engines
+def test_rows_that_are_chosen_by_their_places_are_an_error(wrap: Any, engine: str) -> None:
+    """Two samples and then three keep every second row in step; three and then two do not."""
+    with pytest.raises(instep.MergeError, match="its shapes are"):
+        wrap(Net(lambda _, h: (h[0::2], h[1::2])), engine=engine)(torch.randn(6, 3))
+
+
+@both_engines
+def test_a_module_that_takes_only_even_numbers_is_tried_on_them(wrap: Any, engine: str) -> None:
+    """Two views of every image, one half after the other: samples meet."""
+
+    def then(_: Net, h: Tensor) -> Tensor:
+        one, two = h.view(2, -1, 4)
+        return torch.cat([one - two, two - one])
+
+    for batch in (4, 6, 12):
+        with pytest.raises(instep.MergeError, match="depend on other samples"):
+            wrap(Net(then), engine=engine)(torch.randn(batch, 3))
+    pairs = Net(lambda _, h: h.view(-1, 2, 4).flip(1).reshape(-1, 4).mul(h).abs() if len(h) % 2 == 0 else 1 / 0)
+    with pytest.raises(instep.MergeError):
+        wrap(Net(lambda _, h: h.view(2, -1, 4).sum((1, 2))), engine=engine)(torch.randn(12, 3))
+    model, x = wrap(pairs, engine=engine), torch.randn(8, 3)
+    torch.testing.assert_close(model(x), pairs(x))
+    assert model.explain(x).trial == "tried on 2 and 4 samples, and on them together"

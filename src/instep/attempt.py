@@ -5,68 +5,40 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from instep.errors import MergeError
+from instep.known import Known, both, has_mean, is_proven, joined, stands
 from instep.replicas.carry import Slot
 from instep.replicas.equal import equal
 from instep.replicas.probing import probing
 from instep.replicas.sandbox import Sandbox, is_row
+from instep.structure.company import changed, companies, scaled
 from instep.structure.judge import Findings, Named, Trial, judge
+from instep.structure.merge_messages import across_samples
 from instep.structure.plan import SplitPlan
 from instep.structure.roles import Inside, Ready, Role
-from instep.structure.split import apply_plan
-from instep.structure.tree import Path, is_sequence, open_node, tensors_in
+from instep.structure.split import apply_plan, uncut
+from instep.structure.telling import Trait, telling_window, told_by, traits_in
+from instep.structure.tree import is_sequence, open_node, tensors_in
 from instep.structure.types import kind_of
-from instep.structure.verdicts import Constant, Listed, Reduced, Verdict, Verdicts
-from instep.structure.weights import best_window
+from instep.structure.verdicts import Constant, Listed, Reduced, Verdicts
+from instep.structure.weights import best_window, counts_in, criteria_in
 
 T = TypeVar("T")
 Place = Callable[[Sequence[Any]], Sequence[Any]]
 """Brings one replica's arguments to the first device."""
+Check = Callable[[Sequence[Any], bool, float], MergeError | None]
+"""What is wrong with the outputs of both parts and the whole, given whether their numbers can be compared, and how
+exactly; it may take out of them what only it needs."""
+Run = tuple[Any, dict[str, Any], dict[str, Any]]
+"""What `forward` gave, the attributes that it set, and what else it left on the module."""
 
-MOST_TRIALS = 6
 _WIDE = 16
 _TOLERANCES = {torch.float64: (1e-8, 1e-9), torch.float32: (3e-4, 2e-5), torch.float16: (2e-2, 3e-3)}
-
-
-@dataclass
-class Known:
-    """What is known about calls of one structure."""
-
-    found: dict[Path, Verdict] = field(default_factory=dict)
-    attributes: dict[str, Verdicts] = field(default_factory=dict)
-    """By dotted name: what was said of the tensors that `forward` sets on the module."""
-    doubted: frozenset[str] = frozenset()
-    """Names of attributes of which the whole has something that cannot be made from what the parts have."""
-    varied: frozenset[str] = frozenset()
-    """Places of state that came to be another for other samples."""
-    constant: frozenset[str] = frozenset()
-    """Names of attributes that were set to the same for any samples."""
-    looked: bool = False
-    """Whether its graph was looked at for a backward of the user's own."""
-    words: str = ""
-    trials: int = 0
-    calls: int = 0
-    next: int = 1
-    """The call before which another trial is worth its cost."""
-
-    def is_due(self) -> bool:
-        self.calls += 1
-        return self.trials < MOST_TRIALS and self.calls >= self.next
-
-    def ask_again(self, worth: bool) -> None:
-        """Plan the next trial: soon, then ever later, as long as something is left to be found out."""
-        self.trials += 1
-        self.next = self.calls + 2 ** (self.trials - 1) if worth else 1 << 62
-
-    def rivals(self) -> list[Reduced]:
-        """Verdicts that leave more than one rule."""
-        tables = (self.found, *self.attributes.values()) if self.attributes else (self.found,)
-        return [v for table in tables for v in table.values() if isinstance(v, Reduced) and len(v.rules) > 1]
 
 
 class Attempt:
@@ -82,7 +54,11 @@ class Attempt:
         place: Place,
         least: int,
         carried: Sequence[Slot],
+        check: Check | None = None,
     ) -> None:
+        self.check = check
+        self.refusal: MergeError | None = None
+        """What the check said."""
         self.doubted: set[str] = set()
         self.varied: set[str] = set()
         self.constant: set[str] = set()
@@ -90,6 +66,23 @@ class Attempt:
         self.method, self.named, self.plan, self.values = method, named, plan, values
         self.positional, self.place = positional, place
         self.batch, self.least = plan.batch or 0, least
+        self.inputs = dict(zip(plan.names, values, strict=True))
+        self._traits: dict[Trait, Tensor] | None = None
+        self.told: set[Trait] = set()
+        self.even = False
+        """Whether the module takes only even numbers of samples."""
+        self.criteria: list[tuple[str, nn.Module]] = []
+
+    @property
+    def traits(self) -> dict[Trait, Tensor]:
+        """The integers of this call that may decide what samples weigh."""
+        if self._traits is None:
+            self._traits = traits_in(self.inputs, self.batch)
+        return self._traits
+
+    def is_telling(self, known: Known) -> bool:
+        """Whether this call has integers that means were not tried on."""
+        return self.batch >= 2 and telling_window(self.traits, known.told, self._sizes()) is not None
 
     def make(self, source: nn.Module, device: torch.device, known: Known, rivals: Sequence[Any]) -> None:
         """Try, and note what was seen."""
@@ -97,28 +90,31 @@ class Attempt:
             known.words = "not tried: the batch came already split"
             known.ask_again(worth=False)
             return
+        self.told, self.criteria = set(known.told), criteria_in(source)
         try:
             with probing() as excuses, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 sandbox = _refusing(Sandbox, source, device)
                 first, (findings, attributes) = self._first(sandbox, rivals, excuses)
-                wide = wider(self.batch, self.least)
+                wide = self._sizes(many=True)
                 if _is_unclear(findings) and not findings.errors and wide != first:
-                    more, attributes = self._try(sandbox, wide, rivals, excuses)
-                    findings = _both(findings, more)
-                if any(isinstance(verdict, Listed) for verdict in findings.found.values()):
-                    # Every second row follows on, too, after a part of an even number of samples.
-                    findings = _both(findings, self._try(sandbox, (first[1], first[0]), rivals, excuses)[0])
+                    more, attributes = self._closely(sandbox, wide, rivals, excuses)
+                    findings = both(findings, more)
+                if has_mean(findings.found, *attributes.values()) and not findings.errors:
+                    findings, attributes = self._confirmed(sandbox, findings, attributes, excuses)
         except _Refused as refused:
             known.words = f"not tried: {refused}"
             known.ask_again(worth=known.trials < 2)
             return
-        unexplained = [e for path, e in findings.errors.items() if not is_proven(known.found.get(path))]
-        if unexplained:
-            raise unexplained[0]
-        known.found = _joined(known.found, findings)
+        found, clashes = joined(known.found, findings)
+        unexplained = [e for path, e in findings.errors.items() if not stands(known.found.get(path))]
+        for error in (*unexplained, *clashes.values()):
+            raise error
+        known.found, known.told = found, self.told
+        attributes = self._kept(known.attributes, attributes)
         known.attributes, known.doubted = attributes, frozenset(self.doubted)
-        known.varied, known.constant = frozenset(self.varied), frozenset(self.constant - self.varied - self.doubted)
+        known.varied |= self.varied
+        known.constant = (known.constant | self.constant) - known.varied - known.doubted
         why = f"; only shapes count: {', '.join(dict.fromkeys(excuses))}" if excuses else ""
         known.words = f"tried on {first[0]} and {first[1]} samples, and on them together{why}"
         left = [path for path in findings.open if not is_proven(known.found.get(path))]
@@ -128,35 +124,74 @@ class Attempt:
         self, sandbox: Sandbox, rivals: Sequence[Any], excuses: list[str]
     ) -> tuple[tuple[int, int], tuple[Findings, dict[str, Verdicts]]]:
         """The first trial, and the sizes of its parts; even ones where the module does not take odd ones."""
-        first, even = sizes_for(self.batch, self.least), evenly(self.batch, self.least)
         try:
-            return first, self._try(sandbox, first, rivals, excuses)
+            return self._sizes(), self._closely(sandbox, self._sizes(), rivals, excuses)
         except _Refused:
-            if even is None:
+            self.even = even_sizes(self.batch, self.least) is not None
+            if not self.even:
                 raise
-            return even, self._try(sandbox, even, rivals, excuses)
+            return self._sizes(), self._closely(sandbox, self._sizes(), rivals, excuses)
 
-    def _try(
+    def _sizes(self, *, many: bool = False) -> tuple[int, int]:
+        """The samples of the two parts, a few or many."""
+        if self.even:
+            half = min(_WIDE, (self.batch - 2) // 4 * 2) if many else 0
+            sizes = even_sizes(self.batch, max(half, self.least))
+            assert sizes is not None
+            return sizes
+        return wider(self.batch, self.least) if many else sizes_for(self.batch, self.least)
+
+    def _closely(
         self, sandbox: Sandbox, sizes: tuple[int, int], rivals: Sequence[Any], excuses: list[str]
     ) -> tuple[Findings, dict[str, Verdicts]]:
-        inputs, runs = self._run(sandbox, sizes, rivals)
+        """A trial, and what it takes to see that rows do not follow one another, nor integers differ, by chance."""
+        start = self._window(sizes, rivals)
+        findings, attributes = self._try(sandbox, sizes, start, excuses)
+        if any(isinstance(verdict, Listed) for verdict in findings.found.values()) and sizes[0] != sizes[1]:
+            # Every second row follows on, too, after a part of an even number of samples.
+            findings = both(findings, self._try(sandbox, (sizes[1], sizes[0]), start, excuses)[0])
+        if findings.turned and not findings.errors:
+            self._in_other_company(sandbox, sizes, start, findings)
+        return findings, attributes
+
+    def _confirmed(
+        self, sandbox: Sandbox, findings: Findings, attributes: dict[str, Verdicts], excuses: list[str]
+    ) -> tuple[Findings, dict[str, Verdicts]]:
+        """Means are tried on other samples too, a few and then more, while there are integers not tried yet."""
+        for sizes in (self._sizes(), self._sizes(many=True)):
+            start = telling_window(self.traits, self.told, sizes)
+            if start is None or findings.errors:
+                break
+            more, later = self._try(sandbox, sizes, start, excuses)
+            findings, attributes = both(findings, more), self._kept(attributes, later)
+        return findings, attributes
+
+    def _try(
+        self, sandbox: Sandbox, sizes: tuple[int, int], start: int, excuses: list[str]
+    ) -> tuple[Findings, dict[str, Verdicts]]:
+        inputs, runs = self._run(sandbox, sizes, start)
         if sandbox.excuse is not None:
             excuses.append(sandbox.excuse)
         if sandbox.drew and not excuses:
             noisy = runs
             sandbox.drew = False
             sandbox.quieten()
-            inputs, runs = self._run(sandbox, sizes, rivals)
+            inputs, runs = self._run(sandbox, sizes, start)
             if sandbox.drew or [outline(r[0]) for r in runs] != [outline(r[0]) for r in noisy]:
                 excuses.append("forward draws random numbers")
                 runs = noisy
-        tolerance, fine = _tolerances(sandbox, inputs[2], [output for output, _, _ in runs])
+        outputs = [output for output, _, _ in runs]
+        tolerance, fine = _tolerances(sandbox, inputs[2], outputs)
         sure = not excuses
+        if self.check is not None:
+            self.refusal = self.check(outputs, sure, tolerance)
+            if self.refusal is not None:
+                raise self.refusal
 
         def trial(outputs: Sequence[Any]) -> Trial:
-            return Trial(sizes, (outputs[0], outputs[1]), outputs[2], inputs, tolerance, fine, sure)
+            return Trial(sizes, (outputs[0], outputs[1]), outputs[2], inputs, tolerance, fine, sure, self.criteria)
 
-        findings = judge(trial([output for output, _, _ in runs]), self.named)
+        findings = judge(trial(outputs), self.named)
         tables = [table for _, table, _ in runs]
         left = [table for _, _, table in runs] if sure else []
         for place in dict.fromkeys(place for table in left for place in table):
@@ -175,13 +210,64 @@ class Attempt:
             elif said.found:
                 attributes[name] = {path: v for path, v in said.found.items() if not isinstance(v, Constant)}
                 self.constant |= set() if attributes[name] or said.open - said.found.keys() else {name}
-        return findings, {name: found for name, found in attributes.items() if found}
+        attributes = {name: found for name, found in attributes.items() if found}
+        if has_mean(findings.found, *attributes.values()):
+            self.told |= told_by(self.traits, start, sizes)
+        return findings, attributes
+
+    def _kept(self, before: Mapping[str, Verdicts], later: Mapping[str, Verdicts]) -> dict[str, Verdicts]:
+        """What is known of attributes after another trial; doubt stays."""
+        known = {**before, **later}
+        for name in before.keys() & later.keys():
+            known[name], clashes = joined(before[name], Findings(dict(later[name])))
+            self.doubted |= {name} if clashes else set()
+        return {name: found for name, found in known.items() if name not in self.doubted}
+
+    def _in_other_company(self, sandbox: Sandbox, sizes: tuple[int, int], start: int, findings: Findings) -> None:
+        """See whether integers that rounding may have turned over change with the other samples; if so, it did not."""
+        if self.carried:
+            return
+        n = sum(sizes)
+        singles = self._cut([start, *[1] * n, self.batch - start - n], n)
+
+        def run(who: Sequence[int], kept: Sequence[int], factor: float = 1.0) -> Any:
+            values = []
+            for at, role in enumerate(self.plan.roles):
+                column = [singles[index][at] for index in who]
+                loud = [v if place in kept else scaled(role, v, factor) for place, v in enumerate(column)]
+                values.append(uncut(role, column if factor == 1.0 else loud))
+            return self._call(sandbox, values)[0]
+
+        try:
+            usual = _refusing(run, range(n), range(n))
+        except _Refused:
+            return  # samples that were put together one by one are not what it takes
+        for who, kept, factor in companies(sizes):
+            try:
+                output = _refusing(run, who, kept, factor)
+            except _Refused:
+                continue  # it does not like such company
+            path = changed(findings.found, findings.turned, usual, output, kept)
+            if path is not None:
+                why = "its entries depend on other samples of the batch: they change with their company"
+                findings.errors[path] = across_samples(path, why, sizes)
+                return
+
+    def _window(self, sizes: tuple[int, int], rivals: Sequence[Any]) -> int:
+        """The first sample of a trial: where rivals differ, or else labels and masks, or any integers there are."""
+        named = rivals or (not self.told and counts_in(self.inputs, self.batch))
+        telling = None if named else telling_window(self.traits, self.told, sizes)
+        return best_window(self.inputs, self.batch, sizes, rivals) if telling is None else telling
+
+    def _call(self, sandbox: Sandbox, values: Sequence[Any]) -> Run:
+        mine = _refusing(_copied, values)
+        named = dict(zip(self.plan.names[self.positional :], mine[self.positional :], strict=True))
+        return _refusing(sandbox.run, self.method, mine[: self.positional], named)
 
     def _run(
-        self, sandbox: Sandbox, sizes: tuple[int, int], rivals: Sequence[Any]
-    ) -> tuple[tuple[dict[str, Any], dict[str, Any], dict[str, Any]], list[tuple[Any, dict[str, Any], dict[str, Any]]]]:
+        self, sandbox: Sandbox, sizes: tuple[int, int], start: int
+    ) -> tuple[tuple[dict[str, Any], dict[str, Any], dict[str, Any]], list[Run]]:
         """The arguments of both parts and of the whole, and what each gave."""
-        start = best_window(dict(zip(self.plan.names, self.values, strict=True)), self.batch, sizes, rivals)
         apart = self._cut([start, *sizes, self.batch - start - sum(sizes)], 2)
         together = self._cut([start, sum(sizes), self.batch - start - sum(sizes)], 1)
         inputs, runs = [], []
@@ -190,9 +276,7 @@ class Attempt:
             for slot in self.carried:
                 sandbox.lend(slot, slot.cut([first, count, self.batch - first - count])[1])
             inputs.append(dict(zip(self.plan.names, shard, strict=True)))
-            mine = _refusing(_copied, shard)
-            named = dict(zip(self.plan.names[self.positional :], mine[self.positional :], strict=True))
-            runs.append(_refusing(sandbox.run, self.method, mine[: self.positional], named))
+            runs.append(self._call(sandbox, shard))
         return (inputs[0], inputs[1], inputs[2]), runs
 
     def arguments(self, sandbox: Sandbox, sizes: tuple[int, int]) -> Iterator[tuple[list[Any], dict[str, Any]]]:
@@ -241,13 +325,13 @@ def sizes_for(batch: int, least: int = 1) -> tuple[int, int]:
     return least, batch - least
 
 
-def evenly(batch: int, least: int = 1) -> tuple[int, int] | None:
-    """Parts of even numbers of samples, for a module that takes its batch apart by two; None where there are too few.
+def even_sizes(batch: int, least: int = 1) -> tuple[int, int] | None:
+    """Samples for a module that takes only even numbers of them, such as two views of each image.
 
-    >>> [evenly(batch) for batch in (3, 4, 5, 6, 100)]
-    [None, (2, 2), (2, 2), (2, 4), (2, 4)]
+    >>> [even_sizes(batch) for batch in (3, 4, 6, 100)]
+    [None, (2, 2), (2, 4), (2, 4)]
     """
-    few = least + least % 2 or 2
+    few = max(2, least + least % 2)
     if batch < 2 * few:
         return None
     return (few, few + 2) if batch >= 2 * few + 2 else (few, few)
@@ -291,7 +375,7 @@ def _tolerances(sandbox: Sandbox, inputs: Mapping[str, Any], outputs: Sequence[A
         dtypes.add(torch.get_autocast_dtype(kind))
     dtypes |= {tensor.dtype for output in outputs for tensor in tensors_in(output) if tensor.is_floating_point()}
     dtypes = dtypes or {torch.get_default_dtype()}
-    tolerance, fine = max(_TOLERANCES.get(dtype, (5e-2, 5e-3)) for dtype in dtypes)
+    tolerance, fine = max(_TOLERANCES.get(dtype, (5e-2, 1e-2)) for dtype in dtypes)
     if kind != "cpu" and torch.float32 in dtypes and tolerance < 1e-2:
         return 10 * tolerance, 10 * fine  # accelerators round products of float32 as they are told to
     return tolerance, fine
@@ -308,25 +392,3 @@ def _adds_up(old: Any, said: Findings) -> bool:
 def _is_unclear(findings: Findings) -> bool:
     """Whether there are values of which a few samples show nothing: zeros, or the same for all."""
     return any(isinstance(findings.found.get(path), (Constant, type(None))) for path in findings.open)
-
-
-def is_proven(verdict: Verdict | None) -> bool:
-    return verdict is not None and verdict.proven
-
-
-def _both(first: Findings, second: Findings) -> Findings:
-    """Two trials of one call: what either proved."""
-    return Findings(_joined(first.found, second), first.open & second.open, {**first.errors, **second.errors})
-
-
-def _joined(before: Mapping[Path, Verdict], findings: Findings) -> dict[Path, Verdict]:
-    """Verdicts after another trial: what is proven stays, of rules that compete those stay that fit every time."""
-    found = dict(before)
-    for path, new in findings.found.items():
-        old = found.get(path)
-        if old is None or not old.proven:
-            if isinstance(old, Reduced) and isinstance(new, Reduced):
-                common = tuple(rule for rule in old.rules if rule in new.rules)
-                new = Reduced(common, len(common) == 1) if common else new
-            found[path] = new
-    return found

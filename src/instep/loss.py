@@ -8,7 +8,7 @@ have been divided by; both are summed, and divided once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from instep.errors import WrapError
+from instep.errors import MergeError, WrapError
 from instep.face import Transparent
+from instep.replicas.probing import is_probing
+from instep.structure.merge_messages import losses_meet, wrong_divisor
 
 Criterion = Callable[..., Any]
 Target = int | str | Callable[..., Any]
@@ -78,7 +80,14 @@ class Loss:
         return self.weight is not None or (known is not None and known.reduction != "none")
 
     def of_shard(self, output: Any, target: Any) -> Any:
-        """What a replica gives: the sum of its losses and what to divide it by, or just what the criterion says."""
+        """What a replica gives: the sum of its losses and what to divide it by, or just what the criterion says.
+
+        In a trial also what the criterion itself says of these samples, for `check`.
+        """
+        given = self._of_shard(output, target)
+        return {**given, PLAIN: self.criterion(output, target)} if self.summed and is_probing() else given
+
+    def _of_shard(self, output: Any, target: Any) -> Any:
         known = _known(self.criterion)
         if self.weight is not None:
             return _weighed(self.criterion(output, target), self.weight(output, target))
@@ -87,12 +96,13 @@ class Loss:
         total = copy.copy(known)
         total.reduction = "sum"
         divisor = 1 if known.reduction == "sum" else _divisor(known, output, target)
-        if known.reduction == "sum" or output.dtype not in _SHORT or torch.is_autocast_enabled(output.device.type):
+        real = target.is_floating_point()
+        dtype = torch.promote_types(output.dtype, target.dtype) if real else output.dtype
+        if known.reduction == "sum" or dtype not in _SHORT or torch.is_autocast_enabled(output.device.type):
             return {"sum": total(output, target), "divisor": divisor}
         # The mean of a batch is a number like any other, but its sum may be more than a short number can be.
-        loss = total(output.float(), target.float() if target.is_floating_point() else target)
-        short = torch.result_type(output, target) if target.is_floating_point() else output.dtype
-        return {"sum": loss, "divisor": divisor, "dtype": short}
+        loss = total(output.float(), target.float() if real else target)
+        return {"sum": loss, "divisor": divisor, "dtype": dtype}
 
     def of_whole(self, merged: Any) -> Any:
         """The loss from what the replicas gave together."""
@@ -103,6 +113,29 @@ class Loss:
             return merged["sum"]
         loss = merged["sum"] / merged["divisor"]
         return loss.to(merged["dtype"]) if "dtype" in merged else loss
+
+    def check(self, runs: Sequence[Any], together: bool, tolerance: float) -> MergeError | None:
+        """What is wrong with two parts of a batch and the whole, each as `of_shard` gave it in a trial.
+
+        A sum over its divisor has to be what the criterion says of the same samples, and so have, where numbers can be
+        compared between runs (`together`), the parts for the whole. Takes out of the runs what only it needs.
+        """
+        said = [run.pop(PLAIN) for run in runs]
+        for run, plain in zip(runs, said, strict=True):
+            if not self._gives(run, plain, tolerance):
+                return wrong_divisor(type(_known(self.criterion)).__name__, run["divisor"], self.of_whole(run), plain)
+        first, second, _ = runs
+        both = {**first, **{name: first[name] + second[name] for name in ("sum", "divisor")}}
+        return losses_meet() if together and not self._gives(both, said[2], tolerance) else None
+
+    def _gives(self, merged: Any, plain: Any, tolerance: float) -> bool:
+        if not float(merged["divisor"]) or not bool(torch.isfinite(torch.as_tensor(plain)).all()):
+            return True  # nothing that counts, or nothing that can be compared
+        loss, plain = [torch.as_tensor(value).double() for value in (self.of_whole(merged), plain)]
+        if loss.shape != plain.shape:
+            return False
+        room = tolerance * plain.abs().clamp(min=1e-2)  # what rounding leaves of numbers of ordinary size
+        return bool(((loss - plain).abs() <= room).all())
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """The arguments of the module, and the target."""
@@ -156,6 +189,7 @@ def _weighed(loss: Any, weight: Any) -> dict[str, Any]:
     return {"sum": loss * weight if float(weight) else loss.new_zeros(()), "divisor": weight}
 
 
+PLAIN = "plain"
 _SHORT = (torch.float16, torch.bfloat16)
 _FUNCTIONS: dict[Any, Any] = {
     functional.cross_entropy: nn.CrossEntropyLoss,
@@ -205,8 +239,12 @@ def _known(criterion: Any) -> Any:
 
 def _divisor(criterion: Any, output: Tensor, target: Tensor) -> Any:
     """What the mean over a batch divides by."""
+    if isinstance(criterion, nn.MultiLabelSoftMarginLoss):  # a mean over classes, then one over all the rest
+        shapes = [value.shape for value in (output, target, criterion.weight) if value is not None]
+        whole = torch.broadcast_shapes(*shapes)
+        return whole.numel() // max(1, whole[output.ndim - 1])
     if isinstance(criterion, _BY_SAMPLE):
-        return output.numel() // max(1, output.shape[-1])  # classes are last, whatever comes before them
+        return len(output) if output.ndim > 1 else 1
     if isinstance(criterion, nn.KLDivLoss) and criterion.reduction == "batchmean":
         return len(output)
     if isinstance(criterion, _BY_ELEMENT):

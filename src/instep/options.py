@@ -64,7 +64,7 @@ class Method:
         self.probe: Probe | None = None
         if options.probe and self._loss is not None and self._loss.summed:
             judged = Merger.of(AUTO, AUTO, options.dim)  # what we know of a loss is judged like anything else
-            self.probe = Probe(self.runs, judged, options.min_shard, adds_up="sum")
+            self.probe = Probe(self.runs, judged, options.min_shard, adds_up="sum", check=self._loss.check)
         elif options.probe:
             self.probe = Probe(self.runs, self.merger, options.min_shard)
 

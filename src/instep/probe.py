@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from instep.attempt import MOST_TRIALS, Attempt, Known, Place, has_role, is_proven, outline
+from instep.attempt import Attempt, Check, Place, has_role, outline
 from instep.attempt_backward import adds_up
 from instep.errors import MergeError
+from instep.known import MOST_TRIALS, Known, is_proven
 from instep.replicas.carry import Slot
 from instep.structure.judge import Named
 from instep.structure.merge import Merger
@@ -33,8 +34,12 @@ MOST_STRUCTURES = 32
 class Probe:
     """What trials said about the calls of one method; its merger follows it."""
 
-    def __init__(self, method: str, merger: Merger, least: int = 1, *, adds_up: str | None = None) -> None:
+    def __init__(
+        self, method: str, merger: Merger, least: int = 1, *, adds_up: str | None = None, check: Check | None = None
+    ) -> None:
         self.method = method
+        self.check = check
+        """Says what is wrong with the outputs of a trial, where more is known of them than numbers alone tell."""
         self.adds_up = adds_up
         """The output that has to be the sum of what the parts give, if it is known already what outputs are."""
         self.least = least
@@ -65,12 +70,17 @@ class Probe:
         known = self._known(plan, values, kind)
         due = known.is_due()
         rivals = [] if due else self._in_doubt(known, plan, values)
-        if due or rivals:
-            attempt = Attempt(self.method, self.named, plan, values, positional, place, self.least, carried)
+        looks = known.calls >= known.look
+        if due or rivals or looks:
+            attempt = Attempt(self.method, self.named, plan, values, positional, place, self.least, carried, self.check)
             try:
-                attempt.make(source, device, known, rivals)
+                if due or rivals or attempt.is_telling(known):
+                    attempt.make(source, device, known, rivals)
+                    known.asked += looks and not due
             except MergeError as error:
-                raise error if self.adds_up is None else losses_meet() from error
+                known_why = self.adds_up is None or error is attempt.refusal
+                raise error if known_why else losses_meet() from error
+            known.look_again()
         if self.adds_up is not None and _is_other(known.found.get((self.adds_up,))):
             raise losses_meet()
         self.last = known
@@ -163,6 +173,5 @@ def _agreed(others: Sequence[Known]) -> Known:
                 said.setdefault(path, set()).add(verdict)
     found = {path: next(iter(verdicts)) for path, verdicts in said.items() if len(verdicts) == 1}
     last = others[-1] if others else Known()
-    return Known(
-        found, last.attributes, last.doubted, words="as other calls of this structure were found to be", next=1 << 62
-    )
+    words = "as other calls of this structure were found to be"
+    return Known(found, last.attributes, last.doubted, last.varied, last.constant, words=words, next=1 << 62)

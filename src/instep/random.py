@@ -309,10 +309,7 @@ def _pick() -> torch.Generator | None:
 
 
 def threads_can_draw() -> bool:
-    """Whether a thread can have a stream of its own on the CPU; it is seen to once in a process, at the first question.
-
-    Where it cannot, replicas that draw run one at a time.
-    """
+    """Whether a thread can have its own stream on the CPU, asked once; else replicas that draw run one at a time."""
     with _once:
         return _set_up()
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from instep.structure.judge import Findings, Named, Trial, judge
 from instep.structure.rules import Scene, WeightedBy
+from instep.structure.telling import telling_window, traits_in
 from instep.structure.verdicts import Constant, Joined, Listed, Reading, Reduced
 from instep.structure.weights import Count, best_window
 
@@ -82,20 +83,19 @@ def test_samples_that_meet_are_found(sizes: tuple[int, int], seed: int) -> None:
     assert "both follow the batch" in str(findings.errors[()])
 
 
-@given(SIZES, SEEDS, st.sampled_from(["valid", "positive", "kept"]), st.booleans())
+@given(SIZES, SEEDS, st.sampled_from(["valid", "positive", "kept", "left"]), st.booleans())
 def test_what_a_mean_is_over_is_found_among_others(sizes: tuple[int, int], seed: int, test: str, shifted: bool) -> None:
     draw = torch.Generator().manual_seed(seed)
     labels = torch.randint(-1, 2, (sum(sizes), 6), generator=draw)
-    name = "mask" if test == "kept" else "labels"
+    name, rivals = ("mask", ["kept", "left"]) if test in ("kept", "left") else ("labels", ["valid", "positive"])
     count = Count((name,), test, shifted)
     values = samples(seed, *labels.shape) + 3
     counted = [count.of(part).sum() for part in pieces(labels, sizes)]
-    rivals = ["kept"] if test == "kept" else ["valid", "positive"]
     shares = {
         round(float(other.of(pieces(labels, sizes)[0]).sum() / max(1, other.of(labels).sum())), 6)
         for other in [Count((name,), rival, shift) for rival in rivals for shift in (False, True)]
     }
-    assume(all(int(c) for c in counted) and len(shares) == (2 if test == "kept" else 4))
+    assume(all(int(c) for c in counted) and len(shares) == 4)
     assume(round(sizes[0] / sum(sizes), 6) not in shares)
 
     def mean(rows: Tensor, marks: Tensor) -> Tensor:
@@ -179,8 +179,10 @@ def test_the_window_with_the_most_to_tell() -> None:
     labels[8, 1:] = -100
     start = best_window({"labels": labels}, 12, (2, 3))
     assert start <= 8 < start + 5
-    start = best_window({"y": labels}, 12, (2, 3))  # by any name
+    start = telling_window(traits_in({"y": labels}, 12), set(), (2, 3))  # by any name
+    assert start is not None
     assert start <= 8 < start + 5
+    assert telling_window(traits_in({"x": torch.rand(12, 3)}, 12), set(), (2, 3)) is None
     assert best_window({"x": torch.rand(12, 3)}, 12, (2, 3)) == 0
     rivals = [Count(("labels",), "valid", False), Count(("labels",), "positive", False)]
     labels[11, 0] = 0

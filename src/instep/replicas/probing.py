@@ -20,6 +20,11 @@ def excuse(why: str) -> None:
         excuses.append(why)
 
 
+def is_probing() -> bool:
+    """Whether the module runs for a trial rather than for the caller."""
+    return _excuses.get() is not None
+
+
 @contextmanager
 def probing() -> Iterator[list[str]]:
     """The length of a trial; gives the list that collects its excuses."""

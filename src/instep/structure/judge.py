@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.errors import MergeError
+from instep.structure.company import flips
 from instep.structure.dims import AUTO, Declared
 from instep.structure.fit import NUMBERS, own_kind
 from instep.structure.merge_messages import across_samples, unexplained
@@ -22,10 +23,7 @@ from instep.structure.shapes import few
 from instep.structure.tree import Path, is_sequence, open_node, tensors_in
 from instep.structure.types import Kind
 from instep.structure.verdicts import Constant, Joined, Listed, Reading, Reduced, Verdict
-from instep.structure.weights import counts_in
-
-_FLIPS = ((1e-2, 0.1), (1e-3, 2e-2), (1e-4, 5e-3))
-"""The share of integers that rounding may turn over (the larger of two scores that are as good as equal)."""
+from instep.structure.weights import counts_in, weights_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,8 @@ class Trial:
     """The same for sums and means, which are told apart by little."""
     numbers: bool = True
     """Whether values count; where numbers are drawn, or samples meet by a collective, only shapes do."""
+    criteria: Sequence[tuple[str, nn.Module]] = ()
+    """Losses inside the module whose means are over weights, by name."""
 
 
 @dataclass
@@ -54,6 +54,8 @@ class Findings:
     """Leaves of which the numbers proved nothing: zeros, equal values. They are worth another trial."""
     errors: dict[Path, MergeError] = field(default_factory=dict)
     """Leaves that no rule explains."""
+    turned: set[Path] = field(default_factory=set)
+    """Joined integers of which a few differ: rounding, or samples that meet."""
 
 
 @dataclass(frozen=True)
@@ -152,19 +154,7 @@ class _Judging:
             return False
         if left.is_floating_point() or left.is_complex():
             return _apart(left, right) <= self.trial.tolerance or self._is_tiny(left, right)
-        turned = int((left != right).sum())
-        return not turned or turned <= self._flips(left, right)
-
-    def _flips(self, left: Tensor, right: Tensor) -> float:
-        """How many integers rounding may turn over, of those that are not just what most of them are.
-
-        A mask that is true in two places of the whole is not to be true in two places of each part.
-        """
-        tolerance = self.trial.tolerance
-        share = next((share for least, share in _FLIPS if tolerance > least), 0.0)
-        usual = right.flatten().long().cpu().mode().values.item()
-        told = int(((left != usual) | (right != usual)).sum())
-        return max(share * told, 1 if tolerance > 1e-2 else 0)
+        return float((left != right).sum()) <= flips(left.numel(), self.trial.tolerance)
 
     def _is_tiny(self, *values: Tensor) -> bool:
         """Whether there is nothing but what rounding leaves of numbers of ordinary size."""
@@ -225,6 +215,8 @@ class _Judging:
             real = whole.is_floating_point() or whole.is_complex()
             sure = (not self._is_tiny(whole) if real else torch.equal(together, whole)) and not _is_sorted(whole)
             sure = sure and not same
+            if not real and not torch.equal(together, whole):
+                self.findings.turned.add(path)
             self._say(path, Joined(whole.ndim, dim, proven=sure))
 
     def _selected(self, parts: Sequence[Tensor], path: Path) -> None:
@@ -313,15 +305,14 @@ class _Judging:
         def off(guess: Tensor) -> float:
             return float((guess - whole).abs().max()) / scale
 
-        if off(first + second) <= tolerance:
-            return Reduced(("sum",)), 0.0
+        adds_up = off(first + second) <= tolerance
         a, b, _ = self.sizes
         errors: dict[Rule, float] = {"mean": off((a * first + b * second) / (a + b))}
-        for count in counts_in(self.trial.inputs[2], self.sizes[2]):
-            one, two = count(**self.trial.inputs[0]), count(**self.trial.inputs[1])
-            if one + two:
-                errors[WeightedBy(count)] = off((one * first + two * second) / (one + two))
+        for weight, one, two in weights_of(self.trial.inputs, self.sizes, self.trial.criteria):
+            errors[WeightedBy(weight)] = off((one * first + two * second) / (one + two))
         best = min(errors.values())
+        if adds_up:  # unless one part is nothing, and weighs nothing
+            return (None, best) if best <= tolerance else (Reduced(("sum",)), 0.0)
         if best > tolerance or 20 * best > apart:
             return None, best
         near = tuple(rule for rule, error in errors.items() if error <= max(8 * best, tolerance / 50))

@@ -74,6 +74,15 @@ def unexplained(path: Path, parts: Sequence[Any], why: str, sizes: Sequence[int]
     )
 
 
+def contradicted(path: Path, before: str, now: str) -> MergeError:
+    """An output that some samples show to be one thing, and others another."""
+    return MergeError(
+        f"cannot merge {_place(path)}: some samples of the batch show a {before}, others a {now}.\n"
+        f"Write what it means:  {_line(path, 'instep.weighted_by(...)')}  for a mean over something else than samples, "
+        f"or a function (parts, sizes) -> value."
+    )
+
+
 def other_entries(
     path: Path, keys: Sequence[Any], index: int, other: Sequence[Any], sizes: Sequence[int]
 ) -> MergeError:
@@ -118,6 +127,17 @@ def unknown_sizes(length: int | None, inner: Sequence[set[int | None]]) -> Merge
         f"Write the line that is meant:\n"
         f"  merge(parts, {[length] * len(batched)})   # one entry a sample\n"
         f"  merge(parts, {batched})   # a structure of batched tensors"
+    )
+
+
+def wrong_divisor(criterion: str, divisor: Any, ours: Any, plain: Any) -> MergeError:
+    """A criterion whose mean is not what it is taken for."""
+    return MergeError(
+        f"the mean of {criterion} is taken for its sum over {float(divisor):g}, which is {float(ours):.6g} for the "
+        f"samples that were tried, and the criterion itself says {float(plain):.6g}.\n"
+        "Write one of:\n"
+        "  instep.with_loss(net, criterion, weight=lambda output, target: ...)   # what its mean divides by\n"
+        "  loss = criterion(model(x), y)   # the loss outside, on the merged output"
     )
 
 

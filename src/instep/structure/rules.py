@@ -16,7 +16,7 @@ from instep.errors import MergeError
 from instep.structure.fit import NUMBERS, own_kind
 from instep.structure.messages import summary
 from instep.structure.tree import Path, is_sequence, open_node, show_path
-from instep.structure.weights import Count
+from instep.structure.weights import Weight
 
 UserRule = Callable[[Sequence[Any], Sequence[int]], Any]
 
@@ -72,7 +72,7 @@ Rule: TypeAlias = str | tuple[str, Any] | WeightedBy | UserRule
 
 def call_by_name(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Call a function with those of the arguments that it asks for."""
-    if isinstance(function, Count):
+    if isinstance(function, Weight):
         return function(**arguments)
     try:
         parameters = inspect.signature(function).parameters

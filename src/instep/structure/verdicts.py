@@ -21,7 +21,7 @@ from instep.structure.merge_messages import cannot_merge
 from instep.structure.rules import Rule, Scene, WeightedBy, apply_rule, mean_of_equals
 from instep.structure.shapes import equal_scalars, equal_values, few, follow
 from instep.structure.tree import Path
-from instep.structure.weights import Count
+from instep.structure.weights import Count, Weighed
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,27 @@ class Reduced:
                 path, parts, f"it can be a {self.words}, which differ for this batch", scene.sizes, counts=_counts(self)
             )
         return apply_rule(self.rules[0], parts, scene, path)
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is a mean over something, which samples that all weigh alike do not tell."""
+        return "sum" not in self.rules
+
+    def with_more(self, new: Reduced) -> Reduced | None:
+        """What is left after another trial: the rules that fit every time; None if nothing does.
+
+        What a loss of the module divides by is not among the rules where samples do not tell it from a mean over them.
+        """
+        common = tuple(rule for rule in self.rules if rule in new.rules)
+        if common:
+            return Reduced(common, len(common) == 1)
+        if "mean" in self.rules and new._is_the_modules:
+            return new
+        return self if "mean" in new.rules and self._is_the_modules else None
+
+    @property
+    def _is_the_modules(self) -> bool:
+        return all(isinstance(rule, WeightedBy) and isinstance(rule.weight, Weighed) for rule in self.rules)
 
     def agree(self, scene: Scene) -> bool:
         """Whether all rules weigh these shards alike."""

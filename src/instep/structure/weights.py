@@ -10,39 +10,48 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.structure.tree import Path, is_sequence, open_node, show_path
 
 LABELS = ("labels", "label", "targets", "target")
 MASKS = ("attention_mask", "mask", "masks")
 
-_TESTS = {"valid": ">= 0", "positive": "> 0", "kept": "!= 0", "empty": "== 0"}
+_TESTS = {"valid": ">= 0", "positive": "> 0", "kept": "!= 0", "left": "== 0"}
 
 
-@dataclass(frozen=True)
-class Count:
-    """How many entries of an argument count: a weight that `weighted_by` takes.
-
-    `valid` labels are not negative (-100 and -1 are what losses ignore), `positive` ones are not 0 either (0 as
-    padding); what is `kept` by a mask is not 0, or, where it says what is padding, what is `empty` is. `shifted` leaves
-    out the first place, as language models do.
-    """
+class Weight:
+    """What entries of an argument weigh, as `weighted_by` takes it."""
 
     path: Path
-    test: str
-    shifted: bool
 
     def __call__(self, **inputs: Any) -> float:
         found = _look_up(self.path, inputs)
         return float(self.of(found).sum()) if isinstance(found, Tensor) else 0.0
 
     def of(self, value: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Count(Weight):
+    """How many entries of an argument count.
+
+    `valid` labels are not negative (-100 and -1 are what losses ignore), `positive` ones are not 0 either (0 as
+    padding); what is `kept` by a mask is not 0, what is `left` by one of padding is. `shifted` leaves out the first
+    place, as language models do.
+    """
+
+    path: Path
+    test: str
+    shifted: bool
+
+    def of(self, value: Tensor) -> Tensor:
         """True where an entry counts."""
         if self.shifted:
             value = value[..., 1:]
-        if self.test in ("kept", "empty"):
-            return value != 0 if self.test == "kept" else value == 0
+        if self.test in ("kept", "left"):
+            return (value != 0) == (self.test == "kept")
         return value >= 0 if self.test == "valid" else value > 0
 
     def __str__(self) -> str:
@@ -57,19 +66,103 @@ class Count:
         return f"instep.weighted_by(lambda {name}: ({place} {_TESTS[self.test]}).sum())"
 
 
+@dataclass(frozen=True)
+class Weighed(Weight):
+    """What a loss of the module divides its mean by, if an argument is its target: the weights of the classes.
+
+    Those that it ignores do not count. The values are the criterion's own, read when they are needed.
+    """
+
+    path: Path
+    name: str
+    criterion: nn.Module
+    shifted: bool
+
+    def of(self, value: Tensor) -> Tensor:
+        """The weight of each entry."""
+        target = value[..., 1:] if self.shifted else value
+        ignored, weight = _held(self.criterion)
+        counted = target != ignored
+        if weight is None:
+            return counted
+        inside = counted & (target >= 0) & (target < len(weight))
+        classes = target.where(inside, torch.zeros_like(target)).long()
+        return weight.detach().to(target.device)[classes] * inside
+
+    def __str__(self) -> str:
+        place = show_path(self.path) + ("[..., 1:]" if self.shifted else "")
+        return f"what {self.name!r} divides by if {place} is its target"
+
+
+def criteria_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The losses inside a module whose mean is one over weights; others of torch.nn divide by numbers of entries."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, inner in module.named_modules():
+        if not isinstance(inner, (nn.CrossEntropyLoss, nn.NLLLoss)) or inner.reduction != "mean":
+            continue
+        if not any(_divide_alike(inner, other) for _, other in found):
+            found.append((name, inner))
+    return found
+
+
+def _held(criterion: nn.Module) -> tuple[int, Tensor | None]:
+    """The class that a criterion ignores, and the weights of all."""
+    return getattr(criterion, "ignore_index", -100), getattr(criterion, "weight", None)
+
+
+def _divide_alike(one: nn.Module, two: nn.Module) -> bool:
+    (ignored, weight), (other, others) = _held(one), _held(two)
+    if weight is None or others is None:
+        return ignored == other and weight is others
+    return ignored == other and weight.device == others.device and torch.equal(weight, others)
+
+
+def weights_of(
+    inputs: Sequence[Mapping[str, Any]], sizes: Sequence[int], criteria: Sequence[tuple[str, nn.Module]]
+) -> Iterator[tuple[Weight, float, float]]:
+    """Everything that a mean may be over, besides samples, with what both parts of a trial weigh by it.
+
+    Labels and masks are known by their names. What a loss of the module would divide by is there for any integers, but
+    only where it differs from samples: else it is not known to be the target.
+    """
+    whole, size = inputs[2], sizes[2]
+    counts = counts_in(whole, size)
+    for count in counts:
+        one, two = count(**inputs[0]), count(**inputs[1])
+        if one + two:
+            yield count, one, two
+    for path, value in tensors_by_path(whole) if criteria else ():
+        if not has_rows(value, size) or value.is_floating_point() or value.dtype is torch.bool:
+            continue
+        for name, criterion in criteria:
+            ignored, held = _held(criterion)
+            if held is None and ignored < 0 and any(count.path == path and count.test == "valid" for count in counts):
+                continue  # the same by its name
+            for shifted in (False, True) if value.ndim > 1 else (False,):
+                weight = Weighed(path, name, criterion, shifted)
+                one, two = weight(**inputs[0]), weight(**inputs[1])
+                if one + two and abs(one / (one + two) - sizes[0] / size) > 1e-9:
+                    yield weight, one, two
+
+
 def counts_in(inputs: Mapping[str, Any], size: int) -> list[Count]:
     """Everything in the arguments that a mean may be over, of arguments that hold `size` samples."""
     found: list[Count] = []
-    for path, value in _tensors(inputs, ()):
+    for path, value in tensors_by_path(inputs):
         name = str(path[-1])
-        if not _has_rows(value, size):
+        if not has_rows(value, size):
             continue
         shifts = (False, True) if value.ndim > 1 else (False,)
         if (name in LABELS or name.endswith("_labels")) and not value.is_floating_point():
             found += [Count(path, test, shifted) for test in ("valid", "positive") for shifted in shifts]
         elif name in MASKS or name.endswith("_mask"):
-            found += [Count(path, test, shifted) for test in ("kept", "empty") for shifted in shifts]
+            found += [Count(path, test, shifted) for test in ("kept", "left") for shifted in shifts]
     return found
+
+
+def has_rows(value: Tensor, size: int) -> bool:
+    """Whether the first dim of an ordinary tensor holds so many samples; a nested one has no sizes to ask for."""
+    return not value.is_nested and value.layout is torch.strided and value.ndim > 0 and value.shape[0] == size
 
 
 def best_window(inputs: Mapping[str, Any], batch: int, sizes: Sequence[int], rivals: Sequence[Any] = ()) -> int:
@@ -79,53 +172,26 @@ def best_window(inputs: Mapping[str, Any], batch: int, sizes: Sequence[int], riv
     stretch tells anything the first one will do.
     """
     a, n = sizes[0], sum(sizes)
-    counts = [count for count in (rivals or counts_in(inputs, batch)) if isinstance(count, Count)]
-    if batch <= n:
+    counts = [count for count in (rivals or counts_in(inputs, batch)) if isinstance(count, Weight)]
+    if not counts or batch <= n:
         return 0
-    usual = torch.full((batch - n + 1,), a / n, dtype=torch.float64)
-
-    def share(row: Tensor) -> Tensor:
-        """The first part's share of a number that each sample has, in every stretch."""
-        total = torch.zeros(batch + 1, dtype=torch.float64)
-        total[1:] = row.cumsum(0)
-        part, whole = total[a : batch - n + a + 1] - total[: batch - n + 1], total[n:] - total[: batch - n + 1]
-        return torch.where(whole > 0, part / whole.clamp(min=1e-12), a / n)
-
-    shares = [usual]
+    shares = [torch.full((batch - n + 1,), a / n, dtype=torch.float64)]
     for count in counts:
         value = _look_up(count.path, inputs)
-        if not isinstance(value, Tensor) or not _has_rows(value, batch):
+        if not isinstance(value, Tensor) or not has_rows(value, batch):
             return 0
-        shares.append(share(count.of(value).reshape(batch, -1).sum(1)))
+        total = torch.zeros(batch + 1, dtype=torch.float64)
+        total[1:] = count.of(value).reshape(batch, -1).sum(1).cumsum(0)
+        part, whole = total[a : batch - n + a + 1] - total[: batch - n + 1], total[n:] - total[: batch - n + 1]
+        shares.append(torch.where(whole > 1e-9, part / whole.clamp(min=1e-9), a / n))
     pairs = [(one - two).abs() for index, one in enumerate(shares) for two in shares[index + 1 :]]
-    pairs += [] if rivals else [(share(row) - usual).abs() for row in _by_sample(inputs, batch)]
-    if not pairs:
-        return 0
-    told = torch.nn.functional.threshold(torch.stack(pairs), 1e-6, 0.0)  # without what rounding leaves
-    score = (told > 0).sum(0) + (told > 0.1).sum(0) + told.clamp(max=0.5).mean(0)
+    told = torch.stack(pairs)
+    score = (told > 1e-6).sum(0) + told.clamp(max=0.5).mean(0)
     return int(score.argmax())
 
 
-def _has_rows(value: Tensor, batch: int) -> bool:
-    """Whether a tensor is an ordinary one with a row for each sample."""
-    return not value.is_nested and value.layout is torch.strided and value.ndim > 0 and value.shape[0] == batch
-
-
-def _by_sample(inputs: Mapping[str, Any], batch: int) -> Iterator[Tensor]:
-    """A number for each sample from whatever a mean may be over, by any name: integers, and one fraction a sample."""
-    for _, value in _tensors(inputs, ()):
-        if not _has_rows(value, batch) or value.is_complex() or not value.numel():
-            continue
-        if value.ndim == 1 or not value.is_floating_point():
-            entries = value.detach().reshape(batch, -1).cpu()
-            rows = entries.double().sum(1)
-            yield torch.nan_to_num(rows - rows.min())
-        if not value.is_floating_point():  # rare values, such as a class that weighs more, or one that is left out
-            _, which, times = entries.unique(return_inverse=True, return_counts=True)
-            yield (1.0 / times.double())[which].sum(1)
-
-
-def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
+def tensors_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors of a structure; those in lists have no name, and may be samples."""
     if isinstance(value, Tensor):
         yield path, value
         return
@@ -133,7 +199,7 @@ def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
     if node is None or is_sequence(value):
         return
     for key, child in zip(node.keys, node.children, strict=True):
-        yield from _tensors(child, (*path, key))
+        yield from tensors_by_path(child, (*path, key))
 
 
 def _look_up(path: Path, value: Any) -> Any:
