@@ -99,7 +99,11 @@ def is_answered(model: instep.DataParallel, net: nn.Module, x: Tensor) -> None:
 
 def left_over() -> list[str]:
     """The threads that are there; a test that failed before may have left some."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("instep-")]
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith(("instep-cpu", "instep-turn", "instep-spare"))
+    ]
 
 
 def places(total: int) -> Iterator[int]:

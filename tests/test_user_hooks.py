@@ -67,7 +67,7 @@ def test_a_hook_sees_whole_batches_and_this_is_said_once(engine: str, kind: str,
         torch.testing.assert_close(module[0].weight.grad, before * 1.5)
 
 
-@each_engine
+@pytest.mark.parametrize("engine", ["serial", "threads"])  # what a hook notes in a worker stays there
 def test_shards_where_that_was_asked_for(engine: str) -> None:
     seen: list[int] = []
     module = net()
@@ -150,7 +150,7 @@ WORKERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@each_engine
+@pytest.mark.parametrize("engine", ["serial", "threads"])  # what a hook notes in a worker stays there
 @pytest.mark.parametrize("work", WORKERS.values(), ids=WORKERS.keys())
 def test_hooks_by_which_torch_works_do_not_count(engine: str, work: Callable[[nn.Module], Any]) -> None:
     shards: list[int] = []

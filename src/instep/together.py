@@ -212,7 +212,7 @@ class Together:
             self._refuse_again()
             self._forget(random)
             return self._on_source(call)
-        refuse_writes(self.module, crew.written())
+        refuse_writes(self.module, [*crew.written(), *(t for outcome in outcomes for t in outcome.refused)])
         outputs = [on_output_device(outcome.output, self.output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
         if rehearsal is not None:  # nothing is learned from it

@@ -250,6 +250,8 @@ class Outcome:
     written: list[Pair] = field(default_factory=list)
     """State tensors that were written in place, as (source, copy)."""
     error: BaseException | None = None
+    refused: Sequence[Tensor] = ()
+    """Trainable tensors of the source that a replica of another process wrote to, in memory of its own."""
     parted: Sequence[str] = ()
     """Places of containers that a replica of another process changed, and that each needs for itself."""
     remote: Any = None

@@ -304,4 +304,6 @@ def _outcome(shadow: Shadow, told: Told, ran: Ran) -> Outcome:
             if told.numbers.get(id(source)) in ran.apart:
                 held.data.copy_(ran.apart[told.numbers[id(source)]])
     written = shadow.write({id(told.table[number]): value for number, value in ran.written.items()})
-    return Outcome(output=ran.output, changes=Changes(False, attributes, contents), written=written)
+    refused = [told.table[number] for number in ran.refused]
+    shadow.stale = shadow.stale or bool(refused)
+    return Outcome(output=ran.output, changes=Changes(False, attributes, contents), written=written, refused=refused)

@@ -136,6 +136,8 @@ class Ran:
     drawn: bool = False
     drawn_held: list[int] = field(default_factory=list)
     tokens: int = 0
+    refused: list[int] = field(default_factory=list)
+    """Trainable tensors of the table that `forward` wrote to."""
     wrote: list[str] = field(default_factory=list)
     """Globals of the script that `forward` changed."""
     parted: list[str] = field(default_factory=list)

@@ -25,7 +25,6 @@ from instep.errors import EngineError
 from instep.random import RandomState, Streams, threads_can_draw
 from instep.replicas.ambient import Ambient, Autocast
 from instep.replicas.replica import Outcome
-from instep.replicas.settle import refuse_writes
 from instep.structure.tree import tensors_in
 
 
@@ -213,8 +212,12 @@ class Worker:
         if outcome.changes.structure:
             crew.discard()
             return Ran(structure=True)
-        refuse_writes(mirror.module, crew.written())
+        written = crew.written()
         ran = mirror.report(outcome)
+        numbers = mirror.numbers()
+        ran.refused = [numbers[id(tensor)] for tensor in written]
+        if written:  # on pages of its own, which no longer follow the module's
+            crew.discard()
         ran.output, ran.wrote = outcome.output, self._talk.depot.written_globals()
         ran.tokens = 0 if outcome.seat is None else len(outcome.seat.tokens)
         crew.done()
