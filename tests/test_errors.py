@@ -222,7 +222,7 @@ class OwnError(Exception):
         self.size, self.code = size, code
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["serial", "threads"])  # a worker's frames come as a note: see tests/faults
 def test_the_users_exception_keeps_its_type_and_says_where(engine: str) -> None:
     def fail(net: Net, y: Tensor) -> Tensor:
         if len(y) == 2:

@@ -20,7 +20,7 @@ import instep.random
 import instep.together
 from instep.random import RandomState, Streams, threads_can_draw
 
-ENGINES = ("serial", "threads", "processes")
+ENGINES = ("serial", "threads")
 engines = pytest.mark.parametrize("engine", ENGINES)
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import instep
 
 pytestmark = pytest.mark.usefixtures("one_core")
-each_engine = pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+# what forward notes in a list is seen in this process only
+each_engine = pytest.mark.parametrize("engine", ["serial", "threads"])
 SIZES: list[int] = []
 
 

@@ -32,6 +32,7 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hands]:
     folder = tmp_path_factory.mktemp("folder")
     (folder / "random.py").write_text("raise SystemExit('hijacked')")
     (folder / "lies_in_the_working_folder.py").write_text("")
+    hands.stop_all()  # those of other tests run another main
     held = Hands([CPU] * 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "MAIN", "mains:obey")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import instep
 from instep.replicas.iterators import is_iterator
 
 
@@ -87,7 +88,8 @@ def test_an_iterator_goes_on_once_a_call(
         assert net.log == plain.log
 
 
-def test_an_iterator_that_forward_leaves_alone_is_no_hindrance(wrap: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_an_iterator_that_forward_leaves_alone_is_no_hindrance(engine: str) -> None:
     class Numbered(Net):
         def forward(self, x: Tensor) -> Tensor:
             SIZES.append(len(x))
@@ -95,7 +97,7 @@ def test_an_iterator_that_forward_leaves_alone_is_no_hindrance(wrap: Callable[..
 
     SIZES.clear()
     net = Numbered(itertools.count(1)).double()
-    model = wrap(net, replicas=3).eval()
+    model = instep.DataParallel(net, ["cpu"] * 3, engine=engine).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(torch.randn(6, 3, dtype=torch.float64))
@@ -111,6 +113,7 @@ def test_an_iterator_that_forward_leaves_alone_is_no_hindrance(wrap: Callable[..
         model.eval()(torch.randn(6, 3, dtype=torch.float64))
     assert SIZES == [2, 2, 2]
     assert next(net.schedule) == 4
+    model.close()
 
 
 def test_what_is_an_iterator() -> None:

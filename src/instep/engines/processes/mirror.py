@@ -13,6 +13,7 @@ from instep.batchnorm import Outfit
 from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.orders import Entry, NewModule, Ran, Run, Table
 from instep.engines.processes.talk import SOURCE, Tag, as_sent
+from instep.errors import EngineError
 from instep.modes import inference
 from instep.random import Held
 from instep.replicas.crew import Crew
@@ -93,6 +94,11 @@ class Mirror:
     def generators(self, run: Run) -> Held:
         """The generators that the module holds, each with what the replica has in its place, as they are now."""
         held = self.crew.replicas[0].cloner.generators
+        if len(held) != len(run.generators):
+            raise EngineError(
+                "a torch.Generator that is an argument, or that the module was given after its first call, does not "
+                "reach worker processes.\nWrite engine='threads'."
+            )
         for (source, _), state in zip(held, run.generators, strict=True):
             source.set_state(state)
         return held

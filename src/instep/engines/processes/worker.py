@@ -174,6 +174,8 @@ class Worker:
             run.sizes,
             room=Hall(self._talk, message.call),
         )
+        torch.default_generator.manual_seed(state.host.seed(run.index))  # for whoever asks for it by name
+        default = torch.default_generator.get_state()
         outcome = perform(job, run.index)
         if outcome.error is not None:
             mirror.crew.restore()
@@ -183,7 +185,7 @@ class Worker:
             i: t.detach() for i, (t, before) in enumerate(zip(arguments, versions, strict=True)) if t._version != before
         }
         streams.settle()
-        ran.drawn = state.host.drawn
+        ran.drawn = state.host.drawn or not torch.equal(torch.default_generator.get_state(), default)
         ran.drawn_held = [i for i, (source, _) in enumerate(held) if state.add(source).drawn]
         parts = {id(t) for t in tensors_in([part for _, _, part in run.lent])}  # state, which forward may write
         numbers = {id(tensor): i for i, tensor in enumerate(arguments) if id(tensor) not in parts}
