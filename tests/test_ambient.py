@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from .probing import both_engines
-
 SEEN: list[dict[str, Any]] = []
 
 
@@ -50,7 +48,7 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Any:
     SEEN.clear()
 
 
-@both_engines
+@pytest.mark.parametrize("engine", ["serial", "threads"])  # they note what they see in a list of this process
 @pytest.mark.usefixtures("changed")
 def test_replicas_see_the_callers_settings(wrap: Any, engine: str) -> None:
     model, x = wrap(Reads(), 3, engine=engine, probe=False), torch.ones(6, 2)
