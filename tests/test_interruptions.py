@@ -158,7 +158,7 @@ def test_a_backward_that_is_interrupted_anywhere() -> None:
             assert surroundings() == before
             net.zero_grad()
             model(x).square().sum().backward()
-            torch.testing.assert_close(net.layer.weight.grad, expected)
+            torch.testing.assert_close(net.layer.weight.grad, expected, rtol=1e-3, atol=1e-3)
             net.zero_grad()
             return at
 

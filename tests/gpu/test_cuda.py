@@ -79,7 +79,7 @@ def test_parity_of_packed_sequences(engine: str, private: bool, devices: Sequenc
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+@pytest.mark.parametrize("engine", ["serial", "threads"])
 def test_autocast_reaches_every_replica(engine: str, dtype: torch.dtype) -> None:
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).cuda()
     x = torch.randn(6, 8, device="cuda")
@@ -191,7 +191,7 @@ class Remembers(nn.Module):
         return self.layer(x) + self.shift + torch.ones(2, device=self.device)
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+@pytest.mark.parametrize("engine", ["serial", "threads"])
 def test_a_remembered_device_and_plain_tensors_are_each_replicas_own(engine: str) -> None:
     net = Remembers()
     plain, x = copy.deepcopy(net), torch.randn(7, 3)

@@ -92,7 +92,7 @@ def test_on_a_stream_of_the_caller(engine: str, private: bool, devices: list[Any
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+@pytest.mark.parametrize("engine", ["serial", "threads"])
 def test_a_replica_that_returned_is_named(engine: str) -> None:
     class Uneven(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ class Holds(nn.Module):
         return x * self.scale + torch.rand(x.shape, generator=self.generator, device=x.device)
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+@pytest.mark.parametrize("engine", ["serial", "threads"])
 def test_a_generator_of_the_module_on_the_device(engine: str) -> None:
     net = Holds().cuda()
     x = torch.zeros(6, 4, device="cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -81,14 +82,22 @@ tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("t
 listening = [line for table in tables for line in table]
 assert not [line for line in listening if line.split()[9] in held], listening
 named = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-assert not [words for words in named if words[6] in held and len(words) > 7], named  # ours have no name to join by
+held = sockets(worker)  # ours have no name to join by
+assert not [words for words in named if words[6] in held and len(words) > 7], named
 assert not [name for name in os.listdir("/dev/shm") if "instep" in name]
 """
 
 
 def run(folder: Path, *command: str, code: str = "") -> str:
+    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     done = subprocess.run(
-        [sys.executable, *command], input=code, capture_output=True, text=True, cwd=folder, timeout=100
+        [sys.executable, *command],
+        input=code,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from instep.engines.processes import boot, hands, prints, process
+from instep.engines.processes import arena, boot, hands, prints, process
 from instep.engines.processes.hands import Hands, Worker
 from instep.engines.processes.wire import Gone, Message
 from instep.errors import EngineError
@@ -139,8 +139,9 @@ def test_a_forked_child_leaves_the_workers_alone(team: Hands) -> None:
             worker.kill()
             team.close()
             hands.stop_all()
-            names = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-            assert not any("instep" in os.readlink(name) for name in names if os.path.lexists(name))
+            names = {fd: f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")}
+            held = {int(fd) for fd, n in names.items() if os.path.lexists(n) and "memfd:instep" in os.readlink(n)}
+            assert held <= {fd for _, fd in arena._shared.values()}  # memory that tensors lie in, and nothing else
             status = 0
         except BaseException:
             traceback.print_exc()

@@ -328,6 +328,7 @@ def test_a_generator_of_the_module_repeats() -> None:
         assert torch.equal(runs[1], runs[2])
 
 
+@pytest.mark.filterwarnings("ignore:Pickle, copy:DeprecationWarning")  # an iterator on its way to a worker
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_an_iterator_is_drawn_from_once_a_call(engine: str) -> None:
     class Scheduled(nn.Linear):

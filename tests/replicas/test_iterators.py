@@ -73,6 +73,7 @@ MADE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Pickle, copy:DeprecationWarning")  # an iterator on its way to a worker
 @pytest.mark.parametrize(("make", "how"), MADE.values(), ids=MADE.keys())
 def test_an_iterator_goes_on_once_a_call(
     wrap: Callable[..., Any], make: Callable[[], Any], how: Callable[[Any], float]
