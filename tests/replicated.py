@@ -15,6 +15,13 @@ import instep
 # "joint" is what threads do on accelerators: one backward over all replicas, here on the CPU.
 WAYS = ["serial", "threads", "joint"]
 
+KINDS = {
+    f"{engine}-private" if private else engine: (engine, private)
+    for engine in ("serial", "threads", "processes")
+    for private in (False, True)
+}
+"""Every engine, with memory that replicas share with the module and with memory of their own."""
+
 
 @contextmanager
 def replicated(net: nn.Module, way: str, replicas: int = 3, **options: Any) -> Iterator[tuple[Any, Any]]:

@@ -1,132 +1,21 @@
-"""One worker process beside this one against DistributedDataParallel with Gloo and two processes, on the CPU.
-
-Both sides see the same global batch and have one compute thread a process. One process of the DDP pair also runs
-instep, in turns with it, so that both meet the same state of the machine; the table gives medians over all rounds.
-"""
+"""One worker process beside this one against DistributedDataParallel with Gloo and two processes."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import statistics
-import tempfile
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
+import sys
+from functools import partial
+from pathlib import Path
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import Tensor, nn
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import instep
+from beside_ddp import Attention, Case, conv_net, images, main, mlp, rows, tokens
 
-
-class Attention(nn.Module):
-    """A four-layer transformer encoder that reads 64 tokens and says one of 32 classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(512, 128)
-        layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        self.head = nn.Linear(128, 32)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.layers(self.embed(ids)).mean(1))
-
-
-def conv_net() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(32, 32),
-    )
-
-
-def mlp(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 32))
-
-
-CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], bool]] = {
-    "MLP, width 4096, batch 32": (lambda: mlp(4096), lambda: torch.randn(32, 4096), False),
-    "MLP, width 1024, batch 64": (lambda: mlp(1024), lambda: torch.randn(64, 1024), False),
-    "transformer, with_loss": (Attention, lambda: torch.randint(512, (32, 64)), True),
-    "conv net": (conv_net, lambda: torch.randn(32, 3, 32, 32), False),
+CASES = {
+    "MLP, width 4096, batch 32": Case(partial(mlp, 4096), partial(rows, 32, 4096)),
+    "MLP, width 1024, batch 64": Case(partial(mlp, 1024), partial(rows, 64, 1024)),
+    "transformer, with_loss": Case(Attention, tokens, with_loss=True),
+    "conv net": Case(conv_net, images),
 }
 
-
-def step(loss: Callable[[Tensor, Tensor], Tensor], optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    loss(x, y).backward()
-    optimizer.step()
-
-
-def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda x, y: nn.functional.cross_entropy(model(x), y)
-
-
-def seconds(work: Callable[[], None], count: int) -> float:
-    start = time.perf_counter()
-    for _ in range(count):
-        work()
-    return (time.perf_counter() - start) / count
-
-
-def compare(rank: int, case: str, rounds: int, steps: int) -> tuple[list[float], list[float]]:
-    """Seconds a step, round by round, of both sides; rank 1 only takes part in DDP."""
-    make, sample, with_loss = CASES[case]
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    x = sample()
-    y = torch.randint(32, (len(x),))
-    half = len(x) // 2
-    mine = slice(rank * half, (rank + 1) * half)
-    ddp = nn.parallel.DistributedDataParallel(make())
-    ddp_optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
-    ours, theirs = [], []
-    net = instep.with_loss(make(), nn.CrossEntropyLoss()) if with_loss else make()
-    with instep.DataParallel(net, ["cpu"] * 2, engine="processes") if rank == 0 else nullcontext() as model:
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-        loss = (model if with_loss else loss_of(model)) if model is not None else None
-        for turn in range(rounds + 1):
-            dist.barrier()
-            took = seconds(lambda: step(loss_of(ddp), ddp_optimizer, x[mine], y[mine]), steps)
-            dist.barrier()
-            if loss is not None:
-                spent = seconds(lambda: step(loss, optimizer, x, y), steps)
-                if turn:  # the first round warms both up
-                    theirs.append(took)
-                    ours.append(spent)
-    return ours, theirs
-
-
-def work(rank: int, folder: str, rounds: int, steps: int, only: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    if rank == 0:
-        print(f"{'':28}{'instep':>12}{'DDP':>12}{'DDP / instep':>14}")
-    for case in CASES:
-        if only not in case:
-            continue
-        ours, theirs = compare(rank, case, rounds, steps)
-        if rank == 0:
-            us, them = statistics.median(ours), statistics.median(theirs)
-            ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
-            print(f"{case:28}{us * 1e3:>9.2f} ms{them * 1e3:>9.2f} ms{ratio:>14.2f}", flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--only", default="")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (folder, arguments.rounds, arguments.steps, arguments.only), nprocs=2)
+    main(CASES, "processes", rounds=60)

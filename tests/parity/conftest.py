@@ -13,14 +13,7 @@ from torch import nn
 
 import instep
 
-KINDS = {
-    "serial": ("serial", False),
-    "serial-private": ("serial", True),
-    "threads": ("threads", False),
-    "threads-private": ("threads", True),
-    "processes": ("processes", False),
-    "processes-private": ("processes", True),
-}
+from ..replicated import KINDS
 
 
 @pytest.fixture(autouse=True)

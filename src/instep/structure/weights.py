@@ -5,6 +5,7 @@ Each is a hypothesis. It is taken only where the numbers of unequal parts bear i
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ MASKS = ("attention_mask", "mask", "masks")
 _TESTS = {"valid": ">= 0", "positive": "> 0", "kept": "!= 0", "left": "== 0"}
 
 
-class Weight:
+class Weight(ABC):
     """What entries of an argument weigh, as `weighted_by` takes it."""
 
     path: Path
@@ -29,8 +30,9 @@ class Weight:
         found = _look_up(self.path, inputs)
         return float(self.of(found).sum()) if isinstance(found, Tensor) else 0.0
 
+    @abstractmethod
     def of(self, value: Tensor) -> Tensor:
-        raise NotImplementedError
+        """What each entry weighs, or whether it counts."""
 
 
 @dataclass(frozen=True)

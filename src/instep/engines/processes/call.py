@@ -63,7 +63,7 @@ class Call:
         self._versions = _versions(self._watched)
         pairs = zip(self.told.table, self.told.counterparts, strict=True)
         self._sources = {id(made): id(source) for source, made in pairs}
-        self._again: Shadow | None = None
+        self._again: Shadow | None = None  # held: a worker forgets the module of a stand-in that is gone
         keep(self.modules[0], self)
 
     def number_of(self, leaf: Tensor) -> int | None:

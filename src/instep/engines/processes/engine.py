@@ -290,7 +290,8 @@ def _outcome(shadow: Shadow, told: Told, ran: Ran) -> Outcome:
         holder = modules[index]._buffers if buffer else modules[index].__dict__
         attributes.append(Set(index, name, holder.get(name, MISSING), value, buffer))
         holder[name] = value
-    made = {str(shadow.places.get(id(source))): made for source, _, made in shadow.cloner.containers}
+    containers = shadow.cloner.containers if ran.contents else ()
+    made = {str(shadow.places.get(id(source))): made for source, _, made in containers}
     for place, keys, items in ran.contents:
         container = made[place]
         before = contents_of(container)

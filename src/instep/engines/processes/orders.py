@@ -135,7 +135,6 @@ class Ran:
     """Values of arguments that were written in place, by their numbers."""
     drawn: bool = False
     drawn_held: list[int] = field(default_factory=list)
-    tokens: int = 0
     refused: list[int] = field(default_factory=list)
     """Trainable tensors of the table that `forward` wrote to."""
     wrote: list[str] = field(default_factory=list)

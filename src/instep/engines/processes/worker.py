@@ -216,12 +216,11 @@ class Worker:
             return Ran(structure=True)
         written = crew.written()
         ran = mirror.report(outcome)
-        numbers = mirror.numbers()
-        ran.refused = [numbers[id(tensor)] for tensor in written]
         if written:  # on pages of its own, which no longer follow the module's
+            numbers = mirror.numbers()
+            ran.refused = [numbers[id(tensor)] for tensor in written]
             crew.discard()
         ran.output, ran.wrote = outcome.output, self._talk.depot.written_globals()
-        ran.tokens = 0 if outcome.seat is None else len(outcome.seat.tokens)
         crew.done()
         return ran
 

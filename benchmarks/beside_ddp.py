@@ -1,0 +1,144 @@
+"""Replicas of instep against DistributedDataParallel with Gloo and two processes, on the CPU.
+
+Both sides see the same global batch and have one compute thread a replica. One process of the DDP pair also runs
+instep, in turns with it, so that both meet the same state of the machine; the table gives medians over all rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import instep
+
+
+class Attention(nn.Module):
+    """A four-layer transformer encoder that reads 64 tokens and says one of 32 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(512, 128)
+        layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(128, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(ids)).mean(1))
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 32),
+    )
+
+
+def mlp(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 32))
+
+
+class Case(NamedTuple):
+    """A model, and a batch for it; with the loss computed on the replicas or not."""
+
+    make: Callable[[], nn.Module]
+    sample: Callable[[], Tensor]
+    with_loss: bool = False
+
+
+def tokens() -> Tensor:
+    return torch.randint(512, (32, 64))
+
+
+def images() -> Tensor:
+    return torch.randn(32, 3, 32, 32)
+
+
+def rows(count: int, width: int) -> Tensor:
+    return torch.randn(count, width)
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def loss_of(model: nn.Module) -> Loss:
+    return lambda x, y: nn.functional.cross_entropy(model(x), y)
+
+
+def step(loss: Loss, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    loss(x, y).backward()
+    optimizer.step()
+
+
+def seconds(work: Callable[[], None], count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        work()
+    return (time.perf_counter() - start) / count
+
+
+def compare(rank: int, case: Case, engine: str, rounds: int, steps: int) -> tuple[list[float], list[float]]:
+    """Seconds a step, round by round, of both sides; rank 1 only takes part in DDP."""
+    torch.manual_seed(0)
+    x, y = case.sample(), torch.randint(32, (len(case.sample()),))
+    half = len(x) // 2
+    ddp = nn.parallel.DistributedDataParallel(case.make())
+    ddp_optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+    mine = slice(rank * half, (rank + 1) * half)
+    torch.set_num_threads(1)
+    ours, theirs = [], []
+    net = instep.with_loss(case.make(), nn.CrossEntropyLoss()) if case.with_loss else case.make()
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) if rank == 0 else nullcontext() as model:
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        loss = None if model is None else model if case.with_loss else loss_of(model)
+        for turn in range(rounds + 1):
+            dist.barrier()
+            took = seconds(lambda: step(loss_of(ddp), ddp_optimizer, x[mine], y[mine]), steps)
+            dist.barrier()
+            if loss is not None:
+                spent = seconds(lambda: step(loss, optimizer, x, y), steps)
+                if turn:  # the first round warms both up
+                    theirs.append(took)
+                    ours.append(spent)
+    return ours, theirs
+
+
+def work(rank: int, folder: str, cases: Mapping[str, Case], engine: str, rounds: int, steps: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    if rank == 0:
+        print(f"{'':28}{'instep':>12}{'DDP':>12}{'instep / DDP':>14}{'DDP / instep':>14}")
+    for name, case in cases.items():
+        ours, theirs = compare(rank, case, engine, rounds, steps)
+        if rank == 0:
+            us, them = statistics.median(ours), statistics.median(theirs)
+            ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+            print(f"{name:28}{us * 1e3:>9.2f} ms{them * 1e3:>9.2f} ms{ratio:>14.2f}{1 / ratio:>14.2f}", flush=True)
+    dist.destroy_process_group()
+
+
+def main(cases: Mapping[str, Case], engine: str, rounds: int) -> None:
+    """Compare all cases; the numbers of rounds and of steps in each may be given on the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--steps", type=int, default=2)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (folder, cases, engine, arguments.rounds, arguments.steps), nprocs=2)
