@@ -179,18 +179,22 @@ class _Way:
     def enter(self, values: Sequence[Any]) -> list[Any]:
         """The values as the replica sees them: memory shared, version counters and graph their own."""
         needing = [tensor for value in values for tensor in tensors_in(value) if tensor.requires_grad]
+        table: dict[int, Tensor] = {}
+        if needing:
+            self._stand_in(needing, table)
+        return [map_tensors(lambda tensor: self._let_in(tensor, table), value) for value in values]
+
+    def _stand_in(self, needing: Sequence[Tensor], table: dict[int, Tensor]) -> None:
+        """Leaves for the shards that need a gradient, and what the replica sees of each."""
         self.outside = list({id(tensor): tensor for tensor in needing}.values())
         self.leaves = [tensor.detach().requires_grad_() for tensor in self.outside]
         dense = [leaf for leaf in self.leaves if _is_plain(leaf)]
         inner = iter(enter(*dense)) if dense else iter(())
-        table = {
-            id(outside): next(inner) if _is_plain(leaf) else leaf
-            for outside, leaf in zip(self.outside, self.leaves, strict=True)
-        }
+        for outside, leaf in zip(self.outside, self.leaves, strict=True):
+            table[id(outside)] = next(inner) if _is_plain(leaf) else leaf
         self.inner = [table[id(outside)] for outside in self.outside]
         for outside in self.outside:
             self.notes.add(_owner(outside), table[id(outside)])
-        return [map_tensors(lambda tensor: self._let_in(tensor, table), value) for value in values]
 
     def _let_in(self, tensor: Tensor, table: dict[int, Tensor]) -> Tensor:
         made = table.get(id(tensor))

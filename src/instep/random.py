@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from instep.private import is_routed, route, route_draws, stand_in_for_default_generator
-from instep.sources import Source, Stream
+from instep.sources import Source, Stream, state_bytes
 
 Held = list[tuple[torch.Generator, torch.Generator]]
 """Generators of the caller, each with what a replica has in its place."""
@@ -81,7 +81,7 @@ class Streams:
 
     def arguments(self, shards: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         """The arguments of each replica, with a generator of its own for each that several of them were given."""
-        if not any(True for values in shards for _ in generators_in(values)):
+        if all(isinstance(value, Tensor) for value in shards[0]) or not _hold_generators(shards):
             return shards
         counts = Counter(key for values in shards for key in {id(g) for g in generators_in(values)})
         shared = {key for key, count in counts.items() if count > 1}
@@ -188,7 +188,7 @@ class _Standing:
         self._start = self._generator.get_state()
 
     def __exit__(self, *_: object) -> None:
-        if not torch.equal(self._generator.get_state(), self._start):
+        if state_bytes(self._generator.get_state()) != state_bytes(self._start):
             self._source.drawn = True
         if self._restore is not None:
             self._generator.set_state(self._restore)
@@ -260,6 +260,10 @@ class RandomState:
         """Put every generator back."""
         for source in (self.host, *self.others.values(), *self._held.values()):
             source.restore()
+
+
+def _hold_generators(shards: Sequence[Sequence[Any]]) -> bool:
+    return any(True for values in shards for _ in generators_in(values))
 
 
 def generators_in(value: Any) -> Iterator[torch.Generator]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -86,11 +87,20 @@ def gather(gradients: Sequence[Tensor | None], device: torch.device) -> list[Ten
     return result
 
 
+def _are_alike(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two gradients are dense and of one dtype."""
+    if one is None or other is None or one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
+    return one.dtype == other.dtype
+
+
 def add_up(columns: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
     """The sum over replicas of each gradient, in the order of the replicas; None where no replica has one.
 
     No gradient is written to: autograd may have left one tensor in several places.
     """
+    if len(columns) == 2 and columns[0] and all(map(_are_alike, *columns)):
+        return list(torch._foreach_add(*(cast(list[Tensor], column) for column in columns)))
     total = list(columns[0])
     own: set[int] = set()  # sums of ours, which later columns may be added into
     for column in columns[1:]:

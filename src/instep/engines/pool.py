@@ -53,7 +53,7 @@ class ReplicaThread:
         self.pid = os.getpid()
         self.users: set[Lease] = set()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._asked = False
+        self._asked = self._works = False
 
     def start(self) -> None:
         """Begin, once somebody holds it: an interruption meanwhile leaves no thread that nobody knows."""
@@ -62,13 +62,16 @@ class ReplicaThread:
             start(self._thread)
 
     def _work(self) -> None:
-        _here.inside = True
-        while (task := self.inbox.get()) is not None:
-            task()
-            del task  # a finished call must not be kept until the next one comes
+        _here.inside = self._works = True
+        try:
+            while (task := self.inbox.get()) is not None:
+                task()
+                del task  # a finished call must not be kept until the next one comes
+        finally:
+            self._works = False
 
     def alive(self) -> bool:
-        return self.pid == os.getpid() and self._thread.is_alive()
+        return self.pid == os.getpid() and (self._works or self._thread.is_alive())
 
     def usable(self) -> bool:
         """Whether it runs, or was not started yet. Of one whose start was interrupted nobody knows."""

@@ -290,6 +290,8 @@ def map_tensors(fn: TensorMap, value: Any) -> Any:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor of a structure, in the order of `map_tensors`."""
+    if isinstance(value, Tensor):
+        return iter((value,))
     found: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
