@@ -21,7 +21,7 @@ from instep.engines.processes.call import Call, remember_values
 from instep.engines.processes.desk import Desk, Met, Stuck, Told, calls
 from instep.engines.processes.estate import move_in
 from instep.engines.processes.freight import CannotCross
-from instep.engines.processes.hands import Hands, Worker, flush_output
+from instep.engines.processes.hands import Hands, Late, Worker, flush_output
 from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Rebuild, Tag, as_sent
@@ -66,32 +66,34 @@ class ProcessesEngine(SideBySide):
     def _with_worker(self, index: int, ask: Callable[[Desk], T]) -> T:
         """Ask a replica's worker for something; if it dies over it, its successor is asked."""
         while True:
-            worker = self._hands.get(index)
-            desk = _desk(worker)
-            desk.timeout = self.timeout
+            worker: Worker | None = None
             try:
+                worker = self._hands.get(index)
+                desk = _desk(worker)
+                desk.timeout = self.timeout
                 with desk.busy:  # a call that the caller gave up is still answered, and then comes the next
                     return ask(desk)
             except Gone as gone:
-                self._replace(index, worker, gone)
-            except Stuck:
-                self._hands.replace(index)
+                self._bury(index, worker, gone)
+            except (Stuck, Late):
+                self._hands.end(index)
                 raise
             finally:
                 flush_output()
 
-    def _replace(self, index: int, worker: Worker, gone: Gone) -> None:
-        """A new worker for one that died, unless too many did lately."""
-        why, now = worker.death(), time.monotonic()
+    def _bury(self, index: int, worker: Worker | None, gone: Gone) -> None:
+        """Count a worker that died, in a call or as it came up, so that there may be a new one."""
+        why = str(gone) if worker is None else f"the worker of {worker.name} ended: {worker.death()}"
+        self._hands.end(index)
+        now = time.monotonic()
         self._deaths = [*(then for then in self._deaths if now - then < WINDOW), now]
         if len(self._deaths) > self.restarts:
             self._deaths = []
             raise WorkerFailure(
-                f"the worker of {worker.name} ended: {why}\n"
+                f"{why}\n"
                 f"That was death number {self.restarts + 1} within {WINDOW:.0f} seconds, so the step is not tried "
                 f"again. The module is as it was before the call."
             ) from gone
-        self._hands.replace(index)
 
     def perform(self, job: Job, index: int) -> Outcome:
         if not isinstance(job.replicas[index], Shadow):
