@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import Any, TypeVar
 
@@ -30,7 +30,8 @@ from instep.engines.protocol import Job, perform
 from instep.engines.side_by_side import Part, SideBySide
 from instep.errors import EngineError, WorkerFailure
 from instep.replicas.ambient import Ambient
-from instep.replicas.contents import Contents, contents_of, put
+from instep.replicas.contents import contents_of, put
+from instep.replicas.handed import from_places, handed_to
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.watch import MISSING, STRUCTURE, Changes, Inside, Set
 
@@ -46,6 +47,7 @@ class ProcessesEngine(SideBySide):
     """Runs the first replica here and each other one in a worker process."""
 
     name = "processes"
+    far = True
 
     def __init__(self, devices: Sequence[torch.device], *, restarts: int = 3, timeout: float = 600.0) -> None:
         if any(device.type != "cpu" for device in devices):
@@ -131,6 +133,8 @@ class ProcessesEngine(SideBySide):
             lent,
             {},
         )
+        mine = handed_to(args, kwargs, job.theirs)
+        run.given = [held.steps for held in mine]
         number, met = next(calls), Met(job.room)
 
         def ask(desk: Desk) -> tuple[Desk, Told, list[Tensor], Message]:
@@ -156,11 +160,13 @@ class ProcessesEngine(SideBySide):
         for i, value in ran.arguments.items():
             arguments[i].data.copy_(value)
         outcome = _outcome(shadow, told, ran)
+        outcome.given = [(mine[n], from_places(contents_of(mine[n].container), *news)) for n, *news in ran.given]
         needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
         if job.ambient.grad and needing:
             inputs = _numbers(job.inputs[index], arguments)
             made_by = shadow.name, shadow.recipe, shadow.source_modules, shadow.look
             outcome.remote = Call(number, desk, told, *made_by, run, met, arguments, needing, inputs)
+            outcome.remote.spoilt = bool(ran.arguments or ran.given)
         remember_values(shadow.source_modules[0], [told.table[number] for number in ran.written])
         return outcome
 
@@ -245,14 +251,6 @@ def _numbers(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int
     return [places[id(tensor)] for tensor in tensors]
 
 
-ATOMS = (str, bytes, int, float, bool, type(None))
-
-
-def _own(item: Any, own: Mapping[Any, Any]) -> Any:
-    """The very object that is here already, for one of those that nobody tells apart but by identity."""
-    return own.get((type(item), item), item) if isinstance(item, ATOMS) else item
-
-
 def _rebuild(arguments: Sequence[Tensor], counterparts: Sequence[Tensor]) -> Rebuild:
     """The tensors of an answer: arguments and tensors of the module as they are here, the others as they were sent."""
 
@@ -297,8 +295,7 @@ def _outcome(shadow: Shadow, told: Told, ran: Ran) -> Outcome:
     for place, keys, items in ran.contents:
         container = made[place]
         before = contents_of(container)
-        own = {(type(item), item): item for item in before.items if isinstance(item, ATOMS)}
-        after = Contents(keys, tuple(before.items[old] if old >= 0 else _own(item, own) for old, item in items))
+        after = from_places(before, keys, items)
         if len(after.items) != len(before.items) or not all(map(is_, after.items, before.items)) or keys != before.keys:
             contents.append(Inside(container, before, after))
             put(container, after)
