@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -15,11 +15,12 @@ from instep.attempt_backward import functions_in
 from instep.bridge import Backward, Notes, Side, Span, bridge, enter
 from instep.devices import move
 from instep.engines.protocol import Engine, Job
-from instep.given import Given
+from instep.given import Given, refuse_change
 from instep.random import Streams
 from instep.replicas.ambient import Ambient
 from instep.replicas.carry import Slot
-from instep.replicas.contents import Contents
+from instep.replicas.contents import Contents, put
+from instep.replicas.handed import handed, is_read_only
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.tensors import Way
 from instep.replicas.watch import Changes, Inside
@@ -43,6 +44,8 @@ class Crossing:
     """State that each replica gets its samples' part of."""
     given: Given | None = None
     """What all replicas are given whole."""
+    theirs: Collection[int] = ()
+    """The ids of what the caller's arguments hold and replicas may change in place, tensors apart."""
     hooks: range = range(0)
     """The numbers of the hooks that came to be while the replicas ran."""
     look: bool = False
@@ -74,6 +77,7 @@ class Crossing:
         self._then = [(name, tensor, tensor._version) for name, tensor in tensors if not tensor.is_inference()]
         if self.given is not None:
             self.given.enter([values[:count] for values in entered])
+            self.theirs = {*self.theirs, *self.given.ids}
         arguments = [
             (list(values[:positional]), dict(zip(names[positional:], values[positional:count], strict=True)))
             for values in entered
@@ -92,8 +96,11 @@ class Crossing:
                 self.streams,
                 self.sizes,
                 [way.inner for way in ways],
+                self.theirs,
             )
         )
+        for outcome in outcomes:
+            self._give_back(outcome, names, [values[:count] for values in entered])
         self.hooks = range(first, RemovableHandle.next_id)
         for replica, outcome in zip(self.replicas, outcomes, strict=True):
             outcome.output = _own_tensors(outcome.output, replica.tensors.sources)
@@ -105,6 +112,16 @@ class Crossing:
         elif grad:
             self._join(ways, outcomes)
         return outcomes
+
+    def _give_back(self, outcome: Outcome, names: Sequence[str], entered: Sequence[Sequence[Any]]) -> None:
+        """Do to the caller's own objects what a replica of another process did to its copies of them."""
+        for held, now in outcome.given:
+            holders = [one for values in entered for one in handed(names, values) if one.container is held.container]
+            whole = self.given is not None and self.given.holds(held.container)
+            if (whole or len(holders) > 1) and not is_read_only(held, now):
+                refuse_change((names[held.path[0]], *held.path[1:]))
+        for held, now in outcome.given:
+            put(held.container, now)
 
     def _parts(self) -> list[list[Any]]:
         """Each replica's part of carried state, on its device."""

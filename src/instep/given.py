@@ -70,17 +70,20 @@ class Given:
         known = {id(held) for _, held, _, _ in self._others}
         self._others += [other for leaf in leaves for other in _others(*leaf) if id(other[1]) not in known]
 
+    @property
+    def ids(self) -> list[int]:
+        """The ids of what holds the entries or attributes of what is given."""
+        return [id(held) for _, held, _, _ in self._others]
+
+    def holds(self, container: Any) -> bool:
+        """Whether a container is one that is given."""
+        return any(held is container for _, held, _, _ in self._others)
+
     def check(self) -> None:
         """`StructureError` if a replica wrote to what all of them hold; it is as it was then."""
         written = self.put_back()
         if written is not None:
-            path, name = show_path(written), written[-1]
-            raise StructureError(
-                f"forward changes the argument {path!r}, which every replica is given whole: each would change it once "
-                f"more.\n"
-                f"Change it outside forward, or let forward work on a copy: {name} = copy.copy({name}), or "
-                f"{name} = {name} + 1 in place of {name} += 1."
-            )
+            refuse_change(written)
 
     def put_back(self) -> Path | None:
         """The path of the first argument that was changed; whatever was changed is as it was."""
@@ -99,6 +102,17 @@ class Given:
             if made:
                 held.update(made)
         return written[0] if written else None
+
+
+def refuse_change(path: Path) -> None:
+    """`StructureError` for an argument that several replicas were given, and that one has changed."""
+    name = path[-1]
+    raise StructureError(
+        f"forward changes the argument {show_path(path)!r}, which every replica is given whole: each would change it "
+        f"once more.\n"
+        f"Change it outside forward, or let forward work on a copy: {name} = copy.copy({name}), or "
+        f"{name} = {name} + 1 in place of {name} += 1."
+    )
 
 
 def _kept(role: Role, value: Any, path: Path) -> Iterator[tuple[Path, Any]]:

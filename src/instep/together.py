@@ -25,6 +25,7 @@ from instep.random import RandomState, Streams, Turns, threads_can_draw
 from instep.replicas.ambient import Ambient
 from instep.replicas.carry import ALONE, UNSURE, Slot
 from instep.replicas.crew import Crew
+from instep.replicas.handed import ids_in
 from instep.replicas.rehearse import compare, left_in
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.settle import Settler, refuse_writes
@@ -254,6 +255,8 @@ class Together:
         given = Given(call.plan, call.values) if shared else None
         crossing = Crossing(engine, replicas, runs, ambient, crew.behind, streams, sizes, carried, given)
         crossing.look = self._is_new(call)
+        if engine.far and len(replicas) > 1:
+            crossing.theirs = ids_in(call.values)
         try:
             outcomes = crossing.run(shards, call.positional, call.plan.names)
         except BaseException as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,6 +32,8 @@ class Job:
     """The samples of each replica's shard."""
     inputs: Sequence[Sequence[Tensor]] = ()
     """Of each replica's arguments, the tensors that a gradient is wanted for."""
+    theirs: Collection[int] = ()
+    """The ids of what the caller's arguments hold and replicas may change in place, tensors apart."""
     room: Any = None
     """Where the replicas meet in the middle of the call; the engine provides it."""
 
@@ -51,6 +53,8 @@ class Engine(Protocol):
     joint: bool
     in_turn: bool
     """Whether replicas always run one after another."""
+    far: bool
+    """Whether replicas live in other processes, with copies of their arguments."""
 
     def kinds(self) -> Sequence[type[Replica]]:
         """What each replica is in this process; nothing for the usual."""

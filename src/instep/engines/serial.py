@@ -24,6 +24,7 @@ class SerialEngine:
 
     name = "serial"
     joint = True
+    far = False
     in_turn = True
 
     def kinds(self) -> Sequence[type[Replica]]:

@@ -50,7 +50,7 @@ class SideBySide:
 
     name = ""
     joint = False
-    in_turn = False
+    in_turn = far = False
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)

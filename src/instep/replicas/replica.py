@@ -19,6 +19,7 @@ from instep.replicas.carry import Slot
 from instep.replicas.clone import Cloner
 from instep.replicas.contents import Contents, contents_of, put
 from instep.replicas.equal import equal_tensors
+from instep.replicas.handed import Handed
 from instep.replicas.tensors import Tensors, Way, shared_storages
 from instep.replicas.watch import MISSING, NOTHING, Changes, Set, Watch
 from instep.structure.tree import map_tensors, tensors_in
@@ -254,6 +255,8 @@ class Outcome:
     """Trainable tensors of the source that a replica of another process wrote to, in memory of its own."""
     parted: Sequence[str] = ()
     """Places of containers that a replica of another process changed, and that each needs for itself."""
+    given: Sequence[tuple[Handed, Contents]] = ()
+    """What a replica of another process changed inside of its arguments, and what it holds there now."""
     remote: Any = None
     """For a replica of another process: what its backward is asked for by."""
     seat: Any = None

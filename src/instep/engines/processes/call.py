@@ -56,6 +56,8 @@ class Call:
     """By the id of a tensor of the source: its value before it was written."""
     exact: bool = True
     """Whether the module's state before the call can be had back."""
+    spoilt: bool = False
+    """Whether `forward` changed its arguments: they are no longer what it was given."""
 
     def __post_init__(self) -> None:
         weakref.finalize(self, self.desk.gone.append, ("call", self.number))
@@ -86,11 +88,12 @@ class Call:
 
     def again(self, desk: Desk) -> None:
         """Run the forward again on a worker that does not have its graph."""
-        _, sources = self.written()
+        given, sources = self.written()
         look = self.look()
         self.remember(STRUCTURE if look is None else look())
-        if sources or not self.exact or not self._same_structure():
-            what = "weights" if sources else "module"
+        spoilt = self.spoilt or bool(given)
+        if spoilt or sources or not self.exact or not self._same_structure():
+            what = "weights" if sources else "arguments" if spoilt else "module"
             raise WorkerFailure(
                 f"the worker of {self.name} died between a forward and its backward, and the {what} changed since, so "
                 f"that its part cannot be run again exactly.\n"

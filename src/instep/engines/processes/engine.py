@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from instep.engines.processes.call import Call, remember_values
 from instep.engines.processes.desk import Desk, Met, Stuck, Told, calls
 from instep.engines.processes.estate import move_in
 from instep.engines.processes.freight import CannotCross
-from instep.engines.processes.hands import Hands, Worker, flush_output
+from instep.engines.processes.hands import Hands, Late, Worker, flush_output
 from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Rebuild, Tag, as_sent
@@ -30,7 +30,8 @@ from instep.engines.protocol import Job, perform
 from instep.engines.side_by_side import Part, SideBySide
 from instep.errors import EngineError, WorkerFailure
 from instep.replicas.ambient import Ambient
-from instep.replicas.contents import Contents, contents_of, put
+from instep.replicas.contents import contents_of, put
+from instep.replicas.handed import from_places, handed_to
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.watch import MISSING, STRUCTURE, Changes, Inside, Set
 
@@ -46,6 +47,7 @@ class ProcessesEngine(SideBySide):
     """Runs the first replica here and each other one in a worker process."""
 
     name = "processes"
+    far = True
 
     def __init__(self, devices: Sequence[torch.device], *, restarts: int = 3, timeout: float = 600.0) -> None:
         if any(device.type != "cpu" for device in devices):
@@ -66,32 +68,34 @@ class ProcessesEngine(SideBySide):
     def _with_worker(self, index: int, ask: Callable[[Desk], T]) -> T:
         """Ask a replica's worker for something; if it dies over it, its successor is asked."""
         while True:
-            worker = self._hands.get(index)
-            desk = _desk(worker)
-            desk.timeout = self.timeout
+            worker: Worker | None = None
             try:
+                worker = self._hands.get(index)
+                desk = _desk(worker)
+                desk.timeout = self.timeout
                 with desk.busy:  # a call that the caller gave up is still answered, and then comes the next
                     return ask(desk)
             except Gone as gone:
-                self._replace(index, worker, gone)
-            except Stuck:
-                self._hands.replace(index)
+                self._bury(index, worker, gone)
+            except (Stuck, Late):
+                self._hands.end(index)
                 raise
             finally:
                 flush_output()
 
-    def _replace(self, index: int, worker: Worker, gone: Gone) -> None:
-        """A new worker for one that died, unless too many did lately."""
-        why, now = worker.death(), time.monotonic()
+    def _bury(self, index: int, worker: Worker | None, gone: Gone) -> None:
+        """Count a worker that died, in a call or as it came up, so that there may be a new one."""
+        why = str(gone) if worker is None else f"the worker of {worker.name} ended: {worker.death()}"
+        self._hands.end(index)
+        now = time.monotonic()
         self._deaths = [*(then for then in self._deaths if now - then < WINDOW), now]
         if len(self._deaths) > self.restarts:
             self._deaths = []
             raise WorkerFailure(
-                f"the worker of {worker.name} ended: {why}\n"
+                f"{why}\n"
                 f"That was death number {self.restarts + 1} within {WINDOW:.0f} seconds, so the step is not tried "
                 f"again. The module is as it was before the call."
             ) from gone
-        self._hands.replace(index)
 
     def perform(self, job: Job, index: int) -> Outcome:
         if not isinstance(job.replicas[index], Shadow):
@@ -129,6 +133,8 @@ class ProcessesEngine(SideBySide):
             lent,
             {},
         )
+        mine = handed_to(args, kwargs, job.theirs)
+        run.given = [held.steps for held in mine]
         number, met = next(calls), Met(job.room)
 
         def ask(desk: Desk) -> tuple[Desk, Told, list[Tensor], Message]:
@@ -154,11 +160,13 @@ class ProcessesEngine(SideBySide):
         for i, value in ran.arguments.items():
             arguments[i].data.copy_(value)
         outcome = _outcome(shadow, told, ran)
+        outcome.given = [(mine[n], from_places(contents_of(mine[n].container), *news)) for n, *news in ran.given]
         needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
         if job.ambient.grad and needing:
             inputs = _numbers(job.inputs[index], arguments)
             made_by = shadow.name, shadow.recipe, shadow.source_modules, shadow.look
             outcome.remote = Call(number, desk, told, *made_by, run, met, arguments, needing, inputs)
+            outcome.remote.spoilt = bool(ran.arguments or ran.given)
         remember_values(shadow.source_modules[0], [told.table[number] for number in ran.written])
         return outcome
 
@@ -243,14 +251,6 @@ def _numbers(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int
     return [places[id(tensor)] for tensor in tensors]
 
 
-ATOMS = (str, bytes, int, float, bool, type(None))
-
-
-def _own(item: Any, own: Mapping[Any, Any]) -> Any:
-    """The very object that is here already, for one of those that nobody tells apart but by identity."""
-    return own.get((type(item), item), item) if isinstance(item, ATOMS) else item
-
-
 def _rebuild(arguments: Sequence[Tensor], counterparts: Sequence[Tensor]) -> Rebuild:
     """The tensors of an answer: arguments and tensors of the module as they are here, the others as they were sent."""
 
@@ -295,8 +295,7 @@ def _outcome(shadow: Shadow, told: Told, ran: Ran) -> Outcome:
     for place, keys, items in ran.contents:
         container = made[place]
         before = contents_of(container)
-        own = {(type(item), item): item for item in before.items if isinstance(item, ATOMS)}
-        after = Contents(keys, tuple(before.items[old] if old >= 0 else _own(item, own) for old, item in items))
+        after = from_places(before, keys, items)
         if len(after.items) != len(before.items) or not all(map(is_, after.items, before.items)) or keys != before.keys:
             contents.append(Inside(container, before, after))
             put(container, after)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,12 @@ from instep.errors import EngineError
 from instep.modes import inference
 from instep.random import Held
 from instep.replicas.crew import Crew
+from instep.replicas.equal import equal_tensors
+from instep.replicas.handed import by_place
 from instep.replicas.replica import Outcome, Replica
+
+LOOKS = 3
+"""The calls of a method in which writes are looked for that no version tells of."""
 
 
 class Mirror:
@@ -31,6 +36,8 @@ class Mirror:
         pairs = zip(table.blocks, fds, strict=False)  # one more is for the gradients
         self._blocks = {number: SharedMemory.attach(fd, nbytes, writable=False) for (number, nbytes), fd in pairs}
         self._storages: dict[tuple[int, int], Tensor] = {}
+        self._looks: dict[str, int] = {}
+        """By the name of a method: in how many calls nothing was written to an argument unseen."""
         self.tensors = [self._rebuild(entry, table.sent) for entry in table.entries]
         self._slots: dict[int, Tensor] = {}
         nbytes, offsets = table.slots
@@ -91,6 +98,28 @@ class Mirror:
             replica.lend(slots, [part for _, _, part in run.lent])
         return replica
 
+    def note_arguments(self, method: str, tensors: Sequence[Tensor]) -> Callable[[], dict[int, Tensor]]:
+        """What says, when the call is over, which arguments were written to: their values now, by their numbers.
+
+        Writes through `.data` move no version. They are looked for in the first calls of a method, and as long as there
+        are any.
+        """
+        versions = [tensor._version for tensor in tensors]
+        before = [tensor.detach().clone() for tensor in tensors] if self._looks.get(method, 0) < LOOKS else None
+
+        def written() -> dict[int, Tensor]:
+            moved = {
+                i: t.detach() for i, (t, then) in enumerate(zip(tensors, versions, strict=True)) if t._version != then
+            }
+            if before is not None:
+                pairs = enumerate(zip(tensors, before, strict=True))
+                hidden = {i: t.detach() for i, (t, then) in pairs if i not in moved and not equal_tensors(t, then)}
+                self._looks[method] = 0 if hidden else self._looks.get(method, 0) + 1
+                moved |= hidden
+            return moved
+
+        return written
+
     def generators(self, run: Run) -> Held:
         """The generators that the module holds, each with what the replica has in its place, as they are now."""
         held = self.crew.replicas[0].cloner.generators
@@ -124,7 +153,7 @@ class Mirror:
         ran.sets = [(change.module, change.name, change.new, change.buffer) for change in outcome.changes.attributes]
         places = {id(made): crew.shelf.places.get(id(source)) for source, _, made in replica.cloner.containers}
         for inside in outcome.changes.contents:
-            items = list(_by_place(inside.before.items, inside.after.items))
+            items = list(by_place(inside.before.items, inside.after.items))
             ran.contents.append((str(places[id(inside.container)]), inside.after.keys, items))
         ran.written = {numbers[id(source)]: copy.detach().clone() for source, copy in outcome.written}
         ran.apart = {numbers[id(s)]: made.detach() for s, made in replica.trainable if id(s) in crew.apart}
@@ -145,18 +174,6 @@ class Mirror:
                 slot.copy_(gradient)
                 filled.append(number)
         return filled, others
-
-
-def _by_place(before: Sequence[Any], after: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-    """Each item by its place before, in rising order as far as may be; -1 and the item itself for a new one."""
-    places: dict[int, list[int]] = {}
-    for number, item in enumerate(before):
-        places.setdefault(id(item), []).append(number)
-    last = -1
-    for item in after:
-        known = places.get(id(item), [])
-        last = next((number for number in known if number > last), known[0] if known else last)
-        yield (last, None) if known else (-1, item)
 
 
 def slot_of(memory: SharedMemory, offset: int, tensor: Tensor) -> Tensor:

@@ -113,13 +113,15 @@ class Run:
     lent: list[tuple[int, str, Any]]
     fresh: dict[int, Tensor]
     """Values of tensors of the table that lie in no common memory."""
+    given: list[tuple[int, ...]] = field(default_factory=list)
+    """The ways to what lies among the arguments and is the caller's own, to be looked at for changes."""
 
 
 @dataclass
 class Ran:
     """What one replica's part of a forward came to."""
 
-    PATHS: ClassVar = {"output": "the output of forward"}
+    PATHS: ClassVar = {"output": "the output of forward", "given": "what forward put into an argument"}
 
     output: Any = None
     structure: bool = False
@@ -133,6 +135,8 @@ class Ran:
     """Values of weights that the worker has for itself because `forward` rewrites them."""
     arguments: dict[int, Tensor] = field(default_factory=dict)
     """Values of arguments that were written in place, by their numbers."""
+    given: list[tuple[int, tuple[Any, ...], list[tuple[int, Any]]]] = field(default_factory=list)
+    """What was changed inside the arguments: the number of the way, the keys, and each item as in `contents`."""
     drawn: bool = False
     drawn_held: list[int] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)

@@ -14,7 +14,7 @@ from torch import Tensor
 from instep.bridge import Side, enter, take
 from instep.engines.pool import as_replica
 from instep.engines.processes import orders
-from instep.engines.processes.freight import pack_error
+from instep.engines.processes.freight import CannotCross, pack_error
 from instep.engines.processes.mirror import Mirror
 from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Tag, Talk, as_sent, by_value
@@ -24,6 +24,7 @@ from instep.engines.side_by_side import in_room
 from instep.errors import EngineError
 from instep.random import RandomState, Streams, threads_can_draw
 from instep.replicas.ambient import Ambient, Autocast
+from instep.replicas.handed import Noted, by_place
 from instep.replicas.replica import Outcome
 from instep.structure.tree import tensors_in
 
@@ -163,7 +164,8 @@ class Worker:
         state = RandomState([mirror.device] * run.count)
         state.host.fix(run.seed)
         streams = Streams(state, [held] * run.count, own=threads_can_draw(), in_turn=False)
-        versions = [tensor._version for tensor in arguments]
+        written = mirror.note_arguments(run.method, arguments)
+        noted = Noted([*run.args, *run.kwargs.values()], run.given)
         job = Job(
             [replica] * run.count,
             [(run.args, run.kwargs)] * run.count,
@@ -181,9 +183,11 @@ class Worker:
             mirror.crew.restore()
             raise outcome.error
         ran = self._report(mirror, outcome)
-        ran.arguments = {
-            i: t.detach() for i, (t, before) in enumerate(zip(arguments, versions, strict=True)) if t._version != before
-        }
+        ran.arguments = written()
+        ran.given = [
+            (number, now.keys, list(by_place(before.items, now.items))) for number, before, now in noted.changes()
+        ]
+        _refuse_graphs(ran)
         streams.settle()
         ran.drawn = state.host.drawn or not torch.equal(torch.default_generator.get_state(), default)
         ran.drawn_held = [i for i, (source, _) in enumerate(held) if state.add(source).drawn]
@@ -270,6 +274,16 @@ class Worker:
         if self._threads != around.threads:
             torch.set_num_threads(around.threads)
             self._threads = around.threads
+
+
+def _refuse_graphs(ran: Ran) -> None:
+    """What is put into an argument goes back by value: a gradient would not find the way."""
+    new = [item for _, _, items in ran.given for _, item in items]
+    if any(tensor.requires_grad for tensor in tensors_in(new)):
+        raise CannotCross(
+            "forward puts a tensor that needs a gradient into an argument, in a worker process, from where its graph "
+            "does not come back.\nReturn it from forward, put in tensor.detach(), or write engine='threads'."
+        )
 
 
 def _checked(run: Any) -> Run:
