@@ -19,7 +19,7 @@ from torch import Tensor
 
 from instep.errors import StructureError
 from instep.replicas.clone import OPAQUE
-from instep.replicas.contents import Contents, contents_of, holds_still, put
+from instep.replicas.contents import Contents, contents_of, holder_of, holds_still, put
 from instep.replicas.equal import equal_tensors
 from instep.structure.marks import Whole
 from instep.structure.plan import SplitPlan
@@ -95,12 +95,13 @@ class Given:
                 with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
                     tensor.data.copy_(then)
         for path, held, contents, lazy in self._others:
-            made = {key: held.pop(key) for key in lazy if key in held and key not in contents.keys}
+            table = held if isinstance(held, dict) else getattr(held, "__dict__", {})
+            made = {key: table.pop(key) for key in lazy if key in table and key not in contents.keys}
             if not holds_still(held, contents):
                 written.append(path)
                 put(held, contents)
             if made:
-                held.update(made)
+                table.update(made)
         return written[0] if written else None
 
 
@@ -149,8 +150,8 @@ def _containers(leaf: Any) -> Iterator[Any]:
             yield leaf
     elif isinstance(leaf, (dict, list, set, deque)):
         yield leaf
-    elif isinstance(getattr(leaf, "__dict__", None), dict):
-        yield leaf.__dict__
+    elif (holder := holder_of(leaf)) is not None:
+        yield holder
 
 
 def _lazy(leaf: Any) -> list[str]:
