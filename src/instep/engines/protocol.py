@@ -34,6 +34,8 @@ class Job:
     """Of each replica's arguments, the tensors that a gradient is wanted for."""
     room: Any = None
     """Where the replicas meet in the middle of the call; the engine provides it."""
+    passage: Any = None
+    """How tensors of the caller's accelerator leave for other processes; the engine that has such provides it."""
 
     def seat(self, index: int) -> Seat | None:
         """One replica's place in the meeting."""
@@ -51,6 +53,8 @@ class Engine(Protocol):
     joint: bool
     in_turn: bool
     """Whether replicas always run one after another."""
+    apart: bool
+    """Whether each replica draws random numbers in a process of its own."""
 
     def kinds(self) -> Sequence[type[Replica]]:
         """What each replica is in this process; nothing for the usual."""

@@ -25,6 +25,7 @@ class SerialEngine:
     name = "serial"
     joint = True
     in_turn = True
+    apart = False
 
     def kinds(self) -> Sequence[type[Replica]]:
         return ()
