@@ -70,7 +70,7 @@ class Together:
     def run(self, call: Call) -> Any:
         """What one device would have given; a call that fails leaves everything as it was."""
         self.engine.wait()
-        random, before = RandomState(self.devices), Bearings()
+        random, before = RandomState(self.devices, apart=self.engine.far), Bearings()
         try:
             result = self._once(call, random)
             self.crew.done()
@@ -297,10 +297,14 @@ class Together:
         """Each replica's shards on its device; leaves that are there already are not touched."""
         rules = self.options.place
         keep = stays_on_host(shards[0]) if any(d.type != "cpu" for d in self.devices) else False
-        return [
-            [place(value, (name,), device, keep, rules) for name, value in zip(plan.names, values, strict=True)]
-            for values, device in zip(shards, self.devices, strict=False)
-        ]
+        placed = []
+        for values, replica in zip(shards, self.crew.replicas, strict=False):
+            if replica.takes_from_host(keep or bool(rules)):
+                placed.append(values)
+                continue
+            named = zip(plan.names, values, strict=True)
+            placed.append([place(value, (name,), replica.device, keep, rules) for name, value in named])
+        return placed
 
     def _streams(self, random: RandomState, replicas: Sequence[Replica], again: bool) -> Streams:
         """Where the replicas draw from in a call, or in one that is run `again` for drawing from one generator."""

@@ -141,9 +141,17 @@ class Lease:
         return thread
 
     def run(
-        self, tasks: Sequence[Callable[[], T]], *, stop: Callable[[], object] | None = None, patience: float = inf
+        self,
+        tasks: Sequence[Callable[[], T]],
+        *,
+        stop: Callable[[], object] | None = None,
+        patience: float = inf,
+        here: bool = False,
     ) -> list[T]:
         """The results of one task a thread, in order; the first error that a task raised is raised.
+
+        With `here` the first task runs in this thread: nobody else may start a backward for the device that the engine
+        of autograd has given this thread to.
 
         After an interruption of the caller no other task begins, and `stop` tells those that have not to wait for each
         other. It is raised when none runs any longer, or after so many seconds; a second one at once.
@@ -158,9 +166,11 @@ class Lease:
         try:
             with _lock:  # calls of several wrappers reach every thread in the same order
                 self._revive()
-                for thread, part in zip(self._threads, parts, strict=False):
+                for thread, part in list(zip(self._threads, parts, strict=False))[int(here) :]:
                     thread.inbox.put(part)
             _end_dropped()
+            if here:
+                parts[0].do_here()
             return done.collect(partial(_begin_elsewhere, parts))
         except BaseException:
             if not done.complete():
@@ -329,6 +339,18 @@ class _Task:
             return self.waiting.pop()  # only one thread can
         except IndexError:
             return None
+
+    def do_here(self) -> None:
+        """Do it in the caller's thread, with the caller's share of the cores; an interruption is the caller's own."""
+        task = self._claim()
+        if task is None:
+            return
+        try:
+            self.done.put(self.index, task(), None)
+        except BaseException as error:
+            self.done.put(self.index, None, error)
+            if not isinstance(error, Exception):
+                raise
 
     def __call__(self) -> None:
         task = self._claim()

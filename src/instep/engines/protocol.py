@@ -36,6 +36,8 @@ class Job:
     """The ids of what the caller's arguments hold and replicas may change in place, tensors apart."""
     room: Any = None
     """Where the replicas meet in the middle of the call; the engine provides it."""
+    passage: Any = None
+    """How tensors of the caller's accelerator leave for other processes; the engine that has such provides it."""
 
     def seat(self, index: int) -> Seat | None:
         """One replica's place in the meeting."""

@@ -77,7 +77,8 @@ class SideBySide:
 
     def forward(self, job: Job) -> list[Outcome]:
         names, streams = [replica.name for replica in job.replicas], job.streams
-        job.room = Room(names, FORWARD, joint=not self._on_host, in_turn=streams.in_turn, step_aside=streams.step_aside)
+        joint = not self._on_host and not self.far
+        job.room = Room(names, FORWARD, joint=joint, in_turn=streams.in_turn, step_aside=streams.step_aside)
         tasks = [partial(self.perform, job, index) for index in range(len(job.replicas))]
         try:
             outcomes = self.lease.run(tasks, stop=job.room.abort, patience=_ENDS_SOON)
@@ -119,7 +120,7 @@ class SideBySide:
     def _run_backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> None:
         pairs = [live(side, grads) for side, grads in zip(span.sides, gradients, strict=True)]
         span.streams.renew()
-        if self._on_host:  # autograd runs a CPU graph in the thread that asks for it
+        if self._on_host or self.far:  # autograd runs a CPU graph in the thread that asks for it
             needed = _add_tokens(span.sides, pairs, keep)
             nested = inside_replica()  # the replicas' threads may be waiting for this one
             names, in_turn = [side.name for side in span.sides], span.streams.in_turn or nested
@@ -130,7 +131,7 @@ class SideBySide:
             if nested:
                 run_here(tasks, room, stop=lambda _: False)
             else:
-                self.lease.run(tasks, stop=room.abort)
+                self.lease.run(tasks, stop=room.abort, here=not self._on_host)
         else:  # autograd's own device threads run the replicas at the same time
             outputs = [output for outs, _ in pairs for output in outs]
             arrived = [grad for _, grads in pairs for grad in grads]
@@ -139,7 +140,8 @@ class SideBySide:
 
     def differentiate(self, part: Part) -> None:
         """One replica's part of a backward, in its thread: gradients are left on its leaves and inputs."""
-        side, around = part.span.sides[part.index], part.span.streams.backward(part.index)
+        side, streams = part.span.sides[part.index], part.span.streams
+        around = streams.backward(part.index) if self._on_host else streams.joint_backward(part.index)
         in_room(part.room, part.index, side, part.outputs, part.gradients, part.keep, around)
 
     def _sum(self, columns: Sequence[Gradients]) -> Gradients:

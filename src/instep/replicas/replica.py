@@ -35,6 +35,8 @@ class Replica:
     """The module on one device, with its own tensors; everything else is the source's own objects."""
 
     kind_of_tensors = Tensors
+    stands_in = False
+    """Whether it stands for a replica of another process, in the source's own memory."""
 
     def __init__(
         self,
@@ -123,6 +125,10 @@ class Replica:
                 gone = self.cloner.refill(inside.container, counterparts[id(inside.container)])
                 self.tensors.drop({id(made) for made in gone if isinstance(made, Tensor)})
         self._watch.renew(changes, *self._loose())
+
+    def takes_from_host(self, chosen: bool) -> bool:  # noqa: ARG002
+        """Whether arguments may be left on the host; not where somebody has `chosen` which of them stay there."""
+        return False
 
     def edited(self) -> None:
         """Something was changed inside an object that the replica shares with the source."""

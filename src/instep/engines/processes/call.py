@@ -104,6 +104,7 @@ class Call:
             told = desk.tell(shadow)
         state = {told.numbers[key]: value for key, value in self.values.items() if key in told.numbers}
         run = self.run
+        told.renew(self, follow=True)
         run.number, run.follow, run.fresh = shadow.number, True, told.fresh() | state
         desk.run(self.number, run, self.met)
         self.desk, self.told = desk, told

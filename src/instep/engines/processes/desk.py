@@ -19,16 +19,22 @@ from torch import Tensor
 
 from instep.engines.processes import orders
 from instep.engines.processes.arena import SharedMemory
-from instep.engines.processes.estate import layout, locate
+from instep.engines.processes.berth import berth
+from instep.engines.processes.bulk import fetch
+from instep.engines.processes.driver import DeviceMemory
+from instep.engines.processes.entries import Entries
+from instep.engines.processes.estate import layout
 from instep.engines.processes.freight import Parcel, unpack_error
 from instep.engines.processes.hands import Worker
+from instep.engines.processes.image import Image
 from instep.engines.processes.mirror import slot_of
-from instep.engines.processes.orders import Back, Entry, NewModule, Run, Spot, Table, WentBack
+from instep.engines.processes.orders import Back, NewModule, Run, Table, WentBack
 from instep.engines.processes.shadow import Shadow
+from instep.engines.processes.shore import Passage
 from instep.engines.processes.talk import SOURCE, Tag, Talk, by_value
 from instep.engines.processes.wire import Gone, Message
 from instep.errors import EngineError, WorkerFailure
-from instep.meeting import Meeting
+from instep.meeting import Meeting, without_streams
 
 calls = itertools.count(1)
 
@@ -50,8 +56,15 @@ class Told:
     """By number: where the worker leaves the tensor's gradient."""
     loose: list[int]
     """The numbers of tensors that lie in no common memory."""
+    memory: SharedMemory | DeviceMemory
+    """Where the slots are."""
+    offsets: dict[int, int]
+    """By number: where in it."""
+    image: Image | None
+    """Where the worker finds the values of tensors that it cannot reach."""
 
     def __post_init__(self) -> None:
+        self.new = True
         self.numbers = {id(tensor): number for number, tensor in enumerate(self.table)}
         self._marks = _marks(self.table)
         self._dense = [t for t in self.table if t.layout is torch.strided and not t.is_nested]
@@ -62,6 +75,23 @@ class Told:
         if list(map(_pointer, self._dense)) != self._pointers:
             return True
         return any(tensor.__dict__ for tensor in self.table) and self._marks != _marks(self.table)
+
+    def renew(self, call: object, follow: bool) -> None:
+        """Let the worker find the values that tensors have now, in this call; where it need not, only at first."""
+        if self.image is not None and (follow or self.new):
+            self.image.renew(call)
+        self.new = False
+
+    def gradients(self, numbers: Sequence[int]) -> dict[int, Tensor]:
+        """What the worker has left in the slots of these tensors, on the device of the tensors."""
+        memory = self.memory
+        far = [n for n in numbers if self.slots[n].device != self.table[n].device]
+        near = {n: self.slots[n] for n in numbers if self.slots[n].device == self.table[n].device}
+        if not far:
+            return near
+        assert isinstance(memory, SharedMemory)
+        brought = fetch(memory, [(self.offsets[n], self.slots[n]) for n in far], self.table[far[0]].device)
+        return near | dict(zip(far, brought, strict=True))
 
     def fresh(self) -> dict[int, Tensor]:
         """The values of the tensors that lie in no common memory."""
@@ -79,8 +109,9 @@ def _marks(tensors: Sequence[Tensor]) -> list[dict[str, int]]:
 class Met:
     """What one replica met the others for in a call, and what came of it: a worker that begins again is told that."""
 
-    def __init__(self, room: Meeting) -> None:
+    def __init__(self, room: Meeting, passage: Passage) -> None:
         self._room: Meeting | None = room
+        self._passage = passage
         self._answers: list[Any] = []
         self._told = 0
 
@@ -100,7 +131,8 @@ class Met:
             answer = None, EngineError(f"a forward that was run again came to {label}, where it had not been before.")
         else:
             try:
-                answer = self._room.exchange(index, label, payload), None
+                answer = list(map(without_streams, self._room.exchange(index, label, payload))), None
+                self._passage.catch_up()
             except Exception as error:
                 answer = None, error
             self._answers.append(answer)
@@ -148,10 +180,19 @@ class Desk:
         self.worker = worker
         self.talk = Talk(worker.line, home=True)
         self.busy = threading.RLock()
+        self._settled = False
         self.timeout = math.inf
         """Seconds without a word from the worker, after which it is given up."""
         self.gone: deque[tuple[str, int]] = deque()
         """Calls and stand-ins that nobody needs any longer; finalizers only put them here."""
+
+    def settle(self, device: torch.device) -> None:
+        """Have the worker take its device, the first time that it is asked for something."""
+        if device.type != "cpu" and not self._settled:
+            number = next(calls)
+            self.talk.say(orders.DEVICE, number, berth(device))
+            self.talk.take(self._answer(number, None))
+            self._settled = True
 
     def tell(self, shadow: Shadow) -> Told:
         """Tell the worker what it does not know yet of a module."""
@@ -182,7 +223,7 @@ class Desk:
     def _tell_module(self, shadow: Shadow) -> Told:
         pairs = [*shadow.tensors.trainable, *shadow.tensors.state]
         tensors = [source for source, _ in pairs]
-        listed = _Entries(tensors)
+        listed = Entries(tensors, shadow)
         blocks = listed.blocks
         wanted = [number for number, tensor in enumerate(tensors) if tensor.requires_grad and tensor.numel()]
         offsets, total = layout([tensors[n].numel() * tensors[n].element_size() for n in wanted])
@@ -190,7 +231,8 @@ class Desk:
             shadow.slots = SharedMemory.create(total, "the memory for the gradients of a replica")
         places = list(zip(wanted, offsets, strict=True))
         known_blocks = [(number, memory.nbytes) for number, memory in blocks.items()]
-        order: Any = Table(shadow.number, listed.entries, listed.sent, known_blocks, (total, places))
+        order: Any = Table(shadow.number, shadow.place, listed.entries, listed.sent, known_blocks, (total, places))
+        assert isinstance(shadow.slots, SharedMemory)
         fds = [*(memory.fd for memory in blocks.values()), shadow.slots.fd]
         self.talk.say(orders.TABLE, shadow.number, order, fds=fds)
         known = {id(tensor): number for number, tensor in enumerate(tensors)}
@@ -199,11 +241,12 @@ class Desk:
             return (SOURCE, known[id(tensor)]) if id(tensor) in known else by_value(tensor.detach())
 
         source, _ = shadow.cloner.modules[0]
-        order = NewModule(shadow.number, source, shadow.device, shadow.synchronised, shadow.owned)
+        order = NewModule(shadow.number, source, shadow.home, shadow.synchronised, shadow.owned)
         self.talk.say(orders.MODULE, shadow.number, order, describe, what="the module")
         slots = {number: slot_of(shadow.slots, offset, tensors[number]) for number, offset in places}
         table = [source if source.is_leaf else made for source, made in pairs]  # graphs lead to earlier calls
-        return Told(table, [made for _, made in pairs], slots, listed.loose)
+        made = [made for _, made in pairs]
+        return Told(table, made, slots, listed.loose, shadow.slots, dict(places), listed.image)
 
     def run(self, call: int, run: Run, met: Met) -> tuple[list[Tensor], Message]:
         """One replica's part of a forward: the tensors of its arguments, as they are numbered, and the answer."""
@@ -217,9 +260,10 @@ class Desk:
         assert isinstance(went, WentBack)
         return went
 
-    def _answer(self, call: int, met: Met) -> Message:
+    def _answer(self, call: int, met: Met | None) -> Message:
         """The answer to a call; until it comes, the worker may ask to meet the other replicas."""
-        met.begin()
+        if met is not None:
+            met.begin()
         wait = Wait(self.worker, self.timeout)
         while True:
             message = self.worker.line.receive(GLANCE)
@@ -229,7 +273,7 @@ class Desk:
             wait = Wait(self.worker, self.timeout)
             if message.call != call:  # of a call that was given up
                 continue
-            if message.kind == orders.MEET:
+            if message.kind == orders.MEET and met is not None:
                 asked, _ = self.talk.take(message)
                 self.talk.say(orders.MET, message.call, met.exchange(*asked))
             elif message.kind == orders.FAILED:
@@ -238,35 +282,3 @@ class Desk:
                 return message
             else:
                 raise EngineError(f"{self.worker.name} answered {message.kind!r} to a call.")
-
-
-class _Entries:
-    """The entries of a table, the memory that they lie in, and what lies in none."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.blocks: dict[int, SharedMemory] = {}
-        self.sent: list[Tensor] = []
-        self.loose: list[int] = []
-        self._storages: dict[int, int] = {}
-        self.entries = [self._entry(number, tensor) for number, tensor in enumerate(tensors)]
-
-    def _entry(self, number: int, tensor: Tensor) -> Entry:
-        dense = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested
-        spot = self._spot(tensor) if dense else None
-        if spot is None or not spot.block:
-            self.loose.append(number)
-        value = tensor.detach() if spot is None else None
-        return Entry(type(tensor), tensor.requires_grad, dict(tensor.__dict__), spot, value)
-
-    def _spot(self, tensor: Tensor) -> Spot:
-        place, storage = locate(tensor), tensor.untyped_storage()
-        if place is None:
-            if storage.data_ptr() not in self._storages or not storage.nbytes():
-                self._storages[storage.data_ptr()] = len(self.sent)
-                self.sent.append(torch.empty(0, dtype=torch.uint8).set_(storage))
-            block, offset = 0, self._storages[storage.data_ptr()]
-        else:
-            self.blocks[place.block.number] = place.block.memory
-            block, offset = place.block.number, place.offset
-        start, size = int(tensor.storage_offset()), tuple(tensor.size())
-        return Spot(block, offset, storage.nbytes(), start, size, tensor.stride(), tensor.dtype)

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from instep.bridge import Gradients
+from instep.bridge import Gradients, Span
+from instep.engines.processes.berth import backends
 from instep.engines.processes.call import Call, remember_values
 from instep.engines.processes.desk import Desk, Met, Stuck, Told, calls
 from instep.engines.processes.estate import move_in
@@ -24,6 +25,7 @@ from instep.engines.processes.freight import CannotCross
 from instep.engines.processes.hands import Hands, Late, Worker, flush_output
 from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.shadow import Shadow
+from instep.engines.processes.shore import Passage
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Rebuild, Tag, as_sent
 from instep.engines.processes.wire import Gone, Message
 from instep.engines.protocol import Job, perform
@@ -50,14 +52,14 @@ class ProcessesEngine(SideBySide):
     far = True
 
     def __init__(self, devices: Sequence[torch.device], *, restarts: int = 3, timeout: float = 600.0) -> None:
-        if any(device.type != "cpu" for device in devices):
-            raise EngineError(
-                "engine='processes' runs replicas on the CPU so far; on accelerators write engine='threads'."
-            )
+        if any(device.type not in ("cpu", "cuda") for device in devices):
+            raise EngineError("engine='processes' runs replicas on the CPU and on CUDA; write engine='threads'.")
         super().__init__(devices)
         self.restarts, self.timeout = restarts, timeout
         self._hands = Hands(devices)
         self._deaths: list[float] = []
+        self._passage: Passage
+        """The one of the backward that runs."""
 
     def settle_in(self, tensors: Iterable[Tensor]) -> None:
         move_in(tensors)
@@ -65,7 +67,7 @@ class ProcessesEngine(SideBySide):
     def kinds(self) -> list[type[Replica]]:
         return [Replica, *[Shadow] * (len(self._devices) - 1)]
 
-    def _with_worker(self, index: int, ask: Callable[[Desk], T]) -> T:
+    def _with_worker(self, index: int, passage: Passage, ask: Callable[[Desk], T]) -> T:
         """Ask a replica's worker for something; if it dies over it, its successor is asked."""
         while True:
             worker: Worker | None = None
@@ -74,6 +76,8 @@ class ProcessesEngine(SideBySide):
                 desk = _desk(worker)
                 desk.timeout = self.timeout
                 with desk.busy:  # a call that the caller gave up is still answered, and then comes the next
+                    desk.settle(self._devices[index])
+                    worker.line.shore = passage.shore()
                     return ask(desk)
             except Gone as gone:
                 self._bury(index, worker, gone)
@@ -97,13 +101,18 @@ class ProcessesEngine(SideBySide):
                 f"again. The module is as it was before the call."
             ) from gone
 
+    def forward(self, job: Job) -> list[Outcome]:
+        job.passage = Passage(self._devices)
+        return super().forward(job)
+
     def perform(self, job: Job, index: int) -> Outcome:
         if not isinstance(job.replicas[index], Shadow):
             return perform(job, index)
         failure: BaseException | None = None
         try:
             job.room.enter(index)
-            return self._ask(job, index)
+            with job.passage.enter():
+                return self._ask(job, index)
         except BaseException as error:
             failure = error
             return Outcome(error=error)
@@ -126,23 +135,26 @@ class ProcessesEngine(SideBySide):
             index,
             list(job.sizes),
             len(job.replicas),
-            _surroundings(job.ambient),
+            _surroundings(job.ambient, shadow.place),
             follow,
+            shadow.fetched,
             streams.state.host.number,
+            streams.state.home.number,
             [source.get_state() for source, _ in held],
             lent,
             {},
         )
         mine = handed_to(args, kwargs, job.theirs)
         run.given = [held.steps for held in mine]
-        number, met = next(calls), Met(job.room)
+        number, met = next(calls), Met(job.room, job.passage)
 
         def ask(desk: Desk) -> tuple[Desk, Told, list[Tensor], Message]:
             told = desk.tell(shadow)
+            told.renew(job.passage, follow)
             run.fresh = told.fresh() if follow else {}
             return desk, told, *desk.run(number, run, met)
 
-        desk, told, arguments, answer = self._with_worker(index, ask)
+        desk, told, arguments, answer = self._with_worker(index, job.passage, ask)
         met.end()
         shadow.stale = shadow.stale or bool(run.lent)  # the worker's replica holds a part, not what the module has
         ran, tensors = desk.talk.take(answer, _rebuild(arguments, told.counterparts))
@@ -155,6 +167,9 @@ class ProcessesEngine(SideBySide):
         if ran.drawn:
             streams.state.host.drawn = True
             streams.state.host.seed(0)
+        if ran.drawn_home:
+            streams.state.home.drawn = True
+            streams.state.home.seed(0)
         for i in ran.drawn_held:
             streams.state.add(held[i][0]).drawn = True
         for i, value in ran.arguments.items():
@@ -177,7 +192,8 @@ class ProcessesEngine(SideBySide):
         failure: BaseException | None = None
         try:
             part.room.enter(part.index)
-            return self._ask_back(call, part)
+            with self._passage.enter():
+                return self._ask_back(call, part)
         except BaseException as error:
             failure = error
             raise
@@ -197,7 +213,7 @@ class ProcessesEngine(SideBySide):
             host.number,
             [],
         )
-        met = Met(part.room)
+        met, passage = Met(part.room, self._passage), self._passage
 
         def ask(desk: Desk) -> WentBack:
             if desk is not call.desk:
@@ -205,16 +221,21 @@ class ProcessesEngine(SideBySide):
             back.wanted = [number for number in map(call.number_of, side.leaves) if number is not None]
             return desk.run_back(call.number, back, met)
 
-        went = self._with_worker(part.index, ask)
+        went = self._with_worker(part.index, passage, ask)
         if went.drawn:
             host.drawn = True
             host.seed(0)
-        slots = call.told.slots
+        slots = call.told.gradients(went.present)
+        passage.hand_over(slots.values())
         for leaf in side.leaves:
-            number = call.number_of(leaf)
-            leaf.grad = slots[number] if number in went.present else went.others.get(-1 if number is None else number)
+            number = -1 if (known := call.number_of(leaf)) is None else known
+            leaf.grad = _near(leaf, slots[number] if number in slots else went.others.get(number))
         for leaf, number in zip(side.inputs, call.inputs, strict=True):
-            leaf.grad = went.inputs.get(number)
+            leaf.grad = _near(leaf, went.inputs.get(number))
+
+    def _run_backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> None:
+        self._passage = Passage(self._devices)
+        super()._run_backward(span, gradients, keep)
 
     def _sum(self, columns: Sequence[Gradients]) -> Gradients:
         """The sum over replicas, in memory of its own: the next backward writes to the workers' slots again."""
@@ -264,7 +285,12 @@ def _rebuild(arguments: Sequence[Tensor], counterparts: Sequence[Tensor]) -> Reb
     return rebuild
 
 
-def _surroundings(ambient: Ambient) -> Surroundings:
+def _near(leaf: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """A gradient on the device of its leaf."""
+    return None if gradient is None else gradient.to(leaf.device)
+
+
+def _surroundings(ambient: Ambient, device: torch.device) -> Surroundings:
     return Surroundings(
         grad=ambient.grad,
         inference=ambient.inference,
@@ -275,6 +301,7 @@ def _surroundings(ambient: Ambient) -> Surroundings:
         deterministic=torch.get_deterministic_debug_mode(),
         precision=torch.get_float32_matmul_precision(),
         threads=torch.get_num_threads(),
+        backends={} if device.type == "cpu" else backends(),
     )
 
 
@@ -287,6 +314,8 @@ def _outcome(shadow: Shadow, told: Told, ran: Ran) -> Outcome:
     modules = shadow.modules
     attributes, contents = [], []
     for index, name, value, buffer in ran.sets:
+        if isinstance(value, torch.device) and value == shadow.place:
+            value = shadow.device
         holder = modules[index]._buffers if buffer else modules[index].__dict__
         attributes.append(Set(index, name, holder.get(name, MISSING), value, buffer))
         holder[name] = value

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from instep.batchnorm import Outfit
 from instep.engines.processes.arena import SharedMemory
-from instep.engines.processes.orders import Entry, NewModule, Ran, Run, Table
+from instep.engines.processes.bulk import Piece, to_device, to_host
+from instep.engines.processes.orders import Entry, NewModule, Ran, Run, Spot, Table
 from instep.engines.processes.talk import SOURCE, Tag, as_sent
 from instep.errors import EngineError
 from instep.modes import inference
@@ -30,38 +31,55 @@ class Mirror:
 
     module: nn.Module
     crew: Crew
-    device: torch.device
 
     def __init__(self, table: Table, fds: Sequence[int]) -> None:
-        pairs = zip(table.blocks, fds, strict=False)  # one more is for the gradients
-        self._blocks = {number: SharedMemory.attach(fd, nbytes, writable=False) for (number, nbytes), fd in pairs}
+        self.device = table.device
+        pulled = {entry.spot.block for entry in table.entries if entry.spot is not None and entry.spot.pull}
+        self._blocks = {}
+        for (number, nbytes), fd in zip(table.blocks, fds, strict=False):  # one more is for the gradients
+            # What is only copied from need not be copied on write, which accelerators do not take well.
+            self._blocks[number] = SharedMemory.attach(fd, nbytes, writable=number in pulled)
         self._storages: dict[tuple[int, int], Tensor] = {}
         self._looks: dict[str, int] = {}
         """By the name of a method: in how many calls nothing was written to an argument unseen."""
+        self._pulls: dict[int, list[Piece]] = {}
+        """By the number of a block: what is copied from it, and to where."""
         self.tensors = [self._rebuild(entry, table.sent) for entry in table.entries]
         self._slots: dict[int, Tensor] = {}
         nbytes, offsets = table.slots
-        memory = SharedMemory.attach(fds[-1], nbytes, writable=True)
+        self._memory = SharedMemory.attach(fds[-1], nbytes, writable=True)
+        self._offsets = dict(offsets)
         for number, offset in offsets:
-            self._slots[number] = slot_of(memory, offset, self.tensors[number])
+            self._slots[number] = slot_of(self._memory, offset, self.tensors[number])
 
     def _rebuild(self, entry: Entry, sent: Sequence[Tensor]) -> Tensor:
         if entry.spot is None:
             assert entry.value is not None
             data = entry.value.detach()
+            data = data.to(self.device) if entry.near else data
         else:
             spot = entry.spot
             key = spot.block, spot.offset
             if key not in self._storages:
-                block = self._blocks.get(spot.block)
-                self._storages[key] = sent[spot.offset] if block is None else block.tensor(spot.offset, spot.nbytes)
+                self._storages[key] = self._storage(spot, sent, entry.near)
             storage = self._storages[key].untyped_storage()
-            data = torch.empty(0, dtype=spot.dtype).set_(storage, spot.start, spot.size, spot.stride)
+            data = torch.empty(0, dtype=spot.dtype, device=self._storages[key].device)
+            data.set_(storage, spot.start, spot.size, spot.stride)
         if issubclass(entry.kind, nn.Parameter):
             data = torch.Tensor._make_subclass(entry.kind, data, entry.requires_grad)
         made: Tensor = data.requires_grad_(entry.requires_grad)
         made.__dict__.update(entry.attributes)
         return made
+
+    def _storage(self, spot: Spot, sent: Sequence[Tensor], near: bool) -> Tensor:
+        block = self._blocks.get(spot.block)
+        if block is None:
+            return sent[spot.offset].to(self.device) if near else sent[spot.offset]
+        if not spot.pull:
+            return block.tensor(spot.offset, spot.nbytes)
+        own = torch.empty(spot.nbytes, dtype=torch.uint8, device=self.device)
+        self._pulls.setdefault(spot.block, []).append(Piece(spot.offset, own))
+        return own
 
     def known(self, tag: Tag, tensor: Tensor | None) -> Tensor:
         """A tensor of a message that may be one of the table."""
@@ -69,9 +87,10 @@ class Mirror:
 
     def settle(self, order: NewModule) -> None:
         """Make the replica of a module."""
-        self.module, self.device = order.module, order.device
+        self.module = order.module
         dress = None if order.synchronised is None else Outfit(order.synchronised)
-        self.crew = Crew(self.module, [self.device], dress=dress)
+        self._pull()
+        self.crew = Crew(self.module, [self.device], dress=dress, home=order.home)
         if order.own:
             self.crew.ready()
             self.crew.part(order.own)
@@ -82,15 +101,22 @@ class Mirror:
         for index, name, value in sets:
             modules[index].__dict__[name] = value
 
+    def _pull(self) -> None:
+        """Copy what lies in common memory to the device."""
+        for number, pieces in self._pulls.items():
+            to_device(self._blocks[number], pieces)
+
     def ready(self, run: Run) -> Replica:
         """The replica, with everything that has changed since."""
+        if run.follow:
+            self._pull()
         with torch.no_grad(), inference(False):
             for number, value in run.fresh.items():
                 tensor = self.tensors[number]
                 if tensor.shape == value.shape:
                     tensor.data.copy_(value)
                 else:
-                    tensor.data = value
+                    tensor.data = value.to(tensor.device)
         replica = self.crew.ready()[0]
         replica.name = f"replica {run.index} on {self.device}"
         if run.lent:
@@ -164,6 +190,7 @@ class Mirror:
         """Put gradients into their slots; says whose lie there, and returns those that have no slot."""
         filled: list[int] = []
         others: dict[int, Tensor] = {}
+        far: list[Piece] = []
         for number, gradient in gradients.items():
             if gradient is None:
                 continue
@@ -171,8 +198,12 @@ class Mirror:
             if slot is None or gradient.layout is not torch.strided or gradient.dtype != slot.dtype:
                 others[number] = gradient
             else:
-                slot.copy_(gradient)
+                if slot.device == gradient.device:
+                    slot.copy_(gradient)
+                else:
+                    far.append(Piece(self._offsets[number], gradient))
                 filled.append(number)
+        to_host(self._memory, far)
         return filled, others
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 TABLE, MODULE, SET, GLOBALS, RELEASE, FORWARD, BACKWARD, MET, STOP = (
     "table", "module", "set", "globals", "release", "forward", "backward", "met", "stop",
 )  # fmt: skip
+DEVICE = "device"
 # From a worker to this process.
 MEET, DONE, FAILED = "meet", "done", "failed"
 
@@ -34,6 +35,8 @@ class Spot:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    pull: bool = False
+    """Whether the worker has a copy on its device, which it brings up to the common memory before each call."""
 
 
 @dataclass
@@ -45,6 +48,19 @@ class Entry:
     attributes: dict[str, Any]
     spot: Spot | None
     value: Tensor | None
+    near: bool
+    """Whether it lies on the device of the source, and belongs on the worker's there."""
+
+
+@dataclass
+class Berth:
+    """A worker's device, as the process that starts it knows it."""
+
+    device: torch.device
+    identity: str
+    """What the driver calls it; empty where it has no name for it."""
+    handle: bytes | None
+    """Of memory on it that the worker tries to open; None where that is of no use."""
 
 
 @dataclass
@@ -52,6 +68,8 @@ class Table:
     """The tensors of a module, which are known by their places in the table from then on."""
 
     number: int
+    device: torch.device
+    """The worker's."""
     entries: list[Entry]
     sent: list[Tensor]
     """Storages that lie in no common memory, as bytes."""
@@ -59,6 +77,10 @@ class Table:
     """The number and the bytes of each block of memory whose descriptor is sent along."""
     slots: tuple[int, list[tuple[int, int]]]
     """The bytes of the memory for gradients, whose descriptor is the last one, and where each tensor's goes."""
+    handles: list[tuple[int, int, bytes]] = field(default_factory=list)
+    """The number, the bytes and the handle of each block of memory on the worker's device."""
+    slots_handle: bytes | None = None
+    """Of the memory for gradients, where that lies on the worker's device: then no descriptor comes for it."""
 
 
 @dataclass
@@ -69,7 +91,8 @@ class NewModule:
 
     number: int
     module: Any
-    device: torch.device
+    home: torch.device
+    """The device of the source."""
     synchronised: bool | None
     """Whether batch normalisation looks at the whole batch; None for no such layers to dress."""
     own: list[str]
@@ -89,6 +112,8 @@ class Surroundings:
     deterministic: int
     precision: str
     threads: int
+    backends: dict[str, Any] = field(default_factory=dict)
+    """Switches of what computes on accelerators, by their names."""
 
 
 @dataclass
@@ -106,8 +131,12 @@ class Run:
     count: int
     around: Surroundings
     follow: bool
+    fetch: bool
+    """Whether arguments lie on the host, from where the worker brings them to its device."""
     seed: int
     """What the streams of the call are seeded by."""
+    home_seed: int
+    """What those of accelerators are seeded by."""
     generators: list[Tensor]
     """The states of the generators that the module holds."""
     lent: list[tuple[int, str, Any]]
@@ -138,6 +167,8 @@ class Ran:
     given: list[tuple[int, tuple[Any, ...], list[tuple[int, Any]]]] = field(default_factory=list)
     """What was changed inside the arguments: the number of the way, the keys, and each item as in `contents`."""
     drawn: bool = False
+    drawn_home: bool = False
+    """Whether numbers were drawn on an accelerator."""
     drawn_held: list[int] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
     """Trainable tensors of the table that `forward` wrote to."""

@@ -65,6 +65,8 @@ class Talk:
         What is unpickled here comes from our own worker or from the process that started it, over a line that nobody
         else can join.
         """
+        if self.line.shore is not None:
+            self.line.shore.check()
         tags, body = pickle.loads(message.body)
         sent = iter(message.tensors)
         tensors = [rebuild(tag, next(sent) if tag[0] == VALUE else None) for tag in tags]

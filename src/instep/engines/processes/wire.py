@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from instep.engines.processes.arena import ALIGNMENT, NOWHERE, Inbox, Outbox, Place, aligned
+from instep.engines.processes.shore import Shore, wait_for
 from instep.errors import EngineError
 
 _MAGIC, _VERSION = b"inst", 1
@@ -56,6 +57,7 @@ _NAMES = (
 _DTYPES: dict[int, torch.dtype] = {n: getattr(torch, name) for n, name in enumerate(_NAMES) if hasattr(torch, name)}
 _NOTHING = memoryview(bytearray())
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_AFAR = 0x80  # in the code of a tensor that lies on an accelerator
 
 
 class Message(NamedTuple):
@@ -136,6 +138,8 @@ class Line:
             self._poll.register(peer, select.POLLIN)
         self.before_send: Callable[[], object] | None = None
         """Called before a message is sent, by whoever sends it."""
+        self.shore: Shore | None = None
+        """Where tensors land that were sent from an accelerator; on the host without one."""
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -185,13 +189,15 @@ class Line:
         used = sum(aligned(nbytes) for _, nbytes in large)
         flags = _ELSEWHERE if payload > FRAME else 0
         place, block = NOWHERE, _NOTHING
+        afar = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
         if used or flags:
-            place, block = self._outbox.reserve(used + (payload if flags else 0))
+            place, block = self._outbox.reserve(used + (payload if flags else 0), afar)
             _pack(block, 0, large, ALIGNMENT)
         page = block[used:] if flags else memoryview(bytearray(payload))
         page[: len(looks)] = looks
         page[len(looks) : len(looks) + len(body)] = body
         _pack(page, text, small, _GRAIN)
+        wait_for(afar)
         frame = [] if flags else [page]
         # Only a frame that says where it lies may bring the ring.
         if place is not NOWHERE and (ring := self._outbox.to_announce()) is not None:
@@ -280,13 +286,17 @@ class Line:
         tensors: list[Tensor] = []
         in_page, in_block = aligned(end, _GRAIN), 0
         page_base, block_base = _address(page), _address(block)
-        for dtype, shape, nbytes in looks:
+        shore = self.shore if any(afar for *_, afar in looks) else None
+        if shore is not None:
+            self._inbox.pin(shore.device)
+        for dtype, shape, nbytes, afar in looks:
             if nbytes <= SMALL:
-                tensors.append(_unpack(page, page_base, in_page, nbytes, dtype, shape))
+                tensors.append(_unpack(page, page_base, in_page, nbytes, dtype, shape, shore if afar else None))
                 in_page += aligned(nbytes, _GRAIN)
             else:
-                tensors.append(_unpack(block, block_base, in_block, nbytes, dtype, shape))
+                tensors.append(_unpack(block, block_base, in_block, nbytes, dtype, shape, shore if afar else None))
                 in_block += aligned(nbytes)
+        wait_for(None if shore is None else shore.device)
         body = bytes(page[header.looks : end])
         if header.used:
             self._inbox.release(header.place)
@@ -323,20 +333,21 @@ def _left(deadline: float | None) -> float | None:
 def _look(tensor: Tensor) -> bytes:
     """What is to be known of a tensor before its data are read."""
     code = _CODES.get(tensor.dtype)
-    if code is None or tensor.layout != torch.strided or tensor.device.type != "cpu":
+    if code is None or tensor.layout != torch.strided or tensor.is_meta:
         raise EngineError(f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be sent as it is.")
     shape = tensor.shape
-    return struct.pack(f"<BB{len(shape)}q", code, len(shape), *shape)
+    return struct.pack(f"<BB{len(shape)}q", code | _AFAR * (tensor.device.type != "cpu"), len(shape), *shape)
 
 
-def _read_looks(data: bytes, count: int) -> list[tuple[torch.dtype, tuple[int, ...], int]]:
+def _read_looks(data: bytes, count: int) -> list[tuple[torch.dtype, tuple[int, ...], int, bool]]:
     looks, at = [], 0
     for _ in range(count):
         code, dim = struct.unpack_from("<BB", data, at)
         shape = struct.unpack_from(f"<{dim}q", data, at + 2)
+        afar, code = bool(code & _AFAR), code & ~_AFAR
         if code not in _DTYPES or any(size < 0 for size in shape):
             raise ValueError("it describes no tensor")
-        looks.append((_DTYPES[code], shape, math.prod(shape, start=_DTYPES[code].itemsize)))
+        looks.append((_DTYPES[code], shape, math.prod(shape, start=_DTYPES[code].itemsize), afar))
         at += 2 + 8 * dim
     if at != len(data):
         raise ValueError("its tensors are not all described")
@@ -347,21 +358,30 @@ def _pack(page: memoryview, offset: int, tensors: Sequence[tuple[Tensor, int]], 
     """Copy tensors into memory, one after the other, whatever their strides and lazy bits."""
     base = _address(page)
     for tensor, nbytes in tensors:
-        plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        here = tensor.device.type == "cpu"
+        plain = here and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         if plain and nbytes <= _ALONE:
             ctypes.memmove(base + offset, tensor.data_ptr(), nbytes)
-        else:
+        elif nbytes:
             with torch.no_grad():
-                _tensor(page, offset, tensor.dtype, tensor.shape).copy_(tensor.detach())
+                _tensor(page, offset, tensor.dtype, tensor.shape).copy_(tensor.detach(), non_blocking=not here)
         offset += aligned(nbytes, alignment)
 
 
 def _unpack(
-    page: memoryview, base: int, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]
+    page: memoryview,
+    base: int,
+    offset: int,
+    nbytes: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    shore: Shore | None,
 ) -> Tensor:
     if offset + nbytes > len(page):
         raise ValueError("its tensors are longer than it is")
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    if shore is not None and nbytes:
+        return shore.land(_tensor(page, offset, dtype, shape))
+    tensor = torch.empty(shape, dtype=dtype, device="cpu" if shore is None else shore.device)
     if nbytes <= _ALONE:
         ctypes.memmove(tensor.data_ptr(), base + offset, nbytes)
     else:

@@ -12,16 +12,20 @@ import torch
 from torch import Tensor
 
 from instep.bridge import Side, enter, take
+from instep.devices import move
 from instep.engines.pool import as_replica
 from instep.engines.processes import orders
+from instep.engines.processes.berth import set_backends, take_device
 from instep.engines.processes.freight import CannotCross, pack_error
 from instep.engines.processes.mirror import Mirror
 from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
+from instep.engines.processes.shore import Shore, wait_for
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Tag, Talk, as_sent, by_value
 from instep.engines.processes.wire import Line, Message
 from instep.engines.protocol import Job, perform
 from instep.engines.side_by_side import in_room
 from instep.errors import EngineError
+from instep.meeting import without_streams
 from instep.random import RandomState, Streams, threads_can_draw
 from instep.replicas.ambient import Ambient, Autocast
 from instep.replicas.handed import Noted, by_place
@@ -71,7 +75,7 @@ class Hall:
         """The others hear of it by the answer."""
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
-        self._talk.say(orders.MEET, self._call, (index, label, payload))
+        self._talk.say(orders.MEET, self._call, (index, label, without_streams(payload)))
         message = self._talk.line.receive()
         if message is None or message.kind != orders.MET or message.call != self._call:
             raise EngineError("the line to the other replicas brought something else than their answer.")
@@ -92,6 +96,7 @@ class Worker:
         self._threads = 0
         self._trouble: Exception | None = None
         self._answers: dict[str, Callable[[Message], None]] = {
+            orders.DEVICE: self._take_device,
             orders.TABLE: self._take_table,
             orders.MODULE: self._take_module,
             orders.SET: self._take_sets,
@@ -108,15 +113,23 @@ class Worker:
                 raise self._trouble
             self._answers[message.kind](message)
         except BaseException as error:
-            if message.kind in (orders.FORWARD, orders.BACKWARD):
+            if message.kind in (orders.FORWARD, orders.BACKWARD, orders.DEVICE):
                 self._trouble = None
                 self._fail(message.call, error)
             else:  # nobody waits for an answer to these: the next call gets it
                 self._trouble = error if isinstance(error, Exception) else EngineError(repr(error))
 
     def _fail(self, call: int, error: BaseException) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()  # others may share the device
         parcel = pack_error(error, self._talk.depot)
         self._talk.line.send(orders.FAILED, call, parcel.body, [t.detach().cpu() for t in parcel.tensors])
+
+    def _take_device(self, message: Message) -> None:
+        order, _ = self._talk.take(message)
+        take_device(order)
+        self._talk.line.shore = Shore(order.device)
+        self._talk.say(orders.DONE, message.call, None)
 
     def _take_table(self, message: Message) -> None:
         table, _ = self._talk.take(message)
@@ -156,13 +169,18 @@ class Worker:
 
         with torch.enable_grad():
             run, arguments = self._talk.take(message, let_in)
-        run = _checked(run)
-        mirror = self._mirrors[run.number]
+            run = _checked(run)
+            mirror = self._mirrors[run.number]
+            if run.fetch:
+                run.args = [move(value, mirror.device) for value in run.args]
+                run.kwargs = {name: move(value, mirror.device) for name, value in run.kwargs.items()}
         self._surround(run.around)
         replica = mirror.ready(run)
         held = mirror.generators(run)
-        state = RandomState([mirror.device] * run.count)
+        state = RandomState([mirror.device] * run.count, apart=True)
         state.host.fix(run.seed)
+        if state.home is not state.host:
+            state.home.fix(run.home_seed)
         streams = Streams(state, [held] * run.count, own=threads_can_draw(), in_turn=False)
         written = mirror.note_arguments(run.method, arguments)
         noted = Noted([*run.args, *run.kwargs.values()], run.given)
@@ -189,6 +207,7 @@ class Worker:
         ]
         _refuse_graphs(ran)
         streams.settle()
+        ran.drawn_home = state.home is not state.host and state.home.drawn
         ran.drawn = state.host.drawn or not torch.equal(torch.default_generator.get_state(), default)
         ran.drawn_held = [i for i, (source, _) in enumerate(held) if state.add(source).drawn]
         parts = {id(t) for t in tensors_in([part for _, _, part in run.lent])}  # state, which forward may write
@@ -200,6 +219,7 @@ class Worker:
                 return ARGUMENT, numbers[id(tensor)]
             return (SOURCE, known[id(tensor)]) if id(tensor) in known else by_value(tensor)
 
+        wait_for(mirror.device)
         sent = self._talk.say(orders.DONE, message.call, ran, describe, what="the output of forward")
         outputs = {i: t for i, t in enumerate(sent) if t.requires_grad and id(t) not in known}
         if outputs and run.around.grad:
@@ -240,15 +260,17 @@ class Worker:
             torch.autograd.graph.increment_version(counterparts[number])
         leaves = [counterparts[number] for number in back.wanted]
         outputs = [held.outputs[number] for number in back.gradients]
-        grads = list(back.gradients.values())
+        grads = [gradient.to(held.outputs[number].device) for number, gradient in back.gradients.items()]
         tokens = [] if side.seat is None else side.seat.tokens
         outputs += [tokens[number] for number in back.tokens]
         grads += [torch.zeros_like(tokens[number]) for number in back.tokens]
         if not held.streams.state.host.drawn:
             held.streams.state.host.fix(back.seed)
         hall = Hall(self._talk, message.call)
+        streams, index = held.streams, held.index
+        around = streams.backward(index) if mirror.device.type == "cpu" else streams.joint_backward(index)
         try:
-            in_room(hall, held.index, side, outputs, grads, back.keep, held.streams.backward(held.index))
+            in_room(hall, index, side, outputs, grads, back.keep, around)
         except BaseException:
             take([*leaves, *side.inputs])
             raise
@@ -261,6 +283,7 @@ class Worker:
         present, others = mirror.hand_in(dict(zip(back.wanted, take(leaves), strict=True)))
         inputs = {n: g for n, g in zip(held.inputs, take(side.inputs), strict=True) if g is not None}
         went = WentBack(inputs, present, others, held.streams.state.host.drawn)
+        wait_for(mirror.device)
         self._talk.say(orders.DONE, message.call, went)
 
     def _surround(self, around: Surroundings) -> None:
@@ -274,6 +297,7 @@ class Worker:
         if self._threads != around.threads:
             torch.set_num_threads(around.threads)
             self._threads = around.threads
+        set_backends(around.backends)
 
 
 def _refuse_graphs(ran: Ran) -> None:
