@@ -23,7 +23,7 @@ from instep.engines.processes.estate import layout, locate
 from instep.engines.processes.freight import Parcel, unpack_error
 from instep.engines.processes.hands import Worker
 from instep.engines.processes.mirror import slot_of
-from instep.engines.processes.orders import Back, Entry, NewModule, Run, Spot, Table, WentBack
+from instep.engines.processes.orders import Back, Entry, NewModule, NewValues, Run, Spot, Table, WentBack
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.talk import SOURCE, Tag, Talk, by_value
 from instep.engines.processes.wire import Gone, Message
@@ -50,6 +50,8 @@ class Told:
     """By number: where the worker leaves the tensor's gradient."""
     loose: list[int]
     """The numbers of tensors that lie in no common memory."""
+    generators: list[torch.Generator]
+    """The generators that the module holds, in the order of their numbers."""
 
     def __post_init__(self) -> None:
         self.numbers = {id(tensor): number for number, tensor in enumerate(self.table)}
@@ -166,7 +168,11 @@ class Desk:
             told = shadow.told[self] = self._tell_module(shadow)
         elif shadow.sets:
             sets = [(change.module, change.name, change.new) for change in shadow.sets]
-            self.talk.say(orders.SET, shadow.number, sets, what="attributes")
+            known = set(map(id, told.generators))
+            more = [source for source, _ in shadow.cloner.generators if id(source) not in known]
+            news: Any = NewValues(sets, more)
+            self.talk.say(orders.SET, shadow.number, news, what="attributes")
+            told.generators += more
         shadow.stale, shadow.sets = False, []
         return told
 
@@ -199,11 +205,12 @@ class Desk:
             return (SOURCE, known[id(tensor)]) if id(tensor) in known else by_value(tensor.detach())
 
         source, _ = shadow.cloner.modules[0]
-        order = NewModule(shadow.number, source, shadow.device, shadow.synchronised, shadow.owned)
+        generators = [held for held, _ in shadow.cloner.generators]
+        order = NewModule(shadow.number, source, shadow.device, shadow.synchronised, shadow.owned, generators)
         self.talk.say(orders.MODULE, shadow.number, order, describe, what="the module")
         slots = {number: slot_of(shadow.slots, offset, tensors[number]) for number, offset in places}
         table = [source if source.is_leaf else made for source, made in pairs]  # graphs lead to earlier calls
-        return Told(table, [made for _, made in pairs], slots, listed.loose)
+        return Told(table, [made for _, made in pairs], slots, listed.loose, generators)
 
     def run(self, call: int, run: Run, met: Met) -> tuple[list[Tensor], Message]:
         """One replica's part of a forward: the tensors of its arguments, as they are numbered, and the answer."""
