@@ -18,6 +18,8 @@ class Source:
         self.before = generator.get_state()
         self.drawn = False
         """Whether something was drawn from a stream that this seeds."""
+        self.elsewhere = False
+        """Whether numbers were drawn from what stands for the generator in another process."""
         self._advanced = False
         self._number: int | None = None
         self._lock = threading.Lock()
@@ -44,12 +46,12 @@ class Source:
 
     def moved(self) -> bool:
         """Whether numbers were drawn from the generator itself."""
-        return state_bytes(self.generator.get_state()) != state_bytes(self.before)
+        return self.elsewhere or state_bytes(self.generator.get_state()) != state_bytes(self.before)
 
     def restore(self) -> None:
         """Put the generator back."""
         self.generator.set_state(self.before)
-        self.drawn = self._advanced = False
+        self.drawn = self._advanced = self.elsewhere = False
 
     def settle(self) -> None:
         """Move the generator by one number if a stream was drawn from: once, however often this is called."""

@@ -106,6 +106,9 @@ class Call:
         run = self.run
         told.renew(self, follow=True)
         run.number, run.follow, run.fresh = shadow.number, True, told.fresh() | state
+        states = {id(self.told.generators[number]): state for number, state in run.generators.items()}
+        numbered = [(number, states.get(id(source))) for number, source in enumerate(told.generators)]
+        run.generators = {number: state for number, state in numbered if state is not None}
         desk.run(self.number, run, self.met)
         self.desk, self.told = desk, told
 

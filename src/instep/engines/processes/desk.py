@@ -28,7 +28,7 @@ from instep.engines.processes.freight import Parcel, unpack_error
 from instep.engines.processes.hands import Worker
 from instep.engines.processes.image import Image
 from instep.engines.processes.mirror import slot_of
-from instep.engines.processes.orders import Back, NewModule, Run, Table, WentBack
+from instep.engines.processes.orders import Back, NewModule, NewValues, Run, Table, WentBack
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.shore import Passage
 from instep.engines.processes.talk import SOURCE, Tag, Talk, by_value
@@ -62,6 +62,8 @@ class Told:
     """By number: where in it."""
     image: Image | None
     """Where the worker finds the values of tensors that it cannot reach."""
+    generators: list[torch.Generator]
+    """The generators that the module holds, in the order of their numbers."""
 
     def __post_init__(self) -> None:
         self.new = True
@@ -207,7 +209,11 @@ class Desk:
             told = shadow.told[self] = self._tell_module(shadow)
         elif shadow.sets:
             sets = [(change.module, change.name, change.new) for change in shadow.sets]
-            self.talk.say(orders.SET, shadow.number, sets, what="attributes")
+            known = set(map(id, told.generators))
+            more = [source for source, _ in shadow.cloner.generators if id(source) not in known]
+            news: Any = NewValues(sets, more)
+            self.talk.say(orders.SET, shadow.number, news, what="attributes")
+            told.generators += more
         shadow.stale, shadow.sets = False, []
         return told
 
@@ -241,12 +247,13 @@ class Desk:
             return (SOURCE, known[id(tensor)]) if id(tensor) in known else by_value(tensor.detach())
 
         source, _ = shadow.cloner.modules[0]
-        order = NewModule(shadow.number, source, shadow.home, shadow.synchronised, shadow.owned)
+        generators = [held for held, _ in shadow.cloner.generators]
+        order = NewModule(shadow.number, source, shadow.home, shadow.synchronised, shadow.owned, generators)
         self.talk.say(orders.MODULE, shadow.number, order, describe, what="the module")
         slots = {number: slot_of(shadow.slots, offset, tensors[number]) for number, offset in places}
         table = [source if source.is_leaf else made for source, made in pairs]  # graphs lead to earlier calls
         made = [made for _, made in pairs]
-        return Told(table, made, slots, listed.loose, shadow.slots, dict(places), listed.image)
+        return Told(table, made, slots, listed.loose, shadow.slots, dict(places), listed.image, generators)
 
     def run(self, call: int, run: Run, met: Met) -> tuple[list[Tensor], Message]:
         """One replica's part of a forward: the tensors of its arguments, as they are numbered, and the answer."""

@@ -31,6 +31,7 @@ from instep.engines.processes.wire import Gone, Message
 from instep.engines.protocol import Job, perform
 from instep.engines.side_by_side import Part, SideBySide
 from instep.errors import EngineError, WorkerFailure
+from instep.random import Held, generators_in
 from instep.replicas.ambient import Ambient
 from instep.replicas.contents import contents_of, put
 from instep.replicas.handed import from_places, handed_to
@@ -140,18 +141,21 @@ class ProcessesEngine(SideBySide):
             shadow.fetched,
             streams.state.host.number,
             streams.state.home.number,
-            [source.get_state() for source, _ in held],
+            {},
             lent,
             {},
         )
         mine = handed_to(args, kwargs, job.theirs)
-        run.given = [held.steps for held in mine]
+        run.given = [one.steps for one in mine]
+        run.in_turn = streams.in_turn
+        sources = _generators(run, shadow, held)
         number, met = next(calls), Met(job.room, job.passage)
 
         def ask(desk: Desk) -> tuple[Desk, Told, list[Tensor], Message]:
             told = desk.tell(shadow)
             told.renew(job.passage, follow)
             run.fresh = told.fresh() if follow else {}
+            run.generators = {number: source.get_state() for number, source in enumerate(told.generators)}
             return desk, told, *desk.run(number, run, met)
 
         desk, told, arguments, answer = self._with_worker(index, job.passage, ask)
@@ -170,8 +174,11 @@ class ProcessesEngine(SideBySide):
         if ran.drawn_home:
             streams.state.home.drawn = True
             streams.state.home.seed(0)
-        for i in ran.drawn_held:
-            streams.state.add(held[i][0]).drawn = True
+        streams.state.host.elsewhere = streams.state.host.elsewhere or ran.by_name
+        for source in (*(told.generators[i] for i in ran.drawn_held), *(sources[i] for i in ran.drawn_own)):
+            streams.state.add(source).drawn = True
+        for i, state in ran.moved.items():
+            run.lone[i].set_state(state)
         for i, value in ran.arguments.items():
             arguments[i].data.copy_(value)
         outcome = _outcome(shadow, told, ran)
@@ -181,7 +188,7 @@ class ProcessesEngine(SideBySide):
             inputs = _numbers(job.inputs[index], arguments)
             made_by = shadow.name, shadow.recipe, shadow.source_modules, shadow.look
             outcome.remote = Call(number, desk, told, *made_by, run, met, arguments, needing, inputs)
-            outcome.remote.spoilt = bool(ran.arguments or ran.given)
+            outcome.remote.spoilt = bool(ran.arguments or ran.given or ran.moved)
         remember_values(shadow.source_modules[0], [told.table[number] for number in ran.written])
         return outcome
 
@@ -259,6 +266,22 @@ def _desk(worker: Worker) -> Desk:
     if worker not in _desks:
         _desks[worker] = Desk(worker)
     return _desks[worker]
+
+
+def _generators(run: Run, shadow: Shadow, held: Held) -> list[torch.Generator]:
+    """Note in an order the generators among its arguments; those of the caller that some of them stand for."""
+    of_module = {id(made) for _, made in shadow.cloner.generators}
+    given = [pair for pair in held if id(pair[1]) not in of_module]
+    own = {id(made) for _, made in given}
+    loose = {id(g): g for g in generators_in([*run.args, *run.kwargs.values()]) if id(g) not in own}
+    if any(key in of_module for key in loose):
+        raise EngineError(
+            "a torch.Generator that the module holds is an argument too, and would be two in a worker process.\n"
+            "Pass another one, or write engine='threads'."
+        )
+    run.own = [(source.get_state(), made) for source, made in given]
+    run.lone = list(loose.values())
+    return [source for source, _ in given]
 
 
 def _numbers(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int]:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from instep.batchnorm import Outfit
 from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.bulk import Piece, to_device, to_host
-from instep.engines.processes.orders import Entry, NewModule, Ran, Run, Spot, Table
+from instep.engines.processes.orders import Entry, NewModule, NewValues, Ran, Run, Spot, Table
+from instep.engines.processes.reducers import make_generator
 from instep.engines.processes.talk import SOURCE, Tag, as_sent
-from instep.errors import EngineError
 from instep.modes import inference
 from instep.random import Held
 from instep.replicas.crew import Crew
@@ -87,7 +87,7 @@ class Mirror:
 
     def settle(self, order: NewModule) -> None:
         """Make the replica of a module."""
-        self.module = order.module
+        self.module, self._generators = order.module, order.generators
         dress = None if order.synchronised is None else Outfit(order.synchronised)
         self._pull()
         self.crew = Crew(self.module, [self.device], dress=dress, home=order.home)
@@ -95,10 +95,11 @@ class Mirror:
             self.crew.ready()
             self.crew.part(order.own)
 
-    def set(self, sets: Sequence[tuple[int, str, Any]]) -> None:
+    def set(self, news: NewValues) -> None:
         """Set attributes of the module, which its replica then follows."""
+        self._generators += news.generators
         modules = self.crew.ready()[0].source_modules
-        for index, name, value in sets:
+        for index, name, value in news.sets:
             modules[index].__dict__[name] = value
 
     def _pull(self) -> None:
@@ -147,16 +148,18 @@ class Mirror:
         return written
 
     def generators(self, run: Run) -> Held:
-        """The generators that the module holds, each with what the replica has in its place, as they are now."""
-        held = self.crew.replicas[0].cloner.generators
-        if len(held) != len(run.generators):
-            raise EngineError(
-                "a torch.Generator that is an argument, or that the module was given after its first call, does not "
-                "reach worker processes.\nWrite engine='threads'."
-            )
-        for (source, _), state in zip(held, run.generators, strict=True):
-            source.set_state(state)
-        return held
+        """The caller's generators as they are now, each with what the replica has in its place.
+
+        First those that the module holds, then those among the arguments that several replicas were given.
+        """
+        for number, state in run.generators.items():
+            self._generators[number].set_state(state)
+        given = [(make_generator(str(generator.device), state), generator) for state, generator in run.own]
+        return [*self.crew.replicas[0].cloner.generators, *given]
+
+    def generator_number(self, source: torch.Generator) -> int | None:
+        """The number of a generator of the module."""
+        return next((number for number, known in enumerate(self._generators) if known is source), None)
 
     def counterparts(self) -> list[Tensor]:
         """What the replica has for each tensor of the table."""

@@ -97,6 +97,18 @@ class NewModule:
     """Whether batch normalisation looks at the whole batch; None for no such layers to dress."""
     own: list[str]
     """Places of containers that each replica has for itself."""
+    generators: list[torch.Generator]
+    """The generators that the module holds, which are known by their places here from then on."""
+
+
+@dataclass
+class NewValues:
+    """Attributes that were set since, and nothing else."""
+
+    sets: list[tuple[int, str, Any]]
+    """The module's index, the name and the value."""
+    generators: list[torch.Generator]
+    """Generators in them, whose places come after those that are known."""
 
 
 @dataclass
@@ -137,13 +149,19 @@ class Run:
     """What the streams of the call are seeded by."""
     home_seed: int
     """What those of accelerators are seeded by."""
-    generators: list[Tensor]
-    """The states of the generators that the module holds."""
+    generators: dict[int, Tensor]
+    """The states of the generators that the module holds, by their numbers."""
     lent: list[tuple[int, str, Any]]
     fresh: dict[int, Tensor]
     """Values of tensors of the table that lie in no common memory."""
     given: list[tuple[int, ...]] = field(default_factory=list)
     """The ways to what lies among the arguments and is the caller's own, to be looked at for changes."""
+    own: list[tuple[Tensor, torch.Generator]] = field(default_factory=list)
+    """Generators among the arguments that stand for one of the caller's, with its state."""
+    lone: list[torch.Generator] = field(default_factory=list)
+    """Generators among the arguments that no other replica was given: the caller's own are drawn from."""
+    in_turn: bool = False
+    """Whether replicas run one after another, and draw from the default generator itself."""
 
 
 @dataclass
@@ -169,7 +187,14 @@ class Ran:
     drawn: bool = False
     drawn_home: bool = False
     """Whether numbers were drawn on an accelerator."""
+    by_name: bool = False
+    """Whether the default generator itself was drawn from, by a way that no stream stands in."""
     drawn_held: list[int] = field(default_factory=list)
+    """The generators that were drawn from: of the module, by their numbers."""
+    drawn_own: list[int] = field(default_factory=list)
+    """The same for those among the arguments, by their places."""
+    moved: dict[int, Tensor] = field(default_factory=dict)
+    """The states that the other ones among the arguments have now, if they were drawn from."""
     refused: list[int] = field(default_factory=list)
     """Trainable tensors of the table that `forward` wrote to."""
     wrote: list[str] = field(default_factory=list)

@@ -177,11 +177,12 @@ class Worker:
         self._surround(run.around)
         replica = mirror.ready(run)
         held = mirror.generators(run)
+        lone = [generator.get_state() for generator in run.lone]
         state = RandomState([mirror.device] * run.count, apart=True)
         state.host.fix(run.seed)
         if state.home is not state.host:
             state.home.fix(run.home_seed)
-        streams = Streams(state, [held] * run.count, own=threads_can_draw(), in_turn=False)
+        streams = Streams(state, [held] * run.count, own=threads_can_draw(), in_turn=run.in_turn)
         written = mirror.note_arguments(run.method, arguments)
         noted = Noted([*run.args, *run.kwargs.values()], run.given)
         job = Job(
@@ -206,10 +207,17 @@ class Worker:
             (number, now.keys, list(by_place(before.items, now.items))) for number, before, now in noted.changes()
         ]
         _refuse_graphs(ran)
+        ran.by_name = not run.in_turn and not torch.equal(torch.default_generator.get_state(), default)
         streams.settle()
         ran.drawn_home = state.home is not state.host and state.home.drawn
-        ran.drawn = state.host.drawn or not torch.equal(torch.default_generator.get_state(), default)
-        ran.drawn_held = [i for i, (source, _) in enumerate(held) if state.add(source).drawn]
+        ran.drawn = state.host.drawn or ran.by_name
+        drawn = [state.add(source).drawn for source, _ in held]
+        split = len(held) - len(run.own)
+        ran.drawn_own = [i for i, moved in enumerate(drawn[split:]) if moved]
+        numbers_drawn = (mirror.generator_number(source) for source, _ in itertools.compress(held[:split], drawn))
+        ran.drawn_held = [number for number in numbers_drawn if number is not None]
+        states = [generator.get_state() for generator in run.lone]
+        ran.moved = {i: now for i, (now, then) in enumerate(zip(states, lone, strict=True)) if not now.equal(then)}
         parts = {id(t) for t in tensors_in([part for _, _, part in run.lent])}  # state, which forward may write
         numbers = {id(tensor): i for i, tensor in enumerate(arguments) if id(tensor) not in parts}
         known = mirror.numbers()
