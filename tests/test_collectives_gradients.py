@@ -182,6 +182,17 @@ def test_without_gradients_and_in_inference_mode(way: str) -> None:
 
 
 @each_way
+def test_what_is_gathered_without_gradient_has_none_on_one_device_either(way: str) -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            others = instep.all_gather({"z": self.layer(x)})["z"].sum(0)
+            total = instep.all_reduce(self.layer.weight, "max") + instep.all_reduce(self.other.weight, "min")
+        return self.layer(x) * others + total.sum()
+
+    check(body, way)
+
+
+@each_way
 def test_gradients_held_back(way: str) -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         return self.layer(x) * instep.all_reduce(self.other(x).sum(0))

@@ -65,7 +65,7 @@ class Together:
         self._hooking: set[Any] = set()
         """The methods and modes in which hooks are put on tensors."""
         self._mixing: set[Any] = set()
-        """Those in which a backward of the user's own looks at more than one sample."""
+        """Those in which a backward of the user's own looks at more than one sample, or a gradient is asked for."""
 
     def run(self, call: Call) -> Any:
         """What one device would have given; a call that fails leaves everything as it was."""
@@ -127,6 +127,18 @@ class Together:
             self.hooks.tell(found, stacklevel=9)
             self._hooking.add(self._manner(call))
         return found is not None
+
+    def _retains(self, call: Call, crossing: Crossing) -> bool:
+        """A gradient that `forward` asks for is that of what the whole batch makes of the tensor."""
+        if not crossing.retains or self.options.hooks != "whole":
+            return False
+        warnings.warn(
+            "forward asks for the gradient of a tensor that it keeps or returns (retain_grad()): calls run on one "
+            "device, where that is the whole batch's.\nWith hooks='per_replica' they run on all, and it has none.",
+            stacklevel=9,
+        )
+        self._mixing.add(self._manner(call))
+        return True
 
     def _is_new(self, call: Call) -> bool:
         """Whether the graph of such a call was not looked at yet."""
@@ -268,7 +280,8 @@ class Together:
             return None
         self._wrote = crossing.wrote()
         # An iterator may have been asked although nothing was raised: forward can catch that.
-        if crew.asked or self._puts_hooks(call, crossing.hooks) or self._mixes(call, crossing.functions, carried):
+        whole = self._puts_hooks(call, crossing.hooks) or self._retains(call, crossing)
+        if crew.asked or whole or self._mixes(call, crossing.functions, carried):
             if given is not None:
                 given.put_back()
             raise _ForTheModule
