@@ -91,13 +91,13 @@ class Together:
                 raise
         if self.crew.asked:
             self._note_asked(call)
-        self._refuse_again()
+        self.refuse_again()
         self.crew.restore()
         self.crew.discard()
         random.restore()
         return self._on_source(call)
 
-    def _refuse_again(self) -> None:
+    def refuse_again(self) -> None:
         """`StateError` before a call is run once more that has written to its arguments: it would do so twice."""
         if self._wrote is not None:
             raise StateError(
@@ -213,23 +213,23 @@ class Together:
         shards = streams.arguments(self._place(plan, apply_plan(plan, call.values)))
         outcomes = self._cross(call, replicas, shards, streams, [slot for slot in carried if slot.module is not None])
         if outcomes is None:
-            self._refuse_again()
+            self.refuse_again()
             random.restore()
             return self._run(call, random, rehearsal, slots=slots, again=again)
         if not streams.in_turn and self._drew_from_one(random):
-            self._refuse_again()
+            self.refuse_again()
             return self._run(call, random, rehearsal, slots=slots, again=True)
         if any(outcome.changes.structure for outcome in outcomes):
             if rehearsal is not None:
                 return None
-            self._refuse_again()
+            self.refuse_again()
             self._forget(random)
             return self._on_source(call)
         refuse_writes(self.module, [*crew.written(), *(t for outcome in outcomes for t in outcome.refused)])
         outputs = [on_output_device(outcome.output, self.output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
         if rehearsal is not None:  # nothing is learned from it
-            self._refuse_again()
+            self.refuse_again()
             return call.known.merger.once().merge(outputs, plan.sizes, inputs), left_in(slots, replicas)
         streams.settle()
         merged = call.known.whole(call.known.merger.merge(outputs, plan.sizes, inputs))
@@ -298,7 +298,7 @@ class Together:
         crossing = Crossing(self.engine, replicas, call.known.runs, ambient, behind, streams)
         output = crossing.run(shards, call.positional, call.plan.names)[0].output
         self._wrote = crossing.wrote()
-        self._refuse_again()
+        self.refuse_again()
         streams.settle()
         return on_output_device(output, self.output), left_in(slots, replicas)
 

@@ -66,6 +66,10 @@ class Engine(Protocol):
         """Move tensors of a source module to where its replicas can reach them."""
         ...
 
+    def words(self) -> str:
+        """What is to be said of how tensors come to the replicas; nothing where they are at home."""
+        ...
+
     def forward(self, job: Job) -> list[Outcome]: ...
 
     def wait(self) -> None:

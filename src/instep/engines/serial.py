@@ -33,6 +33,9 @@ class SerialEngine:
     def settle_in(self, tensors: Iterable[Tensor]) -> None:
         """Replicas of this process reach them wherever they are."""
 
+    def words(self) -> str:
+        return ""
+
     def forward(self, job: Job) -> list[Outcome]:
         names = [replica.name for replica in job.replicas]
         job.room = Room(names, FORWARD, joint=True, in_turn=True, step_aside=job.streams.step_aside)

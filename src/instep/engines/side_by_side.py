@@ -75,6 +75,9 @@ class SideBySide:
     def settle_in(self, tensors: Iterable[Tensor]) -> None:
         """Replicas of this process reach them wherever they are."""
 
+    def words(self) -> str:
+        return ""
+
     def forward(self, job: Job) -> list[Outcome]:
         names, streams = [replica.name for replica in job.replicas], job.streams
         joint = not self._on_host and not self.far

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from instep.engines.processes.driver import DeviceMemory, Refused
 from instep.engines.processes.orders import Berth
 from instep.errors import EngineError
 
@@ -40,6 +41,16 @@ def take_device(order: Berth) -> None:
             f"{order.device} is {found} in a worker process and {order.identity} in this one: CUDA_VISIBLE_DEVICES was "
             f"changed after CUDA was first used.\nSet it before the script starts."
         )
+
+
+def try_to_open(order: Berth) -> str | None:
+    """In a worker: why memory of its device cannot be opened by a handle; None if it can."""
+    assert order.handle is not None
+    try:
+        DeviceMemory.open(order.handle, 1, order.device).tensor(0, 1).clone()
+    except Refused as refused:
+        return str(refused)
+    return None
 
 
 def _identity(device: torch.device) -> str:

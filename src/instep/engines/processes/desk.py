@@ -21,14 +21,15 @@ from instep.engines.processes import orders
 from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.berth import berth
 from instep.engines.processes.bulk import fetch
-from instep.engines.processes.driver import DeviceMemory
+from instep.engines.processes.driver import DeviceMemory, Refused
 from instep.engines.processes.entries import Entries
 from instep.engines.processes.estate import layout
 from instep.engines.processes.freight import Parcel, unpack_error
 from instep.engines.processes.hands import Worker
+from instep.engines.processes.hold import Hold, allocate
 from instep.engines.processes.image import Image
 from instep.engines.processes.mirror import slot_of
-from instep.engines.processes.orders import Back, NewModule, NewValues, Run, Table, WentBack
+from instep.engines.processes.orders import Back, Berth, NewModule, NewValues, Run, Table, WentBack
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.shore import Passage
 from instep.engines.processes.talk import SOURCE, Tag, Talk, by_value
@@ -62,6 +63,8 @@ class Told:
     """By number: where in it."""
     image: Image | None
     """Where the worker finds the values of tensors that it cannot reach."""
+    near: bool
+    """Whether tensors may stay on a device that both processes work on."""
     generators: list[torch.Generator]
     """The generators that the module holds, in the order of their numbers."""
 
@@ -183,18 +186,50 @@ class Desk:
         self.talk = Talk(worker.line, home=True)
         self.busy = threading.RLock()
         self._settled = False
+        self.sharing: str | None = None
+        """Why tensors cannot stay on the device that both sides work on; empty if they can, None before it is known."""
+        self._kept: dict[int, list[DeviceMemory]] = {}
+        """By the number of a stand-in: memory that the worker has opened."""
+        self._leaving: list[DeviceMemory] = []
+        """The same, of stand-ins that it was told to forget."""
         self.timeout = math.inf
         """Seconds without a word from the worker, after which it is given up."""
         self.gone: deque[tuple[str, int]] = deque()
         """Calls and stand-ins that nobody needs any longer; finalizers only put them here."""
 
-    def settle(self, device: torch.device) -> None:
-        """Have the worker take its device, the first time that it is asked for something."""
-        if device.type != "cpu" and not self._settled:
-            number = next(calls)
-            self.talk.say(orders.DEVICE, number, berth(device))
-            self.talk.take(self._answer(number, None))
+    def settle(self, device: torch.device, near: bool) -> None:
+        """Have the worker take its device, the first time that it is asked for something.
+
+        If its tensors are `near`, on the very device that the caller's are on, see whether they can cross without
+        leaving it.
+        """
+        if device.type == "cpu":
+            return
+        if not self._settled:
+            self._take_device(berth(device))
             self._settled = True
+        if near and self.sharing is None:
+            try:
+                trial = allocate(1, device)
+                refusal = self._take_device(berth(device, trial.handle))
+            except Refused as refused:
+                refusal = str(refused)
+            self.sharing = refusal or ""
+            self.talk.hold = None if refusal else Hold(device, home=True)
+        if self.talk.hold is not None:
+            self.talk.hold.near = near
+
+    def _take_device(self, order: Berth) -> str | None:
+        """Why the worker cannot open memory of its device that it was given a handle of; None if it can."""
+        number = next(calls)
+        self.talk.say(orders.DEVICE, number, order)
+        refusal, _ = self.talk.take(self._answer(number, None))
+        return None if refusal is None else str(refusal)
+
+    @property
+    def near(self) -> bool:
+        """Whether tensors of the call at hand stay on the device that both sides work on."""
+        return self.talk.hold is not None and self.talk.hold.near
 
     def tell(self, shadow: Shadow) -> Told:
         """Tell the worker what it does not know yet of a module."""
@@ -225,21 +260,28 @@ class Desk:
             (ended if kind == "call" else modules).append(number)
         if ended or modules:
             self.talk.say(orders.RELEASE, 0, (ended, modules))
+            self._leaving += [memory for number in modules for memory in self._kept.pop(number, [])]
 
     def _tell_module(self, shadow: Shadow) -> Told:
         pairs = [*shadow.tensors.trainable, *shadow.tensors.state]
         tensors = [source for source, _ in pairs]
-        listed = Entries(tensors, shadow)
+        listed = Entries(tensors, shadow, self.near)
         blocks = listed.blocks
         wanted = [number for number, tensor in enumerate(tensors) if tensor.requires_grad and tensor.numel()]
         offsets, total = layout([tensors[n].numel() * tensors[n].element_size() for n in wanted])
-        if shadow.slots is None or shadow.slots.nbytes != total:
-            shadow.slots = SharedMemory.create(total, "the memory for the gradients of a replica")
+        if shadow.slots is None or shadow.slots.nbytes != total or isinstance(shadow.slots, DeviceMemory) != self.near:
+            shadow.slots = self._new_slots(total, shadow.place)
         places = list(zip(wanted, offsets, strict=True))
         known_blocks = [(number, memory.nbytes) for number, memory in blocks.items()]
         order: Any = Table(shadow.number, shadow.place, listed.entries, listed.sent, known_blocks, (total, places))
-        assert isinstance(shadow.slots, SharedMemory)
-        fds = [*(memory.fd for memory in blocks.values()), shadow.slots.fd]
+        order.handles = [(number, memory.nbytes, memory.handle) for number, memory in listed.opened.items()]
+        self._kept[shadow.number] = list(listed.opened.values())
+        fds = [memory.fd for memory in blocks.values()]
+        if isinstance(shadow.slots, SharedMemory):
+            fds.append(shadow.slots.fd)
+        else:
+            order.slots_handle = shadow.slots.handle
+            self._kept[shadow.number].append(shadow.slots)
         self.talk.say(orders.TABLE, shadow.number, order, fds=fds)
         known = {id(tensor): number for number, tensor in enumerate(tensors)}
 
@@ -253,7 +295,17 @@ class Desk:
         slots = {number: slot_of(shadow.slots, offset, tensors[number]) for number, offset in places}
         table = [source if source.is_leaf else made for source, made in pairs]  # graphs lead to earlier calls
         made = [made for _, made in pairs]
-        return Told(table, made, slots, listed.loose, shadow.slots, dict(places), listed.image, generators)
+        memory, at, near = shadow.slots, dict(places), shadow.near
+        return Told(table, made, slots, listed.loose, memory, at, listed.image, near, generators)
+
+    def _new_slots(self, nbytes: int, device: torch.device) -> SharedMemory | DeviceMemory:
+        """Memory for gradients: of the device, where both sides work on it and it has some to give."""
+        if self.near:
+            try:
+                return allocate(nbytes, device)
+            except Refused:
+                pass
+        return SharedMemory.create(nbytes, "the memory for the gradients of a replica")
 
     def run(self, call: int, run: Run, met: Met) -> tuple[list[Tensor], Message]:
         """One replica's part of a forward: the tensors of its arguments, as they are numbered, and the answer."""
@@ -286,6 +338,7 @@ class Desk:
             elif message.kind == orders.FAILED:
                 raise unpack_error(Parcel(message.body, message.tensors), self.talk.depot)
             elif message.kind == orders.DONE:
+                self._leaving.clear()  # it has read all that was said before
                 return message
             else:
                 raise EngineError(f"{self.worker.name} answered {message.kind!r} to a call.")

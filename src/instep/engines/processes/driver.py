@@ -9,6 +9,8 @@ A call that the driver refuses harms nobody: its errors are its own, and torch d
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -100,8 +102,17 @@ def pin(device: torch.device, address: int, nbytes: int) -> bool:
 
 def unpin(device: torch.device, address: int) -> None:
     """Forget pages, whose memory is about to go."""
-    with suppress(Refused), _inside(device.index or 0):  # a driver that is shutting down has forgotten them already
-        _ask("cuMemHostUnregister", address)
+    _let_go(device, "cuMemHostUnregister", address)
+
+
+def _let_go(device: torch.device, how: str, address: int) -> None:
+    """Give something back, unless the driver does so by itself, or it is that of the process that forked this one."""
+    if not sys.is_finalizing() and os.getpid() == _owner:
+        with suppress(Refused), _inside(device.index or 0):
+            _ask(how, address)
+
+
+_owner = os.getpid()
 
 
 class DeviceMemory:
@@ -141,11 +152,7 @@ class DeviceMemory:
 
     def __del__(self) -> None:
         if getattr(self, "_address", 0):
-            with (
-                suppress(Refused),
-                _inside(self.device.index or 0),
-            ):  # a driver that is shutting down frees all by itself
-                _ask("cuMemFree_v2" if self._own else "cuIpcCloseMemHandle", self._address)
+            _let_go(self.device, "cuMemFree_v2" if self._own else "cuIpcCloseMemHandle", self._address)
 
 
 class _Part:

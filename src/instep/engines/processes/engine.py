@@ -10,7 +10,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from operator import is_
+from contextlib import suppress
+from functools import partial
+from operator import attrgetter, is_
 from typing import Any, TypeVar
 
 import torch
@@ -20,14 +22,16 @@ from instep.bridge import Gradients, Span
 from instep.engines.processes.berth import backends
 from instep.engines.processes.call import Call, remember_values
 from instep.engines.processes.desk import Desk, Met, Stuck, Told, calls
+from instep.engines.processes.driver import Refused
 from instep.engines.processes.estate import move_in
 from instep.engines.processes.freight import CannotCross
 from instep.engines.processes.hands import Hands, Late, Worker, flush_output
+from instep.engines.processes.hold import allocate
 from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.shore import Passage
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Rebuild, Tag, as_sent
-from instep.engines.processes.wire import Gone, Message
+from instep.engines.processes.wire import Gone
 from instep.engines.protocol import Job, perform
 from instep.engines.side_by_side import Part, SideBySide
 from instep.errors import EngineError, WorkerFailure
@@ -59,17 +63,40 @@ class ProcessesEngine(SideBySide):
         self.restarts, self.timeout = restarts, timeout
         self._hands = Hands(devices)
         self._deaths: list[float] = []
+        self.crossing: dict[int, str | None] = {}
+        """By the index of a replica: why its tensors leave the device to cross (see `Desk.sharing`)."""
         self._passage: Passage
         """The one of the backward that runs."""
 
     def settle_in(self, tensors: Iterable[Tensor]) -> None:
-        move_in(tensors)
+        home = self._devices[0]
+        if home.type == "cpu":
+            move_in(tensors)
+            return
+        beside = [index for index, device in enumerate(self._devices) if index and device == home]
+        if beside and self._with_worker(beside[0], Passage(self._devices), True, attrgetter("near")):
+            # Where there is no memory for it, it stays where it is, and workers get copies.
+            with suppress(Refused):
+                move_in(tensors, partial(allocate, device=home), home)
+
+    def words(self) -> str:
+        if self._on_host or not self.crossing:
+            return ""
+        near = [index for index, why in self.crossing.items() if why == ""]
+        refused = next((why for why in self.crossing.values() if why), None)
+        if refused is not None:
+            return f"tensors cross by host memory, because device memory cannot be shared here ({refused})"
+        ways = ["CUDA IPC"] * bool(near) + ["host memory"] * (len(near) < len(self.crossing))
+        return f"tensors cross by {' or '.join(ways)}"
 
     def kinds(self) -> list[type[Replica]]:
         return [Replica, *[Shadow] * (len(self._devices) - 1)]
 
-    def _with_worker(self, index: int, passage: Passage, ask: Callable[[Desk], T]) -> T:
-        """Ask a replica's worker for something; if it dies over it, its successor is asked."""
+    def _with_worker(self, index: int, passage: Passage, near: bool, ask: Callable[[Desk], T]) -> T:
+        """Ask a replica's worker for something; if it dies over it, its successor is asked.
+
+        `near` says whether tensors may stay on a device that both processes work on.
+        """
         while True:
             worker: Worker | None = None
             try:
@@ -77,7 +104,8 @@ class ProcessesEngine(SideBySide):
                 desk = _desk(worker)
                 desk.timeout = self.timeout
                 with desk.busy:  # a call that the caller gave up is still answered, and then comes the next
-                    desk.settle(self._devices[index])
+                    desk.settle(self._devices[index], near)
+                    self.crossing[index] = desk.sharing if near else None
                     worker.line.shore = passage.shore()
                     return ask(desk)
             except Gone as gone:
@@ -151,17 +179,17 @@ class ProcessesEngine(SideBySide):
         sources = _generators(run, shadow, held)
         number, met = next(calls), Met(job.room, job.passage)
 
-        def ask(desk: Desk) -> tuple[Desk, Told, list[Tensor], Message]:
+        def ask(desk: Desk) -> tuple[Desk, Told, list[Tensor], Ran, list[Tensor]]:
             told = desk.tell(shadow)
             told.renew(job.passage, follow)
             run.fresh = told.fresh() if follow else {}
             run.generators = {number: source.get_state() for number, source in enumerate(told.generators)}
-            return desk, told, *desk.run(number, run, met)
+            arguments, answer = desk.run(number, run, met)
+            return desk, told, arguments, *desk.talk.take(answer, _rebuild(arguments, told.counterparts))
 
-        desk, told, arguments, answer = self._with_worker(index, job.passage, ask)
+        desk, told, arguments, ran, tensors = self._with_worker(index, job.passage, shadow.near, ask)
         met.end()
         shadow.stale = shadow.stale or bool(run.lent)  # the worker's replica holds a part, not what the module has
-        ran, tensors = desk.talk.take(answer, _rebuild(arguments, told.counterparts))
         if ran.wrote:
             desk.talk.depot.forget()
             raise CannotCross(
@@ -228,7 +256,7 @@ class ProcessesEngine(SideBySide):
             back.wanted = [number for number in map(call.number_of, side.leaves) if number is not None]
             return desk.run_back(call.number, back, met)
 
-        went = self._with_worker(part.index, passage, ask)
+        went = self._with_worker(part.index, passage, call.told.near, ask)
         if went.drawn:
             host.drawn = True
             host.seed(0)

@@ -24,7 +24,8 @@ class Image:
     def __init__(self, storages: Mapping[int, Tensor]) -> None:
         """`storages` are bytes, by their addresses."""
         offsets, total = layout([storage.nbytes for storage in storages.values()])
-        self.block = Block(SharedMemory.create(total, "an image of the module for replicas of other devices"))
+        self.memory = SharedMemory.create(total, "an image of the module for replicas of other devices")
+        self.number = Block(self.memory).number
         self.offsets = dict(zip(storages, offsets, strict=True))
         self._pieces = [Piece(offset, storage) for offset, storage in zip(offsets, storages.values(), strict=True)]
         self._call: object = None
@@ -39,7 +40,7 @@ class Image:
         """Bring it up to the storages' values, once for each call."""
         with self._lock:
             if self._call is not call:
-                to_host(self.block.memory, self._pieces)
+                to_host(self.memory, self._pieces)
                 self._call = call
 
 

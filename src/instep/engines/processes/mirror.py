@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from instep.batchnorm import Outfit
 from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.bulk import Piece, to_device, to_host
+from instep.engines.processes.driver import DeviceMemory
 from instep.engines.processes.orders import Entry, NewModule, NewValues, Ran, Run, Spot, Table
 from instep.engines.processes.reducers import make_generator
 from instep.engines.processes.talk import SOURCE, Tag, as_sent
@@ -35,7 +36,8 @@ class Mirror:
     def __init__(self, table: Table, fds: Sequence[int]) -> None:
         self.device = table.device
         pulled = {entry.spot.block for entry in table.entries if entry.spot is not None and entry.spot.pull}
-        self._blocks = {}
+        self._blocks: dict[int, SharedMemory] = {}
+        self._opened = {n: DeviceMemory.open(handle, nbytes, self.device) for n, nbytes, handle in table.handles}
         for (number, nbytes), fd in zip(table.blocks, fds, strict=False):  # one more is for the gradients
             # What is only copied from need not be copied on write, which accelerators do not take well.
             self._blocks[number] = SharedMemory.attach(fd, nbytes, writable=number in pulled)
@@ -47,7 +49,11 @@ class Mirror:
         self.tensors = [self._rebuild(entry, table.sent) for entry in table.entries]
         self._slots: dict[int, Tensor] = {}
         nbytes, offsets = table.slots
-        self._memory = SharedMemory.attach(fds[-1], nbytes, writable=True)
+        self._memory: SharedMemory | DeviceMemory
+        if table.slots_handle is None:
+            self._memory = SharedMemory.attach(fds[-1], nbytes, writable=True)
+        else:
+            self._memory = DeviceMemory.open(table.slots_handle, nbytes, self.device)
         self._offsets = dict(offsets)
         for number, offset in offsets:
             self._slots[number] = slot_of(self._memory, offset, self.tensors[number])
@@ -72,7 +78,7 @@ class Mirror:
         return made
 
     def _storage(self, spot: Spot, sent: Sequence[Tensor], near: bool) -> Tensor:
-        block = self._blocks.get(spot.block)
+        block = self._opened.get(spot.block) or self._blocks.get(spot.block)
         if block is None:
             return sent[spot.offset].to(self.device) if near else sent[spot.offset]
         if not spot.pull:
@@ -206,11 +212,13 @@ class Mirror:
                 else:
                     far.append(Piece(self._offsets[number], gradient))
                 filled.append(number)
-        to_host(self._memory, far)
+        if far:
+            assert isinstance(self._memory, SharedMemory)
+            to_host(self._memory, far)
         return filled, others
 
 
-def slot_of(memory: SharedMemory, offset: int, tensor: Tensor) -> Tensor:
+def slot_of(memory: SharedMemory | DeviceMemory, offset: int, tensor: Tensor) -> Tensor:
     """The place for one tensor's gradient, in the shape of the tensor."""
     nbytes = tensor.numel() * tensor.element_size()
     flat: Tensor = memory.tensor(offset, nbytes).view(tensor.dtype)

@@ -94,6 +94,8 @@ class Shadow(Replica):
         near = home if home.type != "cpu" and device.type != "cpu" else device
         super().__init__(index, source, near, way, home=home, **kwargs)
         self.name = f"replica {index} on {device}"
+        self.near = device == home and device.type != "cpu" and way is Way.ALIAS
+        """Whether tensors may stay on a device that both processes work on."""
 
     def takes_from_host(self, chosen: bool) -> bool:
         self.fetched = not chosen and self.place != self.home and self.place.type != "cpu"

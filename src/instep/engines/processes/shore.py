@@ -40,10 +40,14 @@ class Shore:
         Where there is no memory for it a message is taken all the same, and whoever reads it is told.
         """
         try:
-            landed = torch.empty_like(sent, device=self.device).copy_(sent, non_blocking=True)
+            return self.bring(sent)
         except torch.OutOfMemoryError as error:
             self.trouble = error
             return sent.clone()
+
+    def bring(self, sent: Tensor) -> Tensor:
+        """The same, and no memory is an error at once."""
+        landed = torch.empty_like(sent, device=self.device).copy_(sent, non_blocking=True)
         if self._users is not None:
             landed.record_stream(self._users)
         return landed

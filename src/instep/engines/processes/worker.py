@@ -15,8 +15,9 @@ from instep.bridge import Side, enter, take
 from instep.devices import move
 from instep.engines.pool import as_replica
 from instep.engines.processes import orders
-from instep.engines.processes.berth import set_backends, take_device
+from instep.engines.processes.berth import set_backends, take_device, try_to_open
 from instep.engines.processes.freight import CannotCross, pack_error
+from instep.engines.processes.hold import Hold
 from instep.engines.processes.mirror import Mirror
 from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.shore import Shore, wait_for
@@ -129,7 +130,10 @@ class Worker:
         order, _ = self._talk.take(message)
         take_device(order)
         self._talk.line.shore = Shore(order.device)
-        self._talk.say(orders.DONE, message.call, None)
+        refusal = None if order.handle is None else try_to_open(order)
+        if order.handle is not None and refusal is None:
+            self._talk.hold = Hold(order.device, home=False)
+        self._talk.say(orders.DONE, message.call, refusal)
 
     def _take_table(self, message: Message) -> None:
         table, _ = self._talk.take(message)
