@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from instep.bridge import Gradients
+from instep.bridge import Gradients, Span
 from instep.engines.processes.call import Call, remember_values
 from instep.engines.processes.desk import Desk, Met, Stuck, Told, calls
 from instep.engines.processes.estate import move_in
@@ -29,6 +29,7 @@ from instep.engines.processes.wire import Gone, Message
 from instep.engines.protocol import Job, perform
 from instep.engines.side_by_side import Part, SideBySide
 from instep.errors import EngineError, WorkerFailure
+from instep.meeting import Reach
 from instep.random import Held, generators_in
 from instep.replicas.ambient import Ambient
 from instep.replicas.contents import contents_of, put
@@ -141,6 +142,7 @@ class ProcessesEngine(SideBySide):
         number, met = next(calls), Met(job.room)
 
         def ask(desk: Desk) -> tuple[Desk, Told, list[Tensor], Message]:
+            job.room.stacks[index] = desk.worker.stack
             told = desk.tell(shadow)
             run.fresh = told.fresh() if follow else {}
             run.generators = {number: source.get_state() for number, source in enumerate(told.generators)}
@@ -177,6 +179,13 @@ class ProcessesEngine(SideBySide):
         remember_values(shadow.source_modules[0], [told.table[number] for number in ran.written])
         return outcome
 
+    def reach(self, span: Span, index: int, outputs: Sequence[Tensor]) -> Reach:
+        call: Call | None = span.sides[index].remote
+        if call is None:
+            return super().reach(span, index, outputs)
+        numbers = [call.outputs[id(output)] for output in outputs]
+        return self._with_worker(index, lambda desk: desk.reach(call.number, numbers, call.at(desk), call.met))
+
     def differentiate(self, part: Part) -> None:
         call: Call | None = part.span.sides[part.index].remote
         if call is None:
@@ -207,12 +216,14 @@ class ProcessesEngine(SideBySide):
         met = Met(part.room)
 
         def ask(desk: Desk) -> WentBack:
-            if desk is not call.desk:
-                call.again(desk)
+            part.room.stacks[part.index] = desk.worker.stack
+            back.spent = call.at(desk)
             back.wanted = [number for number in map(call.number_of, side.leaves) if number is not None]
             return desk.run_back(call.number, back, met)
 
         went = self._with_worker(part.index, ask)
+        if not part.keep:
+            call.spent.append(part.crossings)
         if went.drawn:
             host.drawn = True
             host.seed(0)
