@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import weakref
 from typing import Any
 
@@ -370,3 +372,23 @@ def test_a_backward_inside_of_another_wrappers_replica(way: str) -> None:
                 assert_close(other(x), x * expected.sum())
         finally:
             KEPT.clear()
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_worker_that_dies_between_two_backwards_of_one_call() -> None:
+    """The second is of a forward that was run again, of which the first has used up a part."""
+
+    def body(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        one, two = self.layer(x), self.other(x)
+        return one * instep.all_gather(one).sum(), two * instep.all_gather(two).mean()
+
+    x = batch()
+    with replicated(Does(body), "processes") as (plain, model):
+        for each in (plain, model):
+            one, two = each(x)
+            weigh(one).backward()
+            if each is model:
+                engine: Any = model._instep_engine
+                os.kill(engine._hands.get(1).pid, signal.SIGKILL)
+            weigh(two).backward()
+        assert_same_gradients(model, plain)

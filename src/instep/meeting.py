@@ -340,28 +340,36 @@ SECOND_TIME = (
 swap = cast(Callable[..., tuple[Any, ...]], Swap.apply)
 
 
-def needed_tokens(rows: Sequence[Sequence[Tensor]], roots: Sequence[Sequence[Tensor]]) -> list[int]:
-    """The crossings that a backward from these roots comes to on any replica; on every other it has to start there too.
+class Reach(NamedTuple):
+    """The crossings that a backward of one replica comes to next, by their numbers."""
 
-    `rows` are the tokens of each replica, `roots` the tensors that it starts from otherwise.
-    """
-    by_node = [{token.grad_fn: number for number, token in enumerate(row)} for row in rows]
-    seen: list[set[Any]] = [set() for _ in rows]
-    pending = [[tensor.grad_fn for tensor in tensors] for tensors in roots]
+    first: set[int]
+    """From the outputs that it starts at."""
+    below: list[set[int]]
+    """From each crossing."""
+
+
+def reach(tokens: Sequence[Tensor], roots: Sequence[Tensor]) -> Reach:
+    """Which crossings a backward from these roots comes to next, and from each crossing, told by its token."""
+    numbers = {token.grad_fn: number for number, token in enumerate(tokens)}
+    below = [_next([node for node, _ in token.grad_fn.next_functions], numbers) for token in tokens if token.grad_fn]
+    return Reach(_next([root.grad_fn for root in roots], numbers), below)
+
+
+def needed_tokens(reaches: Sequence[Reach]) -> list[int]:
+    """The crossings that a backward comes to on any replica; on every other it has to start there too."""
     needed: set[int] = set()
-    while any(pending):
-        for index, nodes in enumerate(pending):
-            reached = _reach(nodes, seen[index], by_node[index]) - needed
-            pending[index] = []
-            needed |= reached
-            for other, row in enumerate(rows):
-                pending[other] += [row[number].grad_fn for number in reached if row[number].grad_fn not in seen[other]]
+    pending = set().union(*(one.first for one in reaches))
+    while pending:
+        needed |= pending
+        pending = set().union(*(one.below[number] for one in reaches for number in pending)) - needed
     return sorted(needed)
 
 
-def _reach(nodes: list[Any], seen: set[Any], numbers: dict[Any, int]) -> set[int]:
-    """Walk a graph down from some nodes; the numbers of the crossings on the way."""
+def _next(nodes: list[Any], numbers: dict[Any, int]) -> set[int]:
+    """Walk a graph down from some nodes, up to crossings: the numbers of these."""
     found: set[int] = set()
+    seen: set[Any] = set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -369,7 +377,8 @@ def _reach(nodes: list[Any], seen: set[Any], numbers: dict[Any, int]) -> set[int
         seen.add(node)
         if node in numbers:
             found.add(numbers[node])
-        nodes.extend(below for below, _ in node.next_functions)
+        else:
+            nodes.extend(below for below, _ in node.next_functions)
     return found
 
 

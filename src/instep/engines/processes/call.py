@@ -56,6 +56,8 @@ class Call:
     """By the id of a tensor of the source: its value before it was written."""
     exact: bool = True
     """Whether the module's state before the call can be had back."""
+    spent: list[list[int]] = field(default_factory=list)
+    """Tokens of meetings that backwards have used up, one after another."""
     spoilt: bool = False
     """Whether `forward` changed its arguments: they are no longer what it was given."""
 
@@ -86,7 +88,14 @@ class Call:
             self.before.setdefault(key, _alone(change.old))
         self.exact = self.exact and not changes.structure and not changes.contents
 
-    def again(self, desk: Desk) -> None:
+    def at(self, desk: Desk) -> list[list[int]]:
+        """See to it that a worker has the graph; the tokens of it that were used up already and are there again."""
+        if desk is self.desk:
+            return []
+        self._again_at(desk)
+        return self.spent
+
+    def _again_at(self, desk: Desk) -> None:
         """Run the forward again on a worker that does not have its graph."""
         given, sources = self.written()
         look = self.look()

@@ -35,7 +35,7 @@ from instep.engines.processes.shore import Passage
 from instep.engines.processes.talk import SOURCE, Tag, Talk, by_value
 from instep.engines.processes.wire import Gone, Message
 from instep.errors import EngineError, WorkerFailure
-from instep.meeting import Meeting, without_streams
+from instep.meeting import Meeting, Reach, without_streams
 
 calls = itertools.count(1)
 
@@ -318,6 +318,13 @@ class Desk:
         went, _ = self.talk.take(self._answer(call, met))
         assert isinstance(went, WentBack)
         return went
+
+    def reach(self, call: int, outputs: list[int], spent: list[list[int]], met: Met) -> Reach:
+        """Where a backward from some outputs, by their numbers, would meet the other replicas."""
+        self.talk.say(orders.REACH, call, (outputs, spent))
+        found, _ = self.talk.take(self._answer(call, met))
+        assert isinstance(found, Reach)
+        return found
 
     def _answer(self, call: int, met: Met | None) -> Message:
         """The answer to a call; until it comes, the worker may ask to meet the other replicas."""

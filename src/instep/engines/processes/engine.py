@@ -35,6 +35,7 @@ from instep.engines.processes.wire import Gone
 from instep.engines.protocol import Job, perform
 from instep.engines.side_by_side import Part, SideBySide
 from instep.errors import EngineError, WorkerFailure
+from instep.meeting import Reach
 from instep.random import Held, generators_in
 from instep.replicas.ambient import Ambient
 from instep.replicas.contents import contents_of, put
@@ -180,6 +181,7 @@ class ProcessesEngine(SideBySide):
         number, met = next(calls), Met(job.room, job.passage)
 
         def ask(desk: Desk) -> tuple[Desk, Told, list[Tensor], Ran, list[Tensor]]:
+            job.room.stacks[index] = desk.worker.stack
             told = desk.tell(shadow)
             told.renew(job.passage, follow)
             run.fresh = told.fresh() if follow else {}
@@ -220,6 +222,17 @@ class ProcessesEngine(SideBySide):
         remember_values(shadow.source_modules[0], [told.table[number] for number in ran.written])
         return outcome
 
+    def reach(self, span: Span, index: int, outputs: Sequence[Tensor]) -> Reach:
+        call: Call | None = span.sides[index].remote
+        if call is None:
+            return super().reach(span, index, outputs)
+        numbers = [call.outputs[id(output)] for output in outputs]
+
+        def ask(desk: Desk) -> Reach:
+            return desk.reach(call.number, numbers, call.at(desk), call.met)
+
+        return self._with_worker(index, self._passage, call.told.near, ask)
+
     def differentiate(self, part: Part) -> None:
         call: Call | None = part.span.sides[part.index].remote
         if call is None:
@@ -251,12 +264,14 @@ class ProcessesEngine(SideBySide):
         met, passage = Met(part.room, self._passage), self._passage
 
         def ask(desk: Desk) -> WentBack:
-            if desk is not call.desk:
-                call.again(desk)
+            part.room.stacks[part.index] = desk.worker.stack
+            back.spent = call.at(desk)
             back.wanted = [number for number in map(call.number_of, side.leaves) if number is not None]
             return desk.run_back(call.number, back, met)
 
         went = self._with_worker(part.index, passage, call.told.near, ask)
+        if not part.keep:
+            call.spent.append(part.crossings)
         if went.drawn:
             host.drawn = True
             host.seed(0)

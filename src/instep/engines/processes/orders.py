@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 # From this process to a worker.
-TABLE, MODULE, SET, GLOBALS, RELEASE, FORWARD, BACKWARD, MET, STOP = (
-    "table", "module", "set", "globals", "release", "forward", "backward", "met", "stop",
+TABLE, MODULE, SET, GLOBALS, RELEASE, FORWARD, BACKWARD, REACH, MET, STOP = (
+    "table", "module", "set", "globals", "release", "forward", "backward", "reach", "met", "stop",
 )  # fmt: skip
 DEVICE = "device"
 # From a worker to this process.
@@ -218,6 +218,8 @@ class Back:
     seed: int
     wanted: list[int]
     """Tensors of the table whose gradients are wanted."""
+    spent: list[list[int]] = field(default_factory=list)
+    """For a forward that was run again: the tokens that backwards of the first one have used up, one after another."""
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from instep.engines.processes.wire import Line, Message
 from instep.engines.protocol import Job, perform
 from instep.engines.side_by_side import in_room
 from instep.errors import EngineError
-from instep.meeting import without_streams
+from instep.meeting import reach, without_streams
 from instep.random import RandomState, Streams, threads_can_draw
 from instep.replicas.ambient import Ambient, Autocast
 from instep.replicas.handed import Noted, by_place
@@ -104,6 +104,7 @@ class Worker:
             orders.GLOBALS: self._take_globals,
             orders.FORWARD: self._forward,
             orders.BACKWARD: self._backward,
+            orders.REACH: self._reach,
             orders.RELEASE: self._release,
         }
 
@@ -114,7 +115,7 @@ class Worker:
                 raise self._trouble
             self._answers[message.kind](message)
         except BaseException as error:
-            if message.kind in (orders.FORWARD, orders.BACKWARD, orders.DEVICE):
+            if message.kind in (orders.FORWARD, orders.BACKWARD, orders.REACH, orders.DEVICE):
                 self._trouble = None
                 self._fail(message.call, error)
             else:  # nobody waits for an answer to these: the next call gets it
@@ -273,6 +274,8 @@ class Worker:
         leaves = [counterparts[number] for number in back.wanted]
         outputs = [held.outputs[number] for number in back.gradients]
         grads = [gradient.to(held.outputs[number].device) for number, gradient in back.gradients.items()]
+        for spent in back.spent:
+            _spend(side, spent)
         tokens = [] if side.seat is None else side.seat.tokens
         outputs += [tokens[number] for number in back.tokens]
         grads += [torch.zeros_like(tokens[number]) for number in back.tokens]
@@ -290,13 +293,21 @@ class Worker:
         if not back.keep:
             for number in back.gradients:
                 del held.outputs[number]
-            if side.seat is not None:
-                side.seat.tokens = [token for number, token in enumerate(tokens) if number not in back.tokens]
+            _spend(side, back.tokens)
         present, others = mirror.hand_in(dict(zip(back.wanted, take(leaves), strict=True)))
         inputs = {n: g for n, g in zip(held.inputs, take(side.inputs), strict=True) if g is not None}
         went = WentBack(inputs, present, others, held.streams.state.host.drawn)
         wait_for(mirror.device)
         self._talk.say(orders.DONE, message.call, went)
+
+    def _reach(self, message: Message) -> None:
+        """Where a backward from some outputs would meet the other replicas."""
+        (numbers, spent), _ = self._talk.take(message)
+        held = self._calls[message.call]
+        for tokens in spent:
+            _spend(held.side, tokens)
+        tokens = [] if held.side.seat is None else held.side.seat.tokens
+        self._talk.say(orders.DONE, message.call, reach(tokens, [held.outputs[number] for number in numbers]))
 
     def _surround(self, around: Surroundings) -> None:
         """The settings of the whole process."""
@@ -310,6 +321,12 @@ class Worker:
             torch.set_num_threads(around.threads)
             self._threads = around.threads
         set_backends(around.backends)
+
+
+def _spend(side: Side, numbers: Sequence[int]) -> None:
+    """A backward has used these tokens up."""
+    if side.seat is not None:
+        side.seat.tokens = [token for number, token in enumerate(side.seat.tokens) if number not in numbers]
 
 
 def _refuse_graphs(ran: Ran) -> None:
