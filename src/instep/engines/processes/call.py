@@ -102,8 +102,10 @@ class Call:
         state = {told.numbers[key]: value for key, value in self.values.items() if key in told.numbers}
         run = self.run
         run.number, run.follow, run.fresh = shadow.number, True, told.fresh() | state
-        desk.run(self.number, run, self.met)
-        self.desk, self.told = desk, told
+        box, _ = desk.ask_forward(run)
+        desk.answer(box, self.met)
+        self.number, self.desk, self.told = box.number, desk, told
+        weakref.finalize(self, desk.gone.append, ("call", box.number))
 
     def _same_structure(self) -> bool:
         known = set(map(id, self.modules))

@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -23,17 +24,19 @@ from instep.engines.processes.estate import layout, locate
 from instep.engines.processes.freight import Parcel, unpack_error
 from instep.engines.processes.hands import Worker
 from instep.engines.processes.mirror import slot_of
-from instep.engines.processes.orders import Back, Entry, NewModule, Run, Spot, Table, WentBack
+from instep.engines.processes.orders import Back, Entry, NewModule, Run, Spot, Surroundings, Table
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.talk import SOURCE, Tag, Talk, by_value
 from instep.engines.processes.wire import Gone, Message
 from instep.errors import EngineError, WorkerFailure
-from instep.meeting import Meeting
+from instep.meeting import Meeting, PeerFailed
 
 calls = itertools.count(1)
 
 GLANCE = 0.5
 """Seconds after which whoever waits for a worker looks whether it still lives."""
+_PASSED_ON = 0.01
+"""Seconds that a thread waits for another one to hear its answer, before it listens itself."""
 PATIENCE = 60.0
 """Seconds after which it is said where a worker stands that has not answered."""
 
@@ -141,21 +144,45 @@ class Stuck(WorkerFailure):
     """A worker did not answer in time."""
 
 
+class Box:
+    """Where messages about one question are put. They are dropped when nobody holds it any longer."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._messages: SimpleQueue[Message] = SimpleQueue()
+
+    def put(self, message: Message) -> None:
+        self._messages.put(message)
+
+    def wait(self, seconds: float) -> Message | None:
+        """The next message; None where none comes within that time."""
+        try:
+            return self._messages.get(timeout=seconds) if seconds else self._messages.get_nowait()
+        except Empty:
+            return None
+
+
 class Desk:
-    """What one worker knows, and the conversation with it."""
+    """What one worker knows, and the conversation with it.
+
+    Several threads may ask it at a time. One of them listens for all; each message finds its question by its number.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.talk = Talk(worker.line, home=True)
         self.busy = threading.RLock()
+        """Held by whoever speaks or listens."""
+        self._boxes: weakref.WeakValueDictionary[int, Box] = weakref.WeakValueDictionary()
         self.timeout = math.inf
         """Seconds without a word from the worker, after which it is given up."""
+        self._around: Surroundings | None = None
+        """Those of the last forward."""
         self.gone: deque[tuple[str, int]] = deque()
         """Calls and stand-ins that nobody needs any longer; finalizers only put them here."""
 
     def tell(self, shadow: Shadow) -> Told:
         """Tell the worker what it does not know yet of a module."""
-        self._release()
         update = self.talk.depot.stale_globals()
         if update is not None:
             self.worker.line.send(orders.GLOBALS, 0, update.body, [tensor.detach() for tensor in update.tensors])
@@ -170,14 +197,14 @@ class Desk:
         shadow.stale, shadow.sets = False, []
         return told
 
-    def _release(self) -> None:
+    def _gone(self) -> tuple[list[int], list[int]]:
+        """Calls and modules that the worker may forget."""
         ended: list[int] = []
         modules: list[int] = []
         while self.gone:
             kind, number = self.gone.popleft()
             (ended if kind == "call" else modules).append(number)
-        if ended or modules:
-            self.talk.say(orders.RELEASE, 0, (ended, modules))
+        return ended, modules
 
     def _tell_module(self, shadow: Shadow) -> Told:
         pairs = [*shadow.tensors.trainable, *shadow.tensors.state]
@@ -205,39 +232,82 @@ class Desk:
         table = [source if source.is_leaf else made for source, made in pairs]  # graphs lead to earlier calls
         return Told(table, [made for _, made in pairs], slots, listed.loose)
 
-    def run(self, call: int, run: Run, met: Met) -> tuple[list[Tensor], Message]:
-        """One replica's part of a forward: the tensors of its arguments, as they are numbered, and the answer."""
-        arguments = self.talk.say(orders.FORWARD, call, run, what="arguments")
-        return arguments, self._answer(call, met)
+    def ask_forward(self, run: Run) -> tuple[Box, list[Tensor]]:
+        """Ask for one replica's part of a forward; returns the tensors of its arguments too, as they are numbered."""
+        box, around = self._box(), run.around
+        run.gone = self._gone()
+        if around == self._around:
+            run.around = None
+        try:
+            tensors = self.talk.say(orders.FORWARD, box.number, run, what="arguments")
+        except BaseException:
+            self.gone.extend([*(("call", n) for n in run.gone[0]), *(("module", n) for n in run.gone[1])])
+            raise
+        finally:
+            run.around = around
+        self._around = around
+        return box, tensors
 
-    def run_back(self, call: int, back: Back, met: Met) -> WentBack:
-        """One replica's part of a backward."""
-        self.talk.say(orders.BACKWARD, call, back)
-        went, _ = self.talk.take(self._answer(call, met))
-        assert isinstance(went, WentBack)
-        return went
+    def ask_backward(self, back: Back) -> Box:
+        """Ask for one replica's part of a backward."""
+        box = self._box()
+        self.talk.say(orders.BACKWARD, box.number, back)
+        return box
 
-    def _answer(self, call: int, met: Met) -> Message:
-        """The answer to a call; until it comes, the worker may ask to meet the other replicas."""
+    def _box(self) -> Box:
+        box = Box(next(calls))
+        self._boxes[box.number] = box
+        return box
+
+    def _listen(self, box: Box) -> Message | None:
+        """The next message for a box, if one comes soon; what comes for others is put into theirs."""
+        if not self.busy.acquire(blocking=False):  # another thread listens, or asks
+            return box.wait(_PASSED_ON)
+        try:
+            message = box.wait(0)
+            if message is None:
+                message = self.worker.line.receive(GLANCE)
+            if message is None or message.call == box.number:
+                return message
+            other = self._boxes.get(message.call)
+            if other is not None:
+                other.put(message)
+            elif message.kind == orders.MEET:  # of a call that was given up
+                self.talk.say(orders.MET, message.call, (None, PeerFailed("the call was interrupted.")))
+            return None
+        finally:
+            self.busy.release()
+
+    def answer(self, box: Box, met: Met) -> Message:
+        """What a worker answers; until it does, it may ask to meet the other replicas."""
         met.begin()
         wait = Wait(self.worker, self.timeout)
         while True:
-            message = self.worker.line.receive(GLANCE)
+            message = self._listen(box)
             if message is None:
                 wait.look()
                 continue
             wait = Wait(self.worker, self.timeout)
-            if message.call != call:  # of a call that was given up
-                continue
             if message.kind == orders.MEET:
                 asked, _ = self.talk.take(message)
                 self.talk.say(orders.MET, message.call, met.exchange(*asked))
             elif message.kind == orders.FAILED:
+                self._around = None  # it may not have come to that
                 raise unpack_error(Parcel(message.body, message.tensors), self.talk.depot)
             elif message.kind == orders.DONE:
                 return message
             else:
                 raise EngineError(f"{self.worker.name} answered {message.kind!r} to a call.")
+
+
+_desks: weakref.WeakKeyDictionary[Worker, Desk] = weakref.WeakKeyDictionary()
+
+
+def desk_of(worker: Worker) -> Desk:
+    """The desk of a worker, which all engines share."""
+    if worker not in _desks:
+        _desks[worker] = Desk(worker)
+    return _desks[worker]
 
 
 class _Entries:

@@ -1,45 +1,40 @@
 """One worker process for each replica but the first, which is this process's own: no GIL between them.
 
-A thread of this process sits at each worker's desk: it asks for the worker's part of a call, carries what replicas have
-to say to each other in the middle of it, and waits. So everything that holds for replicas in threads (who meets whom,
-interruptions, the order in which calls of several wrappers come) holds for these.
+The thread that calls asks every worker for its part, runs the first replica, and then hears the workers. Where replicas
+meet in the middle of a call, or run in turn, a thread of this process sits at each worker's desk instead, as each
+replica has one on `threads`: who meets whom, and what becomes of an interruption, is the same.
 """
 
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import is_
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from instep.bridge import Gradients
-from instep.engines.processes.call import Call, remember_values
-from instep.engines.processes.desk import Desk, Met, Stuck, Told, calls
+from instep.engines.pool import inside_replica
+from instep.engines.processes.asking import Asked
+from instep.engines.processes.call import Call
+from instep.engines.processes.desk import Desk, desk_of
 from instep.engines.processes.estate import move_in
-from instep.engines.processes.freight import CannotCross
-from instep.engines.processes.hands import Hands, Worker, flush_output
-from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
+from instep.engines.processes.gathering import Gathering, here, run_all
+from instep.engines.processes.hands import Hands, Worker
+from instep.engines.processes.parts import BackwardPart, ForwardPart
 from instep.engines.processes.shadow import Shadow
-from instep.engines.processes.talk import ARGUMENT, SOURCE, Rebuild, Tag, as_sent
-from instep.engines.processes.wire import Gone, Message
-from instep.engines.protocol import Job, perform
+from instep.engines.processes.wire import Gone
+from instep.engines.protocol import Job, perform, raise_first
+from instep.engines.room import FORWARD, Room
 from instep.engines.side_by_side import Part, SideBySide
 from instep.errors import EngineError, WorkerFailure
-from instep.replicas.ambient import Ambient
-from instep.replicas.contents import Contents, contents_of, put
+from instep.private import saves_as_usual
 from instep.replicas.replica import Outcome, Replica
-from instep.replicas.watch import MISSING, STRUCTURE, Changes, Inside, Set
-
-T = TypeVar("T")
 
 WINDOW = 60.0
 """Seconds in which deaths of workers are counted."""
-
-_desks: weakref.WeakKeyDictionary[Worker, Desk] = weakref.WeakKeyDictionary()
 
 
 class ProcessesEngine(SideBySide):
@@ -63,25 +58,13 @@ class ProcessesEngine(SideBySide):
     def kinds(self) -> list[type[Replica]]:
         return [Replica, *[Shadow] * (len(self._devices) - 1)]
 
-    def _with_worker(self, index: int, ask: Callable[[Desk], T]) -> T:
-        """Ask a replica's worker for something; if it dies over it, its successor is asked."""
-        while True:
-            worker = self._hands.get(index)
-            desk = _desk(worker)
-            desk.timeout = self.timeout
-            try:
-                with desk.busy:  # a call that the caller gave up is still answered, and then comes the next
-                    return ask(desk)
-            except Gone as gone:
-                self._replace(index, worker, gone)
-            except Stuck:
-                self._hands.replace(index)
-                raise
-            finally:
-                flush_output()
+    def worker(self, index: int) -> tuple[Worker, Desk]:
+        worker = self._hands.get(index)
+        desk = desk_of(worker)
+        desk.timeout = self.timeout
+        return worker, desk
 
-    def _replace(self, index: int, worker: Worker, gone: Gone) -> None:
-        """A new worker for one that died, unless too many did lately."""
+    def replace(self, index: int, worker: Worker, gone: Gone) -> None:
         why, now = worker.death(), time.monotonic()
         self._deaths = [*(then for then in self._deaths if now - then < WINDOW), now]
         if len(self._deaths) > self.restarts:
@@ -93,83 +76,110 @@ class ProcessesEngine(SideBySide):
             ) from gone
         self._hands.replace(index)
 
+    def give_up(self, index: int) -> None:
+        self._hands.replace(index)
+
+    def room_for(self, names: Sequence[str], end: str, **options: Any) -> Gathering:
+        return Gathering(names, end, **options)
+
+    def forward(self, job: Job) -> list[Outcome]:
+        with self._lock:  # the first replica is in one place at a time
+            outcomes = self._forward_here(job) if self._is_plain(job) else super().forward(job)
+        if job.room.met:
+            for replica in job.replicas:
+                if isinstance(replica, Shadow):
+                    replica.meets.add(job.method)
+        return outcomes
+
+    def _is_plain(self, job: Job) -> bool:
+        """Whether a call is as most are: no meetings that are known of, nothing around it, nobody in turn."""
+        if (
+            job.streams.in_turn
+            or inside_replica()
+            or not job.ambient.is_plain(self._devices[0])
+            or not saves_as_usual()
+        ):
+            return False
+        return not any(isinstance(replica, Shadow) and job.method in replica.meets for replica in job.replicas)
+
+    def _forward_here(self, job: Job) -> list[Outcome]:
+        room = job.room = self.room_for([replica.name for replica in job.replicas], FORWARD)
+
+        def run() -> list[Outcome]:
+            ends = [self._begin(job, index) for index in range(1, len(job.replicas))]
+            return run_all(room, lambda: self.lease, partial(perform, job, 0), ends)
+
+        outcomes = here(run, len(job.replicas))
+        raise_first(job.replicas, outcomes)
+        return outcomes
+
     def perform(self, job: Job, index: int) -> Outcome:
         if not isinstance(job.replicas[index], Shadow):
             return perform(job, index)
-        failure: BaseException | None = None
+        return self._begin(job, index)()
+
+    def _begin(self, job: Job, index: int) -> Callable[[], Outcome]:
+        """Ask for one replica's part of a forward; what this returns waits for it."""
         try:
             job.room.enter(index)
-            return self._ask(job, index)
+            part = ForwardPart(job, index)
+            asked = Asked(self, index, part)
+        except BaseException as error:
+            job.room.leave(index, error)
+            if not isinstance(error, Exception):
+                raise
+            return partial(Outcome, error=error)
+        return partial(self._end, job.room, index, lambda: part.outcome(*asked.hear()))
+
+    def _end(self, room: Room, index: int, outcome: Callable[[], Outcome]) -> Outcome:
+        failure: BaseException | None = None
+        try:
+            return outcome()
         except BaseException as error:
             failure = error
             return Outcome(error=error)
         finally:
-            job.room.leave(index, failure)
+            room.leave(index, failure)
             failure = None  # its traceback holds this frame
 
-    def _ask(self, job: Job, index: int) -> Outcome:
-        shadow: Any = job.replicas[index]
-        streams, (args, kwargs) = job.streams, job.arguments[index]
-        held = streams.held[index]
-        shadow.unwrite()
-        follow, shadow.behind = job.follow or shadow.behind, False
-        lent, shadow.lent = shadow.lent, []
-        run = Run(
-            shadow.number,
-            job.method,
-            args,
-            kwargs,
-            index,
-            list(job.sizes),
-            len(job.replicas),
-            _surroundings(job.ambient),
-            follow,
-            streams.state.host.number,
-            [source.get_state() for source, _ in held],
-            lent,
-            {},
-        )
-        number, met = next(calls), Met(job.room)
+    def differentiate_all(self, parts: Sequence[Part], room: Any) -> None:
+        first, *others = parts
+        if first.crossings or first.span.streams.in_turn or first.span.sides[0].remote is not None:
+            super().differentiate_all(parts, room)
+            return
 
-        def ask(desk: Desk) -> tuple[Desk, Told, list[Tensor], Message]:
-            told = desk.tell(shadow)
-            run.fresh = told.fresh() if follow else {}
-            return desk, told, *desk.run(number, run, met)
+        def run() -> list[None]:
+            ends = [self._begin_back(part) for part in others]
+            return run_all(room, lambda: self.lease, partial(self.differentiate, first), ends)
 
-        desk, told, arguments, answer = self._with_worker(index, ask)
-        met.end()
-        shadow.stale = shadow.stale or bool(run.lent)  # the worker's replica holds a part, not what the module has
-        ran, tensors = desk.talk.take(answer, _rebuild(arguments, told.counterparts))
-        if ran.wrote:
-            desk.talk.depot.forget()
-            raise CannotCross(
-                f"forward changed the global {ran.wrote[0]!r} in a worker process, where the script does not see it.\n"
-                f"Return what it is for, set it on the module, or write engine='threads'."
-            )
-        if ran.drawn:
-            streams.state.host.drawn = True
-            streams.state.host.seed(0)
-        for i in ran.drawn_held:
-            streams.state.add(held[i][0]).drawn = True
-        for i, value in ran.arguments.items():
-            arguments[i].data.copy_(value)
-        outcome = _outcome(shadow, told, ran)
-        needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
-        if job.ambient.grad and needing:
-            inputs = _numbers(job.inputs[index], arguments)
-            made_by = shadow.name, shadow.recipe, shadow.source_modules, shadow.look
-            outcome.remote = Call(number, desk, told, *made_by, run, met, arguments, needing, inputs)
-        remember_values(shadow.source_modules[0], [told.table[number] for number in ran.written])
-        return outcome
+        here(run, len(parts))
 
     def differentiate(self, part: Part) -> None:
+        if part.span.sides[part.index].remote is None:
+            super().differentiate(part)
+        else:
+            self._begin_back(part)()
+
+    def _begin_back(self, part: Part) -> Callable[[], None]:
+        """Ask for one replica's part of a backward; what this returns waits for it."""
         call: Call | None = part.span.sides[part.index].remote
-        if call is None:
-            return super().differentiate(part)
-        failure: BaseException | None = None
+        if call is None:  # none of its outputs needs a gradient
+            return partial(super().differentiate, part)
         try:
             part.room.enter(part.index)
-            return self._ask_back(call, part)
+            back = BackwardPart(call, part)
+            asked = Asked(self, part.index, back)
+        except BaseException as error:
+            part.room.leave(part.index, error)
+            if not isinstance(error, Exception):
+                raise
+            return partial(_raise, error)
+        return partial(self._end_back, part, lambda: back.leave(asked.hear()))
+
+    def _end_back(self, part: Part, leave: Callable[[], None]) -> None:
+        failure: BaseException | None = None
+        try:
+            leave()
         except BaseException as error:
             failure = error
             raise
@@ -177,44 +187,11 @@ class ProcessesEngine(SideBySide):
             part.room.leave(part.index, failure)
             failure = None  # its traceback holds this frame
 
-    def _ask_back(self, call: Call, part: Part) -> None:
-        side, host = part.span.sides[part.index], part.span.streams.state.host
-        given, sources = call.written()
-        back = Back(
-            {call.outputs[id(o)]: g for o, g in zip(part.outputs, part.gradients, strict=True)},
-            part.keep,
-            part.crossings,
-            given,
-            sources,
-            host.number,
-            [],
-        )
-        met = Met(part.room)
-
-        def ask(desk: Desk) -> WentBack:
-            if desk is not call.desk:
-                call.again(desk)
-            back.wanted = [number for number in map(call.number_of, side.leaves) if number is not None]
-            return desk.run_back(call.number, back, met)
-
-        went = self._with_worker(part.index, ask)
-        if went.drawn:
-            host.drawn = True
-            host.seed(0)
-        slots = call.told.slots
-        for leaf in side.leaves:
-            number = call.number_of(leaf)
-            leaf.grad = slots[number] if number in went.present else went.others.get(-1 if number is None else number)
-        for leaf, number in zip(side.inputs, call.inputs, strict=True):
-            leaf.grad = went.inputs.get(number)
-
     def _sum(self, columns: Sequence[Gradients]) -> Gradients:
         """The sum over replicas, in memory of its own: the next backward writes to the workers' slots again."""
         total = super()._sum(columns)
-        for index, gradient in enumerate(total):
-            if gradient is not None and any(column[index] is gradient for column in columns[1:]):
-                total[index] = gradient.clone()
-        return total
+        slots = {id(gradient) for column in columns[1:] for gradient in column}
+        return [gradient if gradient is None or id(gradient) not in slots else gradient.clone() for gradient in total]
 
     def _hold(self, sources: list[Tensor], columns: list[Gradients]) -> None:
         own = [[None if g is None else g.clone() for g in column] for column in columns[1:]]
@@ -226,85 +203,5 @@ class ProcessesEngine(SideBySide):
         self._hands = Hands(self._devices)
 
 
-def _desk(worker: Worker) -> Desk:
-    if worker not in _desks:
-        _desks[worker] = Desk(worker)
-    return _desks[worker]
-
-
-def _numbers(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int]:
-    """The numbers of some tensors among the arguments that were sent."""
-    places = {id(tensor): number for number, tensor in enumerate(arguments)}
-    if any(id(tensor) not in places for tensor in tensors):
-        raise EngineError(
-            "an argument that needs a gradient is no dense tensor, and its gradient cannot come back from another "
-            "process.\nUse DataParallel(..., engine='threads')."
-        )
-    return [places[id(tensor)] for tensor in tensors]
-
-
-ATOMS = (str, bytes, int, float, bool, type(None))
-
-
-def _own(item: Any, own: Mapping[Any, Any]) -> Any:
-    """The very object that is here already, for one of those that nobody tells apart but by identity."""
-    return own.get((type(item), item), item) if isinstance(item, ATOMS) else item
-
-
-def _rebuild(arguments: Sequence[Tensor], counterparts: Sequence[Tensor]) -> Rebuild:
-    """The tensors of an answer: arguments and tensors of the module as they are here, the others as they were sent."""
-
-    def rebuild(tag: Tag, tensor: Tensor | None) -> Tensor:
-        if tag[0] == ARGUMENT:
-            return arguments[tag[1]]
-        if tag[0] == SOURCE:
-            return counterparts[tag[1]]
-        return as_sent(tag, tensor)
-
-    return rebuild
-
-
-def _surroundings(ambient: Ambient) -> Surroundings:
-    return Surroundings(
-        grad=ambient.grad,
-        inference=ambient.inference,
-        autocast=[(cast.device_type, cast.dtype) for cast in ambient.autocast],
-        autocast_cache=ambient.autocast_cache,
-        device=ambient.device,
-        dtype=torch.get_default_dtype(),
-        deterministic=torch.get_deterministic_debug_mode(),
-        precision=torch.get_float32_matmul_precision(),
-        threads=torch.get_num_threads(),
-    )
-
-
-def _outcome(shadow: Shadow, told: Told, ran: Ran) -> Outcome:
-    """What a worker did, on its stand-in."""
-    if ran.parted:
-        return Outcome(parted=ran.parted)
-    if ran.structure:
-        return Outcome(changes=STRUCTURE)
-    modules = shadow.modules
-    attributes, contents = [], []
-    for index, name, value, buffer in ran.sets:
-        holder = modules[index]._buffers if buffer else modules[index].__dict__
-        attributes.append(Set(index, name, holder.get(name, MISSING), value, buffer))
-        holder[name] = value
-    containers = shadow.cloner.containers if ran.contents else ()
-    made = {str(shadow.places.get(id(source))): made for source, _, made in containers}
-    for place, keys, items in ran.contents:
-        container = made[place]
-        before = contents_of(container)
-        own = {(type(item), item): item for item in before.items if isinstance(item, ATOMS)}
-        after = Contents(keys, tuple(before.items[old] if old >= 0 else _own(item, own) for old, item in items))
-        if len(after.items) != len(before.items) or not all(map(is_, after.items, before.items)) or keys != before.keys:
-            contents.append(Inside(container, before, after))
-            put(container, after)
-    with torch.no_grad():
-        for source, held in shadow.trainable:
-            if told.numbers.get(id(source)) in ran.apart:
-                held.data.copy_(ran.apart[told.numbers[id(source)]])
-    written = shadow.write({id(told.table[number]): value for number, value in ran.written.items()})
-    refused = [told.table[number] for number in ran.refused]
-    shadow.stale = shadow.stale or bool(refused)
-    return Outcome(output=ran.output, changes=Changes(False, attributes, contents), written=written, refused=refused)
+def _raise(error: Exception) -> None:
+    raise error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,8 @@ class Mirror:
         self._storages: dict[tuple[int, int], Tensor] = {}
         self.tensors = [self._rebuild(entry, table.sent) for entry in table.entries]
         self._slots: dict[int, Tensor] = {}
+        self._replica: Replica | None = None
+        self.take_in(())
         nbytes, offsets = table.slots
         memory = SharedMemory.attach(fds[-1], nbytes, writable=True)
         for number, offset in offsets:
@@ -85,6 +88,11 @@ class Mirror:
                 else:
                     tensor.data = value
         replica = self.crew.ready()[0]
+        if replica is not self._replica:
+            self._replica = replica
+            places = {id(tensor): number for number, tensor in enumerate(self.tensors)}
+            for source, leaf in replica.trainable:
+                leaf.register_post_accumulate_grad_hook(partial(self._leave, places[id(source)]))
         replica.name = f"replica {run.index} on {self.device}"
         if run.lent:
             slots: Any = [SimpleNamespace(module=replica.source_modules[i], name=name) for i, name, _ in run.lent]
@@ -131,20 +139,36 @@ class Mirror:
         replica.revert(outcome.changes)
         return ran
 
+    def take_in(self, wanted: Iterable[int]) -> None:
+        """A backward begins: gradients of these tensors go to their slots as they come."""
+        self._wanted = set(wanted)
+        self._filled: set[int] = set()
+
+    def _leave(self, number: int, leaf: Tensor) -> None:
+        """Put a gradient into its slot as soon as it is there: it is in the cache, and its memory free for the next."""
+        if number not in self._wanted or leaf.grad is None or not self._put(number, leaf.grad):
+            return
+        leaf.grad = None
+
+    def _put(self, number: int, gradient: Tensor) -> bool:
+        slot = self._slots.get(number)
+        if slot is None or gradient.layout is not torch.strided or gradient.dtype != slot.dtype:
+            return False
+        if number in self._filled:  # a backward inside of the backward brought one before
+            slot.add_(gradient)
+        else:
+            slot.copy_(gradient)
+            self._filled.add(number)
+        return True
+
     def hand_in(self, gradients: dict[int, Tensor | None]) -> tuple[list[int], dict[int, Tensor]]:
-        """Put gradients into their slots; says whose lie there, and returns those that have no slot."""
-        filled: list[int] = []
-        others: dict[int, Tensor] = {}
-        for number, gradient in gradients.items():
-            if gradient is None:
-                continue
-            slot = self._slots.get(number)
-            if slot is None or gradient.layout is not torch.strided or gradient.dtype != slot.dtype:
-                others[number] = gradient
-            else:
-                slot.copy_(gradient)
-                filled.append(number)
-        return filled, others
+        """The backward is over, and left these; says whose gradients lie in slots, and returns those that have none."""
+        left = {n: g for n, g in gradients.items() if g is not None and not self._put(n, g)}
+        for number in left.keys() & self._filled:
+            left[number] = self._slots[number] + left[number]
+        filled = sorted(self._filled - left.keys())
+        self.take_in(())
+        return filled, left
 
 
 def _by_place(before: Sequence[Any], after: Sequence[Any]) -> Iterator[tuple[int, Any]]:

@@ -5,6 +5,7 @@ Tensors inside of them go beside the pickle (see `talk`), so that these are ordi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 # From this process to a worker.
-TABLE, MODULE, SET, GLOBALS, RELEASE, FORWARD, BACKWARD, MET, STOP = (
-    "table", "module", "set", "globals", "release", "forward", "backward", "met", "stop",
+TABLE, MODULE, SET, GLOBALS, FORWARD, BACKWARD, MET, STOP = (
+    "table", "module", "set", "globals", "forward", "backward", "met", "stop",
 )  # fmt: skip
 # From a worker to this process.
 MEET, DONE, FAILED = "meet", "done", "failed"
@@ -91,8 +92,15 @@ class Surroundings:
     threads: int
 
 
+class Order:
+    """A message that goes as the bare values of its fields: both sides know what they are asked for in what order."""
+
+    def fields(self) -> tuple[Any, ...]:
+        return tuple(self.__dict__.values())
+
+
 @dataclass
-class Run:
+class Run(Order):
     """One replica's part of a forward."""
 
     PATHS: ClassVar = {"args": "argument ", "kwargs": "argument "}
@@ -104,7 +112,8 @@ class Run:
     index: int
     sizes: list[int]
     count: int
-    around: Surroundings
+    around: Surroundings | None
+    """None for the same as in the message before."""
     follow: bool
     seed: int
     """What the streams of the call are seeded by."""
@@ -113,10 +122,12 @@ class Run:
     lent: list[tuple[int, str, Any]]
     fresh: dict[int, Tensor]
     """Values of tensors of the table that lie in no common memory."""
+    gone: tuple[Sequence[int], Sequence[int]] = ((), ())
+    """Calls and modules that nobody needs any longer."""
 
 
 @dataclass
-class Ran:
+class Ran(Order):
     """What one replica's part of a forward came to."""
 
     PATHS: ClassVar = {"output": "the output of forward"}
@@ -144,9 +155,11 @@ class Ran:
 
 
 @dataclass
-class Back:
+class Back(Order):
     """One replica's part of a backward."""
 
+    call: int
+    """The number of the forward that it belongs to."""
     gradients: dict[int, Tensor]
     """By the number of an output's tensor."""
     keep: bool
@@ -161,7 +174,7 @@ class Back:
 
 
 @dataclass
-class WentBack:
+class WentBack(Order):
     """What one replica's part of a backward came to."""
 
     inputs: dict[int, Tensor]

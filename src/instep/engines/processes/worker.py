@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from instep.bridge import Side, enter, take
 from instep.engines.pool import as_replica
 from instep.engines.processes import orders
+from instep.engines.processes.cores import Elsewhere
 from instep.engines.processes.freight import pack_error
 from instep.engines.processes.mirror import Mirror
 from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
@@ -31,6 +32,7 @@ from instep.structure.tree import tensors_in
 def main(line: Line) -> None:
     """Do what the process that started this one asks for, until it says stop."""
     worker = Worker(Talk(line, home=False))
+    line.elsewhere = Elsewhere()
     threads_can_draw()
     with as_replica():
         while (message := line.receive()) is not None and message.kind != orders.STOP:
@@ -89,6 +91,8 @@ class Worker:
         self._tables: dict[int, Mirror] = {}
         self._calls: dict[int, Held] = {}
         self._threads = 0
+        self._around: Surroundings
+        self._ambient: Ambient
         self._trouble: Exception | None = None
         self._answers: dict[str, Callable[[Message], None]] = {
             orders.TABLE: self._take_table,
@@ -97,7 +101,6 @@ class Worker:
             orders.GLOBALS: self._take_globals,
             orders.FORWARD: self._forward,
             orders.BACKWARD: self._backward,
-            orders.RELEASE: self._release,
         }
 
     def answer(self, message: Message) -> None:
@@ -135,8 +138,7 @@ class Worker:
     def _take_globals(self, message: Message) -> None:
         self._talk.depot.take_globals(message.body, message.tensors)
 
-    def _release(self, message: Message) -> None:
-        (calls, numbers), _ = self._talk.take(message)
+    def _release(self, calls: Iterable[int], numbers: Iterable[int]) -> None:
         for call in calls:
             self._calls.pop(call, None)
         for number in numbers:
@@ -154,10 +156,13 @@ class Worker:
             return made
 
         with torch.enable_grad():
-            run, arguments = self._talk.take(message, let_in)
-        run = _checked(run)
+            fields, arguments = self._talk.take(message, let_in)
+        run = Run(*fields)
+        self._release(*run.gone)
         mirror = self._mirrors[run.number]
-        self._surround(run.around)
+        if run.around is not None:
+            self._around, self._ambient = run.around, _ambient(run.around)
+        self._surround(self._around)
         replica = mirror.ready(run)
         held = mirror.generators(run)
         state = RandomState([mirror.device] * run.count)
@@ -168,7 +173,7 @@ class Worker:
             [replica] * run.count,
             [(run.args, run.kwargs)] * run.count,
             run.method,
-            _ambient(run.around),
+            self._ambient,
             run.follow,
             streams,
             run.sizes,
@@ -198,7 +203,7 @@ class Worker:
 
         sent = self._talk.say(orders.DONE, message.call, ran, describe, what="the output of forward")
         outputs = {i: t for i, t in enumerate(sent) if t.requires_grad and id(t) not in known}
-        if outputs and run.around.grad:
+        if outputs and self._around.grad:
             side = Side([], list(leaves.values()), [], replica.tensors.guard, replica.name, outcome.seat)
             self._calls[message.call] = Held(
                 mirror, side, list(leaves), outputs, arguments, mirror.counterparts(), streams, run.index
@@ -225,9 +230,9 @@ class Worker:
         return ran
 
     def _backward(self, message: Message) -> None:
-        back, _ = self._talk.take(message)
-        assert isinstance(back, Back)
-        held = self._calls[message.call]
+        fields, _ = self._talk.take(message)
+        back = Back(*fields)
+        held = self._calls[back.call]
         mirror, side = held.mirror, held.side
         for number in back.arguments:
             torch.autograd.graph.increment_version(held.arguments[number])
@@ -243,9 +248,11 @@ class Worker:
         if not held.streams.state.host.drawn:
             held.streams.state.host.fix(back.seed)
         hall = Hall(self._talk, message.call)
+        mirror.take_in(back.wanted)
         try:
             in_room(hall, held.index, side, outputs, grads, back.keep, held.streams.backward(held.index))
         except BaseException:
+            mirror.take_in(())
             take([*leaves, *side.inputs])
             raise
         held.streams.settle()
@@ -270,12 +277,6 @@ class Worker:
         if self._threads != around.threads:
             torch.set_num_threads(around.threads)
             self._threads = around.threads
-
-
-def _checked(run: Any) -> Run:
-    if not isinstance(run, Run):
-        raise EngineError(f"a worker was asked to run a {type(run).__name__}.")
-    return run
 
 
 def _ambient(around: Surroundings) -> Ambient:
