@@ -139,6 +139,8 @@ def main(cases: Mapping[str, Case], engine: str, rounds: int) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--only", default="", help="a part of the names of the cases to run")
     arguments = parser.parse_args()
+    cases = {name: case for name, case in cases.items() if arguments.only in name}
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (folder, cases, engine, arguments.rounds, arguments.steps), nprocs=2)

@@ -25,8 +25,8 @@ from instep.devices import (
     stays_on_host,
 )
 from instep.engines.choose import Choice, choose, instead, start
-from instep.engines.pool import inside_replica
 from instep.engines.protocol import Engine
+from instep.engines.tasks import inside_replica
 from instep.errors import CannotCross, WrapError
 from instep.explain import Explanation, explain
 from instep.face import Transparent

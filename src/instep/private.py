@@ -50,6 +50,12 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     return hooks
 
 
+def saves_as_usual() -> bool:
+    """Whether no hooks on saved tensors are around the caller, not even those of checkpointing; False if unknown."""
+    ask: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+    return ask is not None and ask(False) is None
+
+
 def anything_compiled() -> bool:
     """Whether this process has compiled functions or modules; torch loads its compiler for optimizers too."""
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from instep.modes import inference
+from instep.private import storage_users
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -94,15 +95,22 @@ def _are_alike(one: Tensor | None, other: Tensor | None) -> bool:
     return one.dtype == other.dtype
 
 
-def add_up(columns: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+def add_up(columns: Sequence[Sequence[Tensor | None]], *, into_first: bool = False) -> list[Tensor | None]:
     """The sum over replicas of each gradient, in the order of the replicas; None where no replica has one.
 
-    No gradient is written to: autograd may have left one tensor in several places.
+    No gradient is written to: autograd may have left one tensor in several places. With `into_first`, those of the
+    first replica are just off a backward and nobody else's, and where no other tensor has their memory it is used for
+    the sums: no new pages have to be had.
     """
     if len(columns) == 2 and columns[0] and all(map(_are_alike, *columns)):
-        return list(torch._foreach_add(*(cast(list[Tensor], column) for column in columns)))
+        one, other = (cast(list[Tensor], list(column)) for column in columns)
+        if not (into_first and all(map(_alone, one))):
+            return list(torch._foreach_add(one, other))
+        torch._foreach_add_(one, other)
+        return list(one)
     total = list(columns[0])
-    own: set[int] = set()  # sums of ours, which later columns may be added into
+    # Sums of ours, which later columns may be added into.
+    own = {index for index, gradient in enumerate(total) if into_first and gradient is not None and _alone(gradient)}
     for column in columns[1:]:
         dense: list[tuple[int, Tensor, Tensor]] = []
         for index, gradient in enumerate(column):
@@ -125,3 +133,9 @@ def add_up(columns: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
                 total[index] = value
                 own.add(index)
     return total
+
+
+def _alone(gradient: Tensor) -> bool:
+    """Whether no other tensor has a gradient's memory, and each of its elements has its own."""
+    dense = type(gradient) is Tensor and gradient.layout is torch.strided and gradient.is_contiguous()
+    return dense and not gradient.is_inference() and storage_users(gradient) == 1

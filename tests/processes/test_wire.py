@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from instep.engines.processes import arena, wire
+from instep.engines.processes import arena, looks, wire
 from instep.engines.processes.wire import FRAME, Garbled, Gone, Line
 from instep.errors import EngineError
 
@@ -54,7 +54,7 @@ def across(pair: Pair, *tensors: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
-@pytest.mark.parametrize("dtype", wire._DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", looks.DTYPES.values(), ids=str)
 def test_every_dtype_comes_as_it_was_small_and_large(pair: Pair, dtype: torch.dtype) -> None:
     for count in (0, 1, 7, 5000):
         tensor = torch.randint(0, 2, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype)
@@ -210,7 +210,7 @@ def test_a_full_line_ends_in_time(pair: Pair) -> None:
 
 
 def frames() -> Iterator[tuple[str, bytes]]:
-    plain = wire._Header(0, 0, "bad", 1, 0, 0, 0, 0, 0, arena.NOWHERE)
+    plain = wire._Header(0, 0, "bad", 1, 0, 0, 0, 0, 0, arena.NOWHERE, -1)
 
     def header(**change: object) -> bytes:
         return plain._replace(**change).pack()  # type: ignore[arg-type]
@@ -241,7 +241,7 @@ def test_a_ring_of_another_size_than_it_says_is_garbage(pair: Pair) -> None:
     fd = os.memfd_create("short")
     os.ftruncate(fd, 100)
     place = arena.Place(1, 1 << 20, 4096, 64)
-    head = wire._Header(2, 1, "bad", 1, 0, 0, 0, 0, 64, place).pack()
+    head = wire._Header(2, 1, "bad", 1, 0, 0, 0, 0, 64, place, -1).pack()
     socket.send_fds(pair[0]._sock, [head], [fd])
     os.close(fd)
     with pytest.raises(Garbled):

@@ -5,44 +5,20 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from queue import SimpleQueue
+from typing import TypeVar
 
 import torch
 
+from instep.engines.tasks import Results, Task, be_inside, begin_elsewhere, inside_replica
 from instep.errors import EngineError
 from instep.locks import ProcessLock, start, surely
-from instep.meeting import PeerFailed, first_error
 
 T = TypeVar("T")
-
-_here = threading.local()
-
-
-def inside_replica() -> bool:
-    """Whether this thread is running a replica's part of a call."""
-    return getattr(_here, "inside", False)
-
-
-def be_inside(inside: bool) -> None:
-    """Say whether this thread is running a replica's part of a call."""
-    _here.inside = inside
-
-
-@contextmanager
-def as_replica() -> Iterator[None]:
-    """Run a replica's part of a call in this thread, for the length of a `with` block."""
-    before, _here.inside = inside_replica(), True
-    try:
-        yield
-    finally:
-        _here.inside = before
 
 
 class ReplicaThread:
@@ -62,7 +38,8 @@ class ReplicaThread:
             start(self._thread)
 
     def _work(self) -> None:
-        _here.inside = self._works = True
+        be_inside(True)
+        self._works = True
         try:
             while (task := self.inbox.get()) is not None:
                 task()
@@ -120,7 +97,7 @@ class Lease:
             self._keys.append((str(device), seen[str(device)]))
             seen[str(device)] += 1
         self._closed = False
-        self._left: _Results | None = None
+        self._left: Results | None = None
         """What tasks will give that an interrupted caller did not wait for."""
         self._threads: list[ReplicaThread] = []
         try:
@@ -161,8 +138,8 @@ class Lease:
         if self._closed:
             raise EngineError("this engine was closed.")
         mine = torch.get_num_threads()
-        done = _Results(len(tasks))
-        parts = [_Task(index, task, done, max(1, mine // len(tasks))) for index, task in enumerate(tasks)]
+        done = Results(len(tasks))
+        parts = [Task(index, task, done, max(1, mine // len(tasks))) for index, task in enumerate(tasks)]
         try:
             with _lock:  # calls of several wrappers reach every thread in the same order
                 self._revive()
@@ -171,7 +148,7 @@ class Lease:
             _end_dropped()
             if here:
                 parts[0].do_here()
-            return done.collect(partial(_begin_elsewhere, parts))
+            return done.collect(partial(begin_elsewhere, parts))
         except BaseException:
             if not done.complete():
                 self._left = done
@@ -184,6 +161,21 @@ class Lease:
         finally:
             if done.shared:  # torch hands the count set last to every new thread: the caller sets its own again
                 torch.set_num_threads(mine)
+
+    def beside(self, tasks: Sequence[Callable[[], T]]) -> Callable[[], list[T]]:
+        """Begin each task in a thread of its own; what this returns waits for the results, as `run` gives them."""
+        done = self._left = Results(len(tasks))
+        share = torch.get_num_threads()
+        begin_elsewhere([Task(index, task, done, share) for index, task in enumerate(tasks)])
+
+        def collect() -> list[T]:
+            try:
+                return done.collect(lambda: None)
+            finally:
+                if done.complete():
+                    self._left = None
+
+        return collect
 
     def wait(self) -> None:
         """Wait for what an interrupted call has left running."""
@@ -246,142 +238,8 @@ class Lease:
         return ended
 
 
-class _Results:
-    """What tasks gave, each in its own place; the queue is only a bell.
-
-    An interruption may come when a bell has been taken and nothing has been done about it. Nothing is lost then but the
-    bell, and whoever waits looks again after a while.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.shared = False
-        """Whether a task gave its thread another share of the cores."""
-        self._results: list[tuple[Any, BaseException | None] | None] = [None] * count
-        self._bell: SimpleQueue[None] = SimpleQueue()
-        self._then: list[Callable[[], object]] = []
-
-    def put(self, index: int, result: Any, error: BaseException | None) -> None:
-        self._results[index] = result, error
-        if None not in self._results:  # whoever waits is woken once, by the last
-            self._end()
-            self._bell.put(None)
-
-    def afterwards(self, then: Callable[[], object]) -> None:
-        """Do something when every task has ended."""
-        self._then.append(then)
-        if self.complete():
-            self._end()
-
-    def _end(self) -> None:
-        while self._then:
-            try:
-                then = self._then.pop()
-            except IndexError:  # another thread does it
-                return
-            then()
-
-    def complete(self) -> bool:
-        """Whether every task has ended."""
-        return None not in self._results
-
-    def collect(self, late: Callable[[], None]) -> list[Any]:
-        """All results, or the first error. `late` is called whenever results are still missing after a while."""
-        while not self.complete():
-            try:
-                self._bell.get(timeout=_GLANCE)
-            except Empty:
-                late()
-        given = [result for result in self._results if result is not None]
-        errors = {index: error for index, (_, error) in enumerate(given) if error is not None}
-        if errors:
-            raise first_error(errors)
-        return [result for result, _ in given]
-
-    def wait(self, seconds: float) -> bool:
-        """Whether every task has ended, after so many seconds at most."""
-        deadline = time.monotonic() + seconds
-        while not self.complete() and (left := deadline - time.monotonic()) > 0:
-            with suppress(Empty):
-                self._bell.get(timeout=min(left, _GLANCE))
-        return self.complete()
-
-
-_GLANCE = 0.1
-"""Seconds after which whoever waits for results looks again, without a bell."""
-
 _PATIENCE = 60.0
 """Seconds that a call waits for what an interrupted one before it has left running."""
-
-
-def _set_threads(count: int) -> None:
-    torch.get_num_threads()  # a thread that asks for the first time takes the process's count: ask before setting
-    torch.set_num_threads(count)
-
-
-class _Task:
-    """A task with the place its result goes to. It is done once, by the first thread that comes to it."""
-
-    __slots__ = ("done", "index", "share", "waiting")
-
-    def __init__(self, index: int, task: Callable[[], Any], done: _Results, share: int) -> None:
-        self.index, self.done = index, done
-        self.waiting = [task]
-        self.share = share
-        """The intra-op threads that it may take."""
-
-    def withdraw(self) -> None:
-        """See to it that no thread begins it any more, if none has."""
-        if self._claim() is not None:
-            self.done.put(self.index, None, PeerFailed("the call was interrupted."))
-
-    def _claim(self) -> Callable[[], Any] | None:
-        try:
-            return self.waiting.pop()  # only one thread can
-        except IndexError:
-            return None
-
-    def do_here(self) -> None:
-        """Do it in the caller's thread, with the caller's share of the cores; an interruption is the caller's own."""
-        task = self._claim()
-        if task is None:
-            return
-        try:
-            self.done.put(self.index, task(), None)
-        except BaseException as error:
-            self.done.put(self.index, None, error)
-            if not isinstance(error, Exception):
-                raise
-
-    def __call__(self) -> None:
-        task = self._claim()
-        if task is None:
-            return
-        try:
-            if getattr(_here, "share", 0) != self.share:
-                self.done.shared = True
-                _set_threads(self.share)
-                _here.share = self.share
-            result = task()
-        except BaseException as error:
-            self.done.put(self.index, None, error)
-        else:
-            self.done.put(self.index, result, None)
-
-
-def _begin_elsewhere(parts: Sequence[_Task]) -> None:
-    """Do what no replica thread has come to in threads of its own.
-
-    A replica thread may be in the middle of a call that waits for this one: a wrapper called from a thread that the
-    `forward` of another one has started.
-    """
-    for part in parts:
-        if part.waiting:
-            start(threading.Thread(target=_do_one, args=(part,), name=f"instep-beside-{part.index}", daemon=True))
-
-
-def _do_one(part: _Task) -> None:
-    with as_replica():
-        part()
 
 
 def stop_all() -> None:

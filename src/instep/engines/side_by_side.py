@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from instep.bridge import Gradients, Side, Span, live, take
-from instep.engines.pool import Lease, inside_replica
+from instep.engines.pool import Lease
 from instep.engines.protocol import Job, perform, raise_first, raised_in
 from instep.engines.room import BACKWARD, FORWARD, Room, run_here
+from instep.engines.tasks import inside_replica
 from instep.locks import ProcessLock, surely
-from instep.meeting import Reach, attend, needed_tokens, reach
+from instep.meeting import attend
 from instep.private import accumulates
+from instep.reaching import Reach, needed_tokens, reach
 from instep.reduce import add_up, gather
 from instep.replicas.replica import Outcome, Replica
 
@@ -81,7 +83,7 @@ class SideBySide:
     def forward(self, job: Job) -> list[Outcome]:
         names, streams = [replica.name for replica in job.replicas], job.streams
         joint = not self._on_host and not self.far
-        job.room = Room(names, FORWARD, joint=joint, in_turn=streams.in_turn, step_aside=streams.step_aside)
+        job.room = self.room_for(names, FORWARD, joint=joint, in_turn=streams.in_turn, step_aside=streams.step_aside)
         tasks = [partial(self.perform, job, index) for index in range(len(job.replicas))]
         try:
             outcomes = self.lease.run(tasks, stop=job.room.abort, patience=_ENDS_SOON)
@@ -127,14 +129,12 @@ class SideBySide:
             needed = self._add_tokens(span, pairs, keep)
             nested = inside_replica()  # the replicas' threads may be waiting for this one
             names, in_turn = [side.name for side in span.sides], span.streams.in_turn or nested
-            room = Room(names, BACKWARD, in_turn=in_turn, step_aside=span.streams.step_aside)
-            tasks = [
-                partial(self.differentiate, Part(room, i, span, *pair, keep, needed)) for i, pair in enumerate(pairs)
-            ]
+            room = self.room_for(names, BACKWARD, in_turn=in_turn, step_aside=span.streams.step_aside)
+            parts = [Part(room, i, span, *pair, keep, needed) for i, pair in enumerate(pairs)]
             if nested:
-                run_here(tasks, room, stop=lambda _: False)
+                run_here([partial(self.differentiate, part) for part in parts], room, stop=lambda _: False)
             else:
-                self.lease.run(tasks, stop=room.abort, here=not self._on_host)
+                self.differentiate_all(parts, room)
         else:  # autograd's own device threads run the replicas at the same time
             outputs = [output for outs, _ in pairs for output in outs]
             arrived = [grad for _, grads in pairs for grad in grads]
@@ -163,6 +163,14 @@ class SideBySide:
         """Where one replica's backward from these outputs comes to meet the others."""
         return reach(_tokens(span.sides[index]), outputs)
 
+    def room_for(self, names: Sequence[str], end: str, **options: Any) -> Room:
+        """Where the replicas of a call, or of a backward, meet."""
+        return Room(names, end, **options)
+
+    def differentiate_all(self, parts: Sequence[Part], room: Room) -> None:
+        """Every replica's part of a backward, each in its thread."""
+        self.lease.run([partial(self.differentiate, part) for part in parts], stop=room.abort, here=not self._on_host)
+
     def differentiate(self, part: Part) -> None:
         """One replica's part of a backward, in its thread: gradients are left on its leaves and inputs."""
         side, streams = part.span.sides[part.index], part.span.streams
@@ -173,7 +181,7 @@ class SideBySide:
         """The sum over replicas on the source's device; a large one is spread over the replica threads."""
         chunks = _chunks(columns[0], len(columns)) if self._on_host else []
         if len(chunks) < 2:
-            return add_up(columns)
+            return add_up(columns, into_first=True)
         parts = self.lease.run([partial(_add_chunk, columns, *chunk) for chunk in chunks])
         return [gradient for part in parts for gradient in part]
 
@@ -267,7 +275,7 @@ def _tokens(side: Side) -> list[Tensor]:
 
 def _add_chunk(columns: Sequence[Gradients], start: int, stop: int) -> Gradients:
     with torch.no_grad():
-        return add_up([column[start:stop] for column in columns])
+        return add_up([column[start:stop] for column in columns], into_first=True)
 
 
 def _chunks(column: Gradients, count: int) -> list[tuple[int, int]]:

@@ -70,11 +70,11 @@ class Ambient:
         Autocast is entered and left by its context manager: a thread that only sets the flags keeps a stale
         cache of cast weights.
         """
-        if self._is_plain(device):  # the most common state of all, in the fewest steps
+        if self.is_plain(device):  # the most common state of all, in the fewest steps
             return _Gradients(self.grad)
         return _Surroundings(self, device)
 
-    def _is_plain(self, device: torch.device) -> bool:
+    def is_plain(self, device: torch.device) -> bool:
         """Whether there is nothing to enter but whether gradients are wanted."""
         return (
             not self.inference

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from instep.engines.processes.desk import Desk, Met, Told
+from instep.engines.processes.desk import Desk, Met
 from instep.engines.processes.orders import Run
 from instep.engines.processes.shadow import Shadow, keep, outstanding
+from instep.engines.processes.told import Told
 from instep.errors import WorkerFailure
 from instep.replicas.watch import MISSING, STRUCTURE, Changes
 from instep.structure.tree import map_tensors
@@ -118,8 +119,10 @@ class Call:
         states = {id(self.told.generators[number]): state for number, state in run.generators.items()}
         numbered = [(number, states.get(id(source))) for number, source in enumerate(told.generators)]
         run.generators = {number: state for number, state in numbered if state is not None}
-        desk.run(self.number, run, self.met)
-        self.desk, self.told = desk, told
+        box, _ = desk.ask_forward(run)
+        desk.answer(box, self.met)
+        self.number, self.desk, self.told = box.number, desk, told
+        weakref.finalize(self, desk.gone.append, ("call", box.number))
 
     def _same_structure(self) -> bool:
         known = set(map(id, self.modules))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from instep.engines.processes.cannot import CannotCross, Culprit, find, refusal
+from instep.engines.processes.orders import Order
 from instep.engines.processes.pickling import DELETED, DeepPacker, LeftOut, Packer, Unpacker
 from instep.engines.processes.spaces import ABSENT, Classes, Spaces, attributes_of, seen
 from instep.errors import EngineError
@@ -62,6 +63,15 @@ class Depot:
         """
         with self._lock:
             return self._commit(self._packed(value, what))
+
+    def pack_fields(self, order: Order, what: str = "") -> Parcel:
+        """The bare values of an order's fields."""
+        with self._lock:
+            packer, failure = self._try(order.fields())
+            if failure is not None:
+                self._packed(order, what)  # raises, with the path; or finds what can be left out
+                packer = self._packed(order.fields(), what)
+            return self._commit(packer)
 
     def can_pack(self, value: Any) -> bool:
         """Whether a value could be packed; nothing is sent or settled by asking."""

@@ -10,8 +10,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -20,95 +19,30 @@ from torch import Tensor
 from instep.engines.processes import orders
 from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.berth import berth
-from instep.engines.processes.bulk import fetch
 from instep.engines.processes.driver import DeviceMemory, Refused
 from instep.engines.processes.entries import Entries
 from instep.engines.processes.estate import layout
 from instep.engines.processes.freight import Parcel, unpack_error
 from instep.engines.processes.hands import Worker
 from instep.engines.processes.hold import Hold, allocate
-from instep.engines.processes.image import Image
 from instep.engines.processes.mirror import slot_of
-from instep.engines.processes.orders import Back, Berth, NewModule, NewValues, Run, Table, WentBack
+from instep.engines.processes.orders import Back, Berth, NewModule, NewValues, Run, Surroundings, Table
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.shore import Passage
 from instep.engines.processes.talk import SOURCE, Tag, Talk, by_value
+from instep.engines.processes.told import Told
 from instep.engines.processes.wire import Gone, Message
 from instep.errors import EngineError, WorkerFailure
-from instep.meeting import Meeting, Reach, without_streams
+from instep.meeting import Meeting, PeerFailed, without_streams
 
 calls = itertools.count(1)
 
 GLANCE = 0.5
 """Seconds after which whoever waits for a worker looks whether it still lives."""
+_PASSED_ON = 0.01
+"""Seconds that a thread waits for another one to hear its answer, before it listens itself."""
 PATIENCE = 60.0
 """Seconds after which it is said where a worker stands that has not answered."""
-
-
-@dataclass
-class Told:
-    """What a worker was told of a module."""
-
-    table: list[Tensor]
-    """Its tensors, in the order of their numbers; for one that an earlier call left there, what stands for it here."""
-    counterparts: list[Tensor]
-    """What stands here for each of them."""
-    slots: dict[int, Tensor]
-    """By number: where the worker leaves the tensor's gradient."""
-    loose: list[int]
-    """The numbers of tensors that lie in no common memory."""
-    memory: SharedMemory | DeviceMemory
-    """Where the slots are."""
-    offsets: dict[int, int]
-    """By number: where in it."""
-    image: Image | None
-    """Where the worker finds the values of tensors that it cannot reach."""
-    near: bool
-    """Whether tensors may stay on a device that both processes work on."""
-    generators: list[torch.Generator]
-    """The generators that the module holds, in the order of their numbers."""
-
-    def __post_init__(self) -> None:
-        self.new = True
-        self.numbers = {id(tensor): number for number, tensor in enumerate(self.table)}
-        self._marks = _marks(self.table)
-        self._dense = [t for t in self.table if t.layout is torch.strided and not t.is_nested]
-        self._pointers = list(map(_pointer, self._dense))
-
-    def moved(self) -> bool:
-        """Whether a tensor was given other memory since, or something was set on one."""
-        if list(map(_pointer, self._dense)) != self._pointers:
-            return True
-        return any(tensor.__dict__ for tensor in self.table) and self._marks != _marks(self.table)
-
-    def renew(self, call: object, follow: bool) -> None:
-        """Let the worker find the values that tensors have now, in this call; where it need not, only at first."""
-        if self.image is not None and (follow or self.new):
-            self.image.renew(call)
-        self.new = False
-
-    def gradients(self, numbers: Sequence[int]) -> dict[int, Tensor]:
-        """What the worker has left in the slots of these tensors, on the device of the tensors."""
-        memory = self.memory
-        far = [n for n in numbers if self.slots[n].device != self.table[n].device]
-        near = {n: self.slots[n] for n in numbers if self.slots[n].device == self.table[n].device}
-        if not far:
-            return near
-        assert isinstance(memory, SharedMemory)
-        brought = fetch(memory, [(self.offsets[n], self.slots[n]) for n in far], self.table[far[0]].device)
-        return near | dict(zip(far, brought, strict=True))
-
-    def fresh(self) -> dict[int, Tensor]:
-        """The values of the tensors that lie in no common memory."""
-        return {number: self.table[number].detach() for number in self.loose}
-
-
-_pointer = torch._C.TensorBase.data_ptr
-
-
-def _marks(tensors: Sequence[Tensor]) -> list[dict[str, int]]:
-    """What is set on each tensor, by identity."""
-    return [{name: id(value) for name, value in tensor.__dict__.items()} for tensor in tensors]
 
 
 class Met:
@@ -178,13 +112,36 @@ class Stuck(WorkerFailure):
     """A worker did not answer in time."""
 
 
+class Box:
+    """Where messages about one question are put. They are dropped when nobody holds it any longer."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._messages: SimpleQueue[Message] = SimpleQueue()
+
+    def put(self, message: Message) -> None:
+        self._messages.put(message)
+
+    def wait(self, seconds: float) -> Message | None:
+        """The next message; None where none comes within that time."""
+        try:
+            return self._messages.get(timeout=seconds) if seconds else self._messages.get_nowait()
+        except Empty:
+            return None
+
+
 class Desk:
-    """What one worker knows, and the conversation with it."""
+    """What one worker knows, and the conversation with it.
+
+    Several threads may ask it at a time. One of them listens for all; each message finds its question by its number.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.talk = Talk(worker.line, home=True)
         self.busy = threading.RLock()
+        """Held by whoever speaks or listens."""
+        self._boxes: weakref.WeakValueDictionary[int, Box] = weakref.WeakValueDictionary()
         self._settled = False
         self.sharing: str | None = None
         """Why tensors cannot stay on the device that both sides work on; empty if they can, None before it is known."""
@@ -194,6 +151,8 @@ class Desk:
         """The same, of stand-ins that it was told to forget."""
         self.timeout = math.inf
         """Seconds without a word from the worker, after which it is given up."""
+        self._around: Surroundings | None = None
+        """Those of the last forward."""
         self.gone: deque[tuple[str, int]] = deque()
         """Calls and stand-ins that nobody needs any longer; finalizers only put them here."""
 
@@ -221,9 +180,9 @@ class Desk:
 
     def _take_device(self, order: Berth) -> str | None:
         """Why the worker cannot open memory of its device that it was given a handle of; None if it can."""
-        number = next(calls)
-        self.talk.say(orders.DEVICE, number, order)
-        refusal, _ = self.talk.take(self._answer(number, None))
+        box = self._box()
+        self.talk.say(orders.DEVICE, box.number, order)
+        refusal, _ = self.talk.take(self.answer(box, None))
         return None if refusal is None else str(refusal)
 
     @property
@@ -233,7 +192,6 @@ class Desk:
 
     def tell(self, shadow: Shadow) -> Told:
         """Tell the worker what it does not know yet of a module."""
-        self._release()
         update = self.talk.depot.stale_globals()
         if update is not None:
             self.worker.line.send(orders.GLOBALS, 0, update.body, [tensor.detach() for tensor in update.tensors])
@@ -252,15 +210,15 @@ class Desk:
         shadow.stale, shadow.sets = False, []
         return told
 
-    def _release(self) -> None:
+    def _gone(self) -> tuple[list[int], list[int]]:
+        """Calls and modules that the worker may forget."""
         ended: list[int] = []
         modules: list[int] = []
         while self.gone:
             kind, number = self.gone.popleft()
             (ended if kind == "call" else modules).append(number)
-        if ended or modules:
-            self.talk.say(orders.RELEASE, 0, (ended, modules))
-            self._leaving += [memory for number in modules for memory in self._kept.pop(number, [])]
+        self._leaving += [memory for number in modules for memory in self._kept.pop(number, [])]
+        return ended, modules
 
     def _tell_module(self, shadow: Shadow) -> Told:
         pairs = [*shadow.tensors.trainable, *shadow.tensors.state]
@@ -307,45 +265,87 @@ class Desk:
                 pass
         return SharedMemory.create(nbytes, "the memory for the gradients of a replica")
 
-    def run(self, call: int, run: Run, met: Met) -> tuple[list[Tensor], Message]:
-        """One replica's part of a forward: the tensors of its arguments, as they are numbered, and the answer."""
-        arguments = self.talk.say(orders.FORWARD, call, run, what="arguments")
-        return arguments, self._answer(call, met)
+    def ask_forward(self, run: Run) -> tuple[Box, list[Tensor]]:
+        """Ask for one replica's part of a forward; returns the tensors of its arguments too, as they are numbered."""
+        box, around = self._box(), run.around
+        run.gone = self._gone()
+        if around == self._around:
+            run.around = None
+        try:
+            tensors = self.talk.say(orders.FORWARD, box.number, run, what="arguments")
+        except BaseException:
+            self.gone.extend([*(("call", n) for n in run.gone[0]), *(("module", n) for n in run.gone[1])])
+            raise
+        finally:
+            run.around = around
+        self._around = around
+        return box, tensors
 
-    def run_back(self, call: int, back: Back, met: Met) -> WentBack:
-        """One replica's part of a backward."""
-        self.talk.say(orders.BACKWARD, call, back)
-        went, _ = self.talk.take(self._answer(call, met))
-        assert isinstance(went, WentBack)
-        return went
+    def ask_backward(self, back: Back) -> Box:
+        """Ask for one replica's part of a backward."""
+        box = self._box()
+        self.talk.say(orders.BACKWARD, box.number, back)
+        return box
 
-    def reach(self, call: int, outputs: list[int], spent: list[list[int]], met: Met) -> Reach:
-        """Where a backward from some outputs, by their numbers, would meet the other replicas."""
-        self.talk.say(orders.REACH, call, (outputs, spent))
-        found, _ = self.talk.take(self._answer(call, met))
-        assert isinstance(found, Reach)
-        return found
+    def ask_reach(self, call: int, outputs: list[int], spent: list[list[int]]) -> Box:
+        """Ask where a backward from some outputs of a call, by their numbers, would meet the other replicas."""
+        box = self._box()
+        self.talk.say(orders.REACH, box.number, (call, outputs, spent))
+        return box
 
-    def _answer(self, call: int, met: Met | None) -> Message:
-        """The answer to a call; until it comes, the worker may ask to meet the other replicas."""
+    def _box(self) -> Box:
+        box = Box(next(calls))
+        self._boxes[box.number] = box
+        return box
+
+    def _listen(self, box: Box) -> Message | None:
+        """The next message for a box, if one comes soon; what comes for others is put into theirs."""
+        if not self.busy.acquire(blocking=False):  # another thread listens, or asks
+            return box.wait(_PASSED_ON)
+        try:
+            message = box.wait(0)
+            if message is None:
+                message = self.worker.line.receive(GLANCE)
+            if message is None or message.call == box.number:
+                return message
+            other = self._boxes.get(message.call)
+            if other is not None:
+                other.put(message)
+            elif message.kind == orders.MEET:  # of a call that was given up
+                self.talk.say(orders.MET, message.call, (None, PeerFailed("the call was interrupted.")))
+            return None
+        finally:
+            self.busy.release()
+
+    def answer(self, box: Box, met: Met | None) -> Message:
+        """What a worker answers; until it does, it may ask to meet the other replicas."""
         if met is not None:
             met.begin()
         wait = Wait(self.worker, self.timeout)
         while True:
-            message = self.worker.line.receive(GLANCE)
+            message = self._listen(box)
             if message is None:
                 wait.look()
                 continue
             wait = Wait(self.worker, self.timeout)
-            if message.call != call:  # of a call that was given up
-                continue
             if message.kind == orders.MEET and met is not None:
                 asked, _ = self.talk.take(message)
                 self.talk.say(orders.MET, message.call, met.exchange(*asked))
             elif message.kind == orders.FAILED:
+                self._around = None  # it may not have come to that
                 raise unpack_error(Parcel(message.body, message.tensors), self.talk.depot)
             elif message.kind == orders.DONE:
                 self._leaving.clear()  # it has read all that was said before
                 return message
             else:
                 raise EngineError(f"{self.worker.name} answered {message.kind!r} to a call.")
+
+
+_desks: weakref.WeakKeyDictionary[Worker, Desk] = weakref.WeakKeyDictionary()
+
+
+def desk_of(worker: Worker) -> Desk:
+    """The desk of a worker, which all engines share."""
+    if worker not in _desks:
+        _desks[worker] = Desk(worker)
+    return _desks[worker]

@@ -1,54 +1,45 @@
 """One worker process for each replica but the first, which is this process's own: no GIL between them.
 
-A thread of this process sits at each worker's desk: it asks for the worker's part of a call, carries what replicas have
-to say to each other in the middle of it, and waits. So everything that holds for replicas in threads (who meets whom,
-interruptions, the order in which calls of several wrappers come) holds for these.
+The thread that calls asks every worker for its part, runs the first replica, and then hears the workers. Where replicas
+meet in the middle of a call, run in turn, or work on accelerators, a thread of this process sits at each worker's desk
+instead, as each replica has one on `threads`: who meets whom, and what becomes of an interruption, is the same.
 """
 
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from operator import attrgetter, is_
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from instep.bridge import Gradients, Span
-from instep.engines.processes.berth import backends
-from instep.engines.processes.call import Call, remember_values
-from instep.engines.processes.desk import Desk, Met, Stuck, Told, calls
+from instep.engines.processes.asking import Asked
+from instep.engines.processes.call import Call
+from instep.engines.processes.desk import Desk, desk_of
 from instep.engines.processes.driver import Refused
 from instep.engines.processes.estate import move_in
-from instep.engines.processes.freight import CannotCross
-from instep.engines.processes.hands import Hands, Late, Worker, flush_output
+from instep.engines.processes.gathering import Gathering, here, run_all
+from instep.engines.processes.hands import Hands, Worker
 from instep.engines.processes.hold import allocate
-from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
+from instep.engines.processes.parts import BackwardPart, ForwardPart, NearPart, ReachPart
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.shore import Passage
-from instep.engines.processes.talk import ARGUMENT, SOURCE, Rebuild, Tag, as_sent
 from instep.engines.processes.wire import Gone
-from instep.engines.protocol import Job, perform
+from instep.engines.protocol import Job, perform, raise_first
+from instep.engines.room import FORWARD, Room
 from instep.engines.side_by_side import Part, SideBySide
+from instep.engines.tasks import inside_replica
 from instep.errors import EngineError, WorkerFailure
-from instep.meeting import Reach
-from instep.random import Held, generators_in
-from instep.replicas.ambient import Ambient
-from instep.replicas.contents import contents_of, put
-from instep.replicas.handed import from_places, handed_to
+from instep.private import saves_as_usual
+from instep.reaching import Reach
 from instep.replicas.replica import Outcome, Replica
-from instep.replicas.watch import MISSING, STRUCTURE, Changes, Inside, Set
-
-T = TypeVar("T")
 
 WINDOW = 60.0
 """Seconds in which deaths of workers are counted."""
-
-_desks: weakref.WeakKeyDictionary[Worker, Desk] = weakref.WeakKeyDictionary()
 
 
 class ProcessesEngine(SideBySide):
@@ -75,7 +66,7 @@ class ProcessesEngine(SideBySide):
             move_in(tensors)
             return
         beside = [index for index, device in enumerate(self._devices) if index and device == home]
-        if beside and self._with_worker(beside[0], Passage(self._devices), True, attrgetter("near")):
+        if beside and Asked(self, beside[0], NearPart(), Passage(self._devices), True).hear():
             # Where there is no memory for it, it stays where it is, and workers get copies.
             with suppress(Refused):
                 move_in(tensors, partial(allocate, device=home), home)
@@ -93,32 +84,18 @@ class ProcessesEngine(SideBySide):
     def kinds(self) -> list[type[Replica]]:
         return [Replica, *[Shadow] * (len(self._devices) - 1)]
 
-    def _with_worker(self, index: int, passage: Passage, near: bool, ask: Callable[[Desk], T]) -> T:
-        """Ask a replica's worker for something; if it dies over it, its successor is asked.
+    def worker(self, index: int) -> tuple[Worker, Desk]:
+        worker = self._hands.get(index)
+        desk = desk_of(worker)
+        desk.timeout = self.timeout
+        return worker, desk
 
-        `near` says whether tensors may stay on a device that both processes work on.
-        """
-        while True:
-            worker: Worker | None = None
-            try:
-                worker = self._hands.get(index)
-                desk = _desk(worker)
-                desk.timeout = self.timeout
-                with desk.busy:  # a call that the caller gave up is still answered, and then comes the next
-                    desk.settle(self._devices[index], near)
-                    self.crossing[index] = desk.sharing if near else None
-                    worker.line.shore = passage.shore()
-                    return ask(desk)
-            except Gone as gone:
-                self._bury(index, worker, gone)
-            except (Stuck, Late):
-                self._hands.end(index)
-                raise
-            finally:
-                flush_output()
+    def settle(self, index: int, desk: Desk, passage: Passage, near: bool) -> None:
+        desk.settle(self._devices[index], near)
+        self.crossing[index] = desk.sharing if near else None
+        desk.worker.line.shore = passage.shore()
 
-    def _bury(self, index: int, worker: Worker | None, gone: Gone) -> None:
-        """Count a worker that died, in a call or as it came up, so that there may be a new one."""
+    def bury(self, index: int, worker: Worker | None, gone: Gone) -> None:
         why = str(gone) if worker is None else f"the worker of {worker.name} ended: {worker.death()}"
         self._hands.end(index)
         now = time.monotonic()
@@ -131,117 +108,125 @@ class ProcessesEngine(SideBySide):
                 f"again. The module is as it was before the call."
             ) from gone
 
+    def give_up(self, index: int) -> None:
+        self._hands.end(index)
+
+    def room_for(self, names: Sequence[str], end: str, **options: Any) -> Gathering:
+        return Gathering(names, end, **options)
+
     def forward(self, job: Job) -> list[Outcome]:
         job.passage = Passage(self._devices)
-        return super().forward(job)
+        with self._lock:  # the first replica is in one place at a time
+            outcomes = self._forward_here(job) if self._is_plain(job) else super().forward(job)
+        if job.room.met:
+            for replica in job.replicas:
+                if isinstance(replica, Shadow):
+                    replica.meets.add(job.method)
+        return outcomes
+
+    def _is_plain(self, job: Job) -> bool:
+        """Whether a call is as most are: no meetings that are known of, nothing around it, nobody in turn."""
+        if (
+            not self._on_host
+            or job.streams.in_turn
+            or inside_replica()
+            or not job.ambient.is_plain(self._devices[0])
+            or not saves_as_usual()
+        ):
+            return False
+        return not any(isinstance(replica, Shadow) and job.method in replica.meets for replica in job.replicas)
+
+    def _forward_here(self, job: Job) -> list[Outcome]:
+        room = job.room = self.room_for([replica.name for replica in job.replicas], FORWARD)
+
+        def run() -> list[Outcome]:
+            ends = [self._begin(job, index) for index in range(1, len(job.replicas))]
+            return run_all(room, lambda: self.lease, partial(perform, job, 0), ends)
+
+        outcomes = here(run, len(job.replicas))
+        raise_first(job.replicas, outcomes)
+        return outcomes
 
     def perform(self, job: Job, index: int) -> Outcome:
         if not isinstance(job.replicas[index], Shadow):
             return perform(job, index)
-        failure: BaseException | None = None
+        with job.passage.enter():
+            return self._begin(job, index)()
+
+    def _begin(self, job: Job, index: int) -> Callable[[], Outcome]:
+        """Ask for one replica's part of a forward; what this returns waits for it."""
         try:
             job.room.enter(index)
-            with job.passage.enter():
-                return self._ask(job, index)
+            part = ForwardPart(job, index)
+            asked = Asked(self, index, part, job.passage, part.near)
+        except BaseException as error:
+            job.room.leave(index, error)
+            if not isinstance(error, Exception):
+                raise
+            return partial(Outcome, error=error)
+        return partial(self._end, job.room, index, lambda: part.outcome(*asked.hear()))
+
+    def _end(self, room: Room, index: int, outcome: Callable[[], Outcome]) -> Outcome:
+        failure: BaseException | None = None
+        try:
+            return outcome()
         except BaseException as error:
             failure = error
             return Outcome(error=error)
         finally:
-            job.room.leave(index, failure)
+            room.leave(index, failure)
             failure = None  # its traceback holds this frame
-
-    def _ask(self, job: Job, index: int) -> Outcome:
-        shadow: Any = job.replicas[index]
-        streams, (args, kwargs) = job.streams, job.arguments[index]
-        held = streams.held[index]
-        shadow.unwrite()
-        follow, shadow.behind = job.follow or shadow.behind, False
-        lent, shadow.lent = shadow.lent, []
-        run = Run(
-            shadow.number,
-            job.method,
-            args,
-            kwargs,
-            index,
-            list(job.sizes),
-            len(job.replicas),
-            _surroundings(job.ambient, shadow.place),
-            follow,
-            shadow.fetched,
-            streams.state.host.number,
-            streams.state.home.number,
-            {},
-            lent,
-            {},
-        )
-        mine = handed_to(args, kwargs, job.theirs)
-        run.given = [one.steps for one in mine]
-        run.in_turn = streams.in_turn
-        sources = _generators(run, shadow, held)
-        number, met = next(calls), Met(job.room, job.passage)
-
-        def ask(desk: Desk) -> tuple[Desk, Told, list[Tensor], Ran, list[Tensor]]:
-            job.room.stacks[index] = desk.worker.stack
-            told = desk.tell(shadow)
-            told.renew(job.passage, follow)
-            run.fresh = told.fresh() if follow else {}
-            run.generators = {number: source.get_state() for number, source in enumerate(told.generators)}
-            arguments, answer = desk.run(number, run, met)
-            return desk, told, arguments, *desk.talk.take(answer, _rebuild(arguments, told.counterparts))
-
-        desk, told, arguments, ran, tensors = self._with_worker(index, job.passage, shadow.near, ask)
-        met.end()
-        shadow.stale = shadow.stale or bool(run.lent)  # the worker's replica holds a part, not what the module has
-        if ran.wrote:
-            desk.talk.depot.forget()
-            raise CannotCross(
-                f"forward changed the global {ran.wrote[0]!r} in a worker process, where the script does not see it.\n"
-                f"Return what it is for, set it on the module, or write engine='threads'."
-            )
-        if ran.drawn:
-            streams.state.host.drawn = True
-            streams.state.host.seed(0)
-        if ran.drawn_home:
-            streams.state.home.drawn = True
-            streams.state.home.seed(0)
-        streams.state.host.elsewhere = streams.state.host.elsewhere or ran.by_name
-        for source in (*(told.generators[i] for i in ran.drawn_held), *(sources[i] for i in ran.drawn_own)):
-            streams.state.add(source).drawn = True
-        for i, state in ran.moved.items():
-            run.lone[i].set_state(state)
-        for i, value in ran.arguments.items():
-            arguments[i].data.copy_(value)
-        outcome = _outcome(shadow, told, ran)
-        outcome.given = [(mine[n], from_places(contents_of(mine[n].container), *news)) for n, *news in ran.given]
-        needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
-        if job.ambient.grad and needing:
-            inputs = _numbers(job.inputs[index], arguments)
-            made_by = shadow.name, shadow.recipe, shadow.source_modules, shadow.look
-            outcome.remote = Call(number, desk, told, *made_by, run, met, arguments, needing, inputs)
-            outcome.remote.spoilt = bool(ran.arguments or ran.given or ran.moved)
-        remember_values(shadow.source_modules[0], [told.table[number] for number in ran.written])
-        return outcome
 
     def reach(self, span: Span, index: int, outputs: Sequence[Tensor]) -> Reach:
         call: Call | None = span.sides[index].remote
         if call is None:
             return super().reach(span, index, outputs)
-        numbers = [call.outputs[id(output)] for output in outputs]
+        return Asked(self, index, ReachPart(call, outputs), self._passage, call.told.near).hear()
 
-        def ask(desk: Desk) -> Reach:
-            return desk.reach(call.number, numbers, call.at(desk), call.met)
+    def _run_backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> None:
+        self._passage = Passage(self._devices)
+        super()._run_backward(span, gradients, keep)
 
-        return self._with_worker(index, self._passage, call.told.near, ask)
+    def differentiate_all(self, parts: Sequence[Part], room: Any) -> None:
+        first, *others = parts
+        meets = bool(first.crossings) or first.span.streams.in_turn
+        if meets or not self._on_host or first.span.sides[0].remote is not None:
+            super().differentiate_all(parts, room)
+            return
+
+        def run() -> list[None]:
+            ends = [self._begin_back(part) for part in others]
+            return run_all(room, lambda: self.lease, partial(self.differentiate, first), ends)
+
+        here(run, len(parts))
 
     def differentiate(self, part: Part) -> None:
+        if part.span.sides[part.index].remote is None:
+            super().differentiate(part)
+        else:
+            with self._passage.enter():
+                self._begin_back(part)()
+
+    def _begin_back(self, part: Part) -> Callable[[], None]:
+        """Ask for one replica's part of a backward; what this returns waits for it."""
         call: Call | None = part.span.sides[part.index].remote
-        if call is None:
-            return super().differentiate(part)
-        failure: BaseException | None = None
+        if call is None:  # none of its outputs needs a gradient
+            return partial(super().differentiate, part)
         try:
             part.room.enter(part.index)
-            with self._passage.enter():
-                return self._ask_back(call, part)
+            back = BackwardPart(call, part, self._passage)
+            asked = Asked(self, part.index, back, self._passage, call.told.near)
+        except BaseException as error:
+            part.room.leave(part.index, error)
+            if not isinstance(error, Exception):
+                raise
+            return partial(_raise, error)
+        return partial(self._end_back, part, lambda: back.leave(asked.hear()))
+
+    def _end_back(self, part: Part, leave: Callable[[], None]) -> None:
+        failure: BaseException | None = None
+        try:
+            leave()
         except BaseException as error:
             failure = error
             raise
@@ -249,51 +234,11 @@ class ProcessesEngine(SideBySide):
             part.room.leave(part.index, failure)
             failure = None  # its traceback holds this frame
 
-    def _ask_back(self, call: Call, part: Part) -> None:
-        side, host = part.span.sides[part.index], part.span.streams.state.host
-        given, sources = call.written()
-        back = Back(
-            {call.outputs[id(o)]: g for o, g in zip(part.outputs, part.gradients, strict=True)},
-            part.keep,
-            part.crossings,
-            given,
-            sources,
-            host.number,
-            [],
-        )
-        met, passage = Met(part.room, self._passage), self._passage
-
-        def ask(desk: Desk) -> WentBack:
-            part.room.stacks[part.index] = desk.worker.stack
-            back.spent = call.at(desk)
-            back.wanted = [number for number in map(call.number_of, side.leaves) if number is not None]
-            return desk.run_back(call.number, back, met)
-
-        went = self._with_worker(part.index, passage, call.told.near, ask)
-        if not part.keep:
-            call.spent.append(part.crossings)
-        if went.drawn:
-            host.drawn = True
-            host.seed(0)
-        slots = call.told.gradients(went.present)
-        passage.hand_over(slots.values())
-        for leaf in side.leaves:
-            number = -1 if (known := call.number_of(leaf)) is None else known
-            leaf.grad = _near(leaf, slots[number] if number in slots else went.others.get(number))
-        for leaf, number in zip(side.inputs, call.inputs, strict=True):
-            leaf.grad = _near(leaf, went.inputs.get(number))
-
-    def _run_backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> None:
-        self._passage = Passage(self._devices)
-        super()._run_backward(span, gradients, keep)
-
     def _sum(self, columns: Sequence[Gradients]) -> Gradients:
         """The sum over replicas, in memory of its own: the next backward writes to the workers' slots again."""
         total = super()._sum(columns)
-        for index, gradient in enumerate(total):
-            if gradient is not None and any(column[index] is gradient for column in columns[1:]):
-                total[index] = gradient.clone()
-        return total
+        slots = {id(gradient) for column in columns[1:] for gradient in column}
+        return [gradient if gradient is None or id(gradient) not in slots else gradient.clone() for gradient in total]
 
     def _hold(self, sources: list[Tensor], columns: list[Gradients]) -> None:
         own = [[None if g is None else g.clone() for g in column] for column in columns[1:]]
@@ -305,100 +250,5 @@ class ProcessesEngine(SideBySide):
         self._hands = Hands(self._devices)
 
 
-def _desk(worker: Worker) -> Desk:
-    if worker not in _desks:
-        _desks[worker] = Desk(worker)
-    return _desks[worker]
-
-
-def _generators(run: Run, shadow: Shadow, held: Held) -> list[torch.Generator]:
-    """Note in an order the generators among its arguments; those of the caller that some of them stand for."""
-    of_module = {id(made) for _, made in shadow.cloner.generators}
-    given = [pair for pair in held if id(pair[1]) not in of_module]
-    own = {id(made) for _, made in given}
-    loose = {id(g): g for g in generators_in([*run.args, *run.kwargs.values()]) if id(g) not in own}
-    if any(key in of_module for key in loose):
-        raise EngineError(
-            "a torch.Generator that the module holds is an argument too, and would be two in a worker process.\n"
-            "Pass another one, or write engine='threads'."
-        )
-    run.own = [(source.get_state(), made) for source, made in given]
-    run.lone = list(loose.values())
-    return [source for source, _ in given]
-
-
-def _numbers(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int]:
-    """The numbers of some tensors among the arguments that were sent."""
-    places = {id(tensor): number for number, tensor in enumerate(arguments)}
-    if any(id(tensor) not in places for tensor in tensors):
-        raise EngineError(
-            "an argument that needs a gradient is no dense tensor, and its gradient cannot come back from another "
-            "process.\nUse DataParallel(..., engine='threads')."
-        )
-    return [places[id(tensor)] for tensor in tensors]
-
-
-def _rebuild(arguments: Sequence[Tensor], counterparts: Sequence[Tensor]) -> Rebuild:
-    """The tensors of an answer: arguments and tensors of the module as they are here, the others as they were sent."""
-
-    def rebuild(tag: Tag, tensor: Tensor | None) -> Tensor:
-        if tag[0] == ARGUMENT:
-            return arguments[tag[1]]
-        if tag[0] == SOURCE:
-            return counterparts[tag[1]]
-        return as_sent(tag, tensor)
-
-    return rebuild
-
-
-def _near(leaf: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """A gradient on the device of its leaf."""
-    return None if gradient is None else gradient.to(leaf.device)
-
-
-def _surroundings(ambient: Ambient, device: torch.device) -> Surroundings:
-    return Surroundings(
-        grad=ambient.grad,
-        inference=ambient.inference,
-        autocast=[(cast.device_type, cast.dtype) for cast in ambient.autocast],
-        autocast_cache=ambient.autocast_cache,
-        device=ambient.device,
-        dtype=torch.get_default_dtype(),
-        deterministic=torch.get_deterministic_debug_mode(),
-        precision=torch.get_float32_matmul_precision(),
-        threads=torch.get_num_threads(),
-        backends={} if device.type == "cpu" else backends(),
-    )
-
-
-def _outcome(shadow: Shadow, told: Told, ran: Ran) -> Outcome:
-    """What a worker did, on its stand-in."""
-    if ran.parted:
-        return Outcome(parted=ran.parted)
-    if ran.structure:
-        return Outcome(changes=STRUCTURE)
-    modules = shadow.modules
-    attributes, contents = [], []
-    for index, name, value, buffer in ran.sets:
-        if isinstance(value, torch.device) and value == shadow.place:
-            value = shadow.device
-        holder = modules[index]._buffers if buffer else modules[index].__dict__
-        attributes.append(Set(index, name, holder.get(name, MISSING), value, buffer))
-        holder[name] = value
-    containers = shadow.cloner.containers if ran.contents else ()
-    made = {str(shadow.places.get(id(source))): made for source, _, made in containers}
-    for place, keys, items in ran.contents:
-        container = made[place]
-        before = contents_of(container)
-        after = from_places(before, keys, items)
-        if len(after.items) != len(before.items) or not all(map(is_, after.items, before.items)) or keys != before.keys:
-            contents.append(Inside(container, before, after))
-            put(container, after)
-    with torch.no_grad():
-        for source, held in shadow.trainable:
-            if told.numbers.get(id(source)) in ran.apart:
-                held.data.copy_(ran.apart[told.numbers[id(source)]])
-    written = shadow.write({id(told.table[number]): value for number, value in ran.written.items()})
-    refused = [told.table[number] for number in ran.refused]
-    shadow.stale = shadow.stale or bool(refused)
-    return Outcome(output=ran.output, changes=Changes(False, attributes, contents), written=written, refused=refused)
+def _raise(error: Exception) -> None:
+    raise error

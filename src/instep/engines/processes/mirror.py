@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,8 @@ class Mirror:
         """By the number of a block: what is copied from it, and to where."""
         self.tensors = [self._rebuild(entry, table.sent) for entry in table.entries]
         self._slots: dict[int, Tensor] = {}
+        self._replica: Replica | None = None
+        self.take_in(())
         nbytes, offsets = table.slots
         self._memory: SharedMemory | DeviceMemory
         if table.slots_handle is None:
@@ -125,6 +128,11 @@ class Mirror:
                 else:
                     tensor.data = value.to(tensor.device)
         replica = self.crew.ready()[0]
+        if replica is not self._replica:
+            self._replica = replica
+            places = {id(tensor): number for number, tensor in enumerate(self.tensors)}
+            for source, leaf in replica.trainable:
+                leaf.register_post_accumulate_grad_hook(partial(self._leave, places[id(source)]))
         replica.name = f"replica {run.index} on {self.device}"
         if run.lent:
             slots: Any = [SimpleNamespace(module=replica.source_modules[i], name=name) for i, name, _ in run.lent]
@@ -195,27 +203,45 @@ class Mirror:
         replica.revert(outcome.changes)
         return ran
 
+    def take_in(self, wanted: Iterable[int]) -> None:
+        """A backward begins: gradients of these tensors go to their slots as they come."""
+        self._wanted = set(wanted)
+        self._filled: set[int] = set()
+
+    def _leave(self, number: int, leaf: Tensor) -> None:
+        """Put a gradient into its slot as soon as it is there: it is in the cache, and its memory free for the next."""
+        if number not in self._wanted or leaf.grad is None or not self._put(number, leaf.grad):
+            return
+        leaf.grad = None
+
+    def _put(self, number: int, gradient: Tensor) -> bool:
+        slot = self._slots.get(number)
+        if slot is None or slot.device != gradient.device or not self._fits(number, gradient):
+            return False
+        if number in self._filled:  # a backward inside of the backward brought one before
+            slot.add_(gradient)
+        else:
+            slot.copy_(gradient)
+            self._filled.add(number)
+        return True
+
+    def _fits(self, number: int, gradient: Tensor) -> bool:
+        slot = self._slots.get(number)
+        return slot is not None and gradient.layout is torch.strided and gradient.dtype == slot.dtype
+
     def hand_in(self, gradients: dict[int, Tensor | None]) -> tuple[list[int], dict[int, Tensor]]:
-        """Put gradients into their slots; says whose lie there, and returns those that have no slot."""
-        filled: list[int] = []
-        others: dict[int, Tensor] = {}
-        far: list[Piece] = []
-        for number, gradient in gradients.items():
-            if gradient is None:
-                continue
-            slot = self._slots.get(number)
-            if slot is None or gradient.layout is not torch.strided or gradient.dtype != slot.dtype:
-                others[number] = gradient
-            else:
-                if slot.device == gradient.device:
-                    slot.copy_(gradient)
-                else:
-                    far.append(Piece(self._offsets[number], gradient))
-                filled.append(number)
-        if far:
+        """The backward is over, and left these; says whose gradients lie in slots, and returns those that have none."""
+        left = {n: g for n, g in gradients.items() if g is not None and not self._put(n, g)}
+        far = [number for number, gradient in left.items() if self._fits(number, gradient)]
+        if far:  # the slots are on the host
             assert isinstance(self._memory, SharedMemory)
-            to_host(self._memory, far)
-        return filled, others
+            to_host(self._memory, [Piece(self._offsets[number], left.pop(number)) for number in far])
+            self._filled.update(far)
+        for number in left.keys() & self._filled:
+            left[number] = self._slots[number] + left[number]
+        filled = sorted(self._filled - left.keys())
+        self.take_in(())
+        return filled, left
 
 
 def slot_of(memory: SharedMemory | DeviceMemory, offset: int, tensor: Tensor) -> Tensor:

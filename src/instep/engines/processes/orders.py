@@ -5,6 +5,7 @@ Tensors inside of them go beside the pickle (see `talk`), so that these are ordi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 # From this process to a worker.
-TABLE, MODULE, SET, GLOBALS, RELEASE, FORWARD, BACKWARD, REACH, MET, STOP = (
-    "table", "module", "set", "globals", "release", "forward", "backward", "reach", "met", "stop",
+TABLE, MODULE, SET, GLOBALS, FORWARD, BACKWARD, REACH, MET, STOP = (
+    "table", "module", "set", "globals", "forward", "backward", "reach", "met", "stop",
 )  # fmt: skip
 DEVICE = "device"
 # From a worker to this process.
@@ -128,8 +129,15 @@ class Surroundings:
     """Switches of what computes on accelerators, by their names."""
 
 
+class Order:
+    """A message that goes as the bare values of its fields: both sides know what they are asked for in what order."""
+
+    def fields(self) -> tuple[Any, ...]:
+        return tuple(self.__dict__.values())
+
+
 @dataclass
-class Run:
+class Run(Order):
     """One replica's part of a forward."""
 
     PATHS: ClassVar = {"args": "argument ", "kwargs": "argument "}
@@ -141,7 +149,8 @@ class Run:
     index: int
     sizes: list[int]
     count: int
-    around: Surroundings
+    around: Surroundings | None
+    """None for the same as in the message before."""
     follow: bool
     fetch: bool
     """Whether arguments lie on the host, from where the worker brings them to its device."""
@@ -162,10 +171,12 @@ class Run:
     """Generators among the arguments that no other replica was given: the caller's own are drawn from."""
     in_turn: bool = False
     """Whether replicas run one after another, and draw from the default generator itself."""
+    gone: tuple[Sequence[int], Sequence[int]] = ((), ())
+    """Calls and modules that nobody needs any longer."""
 
 
 @dataclass
-class Ran:
+class Ran(Order):
     """What one replica's part of a forward came to."""
 
     PATHS: ClassVar = {"output": "the output of forward", "given": "what forward put into an argument"}
@@ -204,9 +215,11 @@ class Ran:
 
 
 @dataclass
-class Back:
+class Back(Order):
     """One replica's part of a backward."""
 
+    call: int
+    """The number of the forward that it belongs to."""
     gradients: dict[int, Tensor]
     """By the number of an output's tensor."""
     keep: bool
@@ -223,7 +236,7 @@ class Back:
 
 
 @dataclass
-class WentBack:
+class WentBack(Order):
     """What one replica's part of a backward came to."""
 
     inputs: dict[int, Tensor]

@@ -49,6 +49,11 @@ class Printed:
                     self._show(target, bytes(waiting[:end]).decode("utf-8", "replace"))
                     del waiting[:end]
 
+    def has_begun(self) -> bool:
+        """Whether the beginning of a line was read and not shown."""
+        with self._lock:
+            return any(waiting for _, waiting in self._streams.values())
+
     @staticmethod
     def _read(fd: int) -> bytes:
         data = []
@@ -172,5 +177,8 @@ def flush_output() -> None:
     """
     with _lock:
         printing = list(dict.fromkeys(_open.values()))
+        news = _reader is not None and bool(_reader.epoll.poll(0))
+    if not news and not any(printed.has_begun() for printed in printing):
+        return
     for printed in printing:
         printed.drain(partial=True)

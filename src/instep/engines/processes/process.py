@@ -21,6 +21,8 @@ from instep.errors import EngineError
 MAIN = "instep.engines.processes.worker:main"
 """What a worker runs when it is up, as `module:function`; it is called with the worker's end of the line."""
 
+_LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""Has torch ask for large pages: gradients of many megabytes take new ones at every step."""
 _PACKAGE = Path(__file__).parents[2] / "__init__.py"
 _STOP_SECONDS = 1.0
 _STACK_SECONDS = 2.0
@@ -105,6 +107,7 @@ class Worker:
                 stdout=out,
                 stderr=err,
                 pass_fds=[far.fileno(), *passed.values()],
+                env={_LARGE_PAGES: "1", **os.environ},
                 start_new_session=True,
             )
         finally:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from instep.engines.processes.freight import Depot, Parcel
 from instep.engines.processes.hold import Hold
+from instep.engines.processes.orders import Order
 from instep.engines.processes.wire import Line, Message
 
 VALUE, SOURCE, ARGUMENT = "value", "source", "argument"
@@ -55,8 +56,11 @@ class Talk:
         fds: Sequence[int] = (),
         what: str = "",
     ) -> list[Tensor]:
-        """Send a value; returns its tensors, in the order in which the other side gets them."""
-        parcel = self.depot.pack(value, what)
+        """Send a value; returns its tensors, in the order in which the other side gets them.
+
+        Of an `Order` the other side gets the bare fields.
+        """
+        parcel = self.depot.pack_fields(value, what) if isinstance(value, Order) else self.depot.pack(value, what)
         tags = [describe(tensor) for tensor in parcel.tensors]
         sent = [tensor.detach() for tensor, tag in zip(parcel.tensors, tags, strict=True) if tag[0] == VALUE]
         sent, cargo = (sent, None) if self.hold is None else self.hold.load(sent)

@@ -12,8 +12,6 @@ comes later is touched by either; whoever was interrupted tells by the call ids 
 from __future__ import annotations
 
 import array
-import ctypes
-import math
 import os
 import select
 import socket
@@ -23,15 +21,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from instep.engines.processes.arena import ALIGNMENT, NOWHERE, Inbox, Outbox, Place, aligned
+from instep.engines.processes.cores import Elsewhere, this_core
+from instep.engines.processes.looks import GRAIN, address, data_of, look, pack, read_looks, unpack
 from instep.engines.processes.shore import Shore, wait_for
 from instep.errors import EngineError
 
 _MAGIC, _VERSION = b"inst", 1
-_HEADER = struct.Struct("<4sBBH16sq9Q8x")
+_HEADER = struct.Struct("<4sBBH16sq9Qq")
 _ELSEWHERE, _RING_COMES = 1, 2
 """Flags: the payload lies in the ring as well; the first descriptor is the ring's."""
 
@@ -44,20 +43,8 @@ _WAITING = 4 << 20
 _FDS = 250
 """The kernel passes 253 descriptors with a message."""
 _FDS_ROOM = socket.CMSG_SPACE((_FDS + 1) * array.array("i").itemsize)
-_GRAIN = 16
-"""What small tensors are aligned to in the payload, and the payload in the frame: complex numbers must be."""
-_ALONE = 4 << 20
-"""Up to so many bytes this thread copies by itself: torch's threads would take longer to wake up."""
 
-_NAMES = (
-    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
-    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
-    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
-)
-_DTYPES: dict[int, torch.dtype] = {n: getattr(torch, name) for n, name in enumerate(_NAMES) if hasattr(torch, name)}
 _NOTHING = memoryview(bytearray())
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_AFAR = 0x80  # in the code of a tensor that lies on an accelerator
 
 
 class Message(NamedTuple):
@@ -93,18 +80,18 @@ class _Header(NamedTuple):
     used: int
     """Bytes in the ring."""
     place: Place
+    core: int
 
     def pack(self) -> bytes:
-        flags, fds, kind, *numbers, place = self
-        return _HEADER.pack(_MAGIC, _VERSION, flags, fds, kind.encode("ascii"), *numbers, *place)
+        flags, fds, kind, *numbers, place, core = self
+        return _HEADER.pack(_MAGIC, _VERSION, flags, fds, kind.encode("ascii"), *numbers, *place, core)
 
     @classmethod
     def unpack(cls, frame: bytearray, length: int, fds: int) -> _Header:
         if length < _HEADER.size:
             raise ValueError("it is too short")
-        magic, version, flags, count, kind, call, tensors, looks, body, payload, used, *place = _HEADER.unpack_from(
-            frame
-        )
+        magic, version, flags, count, kind, call, *numbers, core = _HEADER.unpack_from(frame)
+        tensors, looks, body, payload, used, *place = numbers
         if (magic, version) != (_MAGIC, _VERSION):
             raise ValueError("it does not begin like one")
         here, there = (0, payload) if flags & _ELSEWHERE else (payload, 0)
@@ -113,7 +100,7 @@ class _Header(NamedTuple):
         if fds != count or (flags & _RING_COMES and not fds):
             raise ValueError("descriptors are missing")
         word = kind.rstrip(b"\0").decode("ascii")
-        return cls(flags, count, word, call, tensors, looks, body, payload, used, Place(*place))
+        return cls(flags, count, word, call, tensors, looks, body, payload, used, Place(*place), core)
 
 
 class Line:
@@ -132,10 +119,14 @@ class Line:
         self._lock = threading.Lock()
         self._outbox, self._inbox = Outbox(), Inbox()
         self._buffer = bytearray(_HEADER.size + FRAME)
+        self._view = memoryview(self._buffer)
+        self._base = address(self._view)
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         if peer is not None:
             self._poll.register(peer, select.POLLIN)
+        self.elsewhere: Elsewhere | None = None
+        """Keeps whoever waits here off the other side's core."""
         self.before_send: Callable[[], object] | None = None
         """Called before a message is sent, by whoever sends it."""
         self.shore: Shore | None = None
@@ -180,34 +171,33 @@ class Line:
     def _send(
         self, kind: str, call: int, body: bytes, tensors: Sequence[Tensor], fds: Sequence[int], timeout: float | None
     ) -> None:
-        looks = b"".join(map(_look, tensors))
+        looks = b"".join(map(look, tensors))
         sized = [(tensor, tensor.nbytes) for tensor in tensors]
-        small = [pair for pair in sized if pair[1] <= SMALL]
         large = [pair for pair in sized if pair[1] > SMALL]
-        text = aligned(len(looks) + len(body), _GRAIN)
-        payload = text + sum(aligned(nbytes, _GRAIN) for _, nbytes in small)
+        text = looks + body
+        page = [text, bytes(-len(text) % GRAIN), *(data_of(*pair) for pair in sized if pair[1] <= SMALL)]
+        payload = sum(map(len, page))
         used = sum(aligned(nbytes) for _, nbytes in large)
         flags = _ELSEWHERE if payload > FRAME else 0
-        place, block = NOWHERE, _NOTHING
+        place, length = NOWHERE, 0
         afar = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
         if used or flags:
-            place, block = self._outbox.reserve(used + (payload if flags else 0), afar)
-            _pack(block, 0, large, ALIGNMENT)
-        page = block[used:] if flags else memoryview(bytearray(payload))
-        page[: len(looks)] = looks
-        page[len(looks) : len(looks) + len(body)] = body
-        _pack(page, text, small, _GRAIN)
+            length = used + (payload if flags else 0)
+            place, block = self._outbox.reserve(length, afar)
+            pack(block, large, ALIGNMENT)
+            if flags:
+                block[used:], page = b"".join(page), []
         wait_for(afar)
-        frame = [] if flags else [page]
         # Only a frame that says where it lies may bring the ring.
         if place is not NOWHERE and (ring := self._outbox.to_announce()) is not None:
             flags, fds = flags | _RING_COMES, [ring, *fds]
         header = _Header(
-            *(flags, len(fds), _kind(kind), call, len(tensors), len(looks), len(body), payload, len(block), place)
+            *(flags, len(fds), _kind(kind), call, len(tensors), len(looks), len(body), payload, length, place),
+            this_core(),
         )
-        self._post([header.pack(), *frame], fds, timeout)
+        self._post([header.pack(), *page], fds, timeout)
 
-    def _post(self, frame: Sequence[bytes | memoryview], fds: Sequence[int], timeout: float | None) -> None:
+    def _post(self, frame: Sequence[bytes], fds: Sequence[int], timeout: float | None) -> None:
         if len(fds) > _FDS + 1:
             raise EngineError(f"{len(fds)} file descriptors cannot be sent in one message; {_FDS} can.")
         extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -235,7 +225,7 @@ class Line:
             except BlockingIOError:
                 if ended:
                     raise Gone("the other process ended") from None
-                events = self._poll.poll(_left(deadline))
+                events = self._wait(deadline)
                 if not events:
                     return None
                 ended = all(fd != self._sock.fileno() for fd, _ in events)
@@ -247,6 +237,15 @@ class Line:
                 if not length:
                     raise Gone("the other side closed the line")
                 return self._open(length, fds, flags)
+
+    def _wait(self, deadline: float | None) -> list[tuple[int, int]]:
+        if self.elsewhere is None:
+            return self._poll.poll(_left(deadline))
+        try:
+            self.elsewhere.rest()
+            return self._poll.poll(_left(deadline))
+        finally:
+            self.elsewhere.rise()
 
     def _take(self) -> tuple[int, list[int], int]:
         fds = array.array("i")
@@ -262,6 +261,8 @@ class Line:
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise ValueError("it was cut off")
             header = _Header.unpack(self._buffer, length, len(fds))
+            if self.elsewhere is not None:
+                self.elsewhere.came_from(header.core)
             if header.flags & _RING_COMES:
                 self._inbox.attach(header.place, fds.pop(0))
             body, tensors = self._read(header)
@@ -279,28 +280,29 @@ class Line:
         if header.flags & _ELSEWHERE:
             large = header.used - header.payload
             block, page = block[:large], block[large:]
+            page_base = address(page)
         else:
-            page = memoryview(self._buffer)[_HEADER.size : _HEADER.size + header.payload]
+            page, page_base = self._view[_HEADER.size : _HEADER.size + header.payload], self._base + _HEADER.size
         end = header.looks + header.body
-        looks = _read_looks(bytes(page[: header.looks]), header.tensors)
+        text = bytes(page[:end])
         tensors: list[Tensor] = []
-        in_page, in_block = aligned(end, _GRAIN), 0
-        page_base, block_base = _address(page), _address(block)
+        in_page, in_block, block_base = aligned(end, GRAIN), 0, address(block)
+        looks = read_looks(text[: header.looks], header.tensors)
         shore = self.shore if any(afar for *_, afar in looks) else None
         if shore is not None:
             self._inbox.pin(shore.device)
         for dtype, shape, nbytes, afar in looks:
+            land = shore if afar else None
             if nbytes <= SMALL:
-                tensors.append(_unpack(page, page_base, in_page, nbytes, dtype, shape, shore if afar else None))
-                in_page += aligned(nbytes, _GRAIN)
+                tensors.append(unpack(page, page_base, in_page, nbytes, dtype, shape, land))
+                in_page += aligned(nbytes, GRAIN)
             else:
-                tensors.append(_unpack(block, block_base, in_block, nbytes, dtype, shape, shore if afar else None))
+                tensors.append(unpack(block, block_base, in_block, nbytes, dtype, shape, land))
                 in_block += aligned(nbytes)
         wait_for(None if shore is None else shore.device)
-        body = bytes(page[header.looks : end])
         if header.used:
             self._inbox.release(header.place)
-        return body, tensors
+        return text[header.looks :], tensors
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
@@ -328,71 +330,3 @@ def _deadline(timeout: float | None) -> float | None:
 def _left(deadline: float | None) -> float | None:
     """Milliseconds until then, as poll counts."""
     return None if deadline is None else max(0.0, (deadline - time.monotonic()) * 1000)
-
-
-def _look(tensor: Tensor) -> bytes:
-    """What is to be known of a tensor before its data are read."""
-    code = _CODES.get(tensor.dtype)
-    if code is None or tensor.layout != torch.strided or tensor.is_meta:
-        raise EngineError(f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be sent as it is.")
-    shape = tensor.shape
-    return struct.pack(f"<BB{len(shape)}q", code | _AFAR * (tensor.device.type != "cpu"), len(shape), *shape)
-
-
-def _read_looks(data: bytes, count: int) -> list[tuple[torch.dtype, tuple[int, ...], int, bool]]:
-    looks, at = [], 0
-    for _ in range(count):
-        code, dim = struct.unpack_from("<BB", data, at)
-        shape = struct.unpack_from(f"<{dim}q", data, at + 2)
-        afar, code = bool(code & _AFAR), code & ~_AFAR
-        if code not in _DTYPES or any(size < 0 for size in shape):
-            raise ValueError("it describes no tensor")
-        looks.append((_DTYPES[code], shape, math.prod(shape, start=_DTYPES[code].itemsize), afar))
-        at += 2 + 8 * dim
-    if at != len(data):
-        raise ValueError("its tensors are not all described")
-    return looks
-
-
-def _pack(page: memoryview, offset: int, tensors: Sequence[tuple[Tensor, int]], alignment: int) -> None:
-    """Copy tensors into memory, one after the other, whatever their strides and lazy bits."""
-    base = _address(page)
-    for tensor, nbytes in tensors:
-        here = tensor.device.type == "cpu"
-        plain = here and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        if plain and nbytes <= _ALONE:
-            ctypes.memmove(base + offset, tensor.data_ptr(), nbytes)
-        elif nbytes:
-            with torch.no_grad():
-                _tensor(page, offset, tensor.dtype, tensor.shape).copy_(tensor.detach(), non_blocking=not here)
-        offset += aligned(nbytes, alignment)
-
-
-def _unpack(
-    page: memoryview,
-    base: int,
-    offset: int,
-    nbytes: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    shore: Shore | None,
-) -> Tensor:
-    if offset + nbytes > len(page):
-        raise ValueError("its tensors are longer than it is")
-    if shore is not None and nbytes:
-        return shore.land(_tensor(page, offset, dtype, shape))
-    tensor = torch.empty(shape, dtype=dtype, device="cpu" if shore is None else shore.device)
-    if nbytes <= _ALONE:
-        ctypes.memmove(tensor.data_ptr(), base + offset, nbytes)
-    else:
-        tensor.copy_(_tensor(page, offset, dtype, shape))
-    return tensor
-
-
-def _address(page: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(page)) if len(page) else 0
-
-
-def _tensor(page: memoryview, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """Memory as a tensor, which must have elements."""
-    return torch.frombuffer(page, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)

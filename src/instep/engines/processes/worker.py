@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from instep.bridge import Side, enter, take
 from instep.devices import move
-from instep.engines.pool import as_replica
 from instep.engines.processes import orders
 from instep.engines.processes.berth import set_backends, take_device, try_to_open
+from instep.engines.processes.cores import Elsewhere
 from instep.engines.processes.freight import CannotCross, pack_error
 from instep.engines.processes.hold import Hold
 from instep.engines.processes.mirror import Mirror
@@ -25,9 +25,11 @@ from instep.engines.processes.talk import ARGUMENT, SOURCE, Tag, Talk, as_sent, 
 from instep.engines.processes.wire import Line, Message
 from instep.engines.protocol import Job, perform
 from instep.engines.side_by_side import in_room
+from instep.engines.tasks import as_replica
 from instep.errors import EngineError
-from instep.meeting import reach, without_streams
+from instep.meeting import without_streams
 from instep.random import RandomState, Streams, threads_can_draw
+from instep.reaching import reach
 from instep.replicas.ambient import Ambient, Autocast
 from instep.replicas.handed import Noted, by_place
 from instep.replicas.replica import Outcome
@@ -37,6 +39,7 @@ from instep.structure.tree import tensors_in
 def main(line: Line) -> None:
     """Do what the process that started this one asks for, until it says stop."""
     worker = Worker(Talk(line, home=False))
+    line.elsewhere = Elsewhere()
     threads_can_draw()
     with as_replica():
         while (message := line.receive()) is not None and message.kind != orders.STOP:
@@ -95,6 +98,8 @@ class Worker:
         self._tables: dict[int, Mirror] = {}
         self._calls: dict[int, Held] = {}
         self._threads = 0
+        self._around: Surroundings
+        self._ambient: Ambient
         self._trouble: Exception | None = None
         self._answers: dict[str, Callable[[Message], None]] = {
             orders.DEVICE: self._take_device,
@@ -105,7 +110,6 @@ class Worker:
             orders.FORWARD: self._forward,
             orders.BACKWARD: self._backward,
             orders.REACH: self._reach,
-            orders.RELEASE: self._release,
         }
 
     def answer(self, message: Message) -> None:
@@ -154,8 +158,7 @@ class Worker:
     def _take_globals(self, message: Message) -> None:
         self._talk.depot.take_globals(message.body, message.tensors)
 
-    def _release(self, message: Message) -> None:
-        (calls, numbers), _ = self._talk.take(message)
+    def _release(self, calls: Iterable[int], numbers: Iterable[int]) -> None:
         for call in calls:
             self._calls.pop(call, None)
         for number in numbers:
@@ -173,13 +176,16 @@ class Worker:
             return made
 
         with torch.enable_grad():
-            run, arguments = self._talk.take(message, let_in)
-            run = _checked(run)
+            fields, arguments = self._talk.take(message, let_in)
+            run = Run(*fields)
             mirror = self._mirrors[run.number]
             if run.fetch:
                 run.args = [move(value, mirror.device) for value in run.args]
                 run.kwargs = {name: move(value, mirror.device) for name, value in run.kwargs.items()}
-        self._surround(run.around)
+        self._release(*run.gone)
+        if run.around is not None:
+            self._around, self._ambient = run.around, _ambient(run.around)
+        self._surround(self._around)
         replica = mirror.ready(run)
         held = mirror.generators(run)
         lone = [generator.get_state() for generator in run.lone]
@@ -194,7 +200,7 @@ class Worker:
             [replica] * run.count,
             [(run.args, run.kwargs)] * run.count,
             run.method,
-            _ambient(run.around),
+            self._ambient,
             run.follow,
             streams,
             run.sizes,
@@ -235,7 +241,7 @@ class Worker:
         wait_for(mirror.device)
         sent = self._talk.say(orders.DONE, message.call, ran, describe, what="the output of forward")
         outputs = {i: t for i, t in enumerate(sent) if t.requires_grad and id(t) not in known}
-        if outputs and run.around.grad:
+        if outputs and self._around.grad:
             side = Side([], list(leaves.values()), [], replica.tensors.guard, replica.name, outcome.seat)
             self._calls[message.call] = Held(
                 mirror, side, list(leaves), outputs, arguments, mirror.counterparts(), streams, run.index
@@ -262,9 +268,9 @@ class Worker:
         return ran
 
     def _backward(self, message: Message) -> None:
-        back, _ = self._talk.take(message)
-        assert isinstance(back, Back)
-        held = self._calls[message.call]
+        fields, _ = self._talk.take(message)
+        back = Back(*fields)
+        held = self._calls[back.call]
         mirror, side = held.mirror, held.side
         for number in back.arguments:
             torch.autograd.graph.increment_version(held.arguments[number])
@@ -284,9 +290,11 @@ class Worker:
         hall = Hall(self._talk, message.call)
         streams, index = held.streams, held.index
         around = streams.backward(index) if mirror.device.type == "cpu" else streams.joint_backward(index)
+        mirror.take_in(back.wanted)
         try:
             in_room(hall, index, side, outputs, grads, back.keep, around)
         except BaseException:
+            mirror.take_in(())
             take([*leaves, *side.inputs])
             raise
         held.streams.settle()
@@ -302,8 +310,8 @@ class Worker:
 
     def _reach(self, message: Message) -> None:
         """Where a backward from some outputs would meet the other replicas."""
-        (numbers, spent), _ = self._talk.take(message)
-        held = self._calls[message.call]
+        (call, numbers, spent), _ = self._talk.take(message)
+        held = self._calls[call]
         for tokens in spent:
             _spend(held.side, tokens)
         tokens = [] if held.side.seat is None else held.side.seat.tokens
@@ -337,12 +345,6 @@ def _refuse_graphs(ran: Ran) -> None:
             "forward puts a tensor that needs a gradient into an argument, in a worker process, from where its graph "
             "does not come back.\nReturn it from forward, put in tensor.detach(), or write engine='threads'."
         )
-
-
-def _checked(run: Any) -> Run:
-    if not isinstance(run, Run):
-        raise EngineError(f"a worker was asked to run a {type(run).__name__}.")
-    return run
 
 
 def _ambient(around: Surroundings) -> Ambient:

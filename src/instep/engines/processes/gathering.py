@@ -1,0 +1,96 @@
+"""One thread that asks all workers, runs the first replica itself, and hears the workers after that.
+
+Nothing is handed from thread to thread then. Only where replicas meet in the middle of a call somebody has to listen to
+each worker meanwhile: threads of their own do so from the first meeting on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from instep.engines.bearings import Bearings
+from instep.engines.pool import Lease
+from instep.engines.room import Room
+from instep.engines.tasks import be_inside
+from instep.locks import surely
+from instep.meeting import first_error
+
+T = TypeVar("T")
+
+
+class Gathering(Room):
+    """A room of which it is known whether anybody met there."""
+
+    met = False
+    serve: Callable[[], None] | None = None
+    """Called before the first replica meets the others for the first time."""
+
+    def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
+        self.met = True
+        if index == 0 and self.serve is not None:
+            serve, self.serve = self.serve, None
+            serve()
+        return super().exchange(index, label, payload)
+
+
+def run_all(
+    room: Gathering, lease: Callable[[], Lease], first: Callable[[], T], ends: Sequence[Callable[[], T]]
+) -> list[T]:
+    """What `first` gives, in this thread, and after it what each worker was asked for before.
+
+    The first error of all is raised when every part has ended, an interruption at once.
+    """
+    beside: list[Callable[[], list[T]]] = []
+    results: list[T] = []
+    errors: dict[int, BaseException] = {}
+    room.serve = lambda: beside.append(lease().beside(ends))
+
+    def take(number: int, part: Callable[[], list[T]]) -> None:
+        try:
+            results.extend(part())
+        except Exception as error:
+            errors[number] = error
+
+    try:
+        take(0, lambda: [first()])
+        room.serve = None
+        parts: Sequence[Callable[[], list[T]]] = beside or [partial(_alone, end) for end in ends]
+        for number, part in enumerate(parts, 1):
+            take(number, part)
+        room.close()
+    except BaseException:
+        surely(room.abort, room.close)
+        raise
+    if errors:
+        try:
+            raise first_error(errors)
+        finally:
+            errors.clear()  # their tracebacks hold this frame
+    return results
+
+
+def _alone(end: Callable[[], T]) -> list[T]:
+    return [end()]
+
+
+def here(run: Callable[[], T], count: int) -> T:
+    """Do something in this thread as a replica does, with a replica's share of the cores of `count` replicas."""
+    mine = torch.get_num_threads()
+    share = max(1, mine // count)
+    before = Bearings()
+    try:
+        if share != mine:
+            torch.set_num_threads(share)
+        be_inside(True)
+        result = run()
+        be_inside(False)
+        if share != mine:
+            torch.set_num_threads(mine)
+    except BaseException:  # no context manager: an interruption could come on the way to it
+        surely(before.restore)
+        raise
+    return result

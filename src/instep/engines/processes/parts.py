@@ -1,0 +1,300 @@
+"""One replica's part of a forward and of a backward: what its worker is asked, and what is made of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.engines.processes.berth import backends
+from instep.engines.processes.call import Call, remember_values
+from instep.engines.processes.desk import Box, Desk, Met
+from instep.engines.processes.freight import CannotCross
+from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
+from instep.engines.processes.shadow import Shadow
+from instep.engines.processes.shore import Passage
+from instep.engines.processes.talk import ARGUMENT, SOURCE, Rebuild, Tag, as_sent
+from instep.engines.processes.told import Told
+from instep.engines.protocol import Job
+from instep.engines.side_by_side import Part
+from instep.errors import EngineError
+from instep.random import Held, generators_in
+from instep.reaching import Reach
+from instep.replicas.ambient import Ambient
+from instep.replicas.contents import contents_of, put
+from instep.replicas.handed import from_places, handed_to
+from instep.replicas.replica import Outcome
+from instep.replicas.watch import MISSING, STRUCTURE, Changes, Inside, Set
+
+
+class ForwardPart:
+    """One replica's part of a forward."""
+
+    def __init__(self, job: Job, index: int) -> None:
+        shadow: Any = job.replicas[index]
+        self._job, self._index = job, index
+        self._shadow: Shadow = shadow
+        shadow.unwrite()
+        follow, shadow.behind = job.follow or shadow.behind, False
+        lent, shadow.lent = shadow.lent, []
+        args, kwargs = job.arguments[index]
+        random = job.streams.state
+        self._run = Run(
+            shadow.number,
+            job.method,
+            args,
+            kwargs,
+            index,
+            list(job.sizes),
+            len(job.replicas),
+            _surroundings(job.ambient, shadow.place),
+            follow,
+            shadow.fetched,
+            random.host.number,
+            random.home.number,
+            {},
+            lent,
+            {},
+        )
+        self._mine = handed_to(args, kwargs, job.theirs)
+        self._run.given = [one.steps for one in self._mine]
+        self._run.in_turn = job.streams.in_turn
+        self._generators = _generators(self._run, shadow, job.streams.held[index])
+        self._met = Met(job.room, job.passage)
+        self._told: Told
+        self._box: Box
+        self._arguments: list[Tensor]
+
+    @property
+    def near(self) -> bool:
+        """Whether tensors may stay on a device that both processes work on."""
+        return self._shadow.near
+
+    def ask(self, desk: Desk) -> None:
+        job, run = self._job, self._run
+        job.room.stacks[self._index] = desk.worker.stack
+        told = self._told = desk.tell(self._shadow)
+        told.renew(job.passage, run.follow)
+        run.fresh = told.fresh() if run.follow else {}
+        run.generators = {number: source.get_state() for number, source in enumerate(told.generators)}
+        self._box, self._arguments = desk.ask_forward(run)
+
+    def hear(self, desk: Desk) -> tuple[Desk, Ran, list[Tensor]]:
+        answer = desk.answer(self._box, self._met)
+        fields, tensors = desk.talk.take(answer, _rebuild(self._arguments, self._told.counterparts))
+        return desk, Ran(*fields), tensors
+
+    def outcome(self, desk: Desk, ran: Ran, tensors: list[Tensor]) -> Outcome:
+        """What the worker did, on its stand-in."""
+        job, shadow, told, run, arguments = self._job, self._shadow, self._told, self._run, self._arguments
+        self._met.end()
+        shadow.stale = shadow.stale or bool(run.lent)  # the worker's replica holds a part, not what the module has
+        if ran.wrote:
+            desk.talk.depot.forget()
+            raise CannotCross(
+                f"forward changed the global {ran.wrote[0]!r} in a worker process, where the script does not see it.\n"
+                f"Return what it is for, set it on the module, or write engine='threads'."
+            )
+        self._note_draws(ran)
+        for i, value in ran.arguments.items():
+            arguments[i].data.copy_(value)
+        outcome = _outcome(shadow, told, ran)
+        mine = self._mine
+        outcome.given = [(mine[n], from_places(contents_of(mine[n].container), *news)) for n, *news in ran.given]
+        needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
+        if job.ambient.grad and needing:
+            inputs = _numbers(job.inputs[self._index], arguments)
+            made_by = shadow.name, shadow.recipe, shadow.source_modules, shadow.look
+            outcome.remote = Call(self._box.number, desk, told, *made_by, run, self._met, arguments, needing, inputs)
+            outcome.remote.spoilt = bool(ran.arguments or ran.given or ran.moved)
+        remember_values(shadow.source_modules[0], [told.table[number] for number in ran.written])
+        return outcome
+
+    def _note_draws(self, ran: Ran) -> None:
+        """What was drawn from in the worker moves here."""
+        random = self._job.streams.state
+        if ran.drawn:
+            random.host.drawn = True
+            random.host.seed(0)
+        if ran.drawn_home:
+            random.home.drawn = True
+            random.home.seed(0)
+        random.host.elsewhere = random.host.elsewhere or ran.by_name
+        held = [self._told.generators[i] for i in ran.drawn_held]
+        for source in (*held, *(self._generators[i] for i in ran.drawn_own)):
+            random.add(source).drawn = True
+        for i, state in ran.moved.items():
+            self._run.lone[i].set_state(state)
+
+
+class BackwardPart:
+    """One replica's part of a backward."""
+
+    def __init__(self, call: Call, part: Part, passage: Passage) -> None:
+        self._call, self._part, self._passage = call, part, passage
+        self._side, self._host = part.span.sides[part.index], part.span.streams.state.host
+        given, sources = call.written()
+        self._back = Back(
+            call.number,
+            {call.outputs[id(o)]: g for o, g in zip(part.outputs, part.gradients, strict=True)},
+            part.keep,
+            part.crossings,
+            given,
+            sources,
+            self._host.number,
+            [],
+        )
+        self._met = Met(part.room, passage)
+        self._box: Box
+
+    def ask(self, desk: Desk) -> None:
+        call, back, part = self._call, self._back, self._part
+        part.room.stacks[part.index] = desk.worker.stack
+        back.spent = call.at(desk)
+        back.wanted = [number for number in map(call.number_of, self._side.leaves) if number is not None]
+        back.call = call.number
+        self._box = desk.ask_backward(back)
+
+    def hear(self, desk: Desk) -> WentBack:
+        fields, _ = desk.talk.take(desk.answer(self._box, self._met))
+        return WentBack(*fields)
+
+    def leave(self, went: WentBack) -> None:
+        """Leave the gradients on the stand-in's leaves and inputs."""
+        call, side, host = self._call, self._side, self._host
+        if not self._part.keep:
+            call.spent.append(self._part.crossings)
+        if went.drawn:
+            host.drawn = True
+            host.seed(0)
+        slots = call.told.gradients(went.present)
+        self._passage.hand_over(slots.values())
+        for leaf in side.leaves:
+            number = -1 if (known := call.number_of(leaf)) is None else known
+            leaf.grad = _near(leaf, slots[number] if number in slots else went.others.get(number))
+        for leaf, number in zip(side.inputs, call.inputs, strict=True):
+            leaf.grad = _near(leaf, went.inputs.get(number))
+
+
+class ReachPart:
+    """Where one replica's backward from some of its outputs would meet the others."""
+
+    def __init__(self, call: Call, outputs: Sequence[Tensor]) -> None:
+        self._call = call
+        self._numbers = [call.outputs[id(output)] for output in outputs]
+        self._box: Box
+
+    def ask(self, desk: Desk) -> None:
+        spent = self._call.at(desk)
+        self._box = desk.ask_reach(self._call.number, self._numbers, spent)
+
+    def hear(self, desk: Desk) -> Reach:
+        found, _ = desk.talk.take(desk.answer(self._box, self._call.met))
+        assert isinstance(found, Reach)
+        return found
+
+
+class NearPart:
+    """Whether tensors can stay on the device that a worker and this process both work on."""
+
+    def ask(self, desk: Desk) -> None:
+        """It was tried when the worker took its device."""
+
+    def hear(self, desk: Desk) -> bool:
+        return desk.near
+
+
+def _generators(run: Run, shadow: Shadow, held: Held) -> list[torch.Generator]:
+    """Note in an order the generators among its arguments; those of the caller that some of them stand for."""
+    of_module = {id(made) for _, made in shadow.cloner.generators}
+    given = [pair for pair in held if id(pair[1]) not in of_module]
+    own = {id(made) for _, made in given}
+    loose = {id(g): g for g in generators_in([*run.args, *run.kwargs.values()]) if id(g) not in own}
+    if any(key in of_module for key in loose):
+        raise EngineError(
+            "a torch.Generator that the module holds is an argument too, and would be two in a worker process.\n"
+            "Pass another one, or write engine='threads'."
+        )
+    run.own = [(source.get_state(), made) for source, made in given]
+    run.lone = list(loose.values())
+    return [source for source, _ in given]
+
+
+def _numbers(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int]:
+    """The numbers of some tensors among the arguments that were sent."""
+    places = {id(tensor): number for number, tensor in enumerate(arguments)}
+    if any(id(tensor) not in places for tensor in tensors):
+        raise EngineError(
+            "an argument that needs a gradient is no dense tensor, and its gradient cannot come back from another "
+            "process.\nUse DataParallel(..., engine='threads')."
+        )
+    return [places[id(tensor)] for tensor in tensors]
+
+
+def _rebuild(arguments: Sequence[Tensor], counterparts: Sequence[Tensor]) -> Rebuild:
+    """The tensors of an answer: arguments and tensors of the module as they are here, the others as they were sent."""
+
+    def rebuild(tag: Tag, tensor: Tensor | None) -> Tensor:
+        if tag[0] == ARGUMENT:
+            return arguments[tag[1]]
+        if tag[0] == SOURCE:
+            return counterparts[tag[1]]
+        return as_sent(tag, tensor)
+
+    return rebuild
+
+
+def _near(leaf: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """A gradient on the device of its leaf."""
+    return None if gradient is None else gradient.to(leaf.device)
+
+
+def _surroundings(ambient: Ambient, device: torch.device) -> Surroundings:
+    return Surroundings(
+        grad=ambient.grad,
+        inference=ambient.inference,
+        autocast=[(cast.device_type, cast.dtype) for cast in ambient.autocast],
+        autocast_cache=ambient.autocast_cache,
+        device=ambient.device,
+        dtype=torch.get_default_dtype(),
+        deterministic=torch.get_deterministic_debug_mode(),
+        precision=torch.get_float32_matmul_precision(),
+        threads=torch.get_num_threads(),
+        backends={} if device.type == "cpu" else backends(),
+    )
+
+
+def _outcome(shadow: Shadow, told: Told, ran: Ran) -> Outcome:
+    """What a worker did, on its stand-in."""
+    if ran.parted:
+        return Outcome(parted=ran.parted)
+    if ran.structure:
+        return Outcome(changes=STRUCTURE)
+    modules = shadow.modules
+    attributes, contents = [], []
+    for index, name, value, buffer in ran.sets:
+        if isinstance(value, torch.device) and value == shadow.place:
+            value = shadow.device
+        holder = modules[index]._buffers if buffer else modules[index].__dict__
+        attributes.append(Set(index, name, holder.get(name, MISSING), value, buffer))
+        holder[name] = value
+    containers = shadow.cloner.containers if ran.contents else ()
+    made = {str(shadow.places.get(id(source))): made for source, _, made in containers}
+    for place, keys, items in ran.contents:
+        container = made[place]
+        before = contents_of(container)
+        after = from_places(before, keys, items)
+        if len(after.items) != len(before.items) or not all(map(is_, after.items, before.items)) or keys != before.keys:
+            contents.append(Inside(container, before, after))
+            put(container, after)
+    with torch.no_grad():
+        for source, held in shadow.trainable:
+            if told.numbers.get(id(source)) in ran.apart:
+                held.data.copy_(ran.apart[told.numbers[id(source)]])
+    written = shadow.write({id(told.table[number]): value for number, value in ran.written.items()})
+    refused = [told.table[number] for number in ran.refused]
+    shadow.stale = shadow.stale or bool(refused)
+    return Outcome(output=ran.output, changes=Changes(False, attributes, contents), written=written, refused=refused)
