@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from instep.engines.processes import orders
 from instep.engines.processes.arena import SharedMemory
+from instep.engines.processes.boot import import_path
 from instep.engines.processes.estate import layout, locate
 from instep.engines.processes.freight import Parcel, unpack_error
 from instep.engines.processes.hands import Worker
@@ -150,6 +152,8 @@ class Desk:
         self.worker = worker
         self.talk = Talk(worker.line, home=True)
         self.busy = threading.RLock()
+        self._path: list[str] = []
+        """The import path that the worker was told."""
         self.timeout = math.inf
         """Seconds without a word from the worker, after which it is given up."""
         self.gone: deque[tuple[str, int]] = deque()
@@ -158,6 +162,9 @@ class Desk:
     def tell(self, shadow: Shadow) -> Told:
         """Tell the worker what it does not know yet of a module."""
         self._release()
+        if self._path != sys.path:
+            self._path = list(sys.path)
+            self.talk.say(orders.PATH, 0, import_path(self._path, os.getcwd()))
         update = self.talk.depot.stale_globals()
         if update is not None:
             self.worker.line.send(orders.GLOBALS, 0, update.body, [tensor.detach() for tensor in update.tensors])

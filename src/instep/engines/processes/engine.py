@@ -18,6 +18,7 @@ from torch import Tensor
 
 from instep.bridge import Gradients, Span
 from instep.engines.processes.call import Call, remember_values
+from instep.engines.processes.context import carried
 from instep.engines.processes.desk import Desk, Met, Stuck, Told, calls
 from instep.engines.processes.estate import move_in
 from instep.engines.processes.freight import CannotCross
@@ -145,6 +146,7 @@ class ProcessesEngine(SideBySide):
             job.room.stacks[index] = desk.worker.stack
             told = desk.tell(shadow)
             run.fresh = told.fresh() if follow else {}
+            run.around.context = carried(job.ambient.context, desk.talk.depot)
             run.generators = {number: source.get_state() for number, source in enumerate(told.generators)}
             return desk, told, *desk.run(number, run, met)
 
@@ -308,7 +310,9 @@ def _surroundings(ambient: Ambient) -> Surroundings:
         dtype=torch.get_default_dtype(),
         deterministic=torch.get_deterministic_debug_mode(),
         precision=torch.get_float32_matmul_precision(),
+        cudnn=(torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32),
         threads=torch.get_num_threads(),
+        saved_hooks=ambient.saved_hooks,
     )
 
 

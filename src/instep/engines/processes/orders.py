@@ -5,6 +5,7 @@ Tensors inside of them go beside the pickle (see `talk`), so that these are ordi
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 # From this process to a worker.
-TABLE, MODULE, SET, GLOBALS, RELEASE, FORWARD, BACKWARD, REACH, MET, STOP = (
-    "table", "module", "set", "globals", "release", "forward", "backward", "reach", "met", "stop",
+PATH, TABLE, MODULE, SET, GLOBALS, RELEASE, FORWARD, BACKWARD, REACH, MET, STOP = (
+    "path", "table", "module", "set", "globals", "release", "forward", "backward", "reach", "met", "stop",
 )  # fmt: skip
 # From a worker to this process.
 MEET, DONE, FAILED = "meet", "done", "failed"
@@ -100,7 +101,12 @@ class Surroundings:
     dtype: torch.dtype
     deterministic: int
     precision: str
+    cudnn: tuple[bool, bool, bool]
+    """Whether cuDNN may try out, must be deterministic, and may use TensorFloat-32."""
     threads: int
+    saved_hooks: tuple[Any, Any] | None
+    context: list[tuple[ContextVar[Any], Any]] = field(default_factory=list)
+    """Context variables that the worker may read."""
 
 
 @dataclass

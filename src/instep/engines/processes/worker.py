@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextvars
+import importlib
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +95,7 @@ class Worker:
         self._threads = 0
         self._trouble: Exception | None = None
         self._answers: dict[str, Callable[[Message], None]] = {
+            orders.PATH: self._take_path,
             orders.TABLE: self._take_table,
             orders.MODULE: self._take_module,
             orders.SET: self._take_sets,
@@ -119,6 +122,10 @@ class Worker:
     def _fail(self, call: int, error: BaseException) -> None:
         parcel = pack_error(error, self._talk.depot)
         self._talk.line.send(orders.FAILED, call, parcel.body, [t.detach().cpu() for t in parcel.tensors])
+
+    def _take_path(self, message: Message) -> None:
+        sys.path[:], _ = self._talk.take(message)
+        importlib.invalidate_caches()
 
     def _take_table(self, message: Message) -> None:
         table, _ = self._talk.take(message)
@@ -291,6 +298,9 @@ class Worker:
             torch.set_deterministic_debug_mode(around.deterministic)
         if torch.get_float32_matmul_precision() != around.precision:
             torch.set_float32_matmul_precision(around.precision)
+        cudnn = torch.backends.cudnn
+        if (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32) != around.cudnn:
+            cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = around.cudnn
         if self._threads != around.threads:
             torch.set_num_threads(around.threads)
             self._threads = around.threads
@@ -318,6 +328,13 @@ def _checked(run: Any) -> Run:
     return run
 
 
+def _context(around: Surroundings) -> contextvars.Context:
+    context = contextvars.copy_context()
+    for variable, value in around.context:
+        context.run(variable.set, value)
+    return context
+
+
 def _ambient(around: Surroundings) -> Ambient:
     return Ambient(
         grad=around.grad,
@@ -325,9 +342,9 @@ def _ambient(around: Surroundings) -> Ambient:
         autocast=tuple(itertools.starmap(Autocast, around.autocast)),
         autocast_cache=around.autocast_cache,
         device=around.device,
-        saved_hooks=None,
+        saved_hooks=around.saved_hooks,
         streams={},
-        context=contextvars.copy_context(),
+        context=_context(around),
         compiler=None,
         graphs=None,
     )
