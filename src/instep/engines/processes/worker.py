@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import importlib
 import itertools
 import sys
@@ -31,11 +32,15 @@ from instep.replicas.handed import Noted, by_place
 from instep.replicas.replica import Outcome
 from instep.structure.tree import tensors_in
 
+DROPPED = 8
+"""Modules that are forgotten before what is left of them is looked for."""
+
 
 def main(line: Line) -> None:
     """Do what the process that started this one asks for, until it says stop."""
     worker = Worker(Talk(line, home=False))
     threads_can_draw()
+    gc.freeze()  # what was imported stays: no collection need walk through it
     with as_replica():
         while (message := line.receive()) is not None and message.kind != orders.STOP:
             worker.answer(message)
@@ -92,7 +97,7 @@ class Worker:
         self._mirrors: dict[int, Mirror] = {}
         self._tables: dict[int, Mirror] = {}
         self._calls: dict[int, Held] = {}
-        self._threads = 0
+        self._threads = self._dropped = 0
         self._trouble: Exception | None = None
         self._answers: dict[str, Callable[[Message], None]] = {
             orders.PATH: self._take_path,
@@ -136,7 +141,8 @@ class Worker:
         mirror = self._tables.pop(number)
         order, _ = self._talk.take(message, mirror.known)
         mirror.settle(order)
-        self._mirrors[number] = mirror
+        known, self._mirrors[number] = self._mirrors.get(number), mirror
+        self._clear_away(known is not None)
 
     def _take_sets(self, message: Message) -> None:
         sets, _ = self._talk.take(message)
@@ -151,6 +157,14 @@ class Worker:
             self._calls.pop(call, None)
         for number in numbers:
             self._mirrors.pop(number, None)
+        self._clear_away(len(numbers))
+
+    def _clear_away(self, modules: int) -> None:
+        """Modules lead in circles to themselves, and to memory and descriptors with them: nobody else lets these go."""
+        self._dropped += modules
+        if self._dropped >= DROPPED:
+            self._dropped = 0
+            gc.collect()
 
     def _forward(self, message: Message) -> None:
         leaves: dict[int, Tensor] = {}
