@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from torch import Tensor
 from instep.engines.processes import orders
 from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.berth import berth
+from instep.engines.processes.boot import import_path
 from instep.engines.processes.driver import DeviceMemory, Refused
 from instep.engines.processes.entries import Entries
 from instep.engines.processes.estate import layout
@@ -149,6 +151,8 @@ class Desk:
         """By the number of a stand-in: memory that the worker has opened."""
         self._leaving: list[DeviceMemory] = []
         """The same, of stand-ins that it was told to forget."""
+        self._path: list[str] = []
+        """The import path that the worker was told."""
         self.timeout = math.inf
         """Seconds without a word from the worker, after which it is given up."""
         self._around: Surroundings | None = None
@@ -192,6 +196,9 @@ class Desk:
 
     def tell(self, shadow: Shadow) -> Told:
         """Tell the worker what it does not know yet of a module."""
+        if self._path != sys.path:
+            self._path = list(sys.path)
+            self.talk.say(orders.PATH, 0, import_path(self._path, os.getcwd()))
         update = self.talk.depot.stale_globals()
         if update is not None:
             self.worker.line.send(orders.GLOBALS, 0, update.body, [tensor.detach() for tensor in update.tensors])
@@ -269,7 +276,9 @@ class Desk:
         """Ask for one replica's part of a forward; returns the tensors of its arguments too, as they are numbered."""
         box, around = self._box(), run.around
         run.gone = self._gone()
-        if around == self._around:
+        if around is None or around.context or around.saved_hooks is not None:
+            self._around = None  # values of the user's are sent again, and not compared
+        elif around == self._around:
             run.around = None
         try:
             tensors = self.talk.say(orders.FORWARD, box.number, run, what="arguments")

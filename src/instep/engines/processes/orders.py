@@ -6,6 +6,7 @@ Tensors inside of them go beside the pickle (see `talk`), so that these are ordi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 # From this process to a worker.
-TABLE, MODULE, SET, GLOBALS, FORWARD, BACKWARD, REACH, MET, STOP = (
-    "table", "module", "set", "globals", "forward", "backward", "reach", "met", "stop",
+PATH, TABLE, MODULE, SET, GLOBALS, FORWARD, BACKWARD, REACH, MET, STOP = (
+    "path", "table", "module", "set", "globals", "forward", "backward", "reach", "met", "stop",
 )  # fmt: skip
 DEVICE = "device"
 # From a worker to this process.
@@ -124,9 +125,14 @@ class Surroundings:
     dtype: torch.dtype
     deterministic: int
     precision: str
+    cudnn: tuple[bool, bool, bool]
+    """Whether cuDNN may try out, must be deterministic, and may use TensorFloat-32."""
     threads: int
+    saved_hooks: tuple[Any, Any] | None
     backends: dict[str, Any] = field(default_factory=dict)
     """Switches of what computes on accelerators, by their names."""
+    context: list[tuple[ContextVar[Any], Any]] = field(default_factory=list)
+    """Context variables that the worker may read."""
 
 
 class Order:

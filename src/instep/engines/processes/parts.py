@@ -11,6 +11,7 @@ from torch import Tensor
 
 from instep.engines.processes.berth import backends
 from instep.engines.processes.call import Call, remember_values
+from instep.engines.processes.context import carried
 from instep.engines.processes.desk import Box, Desk, Met
 from instep.engines.processes.freight import CannotCross
 from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
@@ -79,6 +80,8 @@ class ForwardPart:
         told = self._told = desk.tell(self._shadow)
         told.renew(job.passage, run.follow)
         run.fresh = told.fresh() if run.follow else {}
+        assert run.around is not None
+        run.around.context = carried(job.ambient.context, desk.talk.depot)
         run.generators = {number: source.get_state() for number, source in enumerate(told.generators)}
         self._box, self._arguments = desk.ask_forward(run)
 
@@ -262,7 +265,9 @@ def _surroundings(ambient: Ambient, device: torch.device) -> Surroundings:
         dtype=torch.get_default_dtype(),
         deterministic=torch.get_deterministic_debug_mode(),
         precision=torch.get_float32_matmul_precision(),
+        cudnn=(torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32),
         threads=torch.get_num_threads(),
+        saved_hooks=ambient.saved_hooks,
         backends={} if device.type == "cpu" else backends(),
     )
 

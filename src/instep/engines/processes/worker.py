@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextvars
+import gc
+import importlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +38,16 @@ from instep.replicas.handed import Noted, by_place
 from instep.replicas.replica import Outcome
 from instep.structure.tree import tensors_in
 
+DROPPED = 8
+"""Modules that are forgotten before what is left of them is looked for."""
+
 
 def main(line: Line) -> None:
     """Do what the process that started this one asks for, until it says stop."""
     worker = Worker(Talk(line, home=False))
     line.elsewhere = Elsewhere()
     threads_can_draw()
+    gc.freeze()  # what was imported stays: no collection need walk through it
     with as_replica():
         while (message := line.receive()) is not None and message.kind != orders.STOP:
             worker.answer(message)
@@ -97,12 +104,13 @@ class Worker:
         self._mirrors: dict[int, Mirror] = {}
         self._tables: dict[int, Mirror] = {}
         self._calls: dict[int, Held] = {}
-        self._threads = 0
+        self._threads = self._dropped = 0
         self._around: Surroundings
         self._ambient: Ambient
         self._trouble: Exception | None = None
         self._answers: dict[str, Callable[[Message], None]] = {
             orders.DEVICE: self._take_device,
+            orders.PATH: self._take_path,
             orders.TABLE: self._take_table,
             orders.MODULE: self._take_module,
             orders.SET: self._take_sets,
@@ -140,6 +148,10 @@ class Worker:
             self._talk.hold = Hold(order.device, home=False)
         self._talk.say(orders.DONE, message.call, refusal)
 
+    def _take_path(self, message: Message) -> None:
+        sys.path[:], _ = self._talk.take(message)
+        importlib.invalidate_caches()
+
     def _take_table(self, message: Message) -> None:
         table, _ = self._talk.take(message)
         self._tables[table.number] = Mirror(table, message.fds)
@@ -149,7 +161,8 @@ class Worker:
         mirror = self._tables.pop(number)
         order, _ = self._talk.take(message, mirror.known)
         mirror.settle(order)
-        self._mirrors[number] = mirror
+        known, self._mirrors[number] = self._mirrors.get(number), mirror
+        self._clear_away(known is not None)
 
     def _take_sets(self, message: Message) -> None:
         sets, _ = self._talk.take(message)
@@ -158,11 +171,19 @@ class Worker:
     def _take_globals(self, message: Message) -> None:
         self._talk.depot.take_globals(message.body, message.tensors)
 
-    def _release(self, calls: Iterable[int], numbers: Iterable[int]) -> None:
+    def _release(self, calls: Sequence[int], numbers: Sequence[int]) -> None:
         for call in calls:
             self._calls.pop(call, None)
         for number in numbers:
             self._mirrors.pop(number, None)
+        self._clear_away(len(numbers))
+
+    def _clear_away(self, modules: int) -> None:
+        """Modules lead in circles to themselves, and to memory and descriptors with them: nobody else lets these go."""
+        self._dropped += modules
+        if self._dropped >= DROPPED:
+            self._dropped = 0
+            gc.collect()
 
     def _forward(self, message: Message) -> None:
         leaves: dict[int, Tensor] = {}
@@ -325,6 +346,9 @@ class Worker:
             torch.set_deterministic_debug_mode(around.deterministic)
         if torch.get_float32_matmul_precision() != around.precision:
             torch.set_float32_matmul_precision(around.precision)
+        cudnn = torch.backends.cudnn
+        if (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32) != around.cudnn:
+            cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = around.cudnn
         if self._threads != around.threads:
             torch.set_num_threads(around.threads)
             self._threads = around.threads
@@ -347,6 +371,13 @@ def _refuse_graphs(ran: Ran) -> None:
         )
 
 
+def _context(around: Surroundings) -> contextvars.Context:
+    context = contextvars.copy_context()
+    for variable, value in around.context:
+        context.run(variable.set, value)
+    return context
+
+
 def _ambient(around: Surroundings) -> Ambient:
     return Ambient(
         grad=around.grad,
@@ -354,9 +385,9 @@ def _ambient(around: Surroundings) -> Ambient:
         autocast=tuple(itertools.starmap(Autocast, around.autocast)),
         autocast_cache=around.autocast_cache,
         device=around.device,
-        saved_hooks=None,
+        saved_hooks=around.saved_hooks,
         streams={},
-        context=contextvars.copy_context(),
+        context=_context(around),
         compiler=None,
         graphs=None,
     )
