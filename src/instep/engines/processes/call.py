@@ -57,6 +57,10 @@ class Call:
     exact: bool = True
     """Whether the module's state before the call can be had back."""
 
+    def keep(self, places: Sequence[int]) -> None:
+        """Want the gradients of the arguments at these places only: no others were used."""
+        self.inputs = [self.inputs[place] for place in places]
+
     def __post_init__(self) -> None:
         weakref.finalize(self, self.desk.gone.append, ("call", self.number))
         self._watched = [*self.arguments, *self.told.counterparts]

@@ -154,6 +154,8 @@ class ProcessesEngine(SideBySide):
         for i, value in ran.arguments.items():
             arguments[i].data.copy_(value)
         outcome = _outcome(shadow, told, ran)
+        outcome.made = {id(arguments[i]): tensor for i, tensor in ran.made.items()}
+        outcome.used = {id(arguments[i]) for i in ran.used}
         needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
         if job.ambient.grad and needing:
             inputs = _numbers(job.inputs[index], arguments)

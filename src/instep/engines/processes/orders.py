@@ -133,6 +133,10 @@ class Ran:
     """Values of weights that the worker has for itself because `forward` rewrites them."""
     arguments: dict[int, Tensor] = field(default_factory=dict)
     """Values of arguments that were written in place, by their numbers."""
+    made: dict[int, Tensor] = field(default_factory=dict)
+    """What became of those that need a gradient, with their history."""
+    used: list[int] = field(default_factory=list)
+    """The arguments that need a gradient and that what comes back was made from."""
     drawn: bool = False
     drawn_held: list[int] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)

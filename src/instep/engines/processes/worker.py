@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.bridge import Side, enter, take
+from instep.bridge import Side, enter, leaves_below, take
 from instep.engines.pool import as_replica
 from instep.engines.processes import orders
 from instep.engines.processes.freight import pack_error
@@ -184,6 +184,12 @@ class Worker:
         ran.arguments = {
             i: t.detach() for i, (t, before) in enumerate(zip(arguments, versions, strict=True)) if t._version != before
         }
+        # A view: the argument itself would be sent as a word for what the other process has already.
+        ran.made = {i: arguments[i].view_as(arguments[i]) for i in ran.arguments if arguments[i].requires_grad}
+        if leaves and run.around.grad:
+            tokens = [] if outcome.seat is None else outcome.seat.tokens
+            used = leaves_below([*tensors_in([ran.output, ran.sets, ran.contents, ran.made]), *tokens])
+            ran.used = [number for number, leaf in leaves.items() if id(leaf) in used]
         streams.settle()
         ran.drawn = state.host.drawn or not torch.equal(torch.default_generator.get_state(), default)
         ran.drawn_held = [i for i, (source, _) in enumerate(held) if state.add(source).drawn]
