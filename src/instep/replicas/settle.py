@@ -215,8 +215,8 @@ class Settler:
             return self._merge_output(place, new, sizes)
         if self._is_named(place) and all(any(True for _ in tensors_in(value)) for value in new):
             return self._merge_output(place, new, sizes)
-        if all(equal(value, new[0]) for value in new):
-            fixed = str(place.spoken()) in self.constant
+        fixed = str(place.spoken()) in self.constant
+        if all(equal(value, new[0]) for value in new) or (fixed and _same_numbers(new)):
             if equal(old, new[0]) or fixed or not self._is_shards(place, old, new[0], sizes):
                 return new[0]
             if path not in self.mergers:
@@ -370,6 +370,12 @@ def _copier(original: Tensor, value: Tensor) -> Write:
                 original.data = value.to(original.device, original.dtype, copy=True)
 
     return write
+
+
+def _same_numbers(values: Sequence[Any]) -> bool:
+    """Whether values are equal, whatever graphs their tensors belong to: what weights alone make has one on each."""
+    bare = [map_tensors(Tensor.detach, value) for value in values]
+    return all(equal(value, bare[0]) for value in bare)
 
 
 def _is_number(value: Any) -> bool:

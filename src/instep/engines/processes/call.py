@@ -62,6 +62,10 @@ class Call:
     spoilt: bool = False
     """Whether `forward` changed its arguments: they are no longer what it was given."""
 
+    def keep(self, places: Sequence[int]) -> None:
+        """Want the gradients of the arguments at these places only: no others were used."""
+        self.inputs = [self.inputs[place] for place in places]
+
     def __post_init__(self) -> None:
         weakref.finalize(self, self.desk.gone.append, ("call", self.number))
         self._watched = [*self.arguments, *self.told.counterparts]

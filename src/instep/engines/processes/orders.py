@@ -201,6 +201,10 @@ class Ran(Order):
     """Values of arguments that were written in place, by their numbers."""
     given: list[tuple[int, tuple[Any, ...], list[tuple[int, Any]]]] = field(default_factory=list)
     """What was changed inside the arguments: the number of the way, the keys, and each item as in `contents`."""
+    made: dict[int, Tensor] = field(default_factory=dict)
+    """What became of those that need a gradient, with their history."""
+    used: list[int] = field(default_factory=list)
+    """The arguments that need a gradient and that what comes back was made from."""
     drawn: bool = False
     drawn_home: bool = False
     """Whether numbers were drawn on an accelerator."""

@@ -105,6 +105,8 @@ class ForwardPart:
         for i, value in ran.arguments.items():
             arguments[i].data.copy_(value)
         outcome = _outcome(shadow, told, ran)
+        outcome.made = {id(arguments[i]): tensor for i, tensor in ran.made.items()}
+        outcome.used = {id(arguments[i]) for i in ran.used}
         mine = self._mine
         outcome.given = [(mine[n], from_places(contents_of(mine[n].container), *news)) for n, *news in ran.given]
         needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import contextvars
 import gc
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from instep.bridge import Side, enter, take
+from instep.bridge import Side, enter, leaves_below, take
 from instep.devices import move
 from instep.engines.processes import orders
-from instep.engines.processes.berth import set_backends, take_device, try_to_open
+from instep.engines.processes.berth import take_device, try_to_open
 from instep.engines.processes.cores import Elsewhere
 from instep.engines.processes.freight import CannotCross, pack_error
 from instep.engines.processes.hold import Hold
 from instep.engines.processes.mirror import Mirror
-from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
+from instep.engines.processes.orders import Back, Ran, Run, WentBack
+from instep.engines.processes.scenery import Scenery
 from instep.engines.processes.shore import Shore, wait_for
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Tag, Talk, as_sent, by_value
 from instep.engines.processes.wire import Line, Message
@@ -33,7 +33,6 @@ from instep.errors import EngineError
 from instep.meeting import without_streams
 from instep.random import RandomState, Streams, threads_can_draw
 from instep.reaching import reach
-from instep.replicas.ambient import Ambient, Autocast
 from instep.replicas.handed import Noted, by_place
 from instep.replicas.replica import Outcome
 from instep.structure.tree import tensors_in
@@ -104,9 +103,8 @@ class Worker:
         self._mirrors: dict[int, Mirror] = {}
         self._tables: dict[int, Mirror] = {}
         self._calls: dict[int, Held] = {}
-        self._threads = self._dropped = 0
-        self._around: Surroundings
-        self._ambient: Ambient
+        self._dropped = 0
+        self._scenery = Scenery()
         self._trouble: Exception | None = None
         self._answers: dict[str, Callable[[Message], None]] = {
             orders.DEVICE: self._take_device,
@@ -204,9 +202,7 @@ class Worker:
                 run.args = [move(value, mirror.device) for value in run.args]
                 run.kwargs = {name: move(value, mirror.device) for name, value in run.kwargs.items()}
         self._release(*run.gone)
-        if run.around is not None:
-            self._around, self._ambient = run.around, _ambient(run.around)
-        self._surround(self._around)
+        ambient = self._scenery.set_up(run.around)
         replica = mirror.ready(run)
         held = mirror.generators(run)
         lone = [generator.get_state() for generator in run.lone]
@@ -221,7 +217,7 @@ class Worker:
             [replica] * run.count,
             [(run.args, run.kwargs)] * run.count,
             run.method,
-            self._ambient,
+            ambient,
             run.follow,
             streams,
             run.sizes,
@@ -239,6 +235,10 @@ class Worker:
             (number, now.keys, list(by_place(before.items, now.items))) for number, before, now in noted.changes()
         ]
         _refuse_graphs(ran)
+        # A view: the argument itself would be sent as a word for what the other process has already.
+        ran.made = {i: arguments[i].view_as(arguments[i]) for i in ran.arguments if arguments[i].requires_grad}
+        if leaves and ambient.grad:
+            ran.used = _used(ran, leaves, outcome)
         ran.by_name = not run.in_turn and not torch.equal(torch.default_generator.get_state(), default)
         streams.settle()
         ran.drawn_home = state.home is not state.host and state.home.drawn
@@ -262,7 +262,7 @@ class Worker:
         wait_for(mirror.device)
         sent = self._talk.say(orders.DONE, message.call, ran, describe, what="the output of forward")
         outputs = {i: t for i, t in enumerate(sent) if t.requires_grad and id(t) not in known}
-        if outputs and self._around.grad:
+        if outputs and ambient.grad:
             side = Side([], list(leaves.values()), [], replica.tensors.guard, replica.name, outcome.seat)
             self._calls[message.call] = Held(
                 mirror, side, list(leaves), outputs, arguments, mirror.counterparts(), streams, run.index
@@ -338,27 +338,18 @@ class Worker:
         tokens = [] if held.side.seat is None else held.side.seat.tokens
         self._talk.say(orders.DONE, message.call, reach(tokens, [held.outputs[number] for number in numbers]))
 
-    def _surround(self, around: Surroundings) -> None:
-        """The settings of the whole process."""
-        if torch.get_default_dtype() != around.dtype:
-            torch.set_default_dtype(around.dtype)
-        if torch.get_deterministic_debug_mode() != around.deterministic:
-            torch.set_deterministic_debug_mode(around.deterministic)
-        if torch.get_float32_matmul_precision() != around.precision:
-            torch.set_float32_matmul_precision(around.precision)
-        cudnn = torch.backends.cudnn
-        if (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32) != around.cudnn:
-            cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = around.cudnn
-        if self._threads != around.threads:
-            torch.set_num_threads(around.threads)
-            self._threads = around.threads
-        set_backends(around.backends)
-
 
 def _spend(side: Side, numbers: Sequence[int]) -> None:
     """A backward has used these tokens up."""
     if side.seat is not None:
         side.seat.tokens = [token for number, token in enumerate(side.seat.tokens) if number not in numbers]
+
+
+def _used(ran: Ran, leaves: Mapping[int, Tensor], outcome: Outcome) -> list[int]:
+    """The arguments, by their numbers, that what comes back was made from."""
+    tokens = [] if outcome.seat is None else outcome.seat.tokens
+    used = leaves_below([*tensors_in([ran.output, ran.sets, ran.contents, ran.made]), *tokens])
+    return [number for number, leaf in leaves.items() if id(leaf) in used]
 
 
 def _refuse_graphs(ran: Ran) -> None:
@@ -369,25 +360,3 @@ def _refuse_graphs(ran: Ran) -> None:
             "forward puts a tensor that needs a gradient into an argument, in a worker process, from where its graph "
             "does not come back.\nReturn it from forward, put in tensor.detach(), or write engine='threads'."
         )
-
-
-def _context(around: Surroundings) -> contextvars.Context:
-    context = contextvars.copy_context()
-    for variable, value in around.context:
-        context.run(variable.set, value)
-    return context
-
-
-def _ambient(around: Surroundings) -> Ambient:
-    return Ambient(
-        grad=around.grad,
-        inference=around.inference,
-        autocast=tuple(itertools.starmap(Autocast, around.autocast)),
-        autocast_cache=around.autocast_cache,
-        device=around.device,
-        saved_hooks=around.saved_hooks,
-        streams={},
-        context=_context(around),
-        compiler=None,
-        graphs=None,
-    )
