@@ -116,7 +116,7 @@ def test_shapes_are_merged_number_by_number(wrap: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_means_of_short_numbers_are_told(wrap: Any, dtype: torch.dtype) -> None:
     """Parts that are closer together than rounding: double precision tells."""
-    for seed in range(8):
+    for seed in range(3):
         torch.manual_seed(seed)
         net = Net(lambda _, h, y: (functional.cross_entropy(h, y), h.pow(2).sum(), h.abs().mean())).to(dtype)
         model = wrap(net, **SERIAL)

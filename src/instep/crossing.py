@@ -15,6 +15,7 @@ from instep.attempt_backward import functions_in
 from instep.bridge import Backward, Notes, Side, Span, bridge, enter
 from instep.devices import move
 from instep.engines.protocol import Engine, Job
+from instep.errors import BridgeError
 from instep.given import Given
 from instep.random import Streams
 from instep.replicas.ambient import Ambient
@@ -130,10 +131,12 @@ class Crossing:
         found = [[t for t in _tensors_of(outcome) if t.requires_grad and id(t) not in home] for outcome in outcomes]
         if not any(found):
             return
+        if any(outcome.remote is not None for outcome in outcomes):
+            _refuse_loose(found)
         pairs = [replica.trainable for replica in self.replicas]
         sources, leaves = _connected(pairs, found)
         sides = [
-            Side(mine, way.leaves, list(outputs), replica.tensors.guard, replica.name, outcome.seat, outcome.remote)
+            Side(mine, way.leaves, _pieces(outputs), replica.tensors.guard, replica.name, outcome.seat, outcome.remote)
             for mine, way, outputs, replica, outcome in zip(leaves, ways, found, self.replicas, outcomes, strict=True)
         ]
         span = Span(cast(Backward, self.engine), sides, sources, self.streams)
@@ -150,7 +153,7 @@ class Crossing:
         shards = [shard for way in ways for shard in way.outside]
         made = iter(bridge(span, *sources, *shards))
         for outcome, outputs in zip(outcomes, found, strict=True):
-            _replace(outcome, dict(zip(map(id, outputs), _take(made, len(outputs)), strict=True)))
+            _replace(outcome, {id(t): _nested(made, t.size(0)) if _is_loose(t) else next(made) for t in outputs})
 
 
 def _own_tensors(output: Any, sources: Mapping[int, Tensor]) -> Any:
@@ -160,8 +163,27 @@ def _own_tensors(output: Any, sources: Mapping[int, Tensor]) -> Any:
     return output
 
 
-def _take(items: Iterator[Tensor], count: int) -> list[Tensor]:
-    return [next(items) for _ in range(count)]
+def _is_loose(tensor: Tensor) -> bool:
+    """Whether a tensor has no sizes, which torch's own bookkeeping of a node of ours asks for."""
+    return tensor.is_nested and tensor.layout is torch.strided
+
+
+def _refuse_loose(found: Sequence[Sequence[Tensor]]) -> None:
+    if any(_is_loose(tensor) for outputs in found for tensor in outputs):
+        raise BridgeError(
+            "forward returns a nested tensor that needs a gradient, which does not come back from another process.\n"
+            "Make it with layout=torch.jagged, return a list of tensors, or use DataParallel(..., engine='threads')."
+        )
+
+
+def _pieces(outputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """What crosses the bridge: every tensor, and of a nested one its components."""
+    return [piece for tensor in outputs for piece in (tensor.unbind() if _is_loose(tensor) else (tensor,))]
+
+
+def _nested(pieces: Iterator[Tensor], count: int) -> Tensor:
+    nested: Tensor = torch.nested.as_nested_tensor([next(pieces) for _ in range(count)])
+    return nested
 
 
 @dataclass

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instep.errors import MergeError
+from instep.errors import InstepError, MergeError
 from instep.structure.dims import AUTO, Declared, check_dims, declared_root
 from instep.structure.fit import (
     NUMBERS,
@@ -20,7 +20,7 @@ from instep.structure.fit import (
     is_record_of_samples,
     own_kind,
 )
-from instep.structure.merge_messages import cannot_merge, no_rule_for_type, other_entries, two_readings
+from instep.structure.merge_messages import cannot_merge, no_rule_for_type, no_samples, other_entries, two_readings
 from instep.structure.recipe import COLUMN, Miss, Recipe, recipe_for
 from instep.structure.rules import (
     Rule,
@@ -363,7 +363,12 @@ class _Merging:
         counts = [kind.size(part) for part in parts]
         if counts == list(scene.sizes):
             self._note(path, "joined by its type's rule")
-            return kind.merge(parts)
+            try:
+                return kind.merge(parts)
+            except InstepError as error:  # it does not know where its value stood
+                raise cannot_merge(path, parts, str(error), scene.sizes) from error
+        if all(count is None for count in counts):
+            raise no_samples(path, parts[0])
         raise cannot_merge(path, parts, f"{type(parts[0]).__name__} of {counts} samples", scene.sizes)
 
     def _values(self, parts: Sequence[Any], scene: Scene, path: Path) -> Any:
