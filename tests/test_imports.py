@@ -23,7 +23,7 @@ FLOORS = [
     {"replicas", "reduce"},
     {"batchnorm", "bridge", "collectives", "hooks", "meeting", "reaching", "user_hooks"},
     {"engines"},
-    {"attempt", "attempt_backward", "crossing", "given", "known", "probe"},
+    {"attempt", "attempt_backward", "crossing", "given", "known", "precision", "probe"},
     {"accept", "explain", "face", "functional", "loader", "loss", "options", "parallel", "together"},
     {"check", "doctor"},
     {"__init__"},

@@ -15,6 +15,7 @@ from instep.attempt_backward import functions_in
 from instep.bridge import Backward, Notes, Side, Span, bridge, enter, leaves_below
 from instep.devices import move
 from instep.engines.protocol import Engine, Job
+from instep.errors import BridgeError
 from instep.given import Given, refuse_change
 from instep.random import Streams
 from instep.replicas.ambient import Ambient
@@ -151,6 +152,8 @@ class Crossing:
         written = [way.written(outcome.made) for way, outcome in zip(ways, outcomes, strict=True)]
         if not any(found) and not any(written):
             return
+        if any(outcome.remote is not None for outcome in outcomes):
+            _refuse_loose(found)
         self.retains = any(tensor.retains_grad for outputs in found for tensor in outputs)
         for pairs, outputs in zip(written, found, strict=True):
             known = set(map(id, outputs))
@@ -159,7 +162,7 @@ class Crossing:
         trainable = [replica.trainable for replica in self.replicas]
         sources, leaves = _connected(trainable, found)
         sides = [
-            Side(mine, way.leaves, list(outputs), replica.tensors.guard, replica.name, outcome.seat, outcome.remote)
+            Side(mine, way.leaves, _pieces(outputs), replica.tensors.guard, replica.name, outcome.seat, outcome.remote)
             for mine, way, outputs, replica, outcome in zip(leaves, ways, found, self.replicas, outcomes, strict=True)
         ]
         span = Span(cast(Backward, self.engine), sides, sources, self.streams)
@@ -177,7 +180,7 @@ class Crossing:
         made = iter(bridge(span, *sources, *shards))
         bases = []
         for pairs, outcome, outputs in zip(written, outcomes, found, strict=True):
-            table = dict(zip(map(id, outputs), _take(made, len(outputs)), strict=True))
+            table = {id(t): _nested(made, t.size(0)) if _is_loose(t) else next(made) for t in outputs}
             _replace(outcome, table)
             bases += [_write(shard, table[id(inner)]) for shard, inner in pairs]
         if bases:
@@ -204,8 +207,27 @@ def _own_tensors(output: Any, sources: Mapping[int, Tensor]) -> Any:
     return output
 
 
-def _take(items: Iterator[Tensor], count: int) -> list[Tensor]:
-    return [next(items) for _ in range(count)]
+def _is_loose(tensor: Tensor) -> bool:
+    """Whether a tensor has no sizes, which torch's own bookkeeping of a node of ours asks for."""
+    return tensor.is_nested and tensor.layout is torch.strided
+
+
+def _refuse_loose(found: Sequence[Sequence[Tensor]]) -> None:
+    if any(_is_loose(tensor) for outputs in found for tensor in outputs):
+        raise BridgeError(
+            "forward returns a nested tensor that needs a gradient, which does not come back from another process.\n"
+            "Make it with layout=torch.jagged, return a list of tensors, or use DataParallel(..., engine='threads')."
+        )
+
+
+def _pieces(outputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """What crosses the bridge: every tensor, and of a nested one its components."""
+    return [piece for tensor in outputs for piece in (tensor.unbind() if _is_loose(tensor) else (tensor,))]
+
+
+def _nested(pieces: Iterator[Tensor], count: int) -> Tensor:
+    nested: Tensor = torch.nested.as_nested_tensor([next(pieces) for _ in range(count)])
+    return nested
 
 
 @dataclass

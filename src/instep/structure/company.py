@@ -16,7 +16,7 @@ from torch import Tensor
 
 from instep.structure.roles import Cut, Inside, Role
 from instep.structure.tree import Path, open_node
-from instep.structure.verdicts import Joined, Verdict
+from instep.structure.verdicts import Joined, Reading, Verdict
 
 
 def flips(entries: int, tolerance: float) -> float:
@@ -66,6 +66,30 @@ def changed(
             if one is None or two is None or not torch.equal(one, two):
                 return path
     return None
+
+
+def out_of_order(path: Path, verdict: Verdict | None, usual: Any, other: Any) -> bool:
+    """Whether samples in reverse order gave something else than before in reverse, or than before if it is one value.
+
+    Up to rounding.
+    """
+    one, two = _at(path, usual), _at(path, other)
+    if isinstance(verdict, Reading):
+        return list(one)[::-1] != list(two)
+    one, two = [torch.as_tensor(value) for value in (one, two)]
+    if isinstance(verdict, Joined) and one.ndim > verdict.dim:
+        one = one.flip(verdict.dim)
+    if one.shape != two.shape:
+        return True
+    exact = one.dtype is torch.bool or not (one.is_floating_point() or one.is_complex())
+    if exact:
+        return not torch.equal(one, two)
+    room = float(torch.finfo(one.dtype).eps ** 0.5) * _largest(one)
+    return not torch.allclose(one, two, rtol=0.0, atol=room, equal_nan=True)
+
+
+def _largest(value: Tensor) -> float:
+    return float(value.abs().nan_to_num(0.0, 0.0, 0.0).max()) if value.numel() else 0.0
 
 
 def _rows(value: Any, dim: int, kept: Sequence[int]) -> Tensor | None:
