@@ -190,11 +190,15 @@ class Attempt:
 
         What an output means has nothing to do with its precision. Where `forward` does not run in it, nothing changes.
         """
-        with sandbox.finely():
-            try:
+        seen = self.varied, self.constant  # every number is another one in double precision
+        self.varied, self.constant = set(), set()
+        try:
+            with sandbox.finely():
                 more, later = self._closely(sandbox, self._sizes(), (), excuses)
-            except _Refused:
-                return findings, attributes
+        except _Refused:
+            return findings, attributes
+        finally:
+            self.varied, self.constant = seen
         errors = {path: error for path, error in findings.errors.items() if path not in more.found}
         kept = {path: verdict for path, verdict in findings.found.items() if path not in more.found}
         found = {**kept, **more.found}

@@ -7,6 +7,7 @@ other company, as many as before: then nothing at all may change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -75,7 +76,7 @@ def out_of_order(path: Path, verdict: Verdict | None, usual: Any, other: Any) ->
     """
     one, two = _at(path, usual), _at(path, other)
     if isinstance(verdict, Reading):
-        return list(one)[::-1] != list(two)
+        return len(one) != len(two) or not all(map(_is_alike, list(one)[::-1], two))
     one, two = [torch.as_tensor(value) for value in (one, two)]
     if isinstance(verdict, Joined) and one.ndim > verdict.dim:
         one = one.flip(verdict.dim)
@@ -86,6 +87,10 @@ def out_of_order(path: Path, verdict: Verdict | None, usual: Any, other: Any) ->
         return not torch.equal(one, two)
     room = float(torch.finfo(one.dtype).eps ** 0.5) * _largest(one)
     return not torch.allclose(one, two, rtol=0.0, atol=room, equal_nan=True)
+
+
+def _is_alike(one: Any, two: Any) -> bool:
+    return math.isclose(one, two, rel_tol=1e-3, abs_tol=1e-6) if isinstance(one, float) else bool(one == two)
 
 
 def _largest(value: Tensor) -> float:
