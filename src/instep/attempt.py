@@ -17,6 +17,7 @@ from instep.replicas.carry import Slot
 from instep.replicas.equal import equal
 from instep.replicas.probing import probing
 from instep.replicas.sandbox import Sandbox, finer, is_row
+from instep.replicas.settle import refuse_writes
 from instep.structure.company import changed, companies, out_of_order, scaled
 from instep.structure.judge import Findings, Named, Trial, judge
 from instep.structure.merge_messages import across_samples
@@ -111,6 +112,7 @@ class Attempt:
             known.words = f"not tried: {refused}"
             known.ask_again(worth=known.trials < 2)
             return
+        refuse_writes(source, sandbox.written)
         found, clashes = joined(known.found, findings)
         unexplained = [e for path, e in findings.errors.items() if not stands(known.found.get(path))]
         for error in (*unexplained, *clashes.values()):

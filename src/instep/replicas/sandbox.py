@@ -27,6 +27,7 @@ from instep.replicas.contents import Contents, contents_of
 from instep.replicas.equal import equal_tensors
 from instep.replicas.hook_owner import users
 from instep.replicas.names import Owners, module_names
+from instep.replicas.renorm import renormed_weights
 from instep.replicas.shelf import Place, Shelf
 from instep.replicas.snapshot import Dice, Snapshot
 from instep.replicas.tensors import Tensors, Way
@@ -62,6 +63,9 @@ class Sandbox:
         self._writes: bool | None = None
         self.fine = False
         """Whether it runs in double precision."""
+        self._renormed = renormed_weights(source.modules())
+        self.written: list[Tensor] = []
+        """Trainable tensors of the source that the first run wrote to, in memory of its own, and that no layer may."""
 
     @property
     def excuse(self) -> str | None:
@@ -163,7 +167,9 @@ class Sandbox:
             for source, made in self._tensors.state:
                 _write(made, finer(source) if self.fine else source)
             if self._writes is None and not self.fine:  # a forward that writes to its weights does so in every run
-                self._writes = any(not equal_tensors(*pair) for pair in self._tensors.trainable)
+                found = [source for source, made in self._tensors.trainable if not equal_tensors(source, made)]
+                self._writes = bool(found)
+                self.written = [source for source in found if id(source) not in self._renormed]
             for source, made in self._tensors.trainable if self._writes else ():
                 _write(made, finer(source) if self.fine else source)
 
