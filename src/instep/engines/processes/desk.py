@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import CellType
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ from torch import Tensor
 from instep.engines.processes import orders
 from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.boot import import_path
+from instep.engines.processes.closures import is_still
 from instep.engines.processes.estate import layout, locate
 from instep.engines.processes.freight import Parcel, unpack_error
 from instep.engines.processes.hands import Worker
 from instep.engines.processes.mirror import slot_of
 from instep.engines.processes.orders import Back, Entry, NewModule, NewValues, Run, Spot, Table, WentBack
 from instep.engines.processes.shadow import Shadow
+from instep.engines.processes.spaces import Seen
 from instep.engines.processes.talk import SOURCE, Tag, Talk, by_value
 from instep.engines.processes.wire import Gone, Message
 from instep.errors import EngineError, WorkerFailure
@@ -54,6 +57,8 @@ class Told:
     """The numbers of tensors that lie in no common memory."""
     generators: list[torch.Generator]
     """The generators that the module holds, in the order of their numbers."""
+    variables: list[tuple[CellType, Seen]]
+    """The variables of closures that went with it, as they were."""
 
     def __post_init__(self) -> None:
         self.numbers = {id(tensor): number for number, tensor in enumerate(self.table)}
@@ -62,8 +67,10 @@ class Told:
         self._pointers = list(map(_pointer, self._dense))
 
     def moved(self) -> bool:
-        """Whether a tensor was given other memory since, or something was set on one."""
+        """Whether a tensor was given other memory, something was set on one, or a closure reads something else."""
         if list(map(_pointer, self._dense)) != self._pointers:
+            return True
+        if not all(is_still(cell, before) for cell, before in self.variables):
             return True
         return any(tensor.__dict__ for tensor in self.table) and self._marks != _marks(self.table)
 
@@ -215,9 +222,10 @@ class Desk:
         generators = [held for held, _ in shadow.cloner.generators]
         order = NewModule(shadow.number, source, shadow.device, shadow.synchronised, shadow.owned, generators)
         self.talk.say(orders.MODULE, shadow.number, order, describe, what="the module")
+        variables = self.talk.depot.variables
         slots = {number: slot_of(shadow.slots, offset, tensors[number]) for number, offset in places}
         table = [source if source.is_leaf else made for source, made in pairs]  # graphs lead to earlier calls
-        return Told(table, [made for _, made in pairs], slots, listed.loose, generators)
+        return Told(table, [made for _, made in pairs], slots, listed.loose, generators, variables)
 
     def run(self, call: int, run: Run, met: Met) -> tuple[list[Tensor], Message]:
         """One replica's part of a forward: the tensors of its arguments, as they are numbered, and the answer."""
