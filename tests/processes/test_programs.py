@@ -7,8 +7,10 @@ import copy
 import dataclasses
 import enum
 import functools
+import os
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -226,3 +228,33 @@ def test_threads_that_call_two_wrappers_at_once(wrap: Any) -> None:
     for thread in threads:
         thread.join()
     assert not failed
+
+
+class Asks(nn.Module):
+    """Reads the environment and a file of the working folder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = float(os.environ.get("A_FACTOR_OF_OURS", "1"))
+        file = Path("a_factor_of_ours.txt")
+        y: Tensor = self.layer(x) * factor * (float(file.read_text()) if file.exists() else 1)
+        return y
+
+
+def test_the_folder_and_the_environment_are_the_scripts(
+    wrap: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    net, x = Asks(), batch()
+    model = wrap(net, 2, engine="processes")
+    torch.testing.assert_close(model(x), net(x))
+    before = net(x)
+    with monkeypatch.context() as patch:
+        patch.setenv("A_FACTOR_OF_OURS", "3")
+        torch.testing.assert_close(model(x), before * 3)
+        (tmp_path / "a_factor_of_ours.txt").write_text("5")
+        patch.chdir(tmp_path)
+        torch.testing.assert_close(model(x), before * 15)
+    torch.testing.assert_close(model(x), before)

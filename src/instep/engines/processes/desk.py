@@ -152,6 +152,15 @@ class Stuck(WorkerFailure):
     """A worker did not answer in time."""
 
 
+def _place() -> tuple[str, list[str], Any]:
+    """The folder, the import path and the environment of this process; the last as it lies there, which is quicker."""
+    try:
+        folder = os.getcwd()
+    except OSError:  # somebody has removed it
+        folder = os.sep
+    return folder, sys.path, getattr(os.environ, "_data", os.environ)
+
+
 class Desk:
     """What one worker knows, and the conversation with it."""
 
@@ -159,8 +168,8 @@ class Desk:
         self.worker = worker
         self.talk = Talk(worker.line, home=True)
         self.busy = threading.RLock()
-        self._path: list[str] = []
-        """The import path that the worker was told."""
+        self._place: Any = None
+        """The folder, the import path and the environment that the worker was told."""
         self.timeout = math.inf
         """Seconds without a word from the worker, after which it is given up."""
         self.gone: deque[tuple[str, int]] = deque()
@@ -169,9 +178,10 @@ class Desk:
     def tell(self, shadow: Shadow) -> Told:
         """Tell the worker what it does not know yet of a module."""
         self._release()
-        if self._path != sys.path:
-            self._path = list(sys.path)
-            self.talk.say(orders.PATH, 0, import_path(self._path, os.getcwd()))
+        place = _place()
+        if place != self._place:
+            self._place = place[0], list(place[1]), dict(place[2])
+            self.talk.say(orders.PLACE, 0, (place[0], import_path(place[1], place[0]), dict(os.environ)))
         update = self.talk.depot.stale_globals()
         if update is not None:
             self.worker.line.send(orders.GLOBALS, 0, update.body, [tensor.detach() for tensor in update.tensors])

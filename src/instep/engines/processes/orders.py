@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 # From this process to a worker.
-PATH, TABLE, MODULE, SET, GLOBALS, RELEASE, FORWARD, BACKWARD, REACH, MET, STOP = (
-    "path", "table", "module", "set", "globals", "release", "forward", "backward", "reach", "met", "stop",
+PLACE, TABLE, MODULE, SET, GLOBALS, RELEASE, FORWARD, BACKWARD, REACH, MET, STOP = (
+    "place", "table", "module", "set", "globals", "release", "forward", "backward", "reach", "met", "stop",
 )  # fmt: skip
 # From a worker to this process.
 MEET, DONE, FAILED = "meet", "done", "failed"

@@ -6,6 +6,7 @@ import contextvars
 import gc
 import importlib
 import itertools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ class Worker:
         self._threads = self._dropped = 0
         self._trouble: Exception | None = None
         self._answers: dict[str, Callable[[Message], None]] = {
-            orders.PATH: self._take_path,
+            orders.PLACE: self._take_place,
             orders.TABLE: self._take_table,
             orders.MODULE: self._take_module,
             orders.SET: self._take_sets,
@@ -128,8 +129,13 @@ class Worker:
         parcel = pack_error(error, self._talk.depot)
         self._talk.line.send(orders.FAILED, call, parcel.body, [t.detach().cpu() for t in parcel.tensors])
 
-    def _take_path(self, message: Message) -> None:
-        sys.path[:], _ = self._talk.take(message)
+    def _take_place(self, message: Message) -> None:
+        """Where the script is now: its folder, its import path and its environment."""
+        (folder, sys.path[:], variables), _ = self._talk.take(message)
+        os.chdir(folder)
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
         importlib.invalidate_caches()
 
     def _take_table(self, message: Message) -> None:
