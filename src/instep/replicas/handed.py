@@ -78,7 +78,7 @@ def at(values: Sequence[Any], steps: Sequence[int]) -> Any:
     """What lies at the end of a way."""
     value = values[steps[0]]
     for step in steps[1:]:
-        value = list(_parts(value))[step][1]
+        value = value[step] if isinstance(value, (list, tuple)) else list(_parts(value))[step][1]
     return value
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Generic, Protocol, TypeVar
 
-from instep.engines.processes.desk import Desk, Stuck
+from instep.engines.processes.desk import Desk
 from instep.engines.processes.hands import Late, Worker, flush_output
 from instep.engines.processes.shore import Passage
+from instep.engines.processes.waiting import Stuck
 from instep.engines.processes.wire import Gone
 
 T = TypeVar("T")

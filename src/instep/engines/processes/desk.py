@@ -5,13 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import sys
 import threading
-import time
-import warnings
 import weakref
 from collections import deque
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -33,18 +29,12 @@ from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.shore import Passage
 from instep.engines.processes.talk import SOURCE, Tag, Talk, by_value
 from instep.engines.processes.told import Told
-from instep.engines.processes.wire import Gone, Message
-from instep.errors import EngineError, WorkerFailure
+from instep.engines.processes.waiting import GLANCE, PASSED_ON, Box, Wait, place_of_script
+from instep.engines.processes.wire import Message
+from instep.errors import EngineError
 from instep.meeting import Meeting, PeerFailed, without_streams
 
 calls = itertools.count(1)
-
-GLANCE = 0.5
-"""Seconds after which whoever waits for a worker looks whether it still lives."""
-_PASSED_ON = 0.01
-"""Seconds that a thread waits for another one to hear its answer, before it listens itself."""
-PATIENCE = 60.0
-"""Seconds after which it is said where a worker stands that has not answered."""
 
 
 class Met:
@@ -81,57 +71,6 @@ class Met:
         return answer
 
 
-class Wait:
-    """The time that a worker has not been heard of."""
-
-    def __init__(self, worker: Worker, timeout: float) -> None:
-        self._worker = worker
-        self._timeout = timeout
-        self._since = time.monotonic()
-        self._said = False
-
-    def look(self) -> None:
-        """Say where a worker stands that takes long; `Stuck` when it takes too long, but never under a debugger."""
-        waited = time.monotonic() - self._since
-        if not self._worker.alive():
-            raise Gone(f"{self._worker.name} is gone")
-        if waited < min(PATIENCE, self._timeout / 2) or sys.gettrace() is not None:
-            return
-        if not self._said:
-            self._said = True
-            warnings.warn(
-                f"{self._worker.name} has not answered for {waited:.0f} s; it stands at:\n{self._worker.stack()}",
-                stacklevel=2,
-            )
-        if waited > self._timeout:
-            raise Stuck(
-                f"{self._worker.name} has not answered for {waited:.0f} s and was ended; it stood at:\n"
-                f"{self._worker.stack()}\nIf it only takes long: DataParallel(..., timeout={self._timeout * 10:.0f})."
-            )
-
-
-class Stuck(WorkerFailure):
-    """A worker did not answer in time."""
-
-
-class Box:
-    """Where messages about one question are put. They are dropped when nobody holds it any longer."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._messages: SimpleQueue[Message] = SimpleQueue()
-
-    def put(self, message: Message) -> None:
-        self._messages.put(message)
-
-    def wait(self, seconds: float) -> Message | None:
-        """The next message; None where none comes within that time."""
-        try:
-            return self._messages.get(timeout=seconds) if seconds else self._messages.get_nowait()
-        except Empty:
-            return None
-
-
 class Desk:
     """What one worker knows, and the conversation with it.
 
@@ -151,8 +90,8 @@ class Desk:
         """By the number of a stand-in: memory that the worker has opened."""
         self._leaving: list[DeviceMemory] = []
         """The same, of stand-ins that it was told to forget."""
-        self._path: list[str] = []
-        """The import path that the worker was told."""
+        self._place: Any = None
+        """The folder, the import path and the environment that the worker was told."""
         self.timeout = math.inf
         """Seconds without a word from the worker, after which it is given up."""
         self._around: Surroundings | None = None
@@ -196,9 +135,10 @@ class Desk:
 
     def tell(self, shadow: Shadow) -> Told:
         """Tell the worker what it does not know yet of a module."""
-        if self._path != sys.path:
-            self._path = list(sys.path)
-            self.talk.say(orders.PATH, 0, import_path(self._path, os.getcwd()))
+        place = place_of_script()
+        if place != self._place:
+            self._place = place[0], list(place[1]), dict(place[2])
+            self.talk.say(orders.PLACE, 0, (place[0], import_path(place[1], place[0]), dict(os.environ)))
         update = self.talk.depot.stale_globals()
         if update is not None:
             self.worker.line.send(orders.GLOBALS, 0, update.body, [tensor.detach() for tensor in update.tensors])
@@ -257,11 +197,12 @@ class Desk:
         generators = [held for held, _ in shadow.cloner.generators]
         order = NewModule(shadow.number, source, shadow.home, shadow.synchronised, shadow.owned, generators)
         self.talk.say(orders.MODULE, shadow.number, order, describe, what="the module")
+        variables = self.talk.depot.variables
         slots = {number: slot_of(shadow.slots, offset, tensors[number]) for number, offset in places}
         table = [source if source.is_leaf else made for source, made in pairs]  # graphs lead to earlier calls
         made = [made for _, made in pairs]
         memory, at, near = shadow.slots, dict(places), shadow.near
-        return Told(table, made, slots, listed.loose, memory, at, listed.image, near, generators)
+        return Told(table, made, slots, listed.loose, memory, at, listed.image, near, generators, variables)
 
     def _new_slots(self, nbytes: int, device: torch.device) -> SharedMemory | DeviceMemory:
         """Memory for gradients: of the device, where both sides work on it and it has some to give."""
@@ -310,7 +251,7 @@ class Desk:
     def _listen(self, box: Box) -> Message | None:
         """The next message for a box, if one comes soon; what comes for others is put into theirs."""
         if not self.busy.acquire(blocking=False):  # another thread listens, or asks
-            return box.wait(_PASSED_ON)
+            return box.wait(PASSED_ON)
         try:
             message = box.wait(0)
             if message is None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 # From this process to a worker.
-PATH, TABLE, MODULE, SET, GLOBALS, FORWARD, BACKWARD, REACH, MET, STOP = (
-    "path", "table", "module", "set", "globals", "forward", "backward", "reach", "met", "stop",
+PLACE, TABLE, MODULE, SET, GLOBALS, FORWARD, BACKWARD, REACH, MET, STOP = (
+    "place", "table", "module", "set", "globals", "forward", "backward", "reach", "met", "stop",
 )  # fmt: skip
 DEVICE = "device"
 # From a worker to this process.

@@ -12,13 +12,14 @@ from torch import Tensor
 from instep.engines.processes.berth import backends
 from instep.engines.processes.call import Call, remember_values
 from instep.engines.processes.context import carried
-from instep.engines.processes.desk import Box, Desk, Met
+from instep.engines.processes.desk import Desk, Met
 from instep.engines.processes.freight import CannotCross
 from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.shore import Passage
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Rebuild, Tag, as_sent
 from instep.engines.processes.told import Told
+from instep.engines.processes.waiting import Box
 from instep.engines.protocol import Job
 from instep.engines.side_by_side import Part
 from instep.errors import EngineError

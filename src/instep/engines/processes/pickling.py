@@ -32,6 +32,7 @@ from instep.engines.processes.by_value import (
     variable_at,
 )
 from instep.engines.processes.cannot import CannotCross
+from instep.engines.processes.closures import look_at
 from instep.engines.processes.reducers import contents, has_plain_memory, reducer_for, set_attributes, settled
 from instep.engines.processes.spaces import ABSENT, Seen, Spaces, attributes_of, seen
 
@@ -95,6 +96,7 @@ class _Packing:
         self.told: dict[tuple[int, str], Seen] = {}
         self._spaces_told: set[int] = set()
         self._cells: dict[int, Any] = {}
+        self.variables: list[tuple[types.CellType, Seen]] = []
 
     def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
         """Keep a large buffer out of the pickle; True leaves it in."""
@@ -168,6 +170,7 @@ class _Packing:
             if id(cell) not in self._cells:
                 self._cells[id(cell)] = cell
                 inside.append((cell, contents(cell)))
+                self.variables.append((cell, look_at(cell)))
         slots = {
             "__name__": function.__name__,
             "__qualname__": function.__qualname__,

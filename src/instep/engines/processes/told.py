@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import CellType
 
 import torch
 from torch import Tensor
 
 from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.bulk import fetch
+from instep.engines.processes.closures import is_still
 from instep.engines.processes.driver import DeviceMemory
 from instep.engines.processes.image import Image
+from instep.engines.processes.spaces import Seen
 
 
 @dataclass
@@ -36,6 +39,8 @@ class Told:
     """Whether tensors may stay on a device that both processes work on."""
     generators: list[torch.Generator]
     """The generators that the module holds, in the order of their numbers."""
+    variables: list[tuple[CellType, Seen]]
+    """The variables of closures that went with it, as they were."""
 
     def __post_init__(self) -> None:
         self.new = True
@@ -45,8 +50,10 @@ class Told:
         self._pointers = list(map(_pointer, self._dense))
 
     def moved(self) -> bool:
-        """Whether a tensor was given other memory since, or something was set on one."""
+        """Whether a tensor was given other memory, something was set on one, or a closure reads something else."""
         if list(map(_pointer, self._dense)) != self._pointers:
+            return True
+        if not all(is_still(cell, before) for cell, before in self.variables):
             return True
         return any(tensor.__dict__ for tensor in self.table) and self._marks != _marks(self.table)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import itertools
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ class Worker:
         self._trouble: Exception | None = None
         self._answers: dict[str, Callable[[Message], None]] = {
             orders.DEVICE: self._take_device,
-            orders.PATH: self._take_path,
+            orders.PLACE: self._take_place,
             orders.TABLE: self._take_table,
             orders.MODULE: self._take_module,
             orders.SET: self._take_sets,
@@ -146,8 +147,13 @@ class Worker:
             self._talk.hold = Hold(order.device, home=False)
         self._talk.say(orders.DONE, message.call, refusal)
 
-    def _take_path(self, message: Message) -> None:
-        sys.path[:], _ = self._talk.take(message)
+    def _take_place(self, message: Message) -> None:
+        """Where the script is now: its folder, its import path and its environment."""
+        (folder, sys.path[:], variables), _ = self._talk.take(message)
+        os.chdir(folder)
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
         importlib.invalidate_caches()
 
     def _take_table(self, message: Message) -> None:
