@@ -25,7 +25,8 @@ from instep.reaching import Reach, needed_tokens, reach
 from instep.reduce import add_up, gather
 from instep.replicas.replica import Outcome, Replica
 
-_SPREAD_BYTES = 2**18
+_SPREAD_BYTES = 2**22
+"""Of gradients for each thread: below that, their sum is there before the threads have woken up."""
 
 _ENDS_SOON = 0.05
 """Seconds that an interrupted call waits for its replicas to end."""

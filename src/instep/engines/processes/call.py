@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from instep.engines.processes.desk import Desk, Met
@@ -68,10 +69,9 @@ class Call:
 
     def __post_init__(self) -> None:
         weakref.finalize(self, self.desk.gone.append, ("call", self.number))
-        self._watched = [*self.arguments, *self.told.counterparts]
-        self._versions = _versions(self._watched)
-        pairs = zip(self.told.table, self.told.counterparts, strict=True)
-        self._sources = {id(made): id(source) for source, made in pairs}
+        self._sources = self.told.sources
+        self._given = Versions(self.arguments)
+        self._module = Versions(self.told.counterparts)
         self._again: Shadow | None = None  # held: a worker forgets the module of a stand-in that is gone
         keep(self.modules[0], self)
 
@@ -81,10 +81,7 @@ class Call:
 
     def written(self) -> tuple[list[int], list[int]]:
         """The arguments, and the tensors of the module, that were written to since the forward."""
-        now = zip(_versions(self._watched), self._versions, strict=True)
-        moved = [number for number, (version, then) in enumerate(now) if version != then]
-        given = len(self.arguments)
-        return [n for n in moved if n < given], [n - given for n in moved if n >= given]
+        return self._given.moved(), self._module.moved()
 
     def remember(self, changes: Changes) -> None:
         """What attributes of the module were that were changed since."""
@@ -177,5 +174,22 @@ def _set(key: Attribute, value: Any) -> None:
         holder[name] = value
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+_version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
+
+
+class Versions:
+    """Tensors as they were written to when this was made; those of inference mode have no such counter."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [(n, tensor) for n, tensor in enumerate(tensors) if not tensor.is_inference()]
+        self._then = self._read()
+
+    def _read(self) -> list[int]:
+        return [_version(tensor) for _, tensor in self._tensors]
+
+    def moved(self) -> list[int]:
+        """The places of those that were written to since."""
+        now = self._read()
+        if now == self._then:
+            return []
+        return [n for (n, _), then, later in zip(self._tensors, self._then, now, strict=True) if then != later]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,18 @@ from instep.random import Held
 from instep.replicas.crew import Crew
 from instep.replicas.equal import equal_tensors
 from instep.replicas.handed import by_place
-from instep.replicas.replica import Outcome, Replica
+from instep.replicas.replica import Outcome, Pair, Replica
+
+
+class _Known:
+    """What a replica has for each tensor of the table."""
+
+    def __init__(self, pairs: Sequence[Pair], tensors: Sequence[Tensor]) -> None:
+        self.pairs = pairs
+        made = {id(source): made for source, made in pairs}
+        self.counterparts = [made.get(id(source), source) for source in tensors]
+        self.numbers = {id(tensor): n for both in (tensors, self.counterparts) for n, tensor in enumerate(both)}
+
 
 LOOKS = 3
 """The calls of a method in which writes are looked for that no version tells of."""
@@ -50,6 +62,7 @@ class Mirror:
         self.tensors = [self._rebuild(entry, table.sent) for entry in table.entries]
         self._slots: dict[int, Tensor] = {}
         self._replica: Replica | None = None
+        self._last: _Known | None = None
         self.take_in(())
         nbytes, offsets = table.slots
         self._memory: SharedMemory | DeviceMemory
@@ -177,21 +190,24 @@ class Mirror:
 
     def counterparts(self) -> list[Tensor]:
         """What the replica has for each tensor of the table."""
-        if not self.crew.replicas:
-            return self.tensors
-        tensors = self.crew.replicas[0].tensors
-        made = {id(source): made for source, made in (*tensors.trainable, *tensors.state)}
-        return [made.get(id(source), source) for source in self.tensors]
+        return self._known().counterparts
 
     def numbers(self) -> dict[int, int]:
         """By the id of a tensor, of the module or of the replica: its number."""
-        both = (*enumerate(self.tensors), *enumerate(self.counterparts()))
-        return {id(tensor): number for number, tensor in both}
+        return self._known().numbers
+
+    def _known(self) -> _Known:
+        """What the replica has, made anew only when it has other tensors."""
+        tensors = self.crew.replicas[0].tensors if self.crew.replicas else None
+        pairs = [] if tensors is None else [*tensors.trainable, *tensors.state]
+        if self._last is None or len(pairs) != len(self._last.pairs) or not all(map(is_, pairs, self._last.pairs)):
+            self._last = _Known(pairs, self.tensors)
+        return self._last
 
     def report(self, outcome: Outcome) -> Ran:
         """What `forward` changed on the replica, in terms that the other process knows; the replica is put back."""
         replica, crew = self.crew.replicas[0], self.crew
-        numbers = {id(tensor): number for number, tensor in enumerate(self.tensors)}
+        numbers = self.numbers()
         ran = Ran()
         ran.sets = [(change.module, change.name, change.new, change.buffer) for change in outcome.changes.attributes]
         places = {id(made): crew.shelf.places.get(id(source)) for source, _, made in replica.cloner.containers}

@@ -21,8 +21,16 @@ from instep.errors import EngineError
 MAIN = "instep.engines.processes.worker:main"
 """What a worker runs when it is up, as `module:function`; it is called with the worker's end of the line."""
 
-_LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-"""Has torch ask for large pages: gradients of many megabytes take new ones at every step."""
+_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_TOP_PAD_": str(16 << 20),
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
+"""A worker keeps the memory of a step for the next one, where new pages would take longer than the copy of gradients.
+
+What is larger than the C library keeps, torch asks large pages for. Settings of the user's own come first.
+"""
 _PACKAGE = Path(__file__).parents[2] / "__init__.py"
 _STOP_SECONDS = 1.0
 _STACK_SECONDS = 2.0
@@ -107,7 +115,7 @@ class Worker:
                 stdout=out,
                 stderr=err,
                 pass_fds=[far.fileno(), *passed.values()],
-                env={_LARGE_PAGES: "1", **os.environ},
+                env={**_MEMORY, **os.environ},
                 start_new_session=True,
             )
         finally:

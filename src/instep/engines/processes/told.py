@@ -45,6 +45,8 @@ class Told:
     def __post_init__(self) -> None:
         self.new = True
         self.numbers = {id(tensor): number for number, tensor in enumerate(self.table)}
+        self.sources = {id(made): id(source) for source, made in zip(self.table, self.counterparts, strict=True)}
+        """By the id of what stands for it here: the id of each tensor."""
         self._marks = _marks(self.table)
         self._dense = [t for t in self.table if t.layout is torch.strided and not t.is_nested]
         self._pointers = list(map(_pointer, self._dense))
