@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import is_
 from types import SimpleNamespace
@@ -129,11 +129,31 @@ class Mirror:
         for number, pieces in self._pulls.items():
             to_device(self._blocks[number], pieces)
 
+    def _part_from_source(self, numbers: Iterable[int]) -> None:
+        """Give tensors whose values this process is told memory of its own, where theirs is the source's itself.
+
+        Memory of an accelerator that was opened is not copied on write.
+        """
+        for number in numbers:
+            address = self.tensors[number].untyped_storage().data_ptr() if _is_dense(self.tensors[number]) else 0
+            if not any(storage.data_ptr() == address for storage in self._source_storages()):
+                continue
+            whole = torch.empty(0, dtype=torch.uint8, device=self.device)
+            own = whole.set_(self.tensors[number].untyped_storage()).clone().untyped_storage()
+            for tensor in filter(_is_dense, self.tensors):
+                if tensor.untyped_storage().data_ptr() == address:
+                    view = torch.empty(0, dtype=tensor.dtype, device=self.device)
+                    tensor.data = view.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def _source_storages(self) -> Iterator[Tensor]:
+        return (storage for (block, _), storage in self._storages.items() if block in self._opened)
+
     def ready(self, run: Run) -> Replica:
         """The replica, with everything that has changed since."""
         if run.follow:
             self._pull()
         with torch.no_grad(), inference(False):
+            self._part_from_source(run.fresh)
             for number, value in run.fresh.items():
                 tensor = self.tensors[number]
                 if tensor.shape == value.shape:
@@ -258,6 +278,10 @@ class Mirror:
         filled = sorted(self._filled - left.keys())
         self.take_in(())
         return filled, left
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def slot_of(memory: SharedMemory | DeviceMemory, offset: int, tensor: Tensor) -> Tensor:

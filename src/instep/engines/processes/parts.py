@@ -52,7 +52,7 @@ class ForwardPart:
             index,
             list(job.sizes),
             len(job.replicas),
-            _surroundings(job.ambient, shadow.place),
+            _surroundings(job.ambient, shadow),
             follow,
             shadow.fetched,
             random.host.number,
@@ -258,20 +258,20 @@ def _near(leaf: Tensor, gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.to(leaf.device)
 
 
-def _surroundings(ambient: Ambient, device: torch.device) -> Surroundings:
+def _surroundings(ambient: Ambient, shadow: Shadow) -> Surroundings:
     return Surroundings(
         grad=ambient.grad,
         inference=ambient.inference,
         autocast=[(cast.device_type, cast.dtype) for cast in ambient.autocast],
         autocast_cache=ambient.autocast_cache,
-        device=ambient.device,
+        device=shadow.place if ambient.device == shadow.home else ambient.device,
         dtype=torch.get_default_dtype(),
         deterministic=torch.get_deterministic_debug_mode(),
         precision=torch.get_float32_matmul_precision(),
         cudnn=(torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32),
         threads=torch.get_num_threads(),
         saved_hooks=ambient.saved_hooks,
-        backends={} if device.type == "cpu" else backends(),
+        backends={} if shadow.place.type == "cpu" else backends(),
     )
 
 
