@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.engines.processes.driver import Refused
+from instep.engines.processes.driver import DeviceMemory, Refused
 from instep.engines.processes.hands import inside_worker
 
 from .near_and_private import each_way, mlp, pids, wrap
@@ -240,6 +241,22 @@ def test_weights_are_moved_once_and_followed(monkeypatch: pytest.MonkeyPatch) ->
         net.load_state_dict(mlp().double().state_dict())
         torch.testing.assert_close(model(x), net(x))
     torch.testing.assert_close(net(x), copy.deepcopy(net)(x))
+
+
+def test_memory_of_the_device_goes_with_the_module() -> None:
+    def held() -> int:
+        gc.collect()
+        return sum(m.nbytes for m in gc.get_objects() if isinstance(m, DeviceMemory) and m.nbytes >= 2**26)
+
+    before = held()
+    net = nn.Linear(4096, 4096).cuda()
+    with wrap(net, [0, 0]) as model:
+        model(torch.randn(4, 4096)).sum().backward()
+        assert held() - before >= 2 * 2**26  # the weights, and a slot for their gradients
+    del net, model
+    with wrap(nn.Linear(4, 3), [0, 0]) as other:
+        other(torch.randn(4, 4))
+    assert held() == before
 
 
 def test_large_tensors_pass_the_ring() -> None:

@@ -297,5 +297,13 @@ _desks: weakref.WeakKeyDictionary[Worker, Desk] = weakref.WeakKeyDictionary()
 def desk_of(worker: Worker) -> Desk:
     """The desk of a worker, which all engines share."""
     if worker not in _desks:
+        leave_desks()
         _desks[worker] = Desk(worker)
     return _desks[worker]
+
+
+def leave_desks() -> None:
+    """Forget what workers knew that have ended: memory of a device may hang on it."""
+    for worker in [reference() for reference in _desks.keyrefs()]:
+        if worker is not None and not (worker.own() and worker.alive()):
+            _desks.pop(worker, None)

@@ -19,7 +19,7 @@ from torch import Tensor
 from instep.bridge import Gradients, Span
 from instep.engines.processes.asking import Asked
 from instep.engines.processes.call import Call
-from instep.engines.processes.desk import Desk, desk_of
+from instep.engines.processes.desk import Desk, desk_of, leave_desks
 from instep.engines.processes.driver import Refused
 from instep.engines.processes.estate import move_in
 from instep.engines.processes.gathering import Gathering, here, run_all
@@ -247,6 +247,7 @@ class ProcessesEngine(SideBySide):
     def close(self) -> None:
         super().close()
         self._hands.close()
+        leave_desks()
         self._hands = Hands(self._devices)
 
 
