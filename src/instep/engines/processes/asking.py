@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from instep.engines.processes.desk import Desk
 from instep.engines.processes.hands import Late, Worker, flush_output
+from instep.engines.processes.hold import CannotShare
 from instep.engines.processes.shore import Passage
 from instep.engines.processes.waiting import Stuck
 from instep.engines.processes.wire import Gone
@@ -94,6 +95,8 @@ class Asked(Generic[T]):
                     return self._question.hear(self._desk)
                 except Gone as gone:
                     self._office.bury(self._index, self._worker, gone)
+                except CannotShare as refused:
+                    self._desk.stop_sharing(str(refused))
                 except (Stuck, Late):
                     self._office.give_up(self._index)
                     raise

@@ -110,6 +110,7 @@ class Desk:
         if not self._settled:
             self._take_device(berth(device))
             self._settled = True
+        near = near and not self.sharing
         if near and self.sharing is None:
             try:
                 trial = allocate(1, device)
@@ -120,6 +121,10 @@ class Desk:
             self.talk.hold = None if refusal else Hold(device, home=True)
         if self.talk.hold is not None:
             self.talk.hold.near = near
+
+    def stop_sharing(self, why: str) -> None:
+        """From now on tensors leave the device to cross."""
+        self.sharing = why
 
     def _take_device(self, order: Berth) -> str | None:
         """Why the worker cannot open memory of its device that it was given a handle of; None if it can."""
@@ -145,7 +150,7 @@ class Desk:
         told: Told | None = shadow.told.get(self)
         if told is None:
             weakref.finalize(shadow, self.gone.append, ("module", shadow.number))
-        if told is None or shadow.stale or told.moved():
+        if told is None or shadow.stale or told.opened != self.near or told.moved():
             told = shadow.told[self] = self._tell_module(shadow)
         elif shadow.sets:
             sets = [(change.module, change.name, change.new) for change in shadow.sets]
@@ -180,6 +185,7 @@ class Desk:
         known_blocks = [(number, memory.nbytes) for number, memory in blocks.items()]
         order: Any = Table(shadow.number, shadow.place, listed.entries, listed.sent, known_blocks, (total, places))
         order.handles = [(number, memory.nbytes, memory.handle) for number, memory in listed.opened.items()]
+        self._leaving += self._kept.get(shadow.number, [])
         self._kept[shadow.number] = list(listed.opened.values())
         fds = [memory.fd for memory in blocks.values()]
         if isinstance(shadow.slots, SharedMemory):
@@ -202,7 +208,7 @@ class Desk:
         table = [source if source.is_leaf else made for source, made in pairs]  # graphs lead to earlier calls
         made = [made for _, made in pairs]
         memory, at, near = shadow.slots, dict(places), shadow.near
-        return Told(table, made, slots, listed.loose, memory, at, listed.image, near, generators, variables)
+        return Told(table, made, slots, listed.loose, memory, at, listed.image, near, self.near, generators, variables)
 
     def _new_slots(self, nbytes: int, device: torch.device) -> SharedMemory | DeviceMemory:
         """Memory for gradients: of the device, where both sides work on it and it has some to give."""

@@ -15,6 +15,7 @@ from instep.batchnorm import Outfit
 from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.bulk import Piece, to_device, to_host
 from instep.engines.processes.driver import DeviceMemory
+from instep.engines.processes.hold import open_shared
 from instep.engines.processes.orders import Entry, NewModule, NewValues, Ran, Run, Spot, Table
 from instep.engines.processes.reducers import make_generator
 from instep.engines.processes.talk import SOURCE, Tag, as_sent
@@ -50,7 +51,7 @@ class Mirror:
         self.device = table.device
         pulled = {entry.spot.block for entry in table.entries if entry.spot is not None and entry.spot.pull}
         self._blocks: dict[int, SharedMemory] = {}
-        self._opened = {n: DeviceMemory.open(handle, nbytes, self.device) for n, nbytes, handle in table.handles}
+        self._opened = {n: open_shared(handle, nbytes, self.device) for n, nbytes, handle in table.handles}
         for (number, nbytes), fd in zip(table.blocks, fds, strict=False):  # one more is for the gradients
             # What is only copied from need not be copied on write, which accelerators do not take well.
             self._blocks[number] = SharedMemory.attach(fd, nbytes, writable=number in pulled)
@@ -69,10 +70,15 @@ class Mirror:
         if table.slots_handle is None:
             self._memory = SharedMemory.attach(fds[-1], nbytes, writable=True)
         else:
-            self._memory = DeviceMemory.open(table.slots_handle, nbytes, self.device)
+            self._memory = open_shared(table.slots_handle, nbytes, self.device)
         self._offsets = dict(offsets)
         for number, offset in offsets:
             self._slots[number] = slot_of(self._memory, offset, self.tensors[number])
+
+    @property
+    def opened(self) -> set[int]:
+        """The numbers of the blocks of another process's device memory that it has opened."""
+        return set(self._opened)
 
     def _rebuild(self, entry: Entry, sent: Sequence[Tensor]) -> Tensor:
         if entry.spot is None:

@@ -37,6 +37,8 @@ class Told:
     """Where the worker finds the values of tensors that it cannot reach."""
     near: bool
     """Whether tensors may stay on a device that both processes work on."""
+    opened: bool
+    """Whether they did, when the worker was told."""
     generators: list[torch.Generator]
     """The generators that the module holds, in the order of their numbers."""
     variables: list[tuple[CellType, Seen]]

@@ -130,7 +130,8 @@ class Worker:
                 self._trouble = None
                 self._fail(message.call, error)
             else:  # nobody waits for an answer to these: the next call gets it
-                self._trouble = error if isinstance(error, Exception) else EngineError(repr(error))
+                # The first one: what follows may fail for want of what it did not bring.
+                self._trouble = self._trouble or (error if isinstance(error, Exception) else EngineError(repr(error)))
 
     def _fail(self, call: int, error: BaseException) -> None:
         if isinstance(error, torch.OutOfMemoryError):
@@ -165,8 +166,10 @@ class Worker:
         mirror = self._tables.pop(number)
         order, _ = self._talk.take(message, mirror.known)
         mirror.settle(order)
-        known, self._mirrors[number] = self._mirrors.get(number), mirror
-        self._clear_away(known is not None)
+        before, self._mirrors[number] = self._mirrors.get(number), mirror
+        closed = before is not None and not before.opened <= mirror.opened
+        modules, before = int(before is not None), None
+        self._clear_away(modules, closed)
 
     def _take_sets(self, message: Message) -> None:
         sets, _ = self._talk.take(message)
@@ -178,14 +181,18 @@ class Worker:
     def _release(self, calls: Sequence[int], numbers: Sequence[int]) -> None:
         for call in calls:
             self._calls.pop(call, None)
-        for number in numbers:
-            self._mirrors.pop(number, None)
-        self._clear_away(len(numbers))
+        gone = [self._mirrors.pop(number) for number in numbers if number in self._mirrors]
+        opened = any(mirror.opened for mirror in gone)
+        del gone
+        self._clear_away(len(numbers), opened)
 
-    def _clear_away(self, modules: int) -> None:
-        """Modules lead in circles to themselves, and to memory and descriptors with them: nobody else lets these go."""
+    def _clear_away(self, modules: int, closed: bool) -> None:
+        """Modules lead in circles to themselves, and to memory and descriptors with them: nobody else lets these go.
+
+        The owner of device memory frees it when it has been closed here: that is not put off.
+        """
         self._dropped += modules
-        if self._dropped >= DROPPED:
+        if closed or self._dropped >= DROPPED:
             self._dropped = 0
             gc.collect()
 
