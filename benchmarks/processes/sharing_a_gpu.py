@@ -15,17 +15,6 @@ ROUNDS, STEPS = 10, 3
 SIDES = {"threads": {}, "processes": {}, "by host memory": {"private_copies": True}}
 
 
-class Scale(nn.Module):
-    """Next to nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
 def transformer() -> nn.Module:
     layer = nn.TransformerEncoderLayer(256, 4, 512, dropout=0.0, batch_first=True)
     return nn.Sequential(nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), nn.Linear(256, 10))
@@ -38,7 +27,6 @@ def wide() -> nn.Module:
 CASES = {
     "transformer, 6 layers of 256, 64 x 16": (transformer, (64, 16, 256)),
     "MLP, width 4096, batch 64": (wide, (64, 4096)),
-    "almost empty": (Scale, (64, 8)),
 }
 
 
