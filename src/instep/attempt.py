@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from instep.precision import is_short, tolerances
 from instep.replicas.carry import Slot
 from instep.replicas.equal import equal
 from instep.replicas.probing import probing
-from instep.replicas.sandbox import Sandbox, finer, is_row
+from instep.replicas.sandbox import Sandbox, copied, finer, is_row
 from instep.replicas.settle import refuse_writes
 from instep.structure.company import changed, companies, out_of_order, scaled
 from instep.structure.judge import Findings, Named, Trial, judge
@@ -26,7 +25,7 @@ from instep.structure.plan import SplitPlan
 from instep.structure.roles import Ready, has_role
 from instep.structure.split import apply_plan, uncut
 from instep.structure.telling import Trait, telling_window, told_by, traits_in
-from instep.structure.tree import map_tensors, tensors_in
+from instep.structure.tree import map_tensors
 from instep.structure.trial_sizes import WIDE, even_sizes, sizes_for, wider
 from instep.structure.verdicts import Constant, Joined, Listed, Reduced, Unclear, Verdicts
 from instep.structure.weights import best_window, counts_in, criteria_in
@@ -362,7 +361,7 @@ class Attempt:
         for shard, (first, count) in zip(shards, [(0, sizes[0]), sizes, (0, total)], strict=True):
             for slot in self.carried:
                 sandbox.lend(slot, slot.cut([first, count, self.batch - first - count])[1])
-            mine = _copied(shard)
+            mine = copied(shard)
             named = dict(zip(self.plan.names[self.positional :], mine[self.positional :], strict=True))
             yield mine[: self.positional], named
 
@@ -386,12 +385,6 @@ def _refusing(work: Callable[..., T], *args: Any) -> T:
         return work(*args)
     except Exception as error:
         raise _Refused(f"{type(error).__name__}: {error}".strip().splitlines()[0]) from error
-
-
-def _copied(values: Sequence[Any]) -> list[Any]:
-    """Arguments of their own for a run, which may write to them."""
-    memo: dict[int, Any] = {id(t): t.detach().clone() for value in values for t in tensors_in(value)}
-    return [copy.deepcopy(value, memo) for value in values]
 
 
 def _adds_up(old: Any, said: Findings) -> bool:

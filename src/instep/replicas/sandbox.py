@@ -5,6 +5,7 @@ A sandbox has its own copy of every tensor, no hooks of the user, and starts eve
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -267,3 +268,9 @@ def _without_hooks(module: nn.Module) -> None:
 def is_row(value: Any) -> bool:
     """Whether a value is a list or tuple of numbers, such as a shape."""
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, (int, float)) for item in value)
+
+
+def copied(values: Sequence[Any]) -> list[Any]:
+    """Arguments of their own for a run, which may write to them."""
+    memo: dict[int, Any] = {id(t): t.detach().clone() for value in values for t in tensors_in(value)}
+    return [copy.deepcopy(value, memo) for value in values]
