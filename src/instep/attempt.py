@@ -333,7 +333,7 @@ class Attempt:
         return best_window(self.inputs, self.batch, sizes, rivals) if telling is None else telling
 
     def _call(self, sandbox: Sandbox, values: Sequence[Any]) -> Run:
-        mine = _refusing(_copied, values)
+        mine = _refusing(copied, values)
         if sandbox.fine:
             mine = [map_tensors(finer, value) for value in mine]
         named = dict(zip(self.plan.names[self.positional :], mine[self.positional :], strict=True))
