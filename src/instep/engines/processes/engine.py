@@ -137,7 +137,7 @@ class ProcessesEngine(SideBySide):
             {},
         )
         mine = handed_to(args, kwargs, job.theirs)
-        run.given = [one.steps for one in mine]
+        run.given, were = [one.steps for one in mine], [one.contents() for one in mine]
         run.in_turn = streams.in_turn
         sources = _generators(run, shadow, held)
         number, met = next(calls), Met(job.room)
@@ -171,7 +171,7 @@ class ProcessesEngine(SideBySide):
         for i, value in ran.arguments.items():
             arguments[i].data.copy_(value)
         outcome = _outcome(shadow, told, ran)
-        outcome.given = [(mine[n], from_places(contents_of(mine[n].container), *news)) for n, *news in ran.given]
+        outcome.given = [(mine[n], from_places(were[n], *news)) for n, *news in ran.given]
         needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
         if job.ambient.grad and needing:
             inputs = _numbers(job.inputs[index], arguments)
@@ -310,7 +310,7 @@ def _surroundings(ambient: Ambient) -> Surroundings:
         dtype=torch.get_default_dtype(),
         deterministic=torch.get_deterministic_debug_mode(),
         precision=torch.get_float32_matmul_precision(),
-        cudnn=(torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32),
+        cudnn=(torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
         threads=torch.get_num_threads(),
         saved_hooks=ambient.saved_hooks,
     )

@@ -29,7 +29,7 @@ from instep.errors import EngineError
 from instep.meeting import reach
 from instep.random import RandomState, Streams, threads_can_draw
 from instep.replicas.ambient import Ambient, Autocast
-from instep.replicas.handed import Noted, by_place
+from instep.replicas.handed import Noted
 from instep.replicas.replica import Outcome
 from instep.structure.tree import tensors_in
 
@@ -214,9 +214,7 @@ class Worker:
             raise outcome.error
         ran = self._report(mirror, outcome)
         ran.arguments = written()
-        ran.given = [
-            (number, now.keys, list(by_place(before.items, now.items))) for number, before, now in noted.changes()
-        ]
+        ran.given = list(noted.changes())
         _refuse_graphs(ran)
         ran.by_name = not run.in_turn and not torch.equal(torch.default_generator.get_state(), default)
         streams.settle()
@@ -319,8 +317,8 @@ class Worker:
         if torch.get_float32_matmul_precision() != around.precision:
             torch.set_float32_matmul_precision(around.precision)
         cudnn = torch.backends.cudnn
-        if (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32) != around.cudnn:
-            cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = around.cudnn
+        if (cudnn.benchmark, cudnn.deterministic) != around.cudnn:
+            cudnn.benchmark, cudnn.deterministic = around.cudnn
         if self._threads != around.threads:
             torch.set_num_threads(around.threads)
             self._threads = around.threads
