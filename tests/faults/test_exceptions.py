@@ -133,7 +133,7 @@ def test_an_exception_arrives_as_it_is(wrap: Any, backward: bool) -> None:
         start = time.monotonic()
         with pytest.raises(kind) as caught:
             model(torch.randn(6, 4)).sum().backward()
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 5  # on a machine that others use too
         assert type(caught.value) is kind
         assert is_whole(caught.value), deed
         notes = "\n".join(getattr(caught.value, "__notes__", ()))

@@ -238,7 +238,7 @@ class Mirror:
         ran.sets = [(change.module, change.name, change.new, change.buffer) for change in outcome.changes.attributes]
         places = {id(made): crew.shelf.places.get(id(source)) for source, _, made in replica.cloner.containers}
         for inside in outcome.changes.contents:
-            items = list(by_place(inside.before.items, inside.after.items))
+            items = list(by_place(inside.container, inside.before.items, inside.after.items))
             ran.contents.append((str(places[id(inside.container)]), inside.after.keys, items))
         ran.written = {numbers[id(source)]: copy.detach().clone() for source, copy in outcome.written}
         ran.apart = {numbers[id(s)]: made.detach() for s, made in replica.trainable if id(s) in crew.apart}

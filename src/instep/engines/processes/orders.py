@@ -125,8 +125,8 @@ class Surroundings:
     dtype: torch.dtype
     deterministic: int
     precision: str
-    cudnn: tuple[bool, bool, bool]
-    """Whether cuDNN may try out, must be deterministic, and may use TensorFloat-32."""
+    cudnn: tuple[bool, bool]
+    """Whether cuDNN may try out which way is quickest, and whether it must be deterministic."""
     threads: int
     saved_hooks: tuple[Any, Any] | None
     backends: dict[str, Any] = field(default_factory=dict)

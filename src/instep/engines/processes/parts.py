@@ -63,6 +63,7 @@ class ForwardPart:
         )
         self._mine = handed_to(args, kwargs, job.theirs)
         self._run.given = [one.steps for one in self._mine]
+        self._were = [one.contents() for one in self._mine]
         self._run.in_turn = job.streams.in_turn
         self._generators = _generators(self._run, shadow, job.streams.held[index])
         self._met = Met(job.room, job.passage)
@@ -108,8 +109,7 @@ class ForwardPart:
         outcome = _outcome(shadow, told, ran)
         outcome.made = {id(arguments[i]): tensor for i, tensor in ran.made.items()}
         outcome.used = {id(arguments[i]) for i in ran.used}
-        mine = self._mine
-        outcome.given = [(mine[n], from_places(contents_of(mine[n].container), *news)) for n, *news in ran.given]
+        outcome.given = [(self._mine[n], from_places(self._were[n], *news)) for n, *news in ran.given]
         needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
         if job.ambient.grad and needing:
             inputs = _numbers(job.inputs[self._index], arguments)
@@ -268,7 +268,7 @@ def _surroundings(ambient: Ambient, shadow: Shadow) -> Surroundings:
         dtype=torch.get_default_dtype(),
         deterministic=torch.get_deterministic_debug_mode(),
         precision=torch.get_float32_matmul_precision(),
-        cudnn=(torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32),
+        cudnn=(torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
         threads=torch.get_num_threads(),
         saved_hooks=ambient.saved_hooks,
         backends={} if shadow.place.type == "cpu" else backends(),

@@ -36,8 +36,8 @@ class Scenery:
         if torch.get_float32_matmul_precision() != around.precision:
             torch.set_float32_matmul_precision(around.precision)
         cudnn = torch.backends.cudnn
-        if (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32) != around.cudnn:
-            cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = around.cudnn
+        if (cudnn.benchmark, cudnn.deterministic) != around.cudnn:
+            cudnn.benchmark, cudnn.deterministic = around.cudnn
         if self._threads != around.threads:
             torch.set_num_threads(around.threads)
             self._threads = around.threads

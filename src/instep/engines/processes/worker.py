@@ -34,7 +34,7 @@ from instep.errors import EngineError
 from instep.meeting import without_streams
 from instep.random import RandomState, Streams, threads_can_draw
 from instep.reaching import reach
-from instep.replicas.handed import Noted, by_place
+from instep.replicas.handed import Noted
 from instep.replicas.replica import Outcome
 from instep.structure.tree import tensors_in
 
@@ -244,9 +244,7 @@ class Worker:
             raise outcome.error
         ran = self._report(mirror, outcome)
         ran.arguments = written()
-        ran.given = [
-            (number, now.keys, list(by_place(before.items, now.items))) for number, before, now in noted.changes()
-        ]
+        ran.given = list(noted.changes())
         _refuse_graphs(ran)
         # A view: the argument itself would be sent as a word for what the other process has already.
         ran.made = {i: arguments[i].view_as(arguments[i]) for i in ran.arguments if arguments[i].requires_grad}
