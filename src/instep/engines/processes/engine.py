@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -116,7 +116,9 @@ class ProcessesEngine(SideBySide):
 
     def forward(self, job: Job) -> list[Outcome]:
         job.passage = Passage(self._devices)
-        with self._lock:  # the first replica is in one place at a time
+        # The first replica is in one place at a time. On accelerators a gradient that it takes on its way comes from
+        # another thread, which must not wait for this one.
+        with self._lock if self._on_host else nullcontext():
             outcomes = self._forward_here(job) if self._is_plain(job) else super().forward(job)
         if job.room.met:
             for replica in job.replicas:
