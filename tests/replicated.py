@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import instep
 
 # "joint" is what threads do on accelerators: one backward over all replicas, here on the CPU.
-WAYS = ["serial", "threads", "joint"]
+WAYS = ["serial", "threads", "joint", "processes"]
 
 KINDS = {
     f"{engine}-private" if private else engine: (engine, private)
@@ -26,7 +26,7 @@ KINDS = {
 @contextmanager
 def replicated(net: nn.Module, way: str, replicas: int = 3, **options: Any) -> Iterator[tuple[Any, Any]]:
     """The plain module and a wrapper around its twin."""
-    engine = "serial" if way == "serial" else "threads"
+    engine = "threads" if way == "joint" else way
     with instep.DataParallel(copy.deepcopy(net), ["cpu"] * replicas, engine=engine, **options) as model:
         if way == "joint":
             model._instep_engine._on_host = False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import weakref
 from typing import Any
 
@@ -179,6 +181,17 @@ def test_without_gradients_and_in_inference_mode(way: str) -> None:
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 assert_close(model(x), plain(x))
+
+
+@each_way
+def test_what_is_gathered_without_gradient_has_none_on_one_device_either(way: str) -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            others = instep.all_gather({"z": self.layer(x)})["z"].sum(0)
+            total = instep.all_reduce(self.layer.weight, "max") + instep.all_reduce(self.other.weight, "min")
+        return self.layer(x) * others + total.sum()
+
+    check(body, way)
 
 
 @each_way
@@ -359,3 +372,23 @@ def test_a_backward_inside_of_another_wrappers_replica(way: str) -> None:
                 assert_close(other(x), x * expected.sum())
         finally:
             KEPT.clear()
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_worker_that_dies_between_two_backwards_of_one_call() -> None:
+    """The second is of a forward that was run again, of which the first has used up a part."""
+
+    def body(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        one, two = self.layer(x), self.other(x)
+        return one * instep.all_gather(one).sum(), two * instep.all_gather(two).mean()
+
+    x = batch()
+    with replicated(Does(body), "processes") as (plain, model):
+        for each in (plain, model):
+            one, two = each(x)
+            weigh(one).backward()
+            if each is model:
+                engine: Any = model._instep_engine
+                os.kill(engine._hands.get(1).pid, signal.SIGKILL)
+            weigh(two).backward()
+        assert_same_gradients(model, plain)

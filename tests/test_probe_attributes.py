@@ -89,3 +89,25 @@ def test_a_total_that_begins_in_forward_is_noticed_at_the_second_call(wrap: Any)
     with pytest.raises(instep.StateError, match="'total'"):
         model(x)
     assert net.total == 6
+
+
+@both_engines
+def test_doubt_about_an_attribute_stays(wrap: Any, engine: str) -> None:
+    """A mean over weights, tried on others and then on equal ones, is no mean over samples for that."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor, w: Tensor) -> Any:
+            z = self.layer(x)
+            self.score = ((z.square().mean(1) * w).sum() / w.sum()).detach()
+            return z, (z * 0).sum()  # of which nothing is known after one trial
+
+    net, x = Scores(), torch.randn(12, 3)
+    model = wrap(net, engine=engine)
+    for w in (torch.rand(12), torch.ones(12), torch.ones(12), torch.rand(12)):
+        with pytest.raises(instep.StateError, match="'score'"):
+            model(x, w)
+        assert not hasattr(net, "score")

@@ -20,7 +20,7 @@ import instep.random
 import instep.together
 from instep.random import RandomState, Streams, threads_can_draw
 
-ENGINES = ("serial", "threads")
+ENGINES = ("serial", "threads", "processes")
 engines = pytest.mark.parametrize("engine", ENGINES)
 
 
@@ -125,12 +125,13 @@ def test_a_generator_in_what_cannot_be_copied_is_drawn_from_in_turn() -> None:
         assert len({tuple(row) for row in runs[0].tolist()}) == 6
 
 
+@pytest.mark.usefixtures("workers")
 def test_a_generator_of_the_module_draws_the_same_on_every_engine() -> None:
     runs = []
     for engine in ENGINES:
         with wrap(Holds("attribute"), engine, 3) as model:
             runs.append(model(torch.zeros(6, 3)))
-    assert torch.equal(*runs)
+    assert all(torch.equal(run, runs[0]) for run in runs)
 
 
 @engines
@@ -175,7 +176,18 @@ def test_a_generator_for_each_sample_is_used_as_it_is(engine: str) -> None:
         return [torch.Generator().manual_seed(seed) for seed in range(6)]
 
     with wrap(Given(), engine, 3) as model:
-        assert torch.equal(model(torch.zeros(6, 3), some()), Given()(torch.zeros(6, 3), some()))
+        mine, theirs = some(), some()
+        for _ in range(2):
+            assert torch.equal(model(torch.zeros(6, 3), mine), Given()(torch.zeros(6, 3), theirs))
+        assert all(torch.equal(a.get_state(), b.get_state()) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_generator_of_the_module_and_of_the_arguments_is_one() -> None:
+    net = Given()
+    net.noise = torch.Generator()
+    with wrap(net, "processes", 3) as model, pytest.raises(instep.EngineError, match="the module holds is an argument"):
+        model(torch.zeros(6, 3), net.noise)
 
 
 class Names(nn.Module):
@@ -185,6 +197,7 @@ class Names(nn.Module):
         return torch.rand(x.shape, generator=torch.default_generator)
 
 
+@pytest.mark.usefixtures("workers")
 def test_the_default_generator_by_name_is_drawn_from_in_turn() -> None:
     runs = []
     for engine in ENGINES:
@@ -192,7 +205,7 @@ def test_the_default_generator_by_name_is_drawn_from_in_turn() -> None:
             for _ in range(3):
                 torch.default_generator.manual_seed(6)
                 runs.append(model(torch.zeros(6, 4)))
-            assert model._instep_together._turns.always == (engine == "threads")
+            assert model._instep_together._turns.always == (engine != "serial")
     assert all(torch.equal(run, runs[0]) for run in runs)
     assert len({tuple(row) for row in runs[0].tolist()}) == 6
 
@@ -220,6 +233,7 @@ class Selective(nn.Module):
         return x
 
 
+@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("kind", [UnderAMode, Selective])
 def test_under_a_dispatch_mode_replicas_draw_the_same_in_turn(kind: type[nn.Module]) -> None:
     x = torch.ones(4, 50, requires_grad=True)
@@ -245,6 +259,7 @@ class Drops(nn.Module):
         return checkpoint(lambda y: F.dropout(y * self.scale), F.dropout(x, 0.1), use_reentrant=False)
 
 
+@pytest.mark.usefixtures("workers")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_code_draws_from_the_streams() -> None:
     x = torch.ones(4, 50, requires_grad=True)
@@ -272,7 +287,7 @@ def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "threads_can_draw", lambda: False)
 
 
-@pytest.mark.usefixtures("no_streams")
+@pytest.mark.usefixtures("no_streams", "workers")
 def test_without_streams_replicas_that_draw_run_in_turn_and_draw_the_same() -> None:
     x = torch.ones(6, 50, requires_grad=True)
     runs = []
@@ -285,7 +300,7 @@ def test_without_streams_replicas_that_draw_run_in_turn_and_draw_the_same() -> N
                 out.sum().backward()
                 torch.testing.assert_close(x.grad * (out != 0), out.detach())
                 runs.append((out.detach(), state()))
-            assert model._instep_together._turns.always == (engine == "threads")
+            assert model._instep_together._turns.always == (engine != "serial")
     assert all(torch.equal(out, runs[0][0]) and torch.equal(after, runs[0][1]) for out, after in runs)
 
 
@@ -297,6 +312,7 @@ def test_a_key_that_is_taken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert instep.random._set_up.__wrapped__() is False
 
 
+@pytest.mark.usefixtures("workers")
 def test_operations_that_take_a_generator_by_place_get_it_in_its_place() -> None:
     class Net(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -310,7 +326,7 @@ def test_operations_that_take_a_generator_by_place_get_it_in_its_place() -> None
         with wrap(Net(), engine) as model:
             torch.default_generator.manual_seed(2)
             runs.append(model(torch.ones(4, 5)))
-    assert torch.equal(*runs)
+    assert all(torch.equal(run, runs[0]) for run in runs)
     assert len({tuple(row) for row in runs[0].tolist()}) == 4
 
 

@@ -1,11 +1,12 @@
-"""Two thousand calls of every kind: memory, tensors and threads stay as many as they were."""
+"""Two thousand calls of every kind: memory, tensors, files and threads stay as many as they were, in workers too."""
 
 from __future__ import annotations
 
 import gc
+import os
 import random
-import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -37,8 +38,19 @@ class Mixed(nn.Module):
         return out if names is None else {**out, "names": names}
 
 
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+class Use(NamedTuple):
+    """What a process has of what can run out."""
+
+    memory: int
+    files: int
+    threads: int
+
+
+def use(pid: int) -> Use:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    found = {word: int(rest.split()[0]) for word, _, rest in (line.partition(":") for line in lines) if "kB" in rest}
+    own = found["RssAnon"] + found["RssShmem"]  # not the pages of libraries, which come and go
+    return Use(own * 1024, len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task")))
 
 
 def tensors() -> int:
@@ -46,9 +58,16 @@ def tensors() -> int:
     return sum(1 for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter))
 
 
+def pids(model: instep.DataParallel) -> list[int]:
+    """This process, and the workers of a wrapper."""
+    hands = getattr(model._instep_engine, "_hands", None)
+    workers = [] if hands is None else [hands.get(index).pid for index in range(1, len(model._instep_devices))]
+    return [os.getpid(), *workers]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc to tell the memory")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="there is no /proc to tell the memory")
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_nothing_grows(engine: str) -> None:
     choose = random.Random(0)
@@ -58,14 +77,17 @@ def test_nothing_grows(engine: str) -> None:
     with instep.DataParallel(net, ["cpu"] * 3, engine=engine) as model:
         for call in range(CALLS):
             one_call(model, optimizer, choose, kept)
-            if call == CALLS // 4:
+            if call in (CALLS // 4, CALLS - 1):
                 kept.clear()
-                before = resident(), tensors(), threading.active_count()
-        kept.clear()
-        after = resident(), tensors(), threading.active_count()
-    assert after[2] == before[2]
-    assert after[1] - before[1] < 20
-    assert after[0] - before[0] < 24 * MEBIBYTE
+                count, uses = tensors(), list(map(use, pids(model)))
+            if call == CALLS // 4:
+                before = count, uses
+    assert count - before[0] < 20
+    assert len(uses) == (3 if engine == "processes" else 1)
+    for then, now in zip(before[1], uses, strict=True):
+        assert now.threads == then.threads
+        assert now.files <= then.files
+        assert now.memory - then.memory < 24 * MEBIBYTE
     assert net.calls > CALLS // 2
 
 

@@ -130,3 +130,43 @@ def test_hooks_of_libraries_do_not_count(engine: str) -> None:
     with instep.DataParallel(net, ["cpu"] * 3, engine=engine, probe=False) as model:
         torch.testing.assert_close(steps(model, batches), steps(plain, batches))
     assert sorted(SIZES) == [2, 2, 2, 2, 3, 3, 7, 7]
+
+
+class Cam(nn.Module):
+    """Grad-CAM without a hook: the activation is kept, and so is its gradient."""
+
+    def __init__(self, *, inside: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.inside = nn.Linear(4, 5), nn.Linear(5, 2), inside
+
+    def forward(self, x: Tensor) -> Any:
+        z = self.first(x).tanh()
+        if z.requires_grad:
+            z.retain_grad()
+        if not self.inside:
+            return self.last(z), z
+        self.activation = z
+        return self.last(z), None
+
+
+@each_engine
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_gradient_that_forward_asks_for_is_the_whole_batchs(engine: str, inside: bool) -> None:
+    plain = Cam(inside=inside).double()
+    net = copy.deepcopy(plain)
+
+    def gradient(model: Any, x: Tensor) -> Any:
+        out, z = model(x)
+        out.square().sum().backward()
+        return (model.activation if inside else z).grad
+
+    with instep.DataParallel(net, ["cpu"] * 3, engine=engine) as model:
+        for step in range(2):
+            x = torch.randn(7, 4, dtype=torch.float64)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                torch.testing.assert_close(gradient(model, x), gradient(plain, x))
+            assert ["retain_grad()" in str(one.message) for one in said] == [True] * (step == 0)
+        assert [p.grad is not None for p in net.parameters()] == [True] * 4
+    with instep.DataParallel(net, ["cpu"] * 3, engine=engine, hooks="per_replica") as model, torch.no_grad():
+        torch.testing.assert_close(model(x)[0], plain(x)[0])

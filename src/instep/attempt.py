@@ -111,6 +111,7 @@ class Attempt:
         for error in (*unexplained, *clashes.values()):
             raise error
         known.found, known.told = found, self.told
+        self.doubted |= known.doubted
         attributes = self._kept(known.attributes, attributes)
         known.attributes, known.doubted = attributes, frozenset(self.doubted)
         known.varied |= self.varied

@@ -76,6 +76,11 @@ class Notes:
         if not outside.is_inference():
             self.entries.append((outside, outside._version, inside))
 
+    def renew(self, outsides: Sequence[Tensor]) -> None:
+        """Take what these tensors hold now as what the replicas have used."""
+        known = set(map(id, outsides))
+        self.entries = [(o, o._version if id(o) in known else version, i) for o, version, i in self.entries]
+
     def tell(self) -> None:
         """Let torch see what was written since the forward, as it would on one device."""
         for outside, version, inside in self.entries:

@@ -41,14 +41,14 @@ def all_reduce(x: Any, op: str = "sum") -> Any:
     """The sum, mean, max or min over the replicas of every tensor and number in a structure, on every replica.
 
     `"mean"` counts every replica by the samples of its shard, so that the mean of the shards' means is the mean of the
-    batch. With gradients; outside of a parallel call, or on one replica, `x` itself.
+    batch. With gradients; outside of a parallel call, or on one replica, `x` itself, without gradient under `no_grad`.
     """
     if op not in OPS:
         raise CollectiveError(f"all_reduce(op={op!r}): write one of {', '.join(OPS)}.")
     place = seat()
     if place is None:
         alone()
-        return x
+        return _as_it_is(x)
     _refuse_kinds(x, (), "all_reduce")
     _check_dtypes(x, op)
     others = _others(x, ())
@@ -67,18 +67,25 @@ def all_gather(x: Any, dim: int = 0) -> Any:
     Tensors and arrays are joined along `dim` and may differ in size there; tensors without dimensions are stacked. A
     list holds samples and is joined as a list, whatever its entries are. Tuples, dictionaries and dataclasses are
     structure. Anything else has to be equal on all replicas. With gradients; outside of a parallel call, or on one
-    replica, `x` itself.
+    replica, `x` itself, without gradient under `no_grad`.
     """
     place = seat()
     if place is None:
         alone()
-        return x
+        return _as_it_is(x)
     _refuse_kinds(x, (), "all_gather")
     tensors = list(tensors_in(x))
     numbers = iter(range(len(tensors)))
     skeleton = map_tensors(lambda _: _Slot(next(numbers)), x)  # type: ignore[arg-type, return-value]
     rows, skeletons = share(place, f"all_gather(dim={dim}) of {_describe(x, dim)}", tensors, skeleton)
     return _Joiner(dim, rows).join(skeletons, ())
+
+
+def _as_it_is(x: Any) -> Any:
+    """What one replica is given: the same, and like the others nothing that leads to a gradient under `no_grad`."""
+    if not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(x)):
+        return map_tensors(lambda tensor: tensor.detach() if tensor.requires_grad else tensor, x)
+    return x
 
 
 def _weights(place: Seat) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -15,11 +15,12 @@ from instep.attempt_backward import functions_in
 from instep.bridge import Backward, Notes, Side, Span, bridge, enter
 from instep.devices import move
 from instep.engines.protocol import Engine, Job
-from instep.given import Given
+from instep.given import Given, refuse_change
 from instep.random import Streams
 from instep.replicas.ambient import Ambient
 from instep.replicas.carry import Slot
-from instep.replicas.contents import Contents
+from instep.replicas.contents import Contents, put
+from instep.replicas.handed import handed, is_read_only
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.tensors import Way
 from instep.replicas.watch import Changes, Inside
@@ -43,12 +44,16 @@ class Crossing:
     """State that each replica gets its samples' part of."""
     given: Given | None = None
     """What all replicas are given whole."""
+    theirs: Collection[int] = ()
+    """The ids of what the caller's arguments hold and replicas may change in place, tensors apart."""
     hooks: range = range(0)
     """The numbers of the hooks that came to be while the replicas ran."""
     look: bool = False
     """Whether to look for functions with a backward of the user's own."""
     functions: Sequence[str] = ()
     """The names of those that were found."""
+    retains: bool = False
+    """Whether a tensor came out whose gradient `forward` has asked for (`z.retain_grad()`)."""
 
     def __post_init__(self) -> None:
         self._then: list[tuple[str, Tensor, int]] = []
@@ -74,6 +79,7 @@ class Crossing:
         self._then = [(name, tensor, tensor._version) for name, tensor in tensors if not tensor.is_inference()]
         if self.given is not None:
             self.given.enter([values[:count] for values in entered])
+            self.theirs = {*self.theirs, *self.given.ids}
         arguments = [
             (list(values[:positional]), dict(zip(names[positional:], values[positional:count], strict=True)))
             for values in entered
@@ -92,19 +98,32 @@ class Crossing:
                 self.streams,
                 self.sizes,
                 [way.inner for way in ways],
+                self.theirs,
             )
         )
+        for outcome in outcomes:
+            self._give_back(outcome, names, [values[:count] for values in entered])
         self.hooks = range(first, RemovableHandle.next_id)
         for replica, outcome in zip(self.replicas, outcomes, strict=True):
             outcome.output = _own_tensors(outcome.output, replica.tensors.sources)
         if grad and self.look:
             self.functions = functions_in(tensor for outcome in outcomes for tensor in _tensors_of(outcome))
         if grad and self.engine.joint:
-            _bring_back(copies)
+            notes.renew(_bring_back(copies))
             self._watch_joint(notes, outcomes)
         elif grad:
             self._join(ways, outcomes)
         return outcomes
+
+    def _give_back(self, outcome: Outcome, names: Sequence[str], entered: Sequence[Sequence[Any]]) -> None:
+        """Do to the caller's own objects what a replica of another process did to its copies of them."""
+        for held, now in outcome.given:
+            holders = [one for values in entered for one in handed(names, values) if one.container is held.container]
+            whole = self.given is not None and self.given.holds(held.container)
+            if (whole or len(holders) > 1) and not is_read_only(held, now):
+                refuse_change((names[held.path[0]], *held.path[1:]))
+        for held, now in outcome.given:
+            put(held.container, now)
 
     def _parts(self) -> list[list[Any]]:
         """Each replica's part of carried state, on its device."""
@@ -122,6 +141,7 @@ class Crossing:
         for outcome in outcomes:
             for tensor in _tensors_of(outcome):
                 if tensor.requires_grad and not tensor.is_leaf:
+                    self.retains = self.retains or tensor.retains_grad
                     tensor.register_hook(lambda _: notes.tell())
 
     def _join(self, ways: Sequence[_Way], outcomes: list[Outcome]) -> None:
@@ -130,6 +150,11 @@ class Crossing:
         found = [[t for t in _tensors_of(outcome) if t.requires_grad and id(t) not in home] for outcome in outcomes]
         if not any(found):
             return
+        self.retains = any(tensor.retains_grad for outputs in found for tensor in outputs)
+        for way, outputs in zip(ways, found, strict=True):
+            known = set(map(id, outputs))
+            outputs += [inner for _, inner in way.written() if id(inner) not in known]
+        self._leave_out(ways, outcomes, found)
         pairs = [replica.trainable for replica in self.replicas]
         sources, leaves = _connected(pairs, found)
         sides = [
@@ -149,8 +174,23 @@ class Crossing:
                     span.notes.add(source, leaf)
         shards = [shard for way in ways for shard in way.outside]
         made = iter(bridge(span, *sources, *shards))
-        for outcome, outputs in zip(outcomes, found, strict=True):
-            _replace(outcome, dict(zip(map(id, outputs), _take(made, len(outputs)), strict=True)))
+        bases = []
+        for way, outcome, outputs in zip(ways, outcomes, found, strict=True):
+            table = dict(zip(map(id, outputs), _take(made, len(outputs)), strict=True))
+            _replace(outcome, table)
+            bases += [_write(outside, table[id(inner)]) for outside, inner in way.written()]
+        if bases:
+            span.notes.renew(bases)
+
+    def _leave_out(self, ways: Sequence[_Way], outcomes: list[Outcome], found: Sequence[Sequence[Tensor]]) -> None:
+        """Shards that belong to a graph of the caller's, which may be gone, take part only where they were used."""
+        if not any(way.is_doubtful for way in ways) or any(outcome.remote is not None for outcome in outcomes):
+            return
+        tokens = [token for outcome in outcomes if outcome.seat is not None for token in outcome.seat.tokens]
+        used = _leaves_below([*(tensor for outputs in found for tensor in outputs), *tokens])
+        for way in ways:
+            kept = [index for index, leaf in enumerate(way.leaves) if id(leaf) in used]
+            way.outside, way.leaves = [way.outside[i] for i in kept], [way.leaves[i] for i in kept]
 
 
 def _own_tensors(output: Any, sources: Mapping[int, Tensor]) -> Any:
@@ -175,22 +215,39 @@ class _Way:
     inner: list[Tensor] = field(default_factory=list)
     """What the replica sees of them."""
     notes: Notes = field(default_factory=Notes)
+    is_doubtful: bool = False
+    """Whether some of the shards belong to a graph that an earlier backward may have freed."""
+    _pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def written(self) -> list[tuple[Tensor, Tensor]]:
+        """Shards of the caller's graph that the replica wrote to, each with what it made of it."""
+        return [pair for pair in self._pairs if pair[1]._version and pair[1].requires_grad]
 
     def enter(self, values: Sequence[Any]) -> list[Any]:
         """The values as the replica sees them: memory shared, version counters and graph their own."""
         needing = [tensor for value in values for tensor in tensors_in(value) if tensor.requires_grad]
+        table: dict[int, Tensor] = {}
+        if needing:
+            self._stand_in(needing, table)
+        return [map_tensors(lambda tensor: self._let_in(tensor, table), value) for value in values]
+
+    def _stand_in(self, needing: Sequence[Tensor], table: dict[int, Tensor]) -> None:
+        """Leaves for the shards that need a gradient, and what the replica sees of each."""
         self.outside = list({id(tensor): tensor for tensor in needing}.values())
         self.leaves = [tensor.detach().requires_grad_() for tensor in self.outside]
         dense = [leaf for leaf in self.leaves if _is_plain(leaf)]
-        inner = iter(enter(*dense)) if dense else iter(())
-        table = {
-            id(outside): next(inner) if _is_plain(leaf) else leaf
-            for outside, leaf in zip(self.outside, self.leaves, strict=True)
-        }
+        self.is_doubtful = any(not _owner(tensor).is_leaf for tensor in self.outside)
+        if self.is_doubtful:  # each by itself: which of them are used is asked of the graph
+            inner = iter([enter(leaf)[0] for leaf in dense])
+        else:
+            inner = iter(enter(*dense)) if dense else iter(())
+        for outside, leaf in zip(self.outside, self.leaves, strict=True):
+            table[id(outside)] = next(inner) if _is_plain(leaf) else leaf
         self.inner = [table[id(outside)] for outside in self.outside]
+        pairs = zip(self.outside, self.inner, strict=True)
+        self._pairs = [pair for pair in pairs if pair[0]._base is not None and not pair[0]._base.is_leaf]
         for outside in self.outside:
             self.notes.add(_owner(outside), table[id(outside)])
-        return [map_tensors(lambda tensor: self._let_in(tensor, table), value) for value in values]
 
     def _let_in(self, tensor: Tensor, table: dict[int, Tensor]) -> Tensor:
         made = table.get(id(tensor))
@@ -224,13 +281,30 @@ def _own_memory(values: Sequence[Any], notes: Notes, copies: list[tuple[Tensor, 
     return [map_tensors(copy, value) for value in values]
 
 
-def _bring_back(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Write to the caller's tensors what replicas wrote to their own parts, as one device would have."""
+def _bring_back(copies: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Write to the caller's tensors what replicas wrote to their own parts, as one device would have.
+
+    Gives the tensors whose history has changed thereby.
+    """
     held = Counter(id(tensor) for tensor, _ in copies)
+    bases = []
     for tensor, made in copies:
-        mine = held[id(tensor)] == 1 and not tensor.requires_grad and not tensor.is_inference()
-        if mine and _is_plain(tensor) and made._version and tensor.shape == made.shape:
+        mine = held[id(tensor)] == 1 and not tensor.is_inference()
+        if not mine or not _is_plain(tensor) or not made._version or tensor.shape != made.shape:
+            continue
+        if not tensor.requires_grad:
             tensor.data.copy_(made.detach())
+        elif tensor._base is not None and not tensor._base.is_leaf:
+            bases.append(_write(tensor, made))
+    return bases
+
+
+def _write(shard: Tensor, made: Tensor) -> Tensor:
+    """Let the tensor that a shard is a view of come, where the shard lies, from what a replica made of it."""
+    base = _owner(shard)
+    if shard.shape == made.shape:
+        base.as_strided(shard.shape, shard.stride(), shard.storage_offset()).copy_(made)
+    return base
 
 
 def _tensors_of(outcome: Outcome) -> list[Tensor]:

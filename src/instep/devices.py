@@ -102,10 +102,11 @@ def stays_on_host(values: Iterable[Any]) -> bool:
 
 def place(value: Any, path: Path, device: torch.device, keep_host: bool, rules: Mapping[str, Any]) -> Any:
     """A shard on its replica's device; CPU leaves stay where `keep_host` or a rule says so."""
-    where = show_path(path)
-    for pattern, spec in rules.items():
-        if fnmatchcase(where, pattern):
-            return move(value, device_of(spec))
+    if rules:
+        where = show_path(path)
+        for pattern, spec in rules.items():
+            if fnmatchcase(where, pattern):
+                return move(value, device_of(spec))
     if isinstance(value, Tensor):
         return value if keep_host and value.device.type == "cpu" else to_device(value, device)
     kind = kind_of(type(value))

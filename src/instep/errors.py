@@ -34,6 +34,10 @@ class EngineError(InstepError, RuntimeError):
     """An engine cannot run, or was asked to do what it cannot do."""
 
 
+class CannotCross(EngineError):
+    """Something cannot be sent to, or rebuilt in, another process; the message says where it is and what to do."""
+
+
 class WorkerFailure(EngineError):
     """A worker process died and its part of a step cannot be run again; the message says what ended it."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from instep.errors import StructureError
 from instep.replicas.clone import OPAQUE
-from instep.replicas.contents import Contents, contents_of, holds_still, put
+from instep.replicas.contents import Contents, contents_of, holder_of, holds_still, put
 from instep.replicas.equal import equal_tensors
 from instep.structure.marks import Whole
 from instep.structure.plan import SplitPlan
@@ -70,17 +70,20 @@ class Given:
         known = {id(held) for _, held, _, _ in self._others}
         self._others += [other for leaf in leaves for other in _others(*leaf) if id(other[1]) not in known]
 
+    @property
+    def ids(self) -> list[int]:
+        """The ids of what holds the entries or attributes of what is given."""
+        return [id(held) for _, held, _, _ in self._others]
+
+    def holds(self, container: Any) -> bool:
+        """Whether a container is one that is given."""
+        return any(held is container for _, held, _, _ in self._others)
+
     def check(self) -> None:
         """`StructureError` if a replica wrote to what all of them hold; it is as it was then."""
         written = self.put_back()
         if written is not None:
-            path, name = show_path(written), written[-1]
-            raise StructureError(
-                f"forward changes the argument {path!r}, which every replica is given whole: each would change it once "
-                f"more.\n"
-                f"Change it outside forward, or let forward work on a copy: {name} = copy.copy({name}), or "
-                f"{name} = {name} + 1 in place of {name} += 1."
-            )
+            refuse_change(written)
 
     def put_back(self) -> Path | None:
         """The path of the first argument that was changed; whatever was changed is as it was."""
@@ -92,13 +95,25 @@ class Given:
                 with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
                     tensor.data.copy_(then)
         for path, held, contents, lazy in self._others:
-            made = {key: held.pop(key) for key in lazy if key in held and key not in contents.keys}
+            table = held if isinstance(held, dict) else getattr(held, "__dict__", {})
+            made = {key: table.pop(key) for key in lazy if key in table and key not in contents.keys}
             if not holds_still(held, contents):
                 written.append(path)
                 put(held, contents)
             if made:
-                held.update(made)
+                table.update(made)
         return written[0] if written else None
+
+
+def refuse_change(path: Path) -> None:
+    """`StructureError` for an argument that several replicas were given, and that one has changed."""
+    name = path[-1]
+    raise StructureError(
+        f"forward changes the argument {show_path(path)!r}, which every replica is given whole: each would change it "
+        f"once more.\n"
+        f"Change it outside forward, or let forward work on a copy: {name} = copy.copy({name}), or "
+        f"{name} = {name} + 1 in place of {name} += 1."
+    )
 
 
 def _kept(role: Role, value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
@@ -135,8 +150,8 @@ def _containers(leaf: Any) -> Iterator[Any]:
             yield leaf
     elif isinstance(leaf, (dict, list, set, deque)):
         yield leaf
-    elif isinstance(getattr(leaf, "__dict__", None), dict):
-        yield leaf.__dict__
+    elif (holder := holder_of(leaf)) is not None:
+        yield holder
 
 
 def _lazy(leaf: Any) -> list[str]:

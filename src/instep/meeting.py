@@ -89,10 +89,12 @@ class Seat:
     """How often tensors crossed so far."""
     tokens: list[Tensor] = field(default_factory=list)
     """One for each crossing that gradients can come back through, in order."""
+    open: list[Seat] = field(default_factory=list)
+    """This place while somebody is on it; autograd runs nodes of accelerators in threads that have no place."""
 
     def again(self, meeting: Meeting) -> Seat:
         """The same place in another meeting: the one of a backward."""
-        return Seat(meeting, self.position, self.sizes, self.grad, self.floor, self.over)
+        return Seat(meeting, self.position, self.sizes, self.grad, self.floor, self.over, open=self.open)
 
 
 _here = threading.local()
@@ -129,9 +131,13 @@ class attend:
     def __enter__(self) -> None:
         self._before = seat()
         _here.seat = self._place
+        if self._place is not None:
+            self._place.open.append(self._place)
 
     def __exit__(self, *_: object) -> None:
         _here.seat = self._before
+        if self._place is not None:
+            self._place.open.pop()
 
 
 def share(place: Seat, label: str, tensors: Sequence[Tensor], note: Any = None) -> tuple[list[list[Tensor]], list[Any]]:
@@ -142,8 +148,9 @@ def share(place: Seat, label: str, tensors: Sequence[Tensor], note: Any = None) 
     grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     label = label if grad else f"{label} without gradients"
     kept = [tensor.clone() for tensor in tensors]  # the owner may write to its own as soon as it goes on
-    if place.meeting.joint:
+    if place.meeting.joint or (place.position.device is not None and place.position.device.type != "cpu"):
         _refuse_checkpoint(place, label)
+    if place.meeting.joint:
         received, notes = _hand_over(place, label, kept, note)
         for tensor in kept:
             if tensor.requires_grad:
@@ -222,6 +229,11 @@ class Package(NamedTuple):
     note: Any
 
 
+def without_streams(payload: Any) -> Any:
+    """What is brought to a meeting by a replica of another process, whose streams are its own."""
+    return payload._replace(streams={}) if isinstance(payload, Package) else payload
+
+
 def _swap(
     place: Seat, label: str, tensors: list[Tensor], note: Any, grad: bool
 ) -> tuple[list[list[Tensor]], list[Any]]:
@@ -256,6 +268,7 @@ class Swap(torch.autograd.Function):
         mine = route.place.position
         items = iter(tensors)
         rows = {peer: [next(items) for _ in range(width)] for peer, width in zip(route.peers, widths, strict=True)}
+        ctx.places = [None if tensor is None else tensor.device for tensor in tensors]
         needed = {peer: [_needs(tensor) for tensor in row] for peer, row in rows.items()}
         present = [tensor for tensor in tensors if tensor is not None]
         package = Package({p: _bare(row) for p, row in rows.items()}, needed, _streams(present), route.note)
@@ -267,14 +280,19 @@ class Swap(torch.autograd.Function):
         constant: list[Tensor] = []
         for peer in route.peers:
             package = packages[peer]
-            for tensor, wanted in zip(package.rows[mine.index], package.needed[mine.index], strict=True):
+            own = [tensor.device for tensor in rows[peer] if tensor is not None]
+            sent = zip(package.rows[mine.index], package.needed[mine.index], strict=True)
+            for at, (tensor, wanted) in enumerate(sent):
                 made = None if tensor is None else _own_object(tensor, mine.device, package.streams)
+                if made is not None and own:  # another replica's device may be the host
+                    made = made.to(own[min(at, len(own) - 1)])
                 received.append(made)
                 if made is not None and not wanted:
                     constant.append(made)
         ctx.mark_non_differentiable(*constant)
         # Not the route itself: it leads to the tokens, which lead back here, and nobody would ever clear that away.
         ctx.label, ctx.rows = route.label, [route.counts[peer] for peer in route.peers]
+        ctx.open = route.place.open
         return (torch.zeros_like(token), *received)
 
     @staticmethod
@@ -283,7 +301,7 @@ class Swap(torch.autograd.Function):
             raise RuntimeError(SECOND_TIME)
         ctx.saved_tensors  # noqa: B018  # a checkpointed region around this is run again here at the latest
         ctx.spent = not keeps_graph()
-        now = seat()
+        now = seat() or next(iter(ctx.open), None)
         if now is None:
             raise CollectiveError(
                 f"a gradient came to {ctx.label} by another way than the backward of its call.\n"
@@ -292,7 +310,8 @@ class Swap(torch.autograd.Function):
         items = iter(gradients)
         rows = [[next(items) for _ in range(count)] for count in ctx.rows]
         back = Route(now, f"the backward of {ctx.label}")
-        return (None, None, None, *_send(back, rows, torch.is_grad_enabled()))
+        brought = zip(_send(back, rows, torch.is_grad_enabled()), ctx.places, strict=True)
+        return (None, None, None, *(g if g is None or p is None else g.to(p) for g, p in brought))
 
 
 def _needs(tensor: Tensor | None) -> bool:
@@ -321,28 +340,36 @@ SECOND_TIME = (
 swap = cast(Callable[..., tuple[Any, ...]], Swap.apply)
 
 
-def needed_tokens(rows: Sequence[Sequence[Tensor]], roots: Sequence[Sequence[Tensor]]) -> list[int]:
-    """The crossings that a backward from these roots comes to on any replica; on every other it has to start there too.
+class Reach(NamedTuple):
+    """The crossings that a backward of one replica comes to next, by their numbers."""
 
-    `rows` are the tokens of each replica, `roots` the tensors that it starts from otherwise.
-    """
-    by_node = [{token.grad_fn: number for number, token in enumerate(row)} for row in rows]
-    seen: list[set[Any]] = [set() for _ in rows]
-    pending = [[tensor.grad_fn for tensor in tensors] for tensors in roots]
+    first: set[int]
+    """From the outputs that it starts at."""
+    below: list[set[int]]
+    """From each crossing."""
+
+
+def reach(tokens: Sequence[Tensor], roots: Sequence[Tensor]) -> Reach:
+    """Which crossings a backward from these roots comes to next, and from each crossing, told by its token."""
+    numbers = {token.grad_fn: number for number, token in enumerate(tokens)}
+    below = [_next([node for node, _ in token.grad_fn.next_functions], numbers) for token in tokens if token.grad_fn]
+    return Reach(_next([root.grad_fn for root in roots], numbers), below)
+
+
+def needed_tokens(reaches: Sequence[Reach]) -> list[int]:
+    """The crossings that a backward comes to on any replica; on every other it has to start there too."""
     needed: set[int] = set()
-    while any(pending):
-        for index, nodes in enumerate(pending):
-            reached = _reach(nodes, seen[index], by_node[index]) - needed
-            pending[index] = []
-            needed |= reached
-            for other, row in enumerate(rows):
-                pending[other] += [row[number].grad_fn for number in reached if row[number].grad_fn not in seen[other]]
+    pending = set().union(*(one.first for one in reaches))
+    while pending:
+        needed |= pending
+        pending = set().union(*(one.below[number] for one in reaches for number in pending)) - needed
     return sorted(needed)
 
 
-def _reach(nodes: list[Any], seen: set[Any], numbers: dict[Any, int]) -> set[int]:
-    """Walk a graph down from some nodes; the numbers of the crossings on the way."""
+def _next(nodes: list[Any], numbers: dict[Any, int]) -> set[int]:
+    """Walk a graph down from some nodes, up to crossings: the numbers of these."""
     found: set[int] = set()
+    seen: set[Any] = set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -350,7 +377,8 @@ def _reach(nodes: list[Any], seen: set[Any], numbers: dict[Any, int]) -> set[int
         seen.add(node)
         if node in numbers:
             found.add(numbers[node])
-        nodes.extend(below for below, _ in node.next_functions)
+        else:
+            nodes.extend(below for below, _ in node.next_functions)
     return found
 
 
@@ -364,15 +392,15 @@ def _refuse_inside(place: Seat, label: str, _: Tensor) -> None:
 
 
 def _refuse_checkpoint(place: Seat, label: str) -> None:
-    """A joint graph has one thread to run regions again, each for itself: nobody would meet there."""
+    """On accelerators autograd runs regions again in a thread of its own: nobody would meet there."""
     if not place.grad:
         return
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not place.floor:
         if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
             raise CollectiveError(
-                f"{label} is inside of a region under activation checkpointing, which runs again in the backward, one "
-                f"replica after the other, where this engine's replicas cannot meet.\n"
+                f"{label} is inside of a region under activation checkpointing, which runs again in the backward, "
+                f"where replicas of accelerators, and of one joint graph, cannot meet.\n"
                 f"Take it out of the checkpointed region"
                 f"{', or pass sync_batchnorm=False' if label.startswith('batch norm') else ''}; "
                 f"on CPU replicas engine='threads' runs it as it is."

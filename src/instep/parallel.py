@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,10 +24,10 @@ from instep.devices import (
     place,
     stays_on_host,
 )
-from instep.engines.choose import Choice, choose, start
+from instep.engines.choose import Choice, choose, instead, start
 from instep.engines.pool import inside_replica
 from instep.engines.protocol import Engine
-from instep.errors import WrapError
+from instep.errors import CannotCross, WrapError
 from instep.explain import Explanation, explain
 from instep.face import Transparent
 from instep.locks import ProcessLock
@@ -144,8 +145,15 @@ class DataParallel(Transparent, Wrapper):
         self._instep_output = devices[0] if options.output_device is None else device_of(options.output_device)
         self._instep_alone = len(devices) == 1
         self._instep_stays = devices[0].type == self._instep_output.type == "cpu" and not options.place
-        self._instep_choice: Choice = choose(options.engine, devices)
-        self._instep_engine: Engine = start(self._instep_choice, devices, options.restarts, options.timeout)
+        self._instep_methods: dict[str, Method] = {}
+        self._instep_called = False
+        self._choose(choose(options.engine, devices))
+
+    def _choose(self, choice: Choice) -> None:
+        """Set up what runs calls, on an engine."""
+        options, devices = self._instep_options, self._instep_devices
+        self._instep_choice = choice
+        self._instep_engine: Engine = start(choice, devices, options.restarts, options.timeout)
         outfit, joint = Outfit(options.sync_batchnorm), self._instep_engine.joint
         self._instep_crew = Crew(
             self.module,
@@ -169,8 +177,6 @@ class DataParallel(Transparent, Wrapper):
             options,
             _weakly(self._alone),
         )
-        self._instep_methods: dict[str, Method] = {}
-        self._instep_called = False
         self._instep_lock = ProcessLock(self._instep_crew.discard)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -194,8 +200,22 @@ class DataParallel(Transparent, Wrapper):
         plan = known.plan(names, values, self._instep_options.cost)
         if plan.parts == 1:
             return self._alone(method, args, kwargs)
-        with self._instep_lock:
-            return self._instep_together.run(Call(method, known, plan, values, len(args)))
+        try:
+            with self._instep_lock:
+                return self._instep_together.run(Call(method, known, plan, values, len(args)))
+        except CannotCross as error:
+            self._fall_back(error)
+        return self._run(method, args, kwargs)
+
+    def _fall_back(self, error: CannotCross) -> None:
+        """Go on with another engine, if nobody asked for the one that cannot have what a call needs."""
+        choice = instead(self._instep_choice, error)
+        self._instep_together.refuse_again()
+        warnings.warn(f"engine='auto' goes on with threads: {choice.why}.", stacklevel=5)
+        before, frozen = self._instep_engine, self._instep_crew.frozen
+        self._choose(choice)
+        self._instep_crew.frozen = frozen
+        before.close()
 
     def _alone(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The module itself, on the first device."""
@@ -242,7 +262,12 @@ class DataParallel(Transparent, Wrapper):
         plan = known.plan(names, values, self._instep_options.cost)
         tried = None if known.probe is None else known.probe.recall(plan, values, self._instep_crew.kinds.now)
         trial = "" if known.probe is None else "not tried yet" if tried is None else tried.words
-        return explain(plan, values, self._instep_devices, self._instep_choice, known.merger, trial)
+        return explain(plan, values, self._instep_devices, self._chosen(), known.merger, trial)
+
+    def _chosen(self) -> Choice:
+        """The engine, why it was chosen, and how tensors come to its replicas."""
+        choice, words = self._instep_choice, self._instep_engine.words()
+        return choice._replace(why=f"{choice.why}; {words}") if words else choice
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -283,7 +308,7 @@ class DataParallel(Transparent, Wrapper):
 
     def __repr__(self) -> str:
         devices = ", ".join(str(device) for device in self._instep_devices)
-        choice = self._instep_choice
+        choice = self._chosen()
         inner = repr(self.module).replace("\n", "\n  ")
         return f"DataParallel(\n  engine={choice.name} ({choice.why}), devices=[{devices}]\n  {inner}\n)"
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from instep.private import is_routed, route, route_draws, stand_in_for_default_generator
-from instep.sources import Source, Stream
+from instep.sources import Source, Stream, state_bytes
 
 Held = list[tuple[torch.Generator, torch.Generator]]
 """Generators of the caller, each with what a replica has in its place."""
@@ -77,11 +77,11 @@ class Streams:
         self._streams = [Stream(state.host, index) for index in range(len(held))]
         self.held = [list(pairs) for pairs in held]
         self._of_threads: dict[int, Stream] = {}
-        self._caller = 0
+        self._caller = self._index = 0
 
     def arguments(self, shards: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         """The arguments of each replica, with a generator of its own for each that several of them were given."""
-        if not any(True for values in shards for _ in generators_in(values)):
+        if all(isinstance(value, Tensor) for value in shards[0]) or not _hold_generators(shards):
             return shards
         counts = Counter(key for values in shards for key in {id(g) for g in generators_in(values)})
         shared = {key for key, count in counts.items() if count > 1}
@@ -140,15 +140,16 @@ class Streams:
         return _Drawing(self._streams[index] if self._own else None)
 
     @contextmanager
-    def joint_backward(self) -> Iterator[None]:
+    def joint_backward(self, index: int = 0) -> Iterator[None]:
         """Around one backward for all replicas: on the CPU, each thread that takes part draws from a stream of its own.
 
-        Autograd's device threads work at the same time, and recompute checkpointed regions by setting the state.
+        Autograd's device threads work at the same time, and recompute checkpointed regions by setting the state. A
+        replica that has a backward of its own gives its index.
         """
         if not self._own:
             yield
             return
-        self._caller = threading.get_ident()
+        self._caller, self._index = threading.get_ident(), index
         _joint.append(self)
         outer = route(True)
         try:
@@ -160,7 +161,8 @@ class Streams:
     def of_this_thread(self) -> Stream:
         """The stream of a thread that takes part in a joint backward."""
         place = 0 if threading.get_ident() == self._caller else 1 + torch.accelerator.current_device_index()
-        return self._of_threads.setdefault(place, Stream(self.state.host, len(self._streams) + place))
+        number = len(self._streams) * (1 + place) + self._index
+        return self._of_threads.setdefault(place, Stream(self.state.host, number))
 
     def renew(self) -> None:
         """Before a backward: what first draws there is seeded by the caller's generator as it is then."""
@@ -188,7 +190,7 @@ class _Standing:
         self._start = self._generator.get_state()
 
     def __exit__(self, *_: object) -> None:
-        if not torch.equal(self._generator.get_state(), self._start):
+        if state_bytes(self._generator.get_state()) != state_bytes(self._start):
             self._source.drawn = True
         if self._restore is not None:
             self._generator.set_state(self._restore)
@@ -228,10 +230,13 @@ class Turns:
 class RandomState:
     """The state of torch's generators when this was made, for a call with replicas on these devices."""
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], *, apart: bool = False) -> None:
+        """`apart` means that only the first replica is in this process, and draws here."""
         self.devices = devices
+        self._apart = apart
         self.host = Source(torch.default_generator)
-        self.others = {d: Source(g) for d in devices if d.type != "cpu" and (g := _default(d)) is not None}
+        here = devices[:1] if apart else devices
+        self.others = {d: Source(g) for d in here if d.type != "cpu" and (g := _default(d)) is not None}
         self.home = self.others.get(self.devices[0], self.host)
         """What seeds the streams of accelerators."""
         self._held: dict[int, Source] = {}
@@ -245,8 +250,8 @@ class RandomState:
             return self._held[id(generator)]
 
     def shares(self, device: torch.device) -> bool:
-        """Whether several replicas are on a device."""
-        return self.devices.count(device) > 1
+        """Whether several replicas of this process are on a device."""
+        return not self._apart and self.devices.count(device) > 1
 
     def moved(self) -> bool:
         """Whether numbers were drawn from a generator that several replicas share."""
@@ -260,6 +265,10 @@ class RandomState:
         """Put every generator back."""
         for source in (self.host, *self.others.values(), *self._held.values()):
             source.restore()
+
+
+def _hold_generators(shards: Sequence[Sequence[Any]]) -> bool:
+    return any(True for values in shards for _ in generators_in(values))
 
 
 def generators_in(value: Any) -> Iterator[torch.Generator]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -87,6 +88,13 @@ def gather(gradients: Sequence[Tensor | None], device: torch.device) -> list[Ten
     return result
 
 
+def _are_alike(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two gradients are dense and of one dtype."""
+    if one is None or other is None or one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
+    return one.dtype == other.dtype
+
+
 def add_up(columns: Sequence[Sequence[Tensor | None]], *, into_first: bool = False) -> list[Tensor | None]:
     """The sum over replicas of each gradient, in the order of the replicas; None where no replica has one.
 
@@ -97,6 +105,12 @@ def add_up(columns: Sequence[Sequence[Tensor | None]], *, into_first: bool = Fal
     total = list(columns[0])
     # Sums of ours, which later columns may be added into.
     own = {index for index, gradient in enumerate(total) if into_first and gradient is not None and _alone(gradient)}
+    if len(columns) == 2 and total and len(own) in (0, len(total)) and all(map(_are_alike, *columns)):
+        pair = [cast(list[Tensor], list(column)) for column in columns]
+        if not own:
+            return list(torch._foreach_add(*pair))
+        torch._foreach_add_(*pair)
+        return total
     for column in columns[1:]:
         dense: list[tuple[int, Tensor, Tensor]] = []
         for index, gradient in enumerate(column):

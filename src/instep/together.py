@@ -25,6 +25,7 @@ from instep.random import RandomState, Streams, Turns, threads_can_draw
 from instep.replicas.ambient import Ambient
 from instep.replicas.carry import ALONE, UNSURE, Slot
 from instep.replicas.crew import Crew
+from instep.replicas.handed import ids_in
 from instep.replicas.rehearse import compare, left_in
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.settle import Settler, refuse_writes
@@ -64,12 +65,12 @@ class Together:
         self._hooking: set[Any] = set()
         """The methods and modes in which hooks are put on tensors."""
         self._mixing: set[Any] = set()
-        """Those in which a backward of the user's own looks at more than one sample."""
+        """Those in which a backward of the user's own looks at more than one sample, or a gradient is asked for."""
 
     def run(self, call: Call) -> Any:
         """What one device would have given; a call that fails leaves everything as it was."""
         self.engine.wait()
-        random, before = RandomState(self.devices), Bearings()
+        random, before = RandomState(self.devices, apart=self.engine.far), Bearings()
         try:
             result = self._once(call, random)
             self.crew.done()
@@ -90,13 +91,13 @@ class Together:
                 raise
         if self.crew.asked:
             self._note_asked(call)
-        self._refuse_again()
+        self.refuse_again()
         self.crew.restore()
         self.crew.discard()
         random.restore()
         return self._on_source(call)
 
-    def _refuse_again(self) -> None:
+    def refuse_again(self) -> None:
         """`StateError` before a call is run once more that has written to its arguments: it would do so twice."""
         if self._wrote is not None:
             raise StateError(
@@ -126,6 +127,18 @@ class Together:
             self.hooks.tell(found, stacklevel=9)
             self._hooking.add(self._manner(call))
         return found is not None
+
+    def _retains(self, call: Call, crossing: Crossing) -> bool:
+        """A gradient that `forward` asks for is that of what the whole batch makes of the tensor."""
+        if not crossing.retains or self.options.hooks != "whole":
+            return False
+        warnings.warn(
+            "forward asks for the gradient of a tensor that it keeps or returns (retain_grad()): calls run on one "
+            "device, where that is the whole batch's.\nWith hooks='per_replica' they run on all, and it has none.",
+            stacklevel=9,
+        )
+        self._mixing.add(self._manner(call))
+        return True
 
     def _is_new(self, call: Call) -> bool:
         """Whether the graph of such a call was not looked at yet."""
@@ -200,23 +213,23 @@ class Together:
         shards = streams.arguments(self._place(plan, apply_plan(plan, call.values)))
         outcomes = self._cross(call, replicas, shards, streams, [slot for slot in carried if slot.module is not None])
         if outcomes is None:
-            self._refuse_again()
+            self.refuse_again()
             random.restore()
             return self._run(call, random, rehearsal, slots=slots, again=again)
         if not streams.in_turn and self._drew_from_one(random):
-            self._refuse_again()
+            self.refuse_again()
             return self._run(call, random, rehearsal, slots=slots, again=True)
         if any(outcome.changes.structure for outcome in outcomes):
             if rehearsal is not None:
                 return None
-            self._refuse_again()
+            self.refuse_again()
             self._forget(random)
             return self._on_source(call)
         refuse_writes(self.module, [*crew.written(), *(t for outcome in outcomes for t in outcome.refused)])
         outputs = [on_output_device(outcome.output, self.output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
         if rehearsal is not None:  # nothing is learned from it
-            self._refuse_again()
+            self.refuse_again()
             return call.known.merger.once().merge(outputs, plan.sizes, inputs), left_in(slots, replicas)
         streams.settle()
         merged = call.known.whole(call.known.merger.merge(outputs, plan.sizes, inputs))
@@ -254,6 +267,8 @@ class Together:
         given = Given(call.plan, call.values) if shared else None
         crossing = Crossing(engine, replicas, runs, ambient, crew.behind, streams, sizes, carried, given)
         crossing.look = self._is_new(call)
+        if engine.far and len(replicas) > 1:
+            crossing.theirs = ids_in(call.values)
         try:
             outcomes = crossing.run(shards, call.positional, call.plan.names)
         except BaseException as error:
@@ -265,7 +280,8 @@ class Together:
             return None
         self._wrote = crossing.wrote()
         # An iterator may have been asked although nothing was raised: forward can catch that.
-        if crew.asked or self._puts_hooks(call, crossing.hooks) or self._mixes(call, crossing.functions, carried):
+        whole = self._puts_hooks(call, crossing.hooks) or self._retains(call, crossing)
+        if crew.asked or whole or self._mixes(call, crossing.functions, carried):
             if given is not None:
                 given.put_back()
             raise _ForTheModule
@@ -282,7 +298,7 @@ class Together:
         crossing = Crossing(self.engine, replicas, call.known.runs, ambient, behind, streams)
         output = crossing.run(shards, call.positional, call.plan.names)[0].output
         self._wrote = crossing.wrote()
-        self._refuse_again()
+        self.refuse_again()
         streams.settle()
         return on_output_device(output, self.output), left_in(slots, replicas)
 
@@ -294,10 +310,14 @@ class Together:
         """Each replica's shards on its device; leaves that are there already are not touched."""
         rules = self.options.place
         keep = stays_on_host(shards[0]) if any(d.type != "cpu" for d in self.devices) else False
-        return [
-            [place(value, (name,), device, keep, rules) for name, value in zip(plan.names, values, strict=True)]
-            for values, device in zip(shards, self.devices, strict=False)
-        ]
+        placed = []
+        for values, replica in zip(shards, self.crew.replicas, strict=False):
+            if replica.takes_from_host(keep or bool(rules)):
+                placed.append(values)
+                continue
+            named = zip(plan.names, values, strict=True)
+            placed.append([place(value, (name,), replica.device, keep, rules) for name, value in named])
+        return placed
 
     def _streams(self, random: RandomState, replicas: Sequence[Replica], again: bool) -> Streams:
         """Where the replicas draw from in a call, or in one that is run `again` for drawing from one generator."""

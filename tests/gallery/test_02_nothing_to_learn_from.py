@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .beside import on_each_engine, train_beside
 
@@ -25,6 +30,28 @@ class Detector(nn.Module):
 
 
 BOXES: list[list[float]] = [[1.0], [2.0, 3.0], [], [], []]
+
+
+def on_a_rank(rank: int) -> str:
+    """How a rank of DistributedDataParallel fares when the other one has nothing to learn from."""
+    model = DistributedDataParallel(Detector(), process_group=dist.new_group(timeout=timedelta(seconds=1)))
+    loss = model(torch.randn(2, 3), BOXES[:2] if rank == 0 else BOXES[3:])
+    said = "had no loss"
+    if loss is not None:
+        try:
+            loss.backward()
+            said = "went on"
+        except RuntimeError as error:
+            said = f"waited: {error}"
+    dist.barrier()  # the other one is there, and waits as well
+    return said
+
+
+def test_the_other_rank_waits_until_its_timeout(two_ranks: dict[str, list[Any]]) -> None:
+    first, second = two_ranks["test_02_nothing_to_learn_from"]
+    assert second == "had no loss"
+    assert first.startswith("waited: ")
+    assert "Timed out" in first
 
 
 @on_each_engine

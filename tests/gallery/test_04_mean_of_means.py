@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import instep
 
@@ -19,6 +21,40 @@ class Tagger(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), labels.flatten())
+
+
+def padded_batch() -> tuple[Tensor, Tensor]:
+    ids = torch.arange(30).view(5, 6) % 9
+    labels = ids.clone()
+    labels[3:, 1:] = -100
+    return ids, labels
+
+
+def on_a_rank(rank: int) -> Tensor:
+    """The gradient that DistributedDataParallel leaves of one uneven half of a batch with padding."""
+    torch.manual_seed(0)
+    net = Tagger()
+    shards = [column.split(3)[rank] for column in padded_batch()]
+    model = DistributedDataParallel(net)
+    model(*shards).backward()
+    assert net.head.weight.grad is not None
+    return net.head.weight.grad
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+def test_ranks_average_their_means(engine: str, two_ranks: dict[str, list[Any]]) -> None:
+    torch.manual_seed(0)
+    plain = Tagger()
+    net, batch = copy.deepcopy(plain), padded_batch()
+    plain(*batch).backward()
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        model(*batch).backward()
+    expected = plain.head.weight.grad
+    assert expected is not None
+    torch.testing.assert_close(net.head.weight.grad, expected)
+    first, second = two_ranks["test_04_mean_of_means"]
+    torch.testing.assert_close(first, second)
+    assert (first - expected).norm() > 0.1 * expected.norm()
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import instep
 
 from .beside import on_each_engine
+
+
+def on_a_rank(rank: int) -> list[Tensor]:
+    """The gradients that two ranks hold after a call of the wrapper, and after one of the module inside."""
+    torch.manual_seed(0)
+    net, x = nn.Linear(3, 2), torch.randn(4, 3).split(2)[rank]
+    model = DistributedDataParallel(net)
+    found = []
+    for run in (model, model.module):
+        net.zero_grad()
+        run(x).sum().backward()
+        assert net.weight.grad is not None
+        found.append(net.weight.grad.clone())
+    return found
+
+
+def test_ranks_drift_apart(two_ranks: dict[str, list[Any]]) -> None:
+    (first, first_alone), (second, second_alone) = two_ranks["test_27_the_module_itself"]
+    torch.testing.assert_close(first, second)
+    assert (first_alone - second_alone).norm() > 0.1 * first_alone.norm()
 
 
 @on_each_engine

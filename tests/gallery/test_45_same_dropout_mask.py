@@ -6,22 +6,28 @@ noise of one over a single rank, N times.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import instep
 
 
-def rank(seed: int, shard: Tensor) -> Tensor:
-    """What one rank of a script that seeds every rank alike does with its shard."""
-    torch.manual_seed(seed)
-    return nn.Dropout()(shard)
+def on_a_rank(rank: int) -> Tensor:
+    """What a rank drops of its half of a batch, in a script that seeds every rank alike."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Dropout())
+    model, halves = DistributedDataParallel(net), torch.randn(8, 64).chunk(2)
+    out: Tensor = model(halves[rank])
+    return out == 0
 
 
-def test_ranks_that_are_seeded_alike_share_a_mask() -> None:
-    shards = torch.ones(8, 64).chunk(2)
-    first, second = (rank(0, shard) for shard in shards)
+def test_ranks_that_are_seeded_alike_share_a_mask(two_ranks: dict[str, list[Any]]) -> None:
+    first, second = two_ranks["test_45_same_dropout_mask"]
+    assert first.any()
     assert torch.equal(first, second)
 
 

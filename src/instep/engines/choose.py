@@ -12,7 +12,7 @@ from instep.engines.pool import stop_all
 from instep.engines.protocol import Engine
 from instep.engines.serial import SerialEngine
 from instep.engines.threads import ThreadsEngine
-from instep.errors import EngineError
+from instep.errors import CannotCross, EngineError
 from instep.settings import ENGINES, engine_from_environment
 
 
@@ -21,6 +21,8 @@ class Choice(NamedTuple):
 
     name: str
     why: str
+    by_rule: bool = False
+    """Whether nobody has asked for it, so that another one may take its place."""
 
 
 def choose(asked: str, devices: Sequence[torch.device]) -> Choice:
@@ -35,7 +37,17 @@ def choose(asked: str, devices: Sequence[torch.device]) -> Choice:
             return Choice(environment, f"INSTEP_ENGINE={environment}")
     if len(devices) == 1:
         return Choice("serial", "one device needs no parallel engine")
-    return Choice("threads", f"{len(devices)} replicas in one process need no pickling and no start-up")
+    several = len({device for device in devices if device.type == "cuda"})
+    if several > 1 and sys.platform == "linux" and not _inside_worker():
+        return Choice("processes", f"{several} accelerators are kept busy by as many interpreters", by_rule=True)
+    return Choice("threads", f"{len(devices)} replicas in one process need no pickling and no start-up", by_rule=True)
+
+
+def instead(choice: Choice, error: CannotCross) -> Choice:
+    """What runs a module that cannot be sent to other processes; the error again where somebody asked for them."""
+    if not choice.by_rule or choice.name != "processes":
+        raise error
+    return Choice("threads", f"worker processes cannot have the module: {str(error).splitlines()[0]}")
 
 
 def start(choice: Choice, devices: Sequence[torch.device], restarts: int = 3, timeout: float = 600.0) -> Engine:
@@ -45,6 +57,11 @@ def start(choice: Choice, devices: Sequence[torch.device], restarts: int = 3, ti
 
         return ProcessesEngine(devices, restarts=restarts, timeout=timeout)
     return SerialEngine() if choice.name == "serial" else ThreadsEngine(devices)
+
+
+def _inside_worker() -> bool:
+    hands: Any = sys.modules.get("instep.engines.processes.hands")
+    return hands is not None and bool(hands.inside_worker())
 
 
 def shutdown() -> None:

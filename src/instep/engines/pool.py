@@ -5,20 +5,20 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from math import inf
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 
+from instep.engines.results import Results
 from instep.errors import EngineError
 from instep.locks import ProcessLock, start, surely
-from instep.meeting import PeerFailed, first_error
+from instep.meeting import PeerFailed
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class ReplicaThread:
         self.pid = os.getpid()
         self.users: set[Lease] = set()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._asked = False
+        self._asked = self._works = False
 
     def start(self) -> None:
         """Begin, once somebody holds it: an interruption meanwhile leaves no thread that nobody knows."""
@@ -62,13 +62,16 @@ class ReplicaThread:
             start(self._thread)
 
     def _work(self) -> None:
-        _here.inside = True
-        while (task := self.inbox.get()) is not None:
-            task()
-            del task  # a finished call must not be kept until the next one comes
+        _here.inside = self._works = True
+        try:
+            while (task := self.inbox.get()) is not None:
+                task()
+                del task  # a finished call must not be kept until the next one comes
+        finally:
+            self._works = False
 
     def alive(self) -> bool:
-        return self.pid == os.getpid() and self._thread.is_alive()
+        return self.pid == os.getpid() and (self._works or self._thread.is_alive())
 
     def usable(self) -> bool:
         """Whether it runs, or was not started yet. Of one whose start was interrupted nobody knows."""
@@ -117,7 +120,7 @@ class Lease:
             self._keys.append((str(device), seen[str(device)]))
             seen[str(device)] += 1
         self._closed = False
-        self._left: _Results | None = None
+        self._left: Results | None = None
         """What tasks will give that an interrupted caller did not wait for."""
         self._threads: list[ReplicaThread] = []
         try:
@@ -138,9 +141,17 @@ class Lease:
         return thread
 
     def run(
-        self, tasks: Sequence[Callable[[], T]], *, stop: Callable[[], object] | None = None, patience: float = inf
+        self,
+        tasks: Sequence[Callable[[], T]],
+        *,
+        stop: Callable[[], object] | None = None,
+        patience: float = inf,
+        here: bool = False,
     ) -> list[T]:
         """The results of one task a thread, in order; the first error that a task raised is raised.
+
+        With `here` the first task runs in this thread: nobody else may start a backward for the device that the engine
+        of autograd has given this thread to.
 
         After an interruption of the caller no other task begins, and `stop` tells those that have not to wait for each
         other. It is raised when none runs any longer, or after so many seconds; a second one at once.
@@ -150,14 +161,16 @@ class Lease:
         if self._closed:
             raise EngineError("this engine was closed.")
         mine = torch.get_num_threads()
-        done = _Results(len(tasks))
+        done = Results(len(tasks))
         parts = [_Task(index, task, done, max(1, mine // len(tasks))) for index, task in enumerate(tasks)]
         try:
             with _lock:  # calls of several wrappers reach every thread in the same order
                 self._revive()
-                for thread, part in zip(self._threads, parts, strict=False):
+                for thread, part in list(zip(self._threads, parts, strict=False))[int(here) :]:
                     thread.inbox.put(part)
             _end_dropped()
+            if here:
+                parts[0].do_here()
             return done.collect(partial(_begin_elsewhere, parts))
         except BaseException:
             if not done.complete():
@@ -174,7 +187,7 @@ class Lease:
 
     def beside(self, tasks: Sequence[Callable[[], T]]) -> Callable[[], list[T]]:
         """Begin each task in a thread of its own; what this returns waits for the results, as `run` gives them."""
-        done = self._left = _Results(len(tasks))
+        done = self._left = Results(len(tasks))
         share = torch.get_num_threads()
         _begin_elsewhere([_Task(index, task, done, share) for index, task in enumerate(tasks)])
 
@@ -248,69 +261,6 @@ class Lease:
         return ended
 
 
-class _Results:
-    """What tasks gave, each in its own place; the queue is only a bell.
-
-    An interruption may come when a bell has been taken and nothing has been done about it. Nothing is lost then but the
-    bell, and whoever waits looks again after a while.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.shared = False
-        """Whether a task gave its thread another share of the cores."""
-        self._results: list[tuple[Any, BaseException | None] | None] = [None] * count
-        self._bell: SimpleQueue[None] = SimpleQueue()
-        self._then: list[Callable[[], object]] = []
-
-    def put(self, index: int, result: Any, error: BaseException | None) -> None:
-        self._results[index] = result, error
-        if None not in self._results:  # whoever waits is woken once, by the last
-            self._end()
-            self._bell.put(None)
-
-    def afterwards(self, then: Callable[[], object]) -> None:
-        """Do something when every task has ended."""
-        self._then.append(then)
-        if self.complete():
-            self._end()
-
-    def _end(self) -> None:
-        while self._then:
-            try:
-                then = self._then.pop()
-            except IndexError:  # another thread does it
-                return
-            then()
-
-    def complete(self) -> bool:
-        """Whether every task has ended."""
-        return None not in self._results
-
-    def collect(self, late: Callable[[], None]) -> list[Any]:
-        """All results, or the first error. `late` is called whenever results are still missing after a while."""
-        while not self.complete():
-            try:
-                self._bell.get(timeout=_GLANCE)
-            except Empty:
-                late()
-        given = [result for result in self._results if result is not None]
-        errors = {index: error for index, (_, error) in enumerate(given) if error is not None}
-        if errors:
-            raise first_error(errors)
-        return [result for result, _ in given]
-
-    def wait(self, seconds: float) -> bool:
-        """Whether every task has ended, after so many seconds at most."""
-        deadline = time.monotonic() + seconds
-        while not self.complete() and (left := deadline - time.monotonic()) > 0:
-            with suppress(Empty):
-                self._bell.get(timeout=min(left, _GLANCE))
-        return self.complete()
-
-
-_GLANCE = 0.1
-"""Seconds after which whoever waits for results looks again, without a bell."""
-
 _PATIENCE = 60.0
 """Seconds that a call waits for what an interrupted one before it has left running."""
 
@@ -325,7 +275,7 @@ class _Task:
 
     __slots__ = ("done", "index", "share", "waiting")
 
-    def __init__(self, index: int, task: Callable[[], Any], done: _Results, share: int) -> None:
+    def __init__(self, index: int, task: Callable[[], Any], done: Results, share: int) -> None:
         self.index, self.done = index, done
         self.waiting = [task]
         self.share = share
@@ -341,6 +291,18 @@ class _Task:
             return self.waiting.pop()  # only one thread can
         except IndexError:
             return None
+
+    def do_here(self) -> None:
+        """Do it in the caller's thread, with the caller's share of the cores; an interruption is the caller's own."""
+        task = self._claim()
+        if task is None:
+            return
+        try:
+            self.done.put(self.index, task(), None)
+        except BaseException as error:
+            self.done.put(self.index, None, error)
+            if not isinstance(error, Exception):
+                raise
 
     def __call__(self) -> None:
         task = self._claim()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,8 +32,12 @@ class Job:
     """The samples of each replica's shard."""
     inputs: Sequence[Sequence[Tensor]] = ()
     """Of each replica's arguments, the tensors that a gradient is wanted for."""
+    theirs: Collection[int] = ()
+    """The ids of what the caller's arguments hold and replicas may change in place, tensors apart."""
     room: Any = None
     """Where the replicas meet in the middle of the call; the engine provides it."""
+    passage: Any = None
+    """How tensors of the caller's accelerator leave for other processes; the engine that has such provides it."""
 
     def seat(self, index: int) -> Seat | None:
         """One replica's place in the meeting."""
@@ -51,6 +55,8 @@ class Engine(Protocol):
     joint: bool
     in_turn: bool
     """Whether replicas always run one after another."""
+    far: bool
+    """Whether replicas live in other processes, with copies of their arguments."""
 
     def kinds(self) -> Sequence[type[Replica]]:
         """What each replica is in this process; nothing for the usual."""
@@ -58,6 +64,10 @@ class Engine(Protocol):
 
     def settle_in(self, tensors: Iterable[Tensor]) -> None:
         """Move tensors of a source module to where its replicas can reach them."""
+        ...
+
+    def words(self) -> str:
+        """What is to be said of how tensors come to the replicas; nothing where they are at home."""
         ...
 
     def forward(self, job: Job) -> list[Outcome]: ...

@@ -67,6 +67,8 @@ class Room:
         self._turn: int | None = 0 if in_turn else None
         self._threads: dict[int, int] = {}
         self._said = False
+        self.stacks: dict[int, Callable[[], str]] = {}
+        """What says where a replica stands whose thread here only waits for it."""
 
     def enter(self, index: int) -> None:
         """Begin a replica's part; waits for its turn. After a failure its part is not begun."""
@@ -151,11 +153,12 @@ class Room:
         able = [i for i in range(len(self._names)) if i not in self._waiting and i not in self._left]
         for index in able if self._turn is None else [self._turn]:
             frame = frames.get(self._threads.get(index, 0))
-            stack = (
-                "".join(traceback.format_stack(frame, 8))
-                if frame is not None
-                else "  (its thread has not come to it yet)\n"
-            )
+            if index in self.stacks:
+                stack = self.stacks[index]()
+            elif frame is not None:
+                stack = "".join(traceback.format_stack(frame, 8))
+            else:
+                stack = "  (its thread has not come to it yet)\n"
             warnings.warn(
                 f"{label} has waited {PATIENCE:.0f} s for {self._names[index]}, which is at:\n{stack}", stacklevel=2
             )

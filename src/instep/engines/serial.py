@@ -24,6 +24,7 @@ class SerialEngine:
 
     name = "serial"
     joint = True
+    far = False
     in_turn = True
 
     def kinds(self) -> Sequence[type[Replica]]:
@@ -31,6 +32,9 @@ class SerialEngine:
 
     def settle_in(self, tensors: Iterable[Tensor]) -> None:
         """Replicas of this process reach them wherever they are."""
+
+    def words(self) -> str:
+        return ""
 
     def forward(self, job: Job) -> list[Outcome]:
         names = [replica.name for replica in job.replicas]

@@ -18,7 +18,7 @@ from instep.engines.pool import Lease, inside_replica
 from instep.engines.protocol import Job, perform, raise_first, raised_in
 from instep.engines.room import BACKWARD, FORWARD, Room, run_here
 from instep.locks import ProcessLock, surely
-from instep.meeting import attend, needed_tokens
+from instep.meeting import Reach, attend, needed_tokens, reach
 from instep.private import accumulates
 from instep.reduce import add_up, gather
 from instep.replicas.replica import Outcome, Replica
@@ -51,7 +51,7 @@ class SideBySide:
 
     name = ""
     joint = False
-    in_turn = False
+    in_turn = far = False
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
@@ -76,11 +76,13 @@ class SideBySide:
     def settle_in(self, tensors: Iterable[Tensor]) -> None:
         """Replicas of this process reach them wherever they are."""
 
+    def words(self) -> str:
+        return ""
+
     def forward(self, job: Job) -> list[Outcome]:
         names, streams = [replica.name for replica in job.replicas], job.streams
-        job.room = self.room_for(
-            names, FORWARD, joint=not self._on_host, in_turn=streams.in_turn, step_aside=streams.step_aside
-        )
+        joint = not self._on_host and not self.far
+        job.room = self.room_for(names, FORWARD, joint=joint, in_turn=streams.in_turn, step_aside=streams.step_aside)
         tasks = [partial(self.perform, job, index) for index in range(len(job.replicas))]
         try:
             outcomes = self.lease.run(tasks, stop=job.room.abort, patience=_ENDS_SOON)
@@ -122,8 +124,8 @@ class SideBySide:
     def _run_backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> None:
         pairs = [live(side, grads) for side, grads in zip(span.sides, gradients, strict=True)]
         span.streams.renew()
-        if self._on_host:  # autograd runs a CPU graph in the thread that asks for it
-            needed = _add_tokens(span.sides, pairs, keep)
+        if self._on_host or self.far:  # autograd runs a CPU graph in the thread that asks for it
+            needed = self._add_tokens(span, pairs, keep)
             nested = inside_replica()  # the replicas' threads may be waiting for this one
             names, in_turn = [side.name for side in span.sides], span.streams.in_turn or nested
             room = self.room_for(names, BACKWARD, in_turn=in_turn, step_aside=span.streams.step_aside)
@@ -138,17 +140,41 @@ class SideBySide:
             _backward(span.sides, outputs, arrived, keep, span.streams.joint_backward())
         span.streams.settle()
 
+    def _add_tokens(self, span: Span, pairs: Sequence[tuple[list[Tensor], list[Tensor]]], keep: bool) -> list[int]:
+        """Start each backward also at what any replica did together with the others; returns where that was."""
+        rows = [_tokens(side) for side in span.sides]
+        if not any(rows) or not any(outputs for outputs, _ in pairs):
+            return []
+        if all(len(outputs) == len(side.outputs) for side, (outputs, _) in zip(span.sides, pairs, strict=True)):
+            needed = list(range(len(rows[0])))
+        else:
+            needed = needed_tokens([self.reach(span, index, outputs) for index, (outputs, _) in enumerate(pairs)])
+        for side, row, (outputs, grads) in zip(span.sides, rows, pairs, strict=True):
+            if side.remote is not None:
+                continue
+            outputs += [row[number] for number in needed]
+            grads += [torch.zeros_like(row[number]) for number in needed]
+            if not keep and side.seat is not None:
+                side.seat.tokens = [token for number, token in enumerate(row) if number not in needed]
+        return needed
+
+    def reach(self, span: Span, index: int, outputs: Sequence[Tensor]) -> Reach:
+        """Where one replica's backward from these outputs comes to meet the others."""
+        return reach(_tokens(span.sides[index]), outputs)
+
     def room_for(self, names: Sequence[str], end: str, **options: Any) -> Room:
         """Where the replicas of a call, or of a backward, meet."""
         return Room(names, end, **options)
 
     def differentiate_all(self, parts: Sequence[Part], room: Room) -> None:
         """Every replica's part of a backward, each in its thread."""
-        self.lease.run([partial(self.differentiate, part) for part in parts], stop=room.abort)
+        tasks = [partial(self.differentiate, part) for part in parts]
+        self.lease.run(tasks, stop=room.abort, here=not self._on_host)
 
     def differentiate(self, part: Part) -> None:
         """One replica's part of a backward, in its thread: gradients are left on its leaves and inputs."""
-        side, around = part.span.sides[part.index], part.span.streams.backward(part.index)
+        side, streams = part.span.sides[part.index], part.span.streams
+        around = streams.backward(part.index) if self._on_host else streams.joint_backward(part.index)
         in_room(part.room, part.index, side, part.outputs, part.gradients, part.keep, around)
 
     def _sum(self, columns: Sequence[Gradients]) -> Gradients:
@@ -243,25 +269,8 @@ def in_room(
         failure = None  # its traceback holds this frame
 
 
-def _add_tokens(sides: Sequence[Side], pairs: Sequence[tuple[list[Tensor], list[Tensor]]], keep: bool) -> list[int]:
-    """Start every replica's backward also at what any of them did together with the others; returns where that was.
-
-    What replicas of other processes come to cannot be seen here: with one of them, that is every place.
-    """
-    rows = [[] if side.seat is None else side.seat.tokens for side in sides]
-    if not any(rows) or not any(outputs for outputs, _ in pairs):
-        return []
-    whole = all(len(outputs) == len(side.outputs) for side, (outputs, _) in zip(sides, pairs, strict=True))
-    whole = whole or any(side.remote is not None for side in sides)
-    needed = list(range(len(rows[0]))) if whole else needed_tokens(rows, [outputs for outputs, _ in pairs])
-    for side, row, (outputs, grads) in zip(sides, rows, pairs, strict=True):
-        if side.remote is not None:
-            continue
-        outputs += [row[number] for number in needed]
-        grads += [torch.zeros_like(row[number]) for number in needed]
-        if not keep and side.seat is not None:
-            side.seat.tokens = [token for number, token in enumerate(row) if number not in needed]
-    return needed
+def _tokens(side: Side) -> list[Tensor]:
+    return [] if side.seat is None else side.seat.tokens
 
 
 def _add_chunk(columns: Sequence[Gradients], start: int, stop: int) -> Gradients:

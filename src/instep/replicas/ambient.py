@@ -24,7 +24,7 @@ class Autocast:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Ambient:
     """The thread-local state of a call, captured once and entered by every replica."""
 

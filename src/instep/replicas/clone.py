@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.replicas.contents import Contents, contents_of, is_array, put
+from instep.replicas.contents import Contents, beside, contents_of, holder_of, is_array, put
 from instep.replicas.iterators import StandIn, is_iterator
 from instep.structure.tree import SCALARS, attributes_of, shallow_copy
 
@@ -199,28 +199,20 @@ class Cloner:
             return self._array(value)
         for base in (dict, list, set, deque):
             if isinstance(value, base):
-                return _MAKERS[base](self, value)
+                return self._container(value)
         if isinstance(value, tuple):
             return self._tuple(value)
         return self._object(value)
 
-    def _list(self, value: Any) -> Any:
+    def _container(self, value: Any) -> Any:
+        """A list, set or dictionary, with its attributes if it has any."""
         made = self._note(value, _empty_like(value))
-        self._layer.containers.append((value, contents_of(value), made))
-        made.extend(self.clone(item) for item in tuple(value))
-        return made
-
-    def _set(self, value: Any) -> Any:
-        made = self._note(value, _empty_like(value))
-        self._layer.containers.append((value, contents_of(value), made))
-        made.update(self.clone(item) for item in tuple(value))
-        return made
-
-    def _dict(self, value: Any) -> Any:
-        made = self._note(value, _empty_like(value))
-        self._layer.containers.append((value, contents_of(value), made))
-        for key, item in tuple(value.items()):
-            dict.__setitem__(made, self.clone(key), self.clone(item))
+        attributes = beside(value)
+        pairs = [(value, made)] if attributes is None else [(value, made), (attributes, made.__dict__)]
+        for source, copy in pairs:
+            contents = contents_of(source)
+            self._layer.containers.append((source, contents, copy))
+            put(copy, Contents(tuple(map(self.clone, contents.keys)), tuple(map(self.clone, contents.items))))
         return made
 
     def _tuple(self, value: Any) -> Any:
@@ -269,10 +261,11 @@ class Cloner:
                 made.__dict__[name] = self.clone(item)
             else:
                 object.__setattr__(made, name, self.clone(item))
-        if hasattr(value, "__dict__"):
-            self._layer.containers.append((value.__dict__, contents_of(value.__dict__), made.__dict__))
-        else:
+        holder = holder_of(value)
+        if holder is None or holder is value:
             self._layer.containers.append((value, contents_of(value), made))
+        else:
+            self._layer.containers.append((holder, contents_of(holder), made.__dict__))
         return made
 
     def _array(self, value: Any) -> Any:
@@ -331,12 +324,12 @@ REGISTRIES = ("_parameters", "_buffers", "_modules")
 TABLES = frozenset((*REGISTRIES, "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))
 
 _MAKERS: dict[type, Callable[[Cloner, Any], Any]] = {
-    list: Cloner._list,
-    deque: Cloner._list,
-    set: Cloner._set,
-    dict: Cloner._dict,
-    OrderedDict: Cloner._dict,
-    defaultdict: Cloner._dict,
+    list: Cloner._container,
+    deque: Cloner._container,
+    set: Cloner._container,
+    dict: Cloner._container,
+    OrderedDict: Cloner._container,
+    defaultdict: Cloner._container,
     types.FunctionType: Cloner._function,
     types.MethodType: Cloner._method,
     functools.partial: Cloner._partial,
@@ -369,14 +362,14 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _empty_like(value: Any) -> Any:
-    if isinstance(value, defaultdict):
-        return type(value)(value.default_factory)
-    if isinstance(value, deque):
-        return deque(maxlen=value.maxlen)
     cls: Any = type(value)
     made = cls.__new__(cls)
-    if hasattr(value, "__dict__"):
-        made.__dict__.update(value.__dict__)
+    if isinstance(value, defaultdict):
+        made.default_factory = value.default_factory
+    if isinstance(value, deque):
+        deque.__init__(made, (), value.maxlen)
+    if getattr(value, "__dict__", None) is value:  # its items are its attributes
+        made.__dict__ = made
     return made
 
 

@@ -39,13 +39,17 @@ class Crew:
         dress: Dress | None = None,
         settle_in: Callable[[Iterable[Tensor]], None] | None = None,
         kinds: Sequence[type[Replica]] = (),
+        home: torch.device | None = None,
     ) -> None:
+        """`home` is the device that the source remembers, if that is another than the first one."""
         self.source = source
         self._settle_in = settle_in
         """Moves the source's tensors to where its replicas can reach them."""
         self._classes = kinds or [Replica] * len(devices)
         self.devices = list(devices)
-        self.ways = [_way(device == self.devices[0] and not private, joint) for device in self.devices]
+        self.home = home or self.devices[0]
+        near = [d == self.devices[0] or kind.stands_in for d, kind in zip(self.devices, self._classes, strict=True)]
+        self.ways = [_way(is_near and not private, joint) for is_near in near]
         self.dress = dress
         self._near = list(self.ways)
         self.frozen = False
@@ -257,7 +261,7 @@ class Crew:
 
     def _replica(self, index: int, device: torch.device, way: Way) -> Replica:
         shared: dict[str, Any] = {"own": self._own, "apart": self._apart, "asked": self.asked}
-        return self._classes[index](index, self.source, device, way, home=self.devices[0], dress=self.dress, **shared)
+        return self._classes[index](index, self.source, device, way, home=self.home, dress=self.dress, **shared)
 
     def _renew_links(self) -> None:
         """Replicas that are linked to the source's graph are made anew: their tensors belong to one call."""

@@ -19,6 +19,7 @@ from instep.replicas.carry import Slot
 from instep.replicas.clone import Cloner
 from instep.replicas.contents import Contents, contents_of, put
 from instep.replicas.equal import equal_tensors
+from instep.replicas.handed import Handed
 from instep.replicas.tensors import Tensors, Way, shared_storages
 from instep.replicas.watch import MISSING, NOTHING, Changes, Set, Watch
 from instep.structure.tree import map_tensors, tensors_in
@@ -34,6 +35,8 @@ class Replica:
     """The module on one device, with its own tensors; everything else is the source's own objects."""
 
     kind_of_tensors = Tensors
+    stands_in = False
+    """Whether it stands for a replica of another process, in the source's own memory."""
 
     def __init__(
         self,
@@ -122,6 +125,10 @@ class Replica:
                 gone = self.cloner.refill(inside.container, counterparts[id(inside.container)])
                 self.tensors.drop({id(made) for made in gone if isinstance(made, Tensor)})
         self._watch.renew(changes, *self._loose())
+
+    def takes_from_host(self, chosen: bool) -> bool:  # noqa: ARG002
+        """Whether arguments may be left on the host; not where somebody has `chosen` which of them stay there."""
+        return False
 
     def edited(self) -> None:
         """Something was changed inside an object that the replica shares with the source."""
@@ -254,6 +261,8 @@ class Outcome:
     """Trainable tensors of the source that a replica of another process wrote to, in memory of its own."""
     parted: Sequence[str] = ()
     """Places of containers that a replica of another process changed, and that each needs for itself."""
+    given: Sequence[tuple[Handed, Contents]] = ()
+    """What a replica of another process changed inside of its arguments, and what it holds there now."""
     remote: Any = None
     """For a replica of another process: what its backward is asked for by."""
     seat: Any = None

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -22,6 +23,7 @@ from instep.modes import inference
 from instep.random import generators_in
 from instep.replicas.carry import Slot
 from instep.replicas.clone import REGISTRIES, TABLES, Cloner
+from instep.replicas.contents import Contents, contents_of
 from instep.replicas.equal import equal_tensors
 from instep.replicas.hook_owner import users
 from instep.replicas.names import Owners, module_names
@@ -176,13 +178,13 @@ class Sandbox:
             return
         places = Shelf(self._modules, module_names(self.module, self._modules), self._cloner).places
         homes = {id(table): module for module in self._modules for table in (module.__dict__, module._buffers)}
-        for table, then in changed:
-            if id(table) in homes:
-                for key, value in self._set_on(homes[id(table)], table, then):
+        for held, then in changed:
+            if id(held) in homes:
+                for key, value in self._set_on(homes[id(held)], held, then.by_key()):
                     if key not in attributes:
                         yield Place(key), value
-            elif id(table) in places:
-                yield from _entries(places[id(table)], table, then)
+            elif id(held) in places:
+                yield from _entries(places[id(held)], held, then)
 
     def _surroundings(self) -> ExitStack:
         """The caller's own, without gradients, compiled code, or casts that autocast would keep."""
@@ -197,17 +199,18 @@ class Sandbox:
         return stack
 
 
-def _entries(place: Place, table: Any, then: Any) -> Iterator[tuple[Place, Any]]:
+def _entries(place: Place, held: Any, then: Contents) -> Iterator[tuple[Place, Any]]:
     """What came into a container, or took the place of something in it."""
-    if isinstance(table, dict):
-        yield from ((place.at(key), (key, value)) for key, value in table.items() if value is not then.get(key, _NONE))
-    elif isinstance(table, (list, deque)):
-        grown = len(table) > len(then) and all(map(is_, table, then))
-        known = set() if grown else set(map(id, then))
-        first = len(then) if grown else 0
-        yield from ((place, (at, v)) for at, v in enumerate(table) if at >= first and id(v) not in known)
-    else:  # a set, or an array
-        yield place, table.copy()
+    if isinstance(held, (list, deque)):
+        grown = len(held) > len(then.items) and all(map(is_, held, then.items))
+        known = set() if grown else set(map(id, then.items))
+        first = len(then.items) if grown else 0
+        yield from ((place, (at, v)) for at, v in enumerate(held) if at >= first and id(v) not in known)
+    elif isinstance(held, (set, np.ndarray)):
+        yield place, held.copy()
+    else:
+        before, now = then.by_key(), contents_of(held).by_key()
+        yield from ((place.at(key), (key, value)) for key, value in now.items() if value is not before.get(key, _NONE))
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from instep.replicas.clone import OPAQUE, Cloner
-from instep.replicas.contents import Contents, contents_of, holds_still, is_array, put
+from instep.replicas.contents import Contents, beside, contents_of, holder_of, holds_still, is_array, put
 from instep.structure.tree import attributes_of
 
 # What `nn.Module` keeps for itself, and lists that torch's own layers make once.
@@ -74,11 +74,13 @@ class Shelf:
             if id(value) in self._seen or isinstance(value, (*OPAQUE, Tensor, nn.Module)):
                 continue
             self._seen.add(id(value))
-            container = container_of(value)
-            if container is not None:
-                self.places.setdefault(id(container), place)
-                if not cloner.has_own(value):
-                    self._shared.append((container, contents_of(container)))
+            container, attributes = container_of(value), beside(value)
+            for held, where in ((container, place), (attributes, place.at("__dict__"))):
+                if held is not None:
+                    self.places.setdefault(id(held), where)
+                    if not cloner.has_own(value):
+                        self._shared.append((held, contents_of(held)))
+            pending.extend((child, place.at("__dict__").at(key)) for key, child in (attributes or {}).items())
             pending.extend((child, place.at(key)) for key, child in _inside(value, container))
 
     def at(self, places: Sequence[str]) -> list[Any]:
@@ -104,8 +106,8 @@ def container_of(value: Any) -> Any:
     cls: type = type(value)
     if not _is_users(cls):
         return None
-    attributes = getattr(value, "__dict__", None)
-    return attributes if type(attributes) is dict else value
+    holder = holder_of(value)
+    return value if holder is None else holder
 
 
 @functools.cache
@@ -114,7 +116,7 @@ def _is_users(cls: Any) -> bool:
     if cls in (types.SimpleNamespace, argparse.Namespace):
         return True
     root = (cls.__module__ or "").partition(".")[0]
-    if root in sys.stdlib_module_names and root != "__main__":
+    if root in sys.stdlib_module_names and root not in ("__main__", "collections"):
         return False
     if root in ("torch", "numpy", "builtins") or issubclass(cls, (np.ndarray, BaseException, tuple, frozenset)):
         return False

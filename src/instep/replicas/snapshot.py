@@ -11,13 +11,13 @@ import random
 import types
 from collections import deque
 from collections.abc import Iterable, Sequence
-from operator import is_
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from instep.replicas.contents import Contents, beside, contents_of, holder_of, holds_still, put
 from instep.structure.tree import SCALARS, attributes_of
 
 MOST = 100_000
@@ -37,20 +37,24 @@ class Snapshot:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._seen: dict[int, Any] = {}
-        self._tables: list[tuple[Any, Any]] = []
+        self._held: list[tuple[Any, Contents]] = []
+        """Containers, attributes among them, with what they held."""
         self._cells: list[tuple[types.CellType, Any]] = []
         self._arrays: list[tuple[Any, Any]] = []
         self._generators: list[tuple[torch.Generator, Tensor]] = []
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
         pending: list[Any] = []
         for module in modules:
-            self._tables.append((module.__dict__, dict(module.__dict__)))
+            self._hold(module.__dict__)
             pending.extend(module.__dict__.values())
         for cls in {cls for module in modules for cls in type(module).__mro__}:
             if not cls.__module__.startswith(("torch.", "builtins")):
                 pending.extend(self._functions_of(cls))
         while pending:
             pending.extend(self._keep(pending.pop()))
+
+    def _hold(self, container: Any) -> None:
+        self._held.append((container, contents_of(container)))
 
     def _functions_of(self, cls: type) -> list[Any]:
         """A class's own functions; the plain globals that they name are kept too."""
@@ -77,8 +81,11 @@ class Snapshot:
         elif isinstance(item, np.ndarray):
             self._arrays.append((item, item.copy()))
         elif isinstance(item, (dict, list, set, deque)):
-            self._tables.append((item, item.copy()))
-            return (*item.keys(), *item.values()) if isinstance(item, dict) else tuple(item)
+            self._hold(item)
+            attributes = beside(item)
+            if attributes is not None:
+                self._hold(attributes)
+            return (*contents_of(item).keys, *contents_of(item).items, *(attributes or {}).values())
         elif isinstance(item, (tuple, frozenset)):
             return item
         elif isinstance(item, types.FunctionType):
@@ -87,10 +94,16 @@ class Snapshot:
             return (item.__func__, item.__self__)
         elif isinstance(item, functools.partial):
             return (item.func, *item.args, *item.keywords.values())
-        elif isinstance(getattr(item, "__dict__", None), dict):
-            self._tables.append((item.__dict__, dict(item.__dict__)))
-            return attributes_of(item).values()
+        else:
+            return self._object(item)
         return ()
+
+    def _object(self, item: Any) -> Iterable[Any]:
+        holder = holder_of(item)
+        if holder is None:
+            return ()
+        self._hold(holder)
+        return attributes_of(item).values()
 
     def _function(self, item: types.FunctionType) -> list[Any]:
         found = [item.__defaults__, item.__kwdefaults__]
@@ -105,9 +118,9 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back that is not as it was."""
-        for table, then in self._tables:
-            if not _is_same(table, then):
-                _refill(table, then)
+        for container, contents in self._held:
+            if not holds_still(container, contents):
+                put(container, contents)
         for cell, content in self._cells:
             cell.cell_contents = content
         for array, values in self._arrays:
@@ -119,32 +132,14 @@ class Snapshot:
         for generator, state in self._generators:
             generator.set_state(state)
 
-    def changed(self) -> list[tuple[Any, Any]]:
-        """The tables and arrays that are not as they were, each with what it held."""
-        arrays = [(array, then) for array, then in self._arrays if not np.array_equal(array, then)]
-        return [(table, then) for table, then in self._tables if not _is_same(table, then)] + arrays
+    def changed(self) -> list[tuple[Any, Contents]]:
+        """The containers and arrays that are not as they were, each with what it held."""
+        arrays = [(array, Contents((), (then,))) for array, then in self._arrays if not np.array_equal(array, then)]
+        return [pair for pair in self._held if not holds_still(*pair)] + arrays
 
     def drew(self) -> bool:
         """Whether numbers were drawn from a generator that the module holds."""
         return any(not torch.equal(generator.get_state(), state) for generator, state in self._generators)
-
-
-def _is_same(table: Any, then: Any) -> bool:
-    if len(table) != len(then):
-        return False
-    if isinstance(table, dict):
-        return all(map(is_, table, then)) and all(map(is_, table.values(), then.values()))
-    if isinstance(table, set):
-        return bool(table == then)
-    return all(map(is_, table, then))
-
-
-def _refill(table: Any, then: Any) -> None:
-    table.clear()
-    if isinstance(table, (dict, set)):
-        table.update(then)
-    else:
-        table.extend(then)
 
 
 class Dice:

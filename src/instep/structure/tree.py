@@ -11,7 +11,7 @@ import dataclasses
 import sys
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -111,7 +111,7 @@ def _open_dict(value: Any) -> Node:
                 new.__dict__[key] = child
         return new
 
-    return Node(keys, tuple(dict.values(value)), close)
+    return Node(keys, tuple([dict.__getitem__(value, key) for key in keys]), close)
 
 
 def _open_mapping(value: Any) -> Node:
@@ -179,6 +179,14 @@ def attributes_of(value: Any) -> dict[str, Any]:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 found[name] = getattr(value, name)
     return found
+
+
+@cache
+def has_slots(cls: type) -> bool:
+    """Whether objects of a class keep attributes elsewhere than in their dictionary."""
+    bases = [base.__dict__.get("__slots__", ()) for base in cls.__mro__]
+    names = {name for slots in bases for name in ((slots,) if isinstance(slots, str) else slots)}
+    return bool(names - {"__dict__", "__weakref__"})
 
 
 def shallow_copy(value: Any) -> Any:
@@ -290,6 +298,8 @@ def map_tensors(fn: TensorMap, value: Any) -> Any:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor of a structure, in the order of `map_tensors`."""
+    if isinstance(value, Tensor):
+        return iter((value,))
     found: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:

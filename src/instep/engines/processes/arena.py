@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from instep.engines.processes.driver import pin, unpin
 from instep.errors import EngineError
 
 _CGROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -94,6 +95,10 @@ class _Mapping(mmap.mmap):
 
     fd: int
     address: int
+    pinned: torch.device | None = None
+    """The accelerator that knows the pages."""
+    pinnable: bool
+    """Not twice; and never where pages are copied on write, for then this process would have its own from then on."""
 
     @classmethod
     def of(cls, fd: int, nbytes: int, shared: bool) -> _Mapping:
@@ -105,7 +110,7 @@ class _Mapping(mmap.mmap):
         except BaseException:
             os.close(fd)
             raise
-        mapping.fd = fd
+        mapping.fd, mapping.pinnable = fd, shared
         mapping.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         if shared:
             _shared[mapping.address] = nbytes, fd
@@ -113,6 +118,8 @@ class _Mapping(mmap.mmap):
 
     def __del__(self) -> None:
         if hasattr(self, "address"):
+            if self.pinned is not None:
+                unpin(self.pinned, self.address)
             _shared.pop(self.address, None)
             os.close(self.fd)
 
@@ -160,6 +167,13 @@ class SharedMemory:
     def view(self) -> memoryview:
         """The memory for Python's own bytes."""
         return memoryview(self._mapping)
+
+    def pin(self, device: torch.device) -> None:
+        """Keep the pages where they are, so that copies to and from an accelerator are fast, where that can be had."""
+        mapping = self._mapping
+        if mapping.pinnable:
+            mapping.pinnable = False
+            mapping.pinned = device if pin(device, mapping.address, self.nbytes) else None
 
 
 _shared: dict[int, tuple[int, int]] = {}
@@ -253,14 +267,19 @@ class Outbox:
     def __init__(self) -> None:
         self._ring: _Ring | None = None
 
-    def reserve(self, nbytes: int) -> tuple[Place, memoryview]:
-        """A place for that many bytes, taken at once: an interruption later wastes it and harms nothing."""
+    def reserve(self, nbytes: int, writer: torch.device | None = None) -> tuple[Place, memoryview]:
+        """A place for that many bytes, taken at once: an interruption later wastes it and harms nothing.
+
+        `writer` is the accelerator that writes into it, if one does.
+        """
         ring = self._ring
         place = ring.take(nbytes) if ring is not None else None
         if ring is None or place is None:
             ring = self._ring = self._larger(ring, nbytes)
             place = ring.take(nbytes)
             assert place is not None
+        if writer is not None:
+            ring.memory.pin(writer)
         return place, ring.block(place, nbytes)
 
     @staticmethod
@@ -298,6 +317,11 @@ class Inbox:
         if place.start < _HEADER or place.start + nbytes > ring.memory.nbytes:
             raise ValueError("it would lie outside the memory that was handed over")
         return ring.block(place, nbytes)
+
+    def pin(self, device: torch.device) -> None:
+        """An accelerator reads the ring."""
+        if self._ring is not None:
+            self._ring.memory.pin(device)
 
     def release(self, place: Place) -> None:
         """All up to this message may be written over: it, and any before it that were lost."""

@@ -57,6 +57,10 @@ class Call:
     """By the id of a tensor of the source: its value before it was written."""
     exact: bool = True
     """Whether the module's state before the call can be had back."""
+    spent: list[list[int]] = field(default_factory=list)
+    """Tokens of meetings that backwards have used up, one after another."""
+    spoilt: bool = False
+    """Whether `forward` changed its arguments: they are no longer what it was given."""
 
     def __post_init__(self) -> None:
         weakref.finalize(self, self.desk.gone.append, ("call", self.number))
@@ -81,13 +85,21 @@ class Call:
             self.before.setdefault(key, _alone(change.old))
         self.exact = self.exact and not changes.structure and not changes.contents
 
-    def again(self, desk: Desk) -> None:
+    def at(self, desk: Desk) -> list[list[int]]:
+        """See to it that a worker has the graph; the tokens of it that were used up already and are there again."""
+        if desk is self.desk:
+            return []
+        self._again_at(desk)
+        return self.spent
+
+    def _again_at(self, desk: Desk) -> None:
         """Run the forward again on a worker that does not have its graph."""
-        _, sources = self.written()
+        given, sources = self.written()
         look = self.look()
         self.remember(STRUCTURE if look is None else look())
-        if sources or not self.exact or not self._same_structure():
-            what = "weights" if sources else "module"
+        spoilt = self.spoilt or bool(given)
+        if spoilt or sources or not self.exact or not self._same_structure():
+            what = "weights" if sources else "arguments" if spoilt else "module"
             raise WorkerFailure(
                 f"the worker of {self.name} died between a forward and its backward, and the {what} changed since, so "
                 f"that its part cannot be run again exactly.\n"
@@ -98,7 +110,11 @@ class Call:
             told = desk.tell(shadow)
         state = {told.numbers[key]: value for key, value in self.values.items() if key in told.numbers}
         run = self.run
+        told.renew(self, follow=True)
         run.number, run.follow, run.fresh = shadow.number, True, told.fresh() | state
+        states = {id(self.told.generators[number]): state for number, state in run.generators.items()}
+        numbered = [(number, states.get(id(source))) for number, source in enumerate(told.generators)]
+        run.generators = {number: state for number, state in numbered if state is not None}
         box, _ = desk.ask_forward(run)
         desk.answer(box, self.met)
         self.number, self.desk, self.told = box.number, desk, told

@@ -11,13 +11,11 @@ from torch import nn
 
 from instep.engines.processes.by_value import by_name, names_read
 from instep.engines.processes.reducers import stays_home
-from instep.errors import EngineError
+from instep.errors import CannotCross
+
+__all__ = ["CannotCross", "Culprit", "Step", "find", "refusal"]
 
 _TRIALS_AT_MOST = 2000
-
-
-class CannotCross(EngineError):
-    """Something cannot be sent to, or rebuilt in, another process; the message says where it is and what to do."""
 
 
 class Step(NamedTuple):

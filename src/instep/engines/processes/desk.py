@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import threading
-import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -20,16 +16,24 @@ from torch import Tensor
 
 from instep.engines.processes import orders
 from instep.engines.processes.arena import SharedMemory
-from instep.engines.processes.estate import layout, locate
+from instep.engines.processes.berth import berth
+from instep.engines.processes.bulk import fetch
+from instep.engines.processes.driver import DeviceMemory, Refused
+from instep.engines.processes.entries import Entries
+from instep.engines.processes.estate import layout
 from instep.engines.processes.freight import Parcel, unpack_error
 from instep.engines.processes.hands import Worker
+from instep.engines.processes.hold import Hold, allocate
+from instep.engines.processes.image import Image
 from instep.engines.processes.mirror import slot_of
-from instep.engines.processes.orders import Back, Entry, NewModule, Run, Spot, Surroundings, Table
+from instep.engines.processes.orders import Back, Berth, NewModule, NewValues, Run, Surroundings, Table
 from instep.engines.processes.shadow import Shadow
+from instep.engines.processes.shore import Passage
 from instep.engines.processes.talk import SOURCE, Tag, Talk, by_value
-from instep.engines.processes.wire import Gone, Message
-from instep.errors import EngineError, WorkerFailure
-from instep.meeting import Meeting, PeerFailed
+from instep.engines.processes.waiting import Box, Wait
+from instep.engines.processes.wire import Message
+from instep.errors import EngineError
+from instep.meeting import Meeting, PeerFailed, Reach, without_streams
 
 calls = itertools.count(1)
 
@@ -37,8 +41,6 @@ GLANCE = 0.5
 """Seconds after which whoever waits for a worker looks whether it still lives."""
 _PASSED_ON = 0.01
 """Seconds that a thread waits for another one to hear its answer, before it listens itself."""
-PATIENCE = 60.0
-"""Seconds after which it is said where a worker stands that has not answered."""
 
 
 @dataclass
@@ -53,8 +55,19 @@ class Told:
     """By number: where the worker leaves the tensor's gradient."""
     loose: list[int]
     """The numbers of tensors that lie in no common memory."""
+    memory: SharedMemory | DeviceMemory
+    """Where the slots are."""
+    offsets: dict[int, int]
+    """By number: where in it."""
+    image: Image | None
+    """Where the worker finds the values of tensors that it cannot reach."""
+    near: bool
+    """Whether tensors may stay on a device that both processes work on."""
+    generators: list[torch.Generator]
+    """The generators that the module holds, in the order of their numbers."""
 
     def __post_init__(self) -> None:
+        self.new = True
         self.numbers = {id(tensor): number for number, tensor in enumerate(self.table)}
         self.sources = {id(made): id(source) for source, made in zip(self.table, self.counterparts, strict=True)}
         """By the id of what stands for it here: the id of each tensor."""
@@ -67,6 +80,23 @@ class Told:
         if list(map(_pointer, self._dense)) != self._pointers:
             return True
         return any(tensor.__dict__ for tensor in self.table) and self._marks != _marks(self.table)
+
+    def renew(self, call: object, follow: bool) -> None:
+        """Let the worker find the values that tensors have now, in this call; where it need not, only at first."""
+        if self.image is not None and (follow or self.new):
+            self.image.renew(call)
+        self.new = False
+
+    def gradients(self, numbers: Sequence[int]) -> dict[int, Tensor]:
+        """What the worker has left in the slots of these tensors, on the device of the tensors."""
+        memory = self.memory
+        far = [n for n in numbers if self.slots[n].device != self.table[n].device]
+        near = {n: self.slots[n] for n in numbers if self.slots[n].device == self.table[n].device}
+        if not far:
+            return near
+        assert isinstance(memory, SharedMemory)
+        brought = fetch(memory, [(self.offsets[n], self.slots[n]) for n in far], self.table[far[0]].device)
+        return near | dict(zip(far, brought, strict=True))
 
     def fresh(self) -> dict[int, Tensor]:
         """The values of the tensors that lie in no common memory."""
@@ -84,8 +114,9 @@ def _marks(tensors: Sequence[Tensor]) -> list[dict[str, int]]:
 class Met:
     """What one replica met the others for in a call, and what came of it: a worker that begins again is told that."""
 
-    def __init__(self, room: Meeting) -> None:
+    def __init__(self, room: Meeting, passage: Passage) -> None:
         self._room: Meeting | None = room
+        self._passage = passage
         self._answers: list[Any] = []
         self._told = 0
 
@@ -105,63 +136,13 @@ class Met:
             answer = None, EngineError(f"a forward that was run again came to {label}, where it had not been before.")
         else:
             try:
-                answer = self._room.exchange(index, label, payload), None
+                answer = list(map(without_streams, self._room.exchange(index, label, payload))), None
+                self._passage.catch_up()
             except Exception as error:
                 answer = None, error
             self._answers.append(answer)
         self._told += 1
         return answer
-
-
-class Wait:
-    """The time that a worker has not been heard of."""
-
-    def __init__(self, worker: Worker, timeout: float) -> None:
-        self._worker = worker
-        self._timeout = timeout
-        self._since = time.monotonic()
-        self._said = False
-
-    def look(self) -> None:
-        """Say where a worker stands that takes long; `Stuck` when it takes too long, but never under a debugger."""
-        waited = time.monotonic() - self._since
-        if not self._worker.alive():
-            raise Gone(f"{self._worker.name} is gone")
-        if waited < min(PATIENCE, self._timeout / 2) or sys.gettrace() is not None:
-            return
-        if not self._said:
-            self._said = True
-            warnings.warn(
-                f"{self._worker.name} has not answered for {waited:.0f} s; it stands at:\n{self._worker.stack()}",
-                stacklevel=2,
-            )
-        if waited > self._timeout:
-            raise Stuck(
-                f"{self._worker.name} has not answered for {waited:.0f} s and was ended; it stood at:\n"
-                f"{self._worker.stack()}\nIf it only takes long: DataParallel(..., timeout={self._timeout * 10:.0f})."
-            )
-
-
-class Stuck(WorkerFailure):
-    """A worker did not answer in time."""
-
-
-class Box:
-    """Where messages about one question are put. They are dropped when nobody holds it any longer."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._messages: SimpleQueue[Message] = SimpleQueue()
-
-    def put(self, message: Message) -> None:
-        self._messages.put(message)
-
-    def wait(self, seconds: float) -> Message | None:
-        """The next message; None where none comes within that time."""
-        try:
-            return self._messages.get(timeout=seconds) if seconds else self._messages.get_nowait()
-        except Empty:
-            return None
 
 
 class Desk:
@@ -176,12 +157,53 @@ class Desk:
         self.busy = threading.RLock()
         """Held by whoever speaks or listens."""
         self._boxes: weakref.WeakValueDictionary[int, Box] = weakref.WeakValueDictionary()
-        self.timeout = math.inf
-        """Seconds without a word from the worker, after which it is given up."""
         self._around: Surroundings | None = None
         """Those of the last forward."""
+        self._settled = False
+        self.sharing: str | None = None
+        """Why tensors cannot stay on the device that both sides work on; empty if they can, None before it is known."""
+        self._kept: dict[int, list[DeviceMemory]] = {}
+        """By the number of a stand-in: memory that the worker has opened."""
+        self._leaving: list[DeviceMemory] = []
+        """The same, of stand-ins that it was told to forget."""
+        self.timeout = math.inf
+        """Seconds without a word from the worker, after which it is given up."""
         self.gone: deque[tuple[str, int]] = deque()
         """Calls and stand-ins that nobody needs any longer; finalizers only put them here."""
+
+    def settle(self, device: torch.device, near: bool) -> None:
+        """Have the worker take its device, the first time that it is asked for something.
+
+        If its tensors are `near`, on the very device that the caller's are on, see whether they can cross without
+        leaving it.
+        """
+        if device.type == "cpu":
+            return
+        if not self._settled:
+            self._take_device(berth(device))
+            self._settled = True
+        if near and self.sharing is None:
+            try:
+                trial = allocate(1, device)
+                refusal = self._take_device(berth(device, trial.handle))
+            except Refused as refused:
+                refusal = str(refused)
+            self.sharing = refusal or ""
+            self.talk.hold = None if refusal else Hold(device, home=True)
+        if self.talk.hold is not None:
+            self.talk.hold.near = near
+
+    def _take_device(self, order: Berth) -> str | None:
+        """Why the worker cannot open memory of its device that it was given a handle of; None if it can."""
+        box = self._box()
+        self.talk.say(orders.DEVICE, box.number, order)
+        refusal, _ = self.talk.take(self.answer(box, None))
+        return None if refusal is None else str(refusal)
+
+    @property
+    def near(self) -> bool:
+        """Whether tensors of the call at hand stay on the device that both sides work on."""
+        return self.talk.hold is not None and self.talk.hold.near
 
     def tell(self, shadow: Shadow) -> Told:
         """Tell the worker what it does not know yet of a module."""
@@ -195,7 +217,11 @@ class Desk:
             told = shadow.told[self] = self._tell_module(shadow)
         elif shadow.sets:
             sets = [(change.module, change.name, change.new) for change in shadow.sets]
-            self.talk.say(orders.SET, shadow.number, sets, what="attributes")
+            known = set(map(id, told.generators))
+            more = [source for source, _ in shadow.cloner.generators if id(source) not in known]
+            news: Any = NewValues(sets, more)
+            self.talk.say(orders.SET, shadow.number, news, what="attributes")
+            told.generators += more
         shadow.stale, shadow.sets = False, []
         return told
 
@@ -211,16 +237,23 @@ class Desk:
     def _tell_module(self, shadow: Shadow) -> Told:
         pairs = [*shadow.tensors.trainable, *shadow.tensors.state]
         tensors = [source for source, _ in pairs]
-        listed = _Entries(tensors)
+        listed = Entries(tensors, shadow, self.near)
         blocks = listed.blocks
         wanted = [number for number, tensor in enumerate(tensors) if tensor.requires_grad and tensor.numel()]
         offsets, total = layout([tensors[n].numel() * tensors[n].element_size() for n in wanted])
-        if shadow.slots is None or shadow.slots.nbytes != total:
-            shadow.slots = SharedMemory.create(total, "the memory for the gradients of a replica")
+        if shadow.slots is None or shadow.slots.nbytes != total or isinstance(shadow.slots, DeviceMemory) != self.near:
+            shadow.slots = self._new_slots(total, shadow.place)
         places = list(zip(wanted, offsets, strict=True))
         known_blocks = [(number, memory.nbytes) for number, memory in blocks.items()]
-        order: Any = Table(shadow.number, listed.entries, listed.sent, known_blocks, (total, places))
-        fds = [*(memory.fd for memory in blocks.values()), shadow.slots.fd]
+        order: Any = Table(shadow.number, shadow.place, listed.entries, listed.sent, known_blocks, (total, places))
+        order.handles = [(number, memory.nbytes, memory.handle) for number, memory in listed.opened.items()]
+        self._kept[shadow.number] = list(listed.opened.values())
+        fds = [memory.fd for memory in blocks.values()]
+        if isinstance(shadow.slots, SharedMemory):
+            fds.append(shadow.slots.fd)
+        else:
+            order.slots_handle = shadow.slots.handle
+            self._kept[shadow.number].append(shadow.slots)
         self.talk.say(orders.TABLE, shadow.number, order, fds=fds)
         known = {id(tensor): number for number, tensor in enumerate(tensors)}
 
@@ -228,26 +261,39 @@ class Desk:
             return (SOURCE, known[id(tensor)]) if id(tensor) in known else by_value(tensor.detach())
 
         source, _ = shadow.cloner.modules[0]
-        order = NewModule(shadow.number, source, shadow.device, shadow.synchronised, shadow.owned)
+        generators = [held for held, _ in shadow.cloner.generators]
+        order = NewModule(shadow.number, source, shadow.home, shadow.synchronised, shadow.owned, generators)
         self.talk.say(orders.MODULE, shadow.number, order, describe, what="the module")
         slots = {number: slot_of(shadow.slots, offset, tensors[number]) for number, offset in places}
         table = [source if source.is_leaf else made for source, made in pairs]  # graphs lead to earlier calls
-        return Told(table, [made for _, made in pairs], slots, listed.loose)
+        made = [made for _, made in pairs]
+        memory, at, near = shadow.slots, dict(places), shadow.near
+        return Told(table, made, slots, listed.loose, memory, at, listed.image, near, generators)
+
+    def _new_slots(self, nbytes: int, device: torch.device) -> SharedMemory | DeviceMemory:
+        """Memory for gradients: of the device, where both sides work on it and it has some to give."""
+        if self.near:
+            try:
+                return allocate(nbytes, device)
+            except Refused:
+                pass
+        return SharedMemory.create(nbytes, "the memory for the gradients of a replica")
 
     def ask_forward(self, run: Run) -> tuple[Box, list[Tensor]]:
         """Ask for one replica's part of a forward; returns the tensors of its arguments too, as they are numbered."""
         box, around = self._box(), run.around
-        run.gone = self._gone()
+        calls, modules = run.gone = self._gone()
         if around == self._around:
             run.around = None
         try:
             tensors = self.talk.say(orders.FORWARD, box.number, run, what="arguments")
         except BaseException:
-            self.gone.extend([*(("call", n) for n in run.gone[0]), *(("module", n) for n in run.gone[1])])
+            self.gone.extend([*(("call", number) for number in calls), *(("module", number) for number in modules)])
             raise
         finally:
-            run.around = around
+            run.around, run.gone = around, ((), ())
         self._around = around
+        self._leaving += [memory for number in modules for memory in self._kept.pop(number, [])]
         return box, tensors
 
     def ask_backward(self, back: Back) -> Box:
@@ -255,6 +301,14 @@ class Desk:
         box = self._box()
         self.talk.say(orders.BACKWARD, box.number, back)
         return box
+
+    def reach(self, call: int, outputs: list[int], spent: list[list[int]], met: Met) -> Reach:
+        """Where a backward from some outputs of a call, by their numbers, would meet the other replicas."""
+        box = self._box()
+        self.talk.say(orders.REACH, box.number, (call, outputs, spent))
+        found, _ = self.talk.take(self.answer(box, met))
+        assert isinstance(found, Reach)
+        return found
 
     def _box(self) -> Box:
         box = Box(next(calls))
@@ -280,9 +334,10 @@ class Desk:
         finally:
             self.busy.release()
 
-    def answer(self, box: Box, met: Met) -> Message:
+    def answer(self, box: Box, met: Met | None) -> Message:
         """What a worker answers; until it does, it may ask to meet the other replicas."""
-        met.begin()
+        if met is not None:
+            met.begin()
         wait = Wait(self.worker, self.timeout)
         while True:
             message = self._listen(box)
@@ -290,13 +345,14 @@ class Desk:
                 wait.look()
                 continue
             wait = Wait(self.worker, self.timeout)
-            if message.kind == orders.MEET:
+            if message.kind == orders.MEET and met is not None:
                 asked, _ = self.talk.take(message)
                 self.talk.say(orders.MET, message.call, met.exchange(*asked))
             elif message.kind == orders.FAILED:
                 self._around = None  # it may not have come to that
                 raise unpack_error(Parcel(message.body, message.tensors), self.talk.depot)
             elif message.kind == orders.DONE:
+                self._leaving.clear()  # it has read all that was said before
                 return message
             else:
                 raise EngineError(f"{self.worker.name} answered {message.kind!r} to a call.")
@@ -310,35 +366,3 @@ def desk_of(worker: Worker) -> Desk:
     if worker not in _desks:
         _desks[worker] = Desk(worker)
     return _desks[worker]
-
-
-class _Entries:
-    """The entries of a table, the memory that they lie in, and what lies in none."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.blocks: dict[int, SharedMemory] = {}
-        self.sent: list[Tensor] = []
-        self.loose: list[int] = []
-        self._storages: dict[int, int] = {}
-        self.entries = [self._entry(number, tensor) for number, tensor in enumerate(tensors)]
-
-    def _entry(self, number: int, tensor: Tensor) -> Entry:
-        dense = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested
-        spot = self._spot(tensor) if dense else None
-        if spot is None or not spot.block:
-            self.loose.append(number)
-        value = tensor.detach() if spot is None else None
-        return Entry(type(tensor), tensor.requires_grad, dict(tensor.__dict__), spot, value)
-
-    def _spot(self, tensor: Tensor) -> Spot:
-        place, storage = locate(tensor), tensor.untyped_storage()
-        if place is None:
-            if storage.data_ptr() not in self._storages or not storage.nbytes():
-                self._storages[storage.data_ptr()] = len(self.sent)
-                self.sent.append(torch.empty(0, dtype=torch.uint8).set_(storage))
-            block, offset = 0, self._storages[storage.data_ptr()]
-        else:
-            self.blocks[place.block.number] = place.block.memory
-            block, offset = place.block.number, place.offset
-        start, size = int(tensor.storage_offset()), tuple(tensor.size())
-        return Spot(block, offset, storage.nbytes(), start, size, tensor.stride(), tensor.dtype)

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from instep.engines.processes.arena import SharedMemory
+from instep.engines.processes.driver import DeviceMemory
 from instep.modes import inference
 from instep.private import storage_users
 
 _ALIGNED = 64
+_HOST = torch.device("cpu")
 _numbers = itertools.count(1)
 
 
 class Block:
-    """One piece of shared memory that tensors of a module were moved into."""
+    """One piece of memory, of the host or of an accelerator, that tensors of a module were moved into."""
 
-    def __init__(self, memory: SharedMemory) -> None:
+    def __init__(self, memory: SharedMemory | DeviceMemory) -> None:
         self.number = next(_numbers)
         self.memory = memory
         self.start = memory.tensor(0, memory.nbytes).data_ptr()
@@ -44,28 +46,35 @@ _users: dict[int, int] = {}
 """By the number of a block: how many storages still lie in it."""
 
 
-def move_in(tensors: Iterable[Tensor]) -> None:
-    """Move tensors' memory into shared memory, whole storages at a time; views of one storage stay views of one."""
+def move_in(
+    tensors: Iterable[Tensor],
+    make: Callable[[int], SharedMemory | DeviceMemory] = SharedMemory.create,
+    device: torch.device = _HOST,
+) -> None:
+    """Move tensors' memory into shared memory, whole storages at a time; views of one storage stay views of one.
+
+    Those of a device are moved, into memory that `make` gives.
+    """
     found: dict[int, list[Tensor]] = {}
     for tensor in {id(t): t for t in tensors}.values():
-        if _can_move(tensor) and locate(tensor) is None:
+        if tensor.device == device and _can_move(tensor) and locate(tensor) is None:
             found.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
     groups = [group for group in found.values() if storage_users(group[0]) <= len(group)]
     if not groups:
         return
     sizes = [group[0].untyped_storage().nbytes() for group in groups]
     offsets, total = layout(sizes)
-    block = Block(SharedMemory.create(total))
+    block = Block(make(total))
     _blocks.append(block)
     _users[block.number] = len(groups)
     with torch.no_grad(), inference(False):
         for group, offset, nbytes in zip(groups, offsets, sizes, strict=True):
             there = block.memory.tensor(offset, nbytes)
-            there.copy_(torch.empty(0, dtype=torch.uint8).set_(group[0].untyped_storage()))
+            there.copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(group[0].untyped_storage()))
             storage = there.untyped_storage()
             weakref.finalize(storage, _leave, block)
             for tensor in group:
-                view = torch.empty(0, dtype=tensor.dtype).set_(
+                view = torch.empty(0, dtype=tensor.dtype, device=device).set_(
                     storage, tensor.storage_offset(), tensor.size(), tensor.stride()
                 )
                 tensor.data = view
@@ -100,7 +109,6 @@ def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
 def _can_move(tensor: Tensor) -> bool:
     return (
         type(tensor) in (Tensor, nn.Parameter)
-        and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_inference()

@@ -12,7 +12,7 @@ import torch
 
 from instep.engines.processes.prints import flush_output
 from instep.engines.processes.process import Worker, own_workers
-from instep.errors import EngineError
+from instep.errors import EngineError, WorkerFailure
 from instep.locks import ProcessLock
 
 __all__ = ["Hands", "Worker", "enter_worker", "flush_output", "inside_worker", "stop_all"]
@@ -34,6 +34,10 @@ def enter_worker() -> None:
     """This process is a worker from now on."""
     global _inside
     _inside = True
+
+
+class Late(WorkerFailure):
+    """A worker did not come up in time."""
 
 
 _workers: dict[tuple[str, int], Worker] = {}
@@ -78,13 +82,17 @@ class Hands:
 
     def replace(self, index: int) -> Worker:
         """A new worker instead of the one that `get` gave last; what is left of that one is ended."""
+        self.end(index)
+        return self.get(index)
+
+    def end(self, index: int) -> None:
+        """End what is left of the worker that `get` gave last, or that did not come up; `get` starts another."""
         with _lock:
             old = self._mine.pop(index, None)
             if old is not None and _workers.get(self._keys[index - 1]) is old:
                 del _workers[self._keys[index - 1]]
         if old is not None:
             old.kill()
-        return self.get(index)
 
     def close(self) -> None:
         """Give the workers back; those that nobody else uses end."""
@@ -129,7 +137,8 @@ class Hands:
             self._told = True
             many = f"{len(self._keys)} worker processes" if len(self._keys) > 1 else "a worker process"
             print(f"instep: starting {many} (torch has to be imported)", file=sys.stderr, flush=True)
-        worker.wait_ready(started + START_SECONDS)
+        if not worker.comes_up(started + START_SECONDS):
+            raise Late(f"{worker.name} did not come up within {START_SECONDS:.0f} s. {worker.stack()}")
 
 
 def _stop(workers: Sequence[Worker]) -> None:

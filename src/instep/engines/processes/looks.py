@@ -7,11 +7,13 @@ import math
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from instep.engines.processes.arena import aligned
+from instep.engines.processes.shore import Shore
 from instep.errors import EngineError
 
 GRAIN = 16
@@ -26,30 +28,42 @@ _NAMES = (
 )
 DTYPES: dict[int, torch.dtype] = {n: getattr(torch, name) for n, name in enumerate(_NAMES) if hasattr(torch, name)}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
+_AFAR = 0x80  # in the code of a tensor that lies on an accelerator
 
 
 def look(tensor: Tensor) -> bytes:
     """What is to be known of a tensor before its data are read."""
-    if tensor.dtype not in _CODES or tensor.layout != torch.strided or tensor.device.type != "cpu":
+    if tensor.dtype not in _CODES or tensor.layout != torch.strided or tensor.is_meta:
         raise EngineError(f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be sent as it is.")
-    return _written(tensor.dtype, tensor.shape)
+    return _written(tensor.dtype, tensor.shape, tensor.device.type != "cpu")
 
 
 @lru_cache(maxsize=1024)
-def _written(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    return struct.pack(f"<BB{len(shape)}q", _CODES[dtype], len(shape), *shape)
+def _written(dtype: torch.dtype, shape: tuple[int, ...], afar: bool) -> bytes:
+    return struct.pack(f"<BB{len(shape)}q", _CODES[dtype] | _AFAR * afar, len(shape), *shape)
+
+
+class Look(NamedTuple):
+    """What is known of a tensor before its data are read."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    afar: bool
+    """Whether it lay on an accelerator."""
 
 
 @lru_cache(maxsize=256)
-def read_looks(data: bytes, count: int) -> tuple[tuple[torch.dtype, tuple[int, ...], int], ...]:
-    """The dtype, the shape and the bytes of each tensor of a message."""
+def read_looks(data: bytes, count: int) -> tuple[Look, ...]:
+    """What each tensor of a message looks like."""
     looks, at = [], 0
     for _ in range(count):
         code, dim = struct.unpack_from("<BB", data, at)
         shape = struct.unpack_from(f"<{dim}q", data, at + 2)
+        afar, code = bool(code & _AFAR), code & ~_AFAR
         if code not in DTYPES or any(size < 0 for size in shape):
             raise ValueError("it describes no tensor")
-        looks.append((DTYPES[code], shape, math.prod(shape, start=DTYPES[code].itemsize)))
+        looks.append(Look(DTYPES[code], shape, math.prod(shape, start=DTYPES[code].itemsize), afar))
         at += 2 + 8 * dim
     if at != len(data):
         raise ValueError("its tensors are not all described")
@@ -59,7 +73,7 @@ def read_looks(data: bytes, count: int) -> tuple[tuple[torch.dtype, tuple[int, .
 def data_of(tensor: Tensor, nbytes: int) -> bytes:
     """The data of a small tensor, whatever its strides and lazy bits, up to the next grain."""
     if not _is_plain(tensor):
-        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return ctypes.string_at(tensor.data_ptr(), nbytes).ljust(aligned(nbytes, GRAIN), b"\0")
 
 
@@ -70,19 +84,28 @@ def pack(page: memoryview, tensors: Sequence[tuple[Tensor, int]], alignment: int
         if nbytes <= _ALONE and _is_plain(tensor):
             ctypes.memmove(base + offset, tensor.data_ptr(), nbytes)
         else:
+            here = tensor.device.type == "cpu"
             with torch.no_grad():
-                _tensor(page, offset, tensor.dtype, tensor.shape).copy_(tensor.detach())
+                _tensor(page, offset, tensor.dtype, tensor.shape).copy_(tensor.detach(), non_blocking=not here)
         offset += aligned(nbytes, alignment)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def unpack(page: memoryview, base: int, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of its own memory, with the data that lie at an offset of a page, which begins at `base`."""
+def unpack(page: memoryview, base: int, offset: int, look: Look, shore: Shore | None) -> Tensor:
+    """A tensor of its own memory, with the data that lie at an offset of a page, which begins at `base`.
+
+    One that lay on an accelerator lands on a `shore`, where there is one.
+    """
+    dtype, shape, nbytes, afar = look
     if offset + nbytes > len(page):
         raise ValueError("its tensors are longer than it is")
+    if shore is not None and afar:
+        if nbytes:
+            return shore.land(_tensor(page, offset, dtype, shape))
+        return torch.empty(shape, dtype=dtype, device=shore.device)
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     if nbytes <= _ALONE:
         ctypes.memmove(tensor.data_ptr(), base + offset, nbytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import is_
 from types import SimpleNamespace
@@ -13,13 +13,20 @@ from torch import Tensor, nn
 
 from instep.batchnorm import Outfit
 from instep.engines.processes.arena import SharedMemory
-from instep.engines.processes.orders import Entry, NewModule, Ran, Run, Table
+from instep.engines.processes.bulk import Piece, to_device, to_host
+from instep.engines.processes.driver import DeviceMemory
+from instep.engines.processes.orders import Entry, NewModule, NewValues, Ran, Run, Spot, Table
+from instep.engines.processes.reducers import make_generator
 from instep.engines.processes.talk import SOURCE, Tag, as_sent
-from instep.errors import EngineError
 from instep.modes import inference
 from instep.random import Held
 from instep.replicas.crew import Crew
+from instep.replicas.equal import equal_tensors
+from instep.replicas.handed import by_place
 from instep.replicas.replica import Outcome, Pair, Replica
+
+LOOKS = 3
+"""The calls of a method in which writes are looked for that no version tells of."""
 
 
 class _Known:
@@ -37,39 +44,63 @@ class Mirror:
 
     module: nn.Module
     crew: Crew
-    device: torch.device
 
     def __init__(self, table: Table, fds: Sequence[int]) -> None:
-        pairs = zip(table.blocks, fds, strict=False)  # one more is for the gradients
-        self._blocks = {number: SharedMemory.attach(fd, nbytes, writable=False) for (number, nbytes), fd in pairs}
+        self.device = table.device
+        pulled = {entry.spot.block for entry in table.entries if entry.spot is not None and entry.spot.pull}
+        self._blocks: dict[int, SharedMemory] = {}
+        self._opened = {n: DeviceMemory.open(handle, nbytes, self.device) for n, nbytes, handle in table.handles}
+        for (number, nbytes), fd in zip(table.blocks, fds, strict=False):  # one more is for the gradients
+            # What is only copied from need not be copied on write, which accelerators do not take well.
+            self._blocks[number] = SharedMemory.attach(fd, nbytes, writable=number in pulled)
         self._storages: dict[tuple[int, int], Tensor] = {}
+        self._looks: dict[str, int] = {}
+        """By the name of a method: in how many calls nothing was written to an argument unseen."""
+        self._pulls: dict[int, list[Piece]] = {}
+        """By the number of a block: what is copied from it, and to where."""
         self.tensors = [self._rebuild(entry, table.sent) for entry in table.entries]
         self._slots: dict[int, Tensor] = {}
         self._replica: Replica | None = None
         self._last: _Known | None = None
         self.take_in(())
         nbytes, offsets = table.slots
-        memory = SharedMemory.attach(fds[-1], nbytes, writable=True)
+        self._memory: SharedMemory | DeviceMemory
+        if table.slots_handle is None:
+            self._memory = SharedMemory.attach(fds[-1], nbytes, writable=True)
+        else:
+            self._memory = DeviceMemory.open(table.slots_handle, nbytes, self.device)
+        self._offsets = dict(offsets)
         for number, offset in offsets:
-            self._slots[number] = slot_of(memory, offset, self.tensors[number])
+            self._slots[number] = slot_of(self._memory, offset, self.tensors[number])
 
     def _rebuild(self, entry: Entry, sent: Sequence[Tensor]) -> Tensor:
         if entry.spot is None:
             assert entry.value is not None
             data = entry.value.detach()
+            data = data.to(self.device) if entry.near else data
         else:
             spot = entry.spot
             key = spot.block, spot.offset
             if key not in self._storages:
-                block = self._blocks.get(spot.block)
-                self._storages[key] = sent[spot.offset] if block is None else block.tensor(spot.offset, spot.nbytes)
+                self._storages[key] = self._storage(spot, sent, entry.near)
             storage = self._storages[key].untyped_storage()
-            data = torch.empty(0, dtype=spot.dtype).set_(storage, spot.start, spot.size, spot.stride)
+            data = torch.empty(0, dtype=spot.dtype, device=self._storages[key].device)
+            data.set_(storage, spot.start, spot.size, spot.stride)
         if issubclass(entry.kind, nn.Parameter):
             data = torch.Tensor._make_subclass(entry.kind, data, entry.requires_grad)
         made: Tensor = data.requires_grad_(entry.requires_grad)
         made.__dict__.update(entry.attributes)
         return made
+
+    def _storage(self, spot: Spot, sent: Sequence[Tensor], near: bool) -> Tensor:
+        block = self._opened.get(spot.block) or self._blocks.get(spot.block)
+        if block is None:
+            return sent[spot.offset].to(self.device) if near else sent[spot.offset]
+        if not spot.pull:
+            return block.tensor(spot.offset, spot.nbytes)
+        own = torch.empty(spot.nbytes, dtype=torch.uint8, device=self.device)
+        self._pulls.setdefault(spot.block, []).append(Piece(spot.offset, own))
+        return own
 
     def known(self, tag: Tag, tensor: Tensor | None) -> Tensor:
         """A tensor of a message that may be one of the table."""
@@ -77,28 +108,37 @@ class Mirror:
 
     def settle(self, order: NewModule) -> None:
         """Make the replica of a module."""
-        self.module, self.device = order.module, order.device
+        self.module, self._generators = order.module, order.generators
         dress = None if order.synchronised is None else Outfit(order.synchronised)
-        self.crew = Crew(self.module, [self.device], dress=dress)
+        self._pull()
+        self.crew = Crew(self.module, [self.device], dress=dress, home=order.home)
         if order.own:
             self.crew.ready()
             self.crew.part(order.own)
 
-    def set(self, sets: Sequence[tuple[int, str, Any]]) -> None:
+    def set(self, news: NewValues) -> None:
         """Set attributes of the module, which its replica then follows."""
+        self._generators += news.generators
         modules = self.crew.ready()[0].source_modules
-        for index, name, value in sets:
+        for index, name, value in news.sets:
             modules[index].__dict__[name] = value
+
+    def _pull(self) -> None:
+        """Copy what lies in common memory to the device."""
+        for number, pieces in self._pulls.items():
+            to_device(self._blocks[number], pieces)
 
     def ready(self, run: Run) -> Replica:
         """The replica, with everything that has changed since."""
+        if run.follow:
+            self._pull()
         with torch.no_grad(), inference(False):
             for number, value in run.fresh.items():
                 tensor = self.tensors[number]
                 if tensor.shape == value.shape:
                     tensor.data.copy_(value)
                 else:
-                    tensor.data = value
+                    tensor.data = value.to(tensor.device)
         replica = self.crew.ready()[0]
         if replica is not self._replica:
             self._replica = replica
@@ -111,17 +151,41 @@ class Mirror:
             replica.lend(slots, [part for _, _, part in run.lent])
         return replica
 
+    def note_arguments(self, method: str, tensors: Sequence[Tensor]) -> Callable[[], dict[int, Tensor]]:
+        """What says, when the call is over, which arguments were written to: their values now, by their numbers.
+
+        Writes through `.data` move no version. They are looked for in the first calls of a method, and as long as there
+        are any.
+        """
+        versions = [tensor._version for tensor in tensors]
+        before = [tensor.detach().clone() for tensor in tensors] if self._looks.get(method, 0) < LOOKS else None
+
+        def written() -> dict[int, Tensor]:
+            moved = {
+                i: t.detach() for i, (t, then) in enumerate(zip(tensors, versions, strict=True)) if t._version != then
+            }
+            if before is not None:
+                pairs = enumerate(zip(tensors, before, strict=True))
+                hidden = {i: t.detach() for i, (t, then) in pairs if i not in moved and not equal_tensors(t, then)}
+                self._looks[method] = 0 if hidden else self._looks.get(method, 0) + 1
+                moved |= hidden
+            return moved
+
+        return written
+
     def generators(self, run: Run) -> Held:
-        """The generators that the module holds, each with what the replica has in its place, as they are now."""
-        held = self.crew.replicas[0].cloner.generators
-        if len(held) != len(run.generators):
-            raise EngineError(
-                "a torch.Generator that is an argument, or that the module was given after its first call, does not "
-                "reach worker processes.\nWrite engine='threads'."
-            )
-        for (source, _), state in zip(held, run.generators, strict=True):
-            source.set_state(state)
-        return held
+        """The caller's generators as they are now, each with what the replica has in its place.
+
+        First those that the module holds, then those among the arguments that several replicas were given.
+        """
+        for number, state in run.generators.items():
+            self._generators[number].set_state(state)
+        given = [(make_generator(str(generator.device), state), generator) for state, generator in run.own]
+        return [*self.crew.replicas[0].cloner.generators, *given]
+
+    def generator_number(self, source: torch.Generator) -> int | None:
+        """The number of a generator of the module."""
+        return next((number for number, known in enumerate(self._generators) if known is source), None)
 
     def counterparts(self) -> list[Tensor]:
         """What the replica has for each tensor of the table."""
@@ -147,7 +211,7 @@ class Mirror:
         ran.sets = [(change.module, change.name, change.new, change.buffer) for change in outcome.changes.attributes]
         places = {id(made): crew.shelf.places.get(id(source)) for source, _, made in replica.cloner.containers}
         for inside in outcome.changes.contents:
-            items = list(_by_place(inside.before.items, inside.after.items))
+            items = list(by_place(inside.before.items, inside.after.items))
             ran.contents.append((str(places[id(inside.container)]), inside.after.keys, items))
         ran.written = {numbers[id(source)]: copy.detach().clone() for source, copy in outcome.written}
         ran.apart = {numbers[id(s)]: made.detach() for s, made in replica.trainable if id(s) in crew.apart}
@@ -161,13 +225,12 @@ class Mirror:
 
     def _leave(self, number: int, leaf: Tensor) -> None:
         """Put a gradient into its slot as soon as it is there: it is in the cache, and its memory free for the next."""
-        if number not in self._wanted or leaf.grad is None or not self._put(number, leaf.grad):
-            return
-        leaf.grad = None
+        if number in self._wanted and leaf.grad is not None and self._put(number, leaf.grad):
+            leaf.grad = None
 
     def _put(self, number: int, gradient: Tensor) -> bool:
         slot = self._slots.get(number)
-        if slot is None or gradient.layout is not torch.strided or gradient.dtype != slot.dtype:
+        if slot is None or not _fits(gradient, slot) or slot.device != gradient.device:
             return False
         if number in self._filled:  # a backward inside of the backward brought one before
             slot.add_(gradient)
@@ -179,26 +242,23 @@ class Mirror:
     def hand_in(self, gradients: dict[int, Tensor | None]) -> tuple[list[int], dict[int, Tensor]]:
         """The backward is over, and left these; says whose gradients lie in slots, and returns those that have none."""
         left = {n: g for n, g in gradients.items() if g is not None and not self._put(n, g)}
-        for number in left.keys() & self._filled:
+        for number in left.keys() & self._filled:  # one of another layout came after it
             left[number] = self._slots[number] + left[number]
-        filled = sorted(self._filled - left.keys())
+        far = {n: g for n, g in left.items() if n in self._slots and _fits(g, self._slots[n]) and n not in self._filled}
+        if far:
+            assert isinstance(self._memory, SharedMemory)
+            to_host(self._memory, [Piece(self._offsets[number], gradient) for number, gradient in far.items()])
+        others = {number: gradient for number, gradient in left.items() if number not in far}
+        filled = sorted((self._filled | far.keys()) - others.keys())
         self.take_in(())
-        return filled, left
+        return filled, others
 
 
-def _by_place(before: Sequence[Any], after: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-    """Each item by its place before, in rising order as far as may be; -1 and the item itself for a new one."""
-    places: dict[int, list[int]] = {}
-    for number, item in enumerate(before):
-        places.setdefault(id(item), []).append(number)
-    last = -1
-    for item in after:
-        known = places.get(id(item), [])
-        last = next((number for number in known if number > last), known[0] if known else last)
-        yield (last, None) if known else (-1, item)
+def _fits(gradient: Tensor, slot: Tensor) -> bool:
+    return gradient.layout is torch.strided and gradient.dtype == slot.dtype
 
 
-def slot_of(memory: SharedMemory, offset: int, tensor: Tensor) -> Tensor:
+def slot_of(memory: SharedMemory | DeviceMemory, offset: int, tensor: Tensor) -> Tensor:
     """The place for one tensor's gradient, in the shape of the tensor."""
     nbytes = tensor.numel() * tensor.element_size()
     flat: Tensor = memory.tensor(offset, nbytes).view(tensor.dtype)

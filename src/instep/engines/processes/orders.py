@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 # From this process to a worker.
-TABLE, MODULE, SET, GLOBALS, FORWARD, BACKWARD, MET, STOP = (
-    "table", "module", "set", "globals", "forward", "backward", "met", "stop",
+TABLE, MODULE, SET, GLOBALS, FORWARD, BACKWARD, REACH, MET, STOP = (
+    "table", "module", "set", "globals", "forward", "backward", "reach", "met", "stop",
 )  # fmt: skip
+DEVICE = "device"
 # From a worker to this process.
 MEET, DONE, FAILED = "meet", "done", "failed"
 
@@ -35,6 +36,8 @@ class Spot:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    pull: bool = False
+    """Whether the worker has a copy on its device, which it brings up to the common memory before each call."""
 
 
 @dataclass
@@ -46,6 +49,19 @@ class Entry:
     attributes: dict[str, Any]
     spot: Spot | None
     value: Tensor | None
+    near: bool
+    """Whether it lies on the device of the source, and belongs on the worker's there."""
+
+
+@dataclass
+class Berth:
+    """A worker's device, as the process that starts it knows it."""
+
+    device: torch.device
+    identity: str
+    """What the driver calls it; empty where it has no name for it."""
+    handle: bytes | None
+    """Of memory on it that the worker tries to open; None where that is of no use."""
 
 
 @dataclass
@@ -53,6 +69,8 @@ class Table:
     """The tensors of a module, which are known by their places in the table from then on."""
 
     number: int
+    device: torch.device
+    """The worker's."""
     entries: list[Entry]
     sent: list[Tensor]
     """Storages that lie in no common memory, as bytes."""
@@ -60,6 +78,10 @@ class Table:
     """The number and the bytes of each block of memory whose descriptor is sent along."""
     slots: tuple[int, list[tuple[int, int]]]
     """The bytes of the memory for gradients, whose descriptor is the last one, and where each tensor's goes."""
+    handles: list[tuple[int, int, bytes]] = field(default_factory=list)
+    """The number, the bytes and the handle of each block of memory on the worker's device."""
+    slots_handle: bytes | None = None
+    """Of the memory for gradients, where that lies on the worker's device: then no descriptor comes for it."""
 
 
 @dataclass
@@ -70,11 +92,24 @@ class NewModule:
 
     number: int
     module: Any
-    device: torch.device
+    home: torch.device
+    """The device of the source."""
     synchronised: bool | None
     """Whether batch normalisation looks at the whole batch; None for no such layers to dress."""
     own: list[str]
     """Places of containers that each replica has for itself."""
+    generators: list[torch.Generator]
+    """The generators that the module holds, which are known by their places here from then on."""
+
+
+@dataclass
+class NewValues:
+    """Attributes that were set since, and nothing else."""
+
+    sets: list[tuple[int, str, Any]]
+    """The module's index, the name and the value."""
+    generators: list[torch.Generator]
+    """Generators in them, whose places come after those that are known."""
 
 
 @dataclass
@@ -90,6 +125,8 @@ class Surroundings:
     deterministic: int
     precision: str
     threads: int
+    backends: dict[str, Any] = field(default_factory=dict)
+    """Switches of what computes on accelerators, by their names."""
 
 
 class Order:
@@ -115,13 +152,25 @@ class Run(Order):
     around: Surroundings | None
     """None for the same as in the message before."""
     follow: bool
+    fetch: bool
+    """Whether arguments lie on the host, from where the worker brings them to its device."""
     seed: int
     """What the streams of the call are seeded by."""
-    generators: list[Tensor]
-    """The states of the generators that the module holds."""
+    home_seed: int
+    """What those of accelerators are seeded by."""
+    generators: dict[int, Tensor]
+    """The states of the generators that the module holds, by their numbers."""
     lent: list[tuple[int, str, Any]]
     fresh: dict[int, Tensor]
     """Values of tensors of the table that lie in no common memory."""
+    given: list[tuple[int, ...]] = field(default_factory=list)
+    """The ways to what lies among the arguments and is the caller's own, to be looked at for changes."""
+    own: list[tuple[Tensor, torch.Generator]] = field(default_factory=list)
+    """Generators among the arguments that stand for one of the caller's, with its state."""
+    lone: list[torch.Generator] = field(default_factory=list)
+    """Generators among the arguments that no other replica was given: the caller's own are drawn from."""
+    in_turn: bool = False
+    """Whether replicas run one after another, and draw from the default generator itself."""
     gone: tuple[Sequence[int], Sequence[int]] = ((), ())
     """Calls and modules that nobody needs any longer."""
 
@@ -130,7 +179,7 @@ class Run(Order):
 class Ran(Order):
     """What one replica's part of a forward came to."""
 
-    PATHS: ClassVar = {"output": "the output of forward"}
+    PATHS: ClassVar = {"output": "the output of forward", "given": "what forward put into an argument"}
 
     output: Any = None
     structure: bool = False
@@ -144,8 +193,19 @@ class Ran(Order):
     """Values of weights that the worker has for itself because `forward` rewrites them."""
     arguments: dict[int, Tensor] = field(default_factory=dict)
     """Values of arguments that were written in place, by their numbers."""
+    given: list[tuple[int, tuple[Any, ...], list[tuple[int, Any]]]] = field(default_factory=list)
+    """What was changed inside the arguments: the number of the way, the keys, and each item as in `contents`."""
     drawn: bool = False
+    drawn_home: bool = False
+    """Whether numbers were drawn on an accelerator."""
+    by_name: bool = False
+    """Whether the default generator itself was drawn from, by a way that no stream stands in."""
     drawn_held: list[int] = field(default_factory=list)
+    """The generators that were drawn from: of the module, by their numbers."""
+    drawn_own: list[int] = field(default_factory=list)
+    """The same for those among the arguments, by their places."""
+    moved: dict[int, Tensor] = field(default_factory=dict)
+    """The states that the other ones among the arguments have now, if they were drawn from."""
     refused: list[int] = field(default_factory=list)
     """Trainable tensors of the table that `forward` wrote to."""
     wrote: list[str] = field(default_factory=list)
@@ -171,6 +231,8 @@ class Back(Order):
     seed: int
     wanted: list[int]
     """Tensors of the table whose gradients are wanted."""
+    spent: list[list[int]] = field(default_factory=list)
+    """For a forward that was run again: the tokens that backwards of the first one have used up, one after another."""
 
 
 @dataclass

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from instep.engines.processes.berth import backends
 from instep.engines.processes.call import Call, remember_values
-from instep.engines.processes.desk import Box, Desk, Met, Told
+from instep.engines.processes.desk import Desk, Met, Told
 from instep.engines.processes.freight import CannotCross
 from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.shadow import Shadow
+from instep.engines.processes.shore import Passage
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Rebuild, Tag, as_sent
-from instep.engines.processes.wire import Message
+from instep.engines.processes.waiting import Box
 from instep.engines.protocol import Job
 from instep.engines.side_by_side import Part
 from instep.errors import EngineError
+from instep.random import Held, generators_in
 from instep.replicas.ambient import Ambient
-from instep.replicas.contents import Contents, contents_of, put
+from instep.replicas.contents import contents_of, put
+from instep.replicas.handed import from_places, handed_to
 from instep.replicas.replica import Outcome
 from instep.replicas.watch import MISSING, STRUCTURE, Changes, Inside, Set
+
+Answer = tuple[Desk, Ran, list[Tensor]]
 
 
 class ForwardPart:
@@ -32,12 +38,12 @@ class ForwardPart:
         shadow: Any = job.replicas[index]
         self._job, self._index = job, index
         self._shadow: Shadow = shadow
-        self._held = job.streams.held[index]
+        self.near = shadow.near
         shadow.unwrite()
         follow, shadow.behind = job.follow or shadow.behind, False
         lent, shadow.lent = shadow.lent, []
         args, kwargs = job.arguments[index]
-        self._run = Run(
+        run = self._run = Run(
             shadow.number,
             job.method,
             args,
@@ -45,35 +51,44 @@ class ForwardPart:
             index,
             list(job.sizes),
             len(job.replicas),
-            _surroundings(job.ambient),
+            _surroundings(job.ambient, shadow.place),
             follow,
+            shadow.fetched,
             job.streams.state.host.number,
-            [source.get_state() for source, _ in self._held],
+            job.streams.state.home.number,
+            {},
             lent,
             {},
         )
-        self._met = Met(job.room)
+        self._mine = handed_to(args, kwargs, job.theirs)
+        run.given = [one.steps for one in self._mine]
+        run.in_turn = job.streams.in_turn
+        self._generators = _generators(run, shadow, job.streams.held[index])
+        self._met = Met(job.room, job.passage)
         self._told: Told
         self._box: Box
         self._arguments: list[Tensor]
 
     def ask(self, desk: Desk) -> None:
         run = self._run
-        self._told = desk.tell(self._shadow)
-        run.fresh = self._told.fresh() if run.follow else {}
+        self._job.room.stacks[self._index] = desk.worker.stack
+        told = self._told = desk.tell(self._shadow)
+        told.renew(self._job.passage, run.follow)
+        run.fresh = told.fresh() if run.follow else {}
+        run.generators = {number: source.get_state() for number, source in enumerate(told.generators)}
         self._box, self._arguments = desk.ask_forward(run)
 
-    def hear(self, desk: Desk) -> tuple[Desk, Message]:
-        return desk, desk.answer(self._box, self._met)
+    def hear(self, desk: Desk) -> Answer:
+        answer = desk.answer(self._box, self._met)
+        fields, tensors = desk.talk.take(answer, _rebuild(self._arguments, self._told.counterparts))
+        return desk, Ran(*fields), tensors
 
-    def outcome(self, desk: Desk, answer: Message) -> Outcome:
+    def outcome(self, desk: Desk, ran: Ran, tensors: Sequence[Tensor]) -> Outcome:
         """What the worker did, on its stand-in."""
-        job, shadow, told, arguments = self._job, self._shadow, self._told, self._arguments
-        host, held = job.streams.state.host, self._held
+        shadow, told, run, arguments = self._shadow, self._told, self._run, self._arguments
+        state, mine = self._job.streams.state, self._mine
         self._met.end()
-        shadow.stale = shadow.stale or bool(self._run.lent)  # the worker has a part, not the whole
-        fields, tensors = desk.talk.take(answer, _rebuild(arguments, told.counterparts))
-        ran = Ran(*fields)
+        shadow.stale = shadow.stale or bool(run.lent)  # the worker's replica holds a part, not what the module has
         if ran.wrote:
             desk.talk.depot.forget()
             raise CannotCross(
@@ -81,20 +96,28 @@ class ForwardPart:
                 f"Return what it is for, set it on the module, or write engine='threads'."
             )
         if ran.drawn:
-            host.drawn = True
-            host.seed(0)
-        for i in ran.drawn_held:
-            job.streams.state.add(held[i][0]).drawn = True
+            state.host.drawn = True
+            state.host.seed(0)
+        if ran.drawn_home:
+            state.home.drawn = True
+            state.home.seed(0)
+        state.host.elsewhere = state.host.elsewhere or ran.by_name
+        drawn = (*(told.generators[i] for i in ran.drawn_held), *(self._generators[i] for i in ran.drawn_own))
+        for source in drawn:
+            state.add(source).drawn = True
+        for i, moved in ran.moved.items():
+            run.lone[i].set_state(moved)
         for i, value in ran.arguments.items():
             arguments[i].data.copy_(value)
         outcome = _outcome(shadow, told, ran)
+        outcome.given = [(mine[n], from_places(contents_of(mine[n].container), *news)) for n, *news in ran.given]
         needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
-        if job.ambient.grad and needing:
-            inputs = _numbers(job.inputs[self._index], arguments)
+        if self._job.ambient.grad and needing:
+            inputs = _numbers(self._job.inputs[self._index], arguments)
             made_by = shadow.name, shadow.recipe, shadow.source_modules, shadow.look
-            outcome.remote = Call(
-                self._box.number, desk, told, *made_by, self._run, self._met, arguments, needing, inputs
-            )
+            number = self._box.number
+            outcome.remote = Call(number, desk, told, *made_by, run, self._met, arguments, needing, inputs)
+            outcome.remote.spoilt = bool(ran.arguments or ran.given or ran.moved)
         remember_values(shadow.source_modules[0], [told.table[number] for number in ran.written])
         return outcome
 
@@ -102,9 +125,10 @@ class ForwardPart:
 class BackwardPart:
     """One replica's part of a backward."""
 
-    def __init__(self, call: Call, part: Part) -> None:
-        self._call, self._part = call, part
+    def __init__(self, call: Call, part: Part, passage: Passage) -> None:
+        self._call, self._part, self._passage = call, part, passage
         self._side, self._host = part.span.sides[part.index], part.span.streams.state.host
+        self.near = call.told.near
         given, sources = call.written()
         self._back = Back(
             call.number,
@@ -116,15 +140,15 @@ class BackwardPart:
             self._host.number,
             [],
         )
-        self._met = Met(part.room)
+        self._met = Met(part.room, passage)
         self._box: Box
 
     def ask(self, desk: Desk) -> None:
         call, back = self._call, self._back
-        if desk is not call.desk:
-            call.again(desk)
-        back.wanted = [number for number in map(call.number_of, self._side.leaves) if number is not None]
+        self._part.room.stacks[self._part.index] = desk.worker.stack
+        back.spent = call.at(desk)
         back.call = call.number
+        back.wanted = [number for number in map(call.number_of, self._side.leaves) if number is not None]
         self._box = desk.ask_backward(back)
 
     def hear(self, desk: Desk) -> WentBack:
@@ -134,15 +158,34 @@ class BackwardPart:
     def leave(self, went: WentBack) -> None:
         """Leave the gradients on the stand-in's leaves and inputs."""
         call, side, host = self._call, self._side, self._host
+        if not self._part.keep:
+            call.spent.append(self._part.crossings)
         if went.drawn:
             host.drawn = True
             host.seed(0)
-        slots = call.told.slots
+        slots = call.told.gradients(went.present)
+        self._passage.hand_over(slots.values())
         for leaf in side.leaves:
-            number = call.number_of(leaf)
-            leaf.grad = slots[number] if number in went.present else went.others.get(-1 if number is None else number)
+            number = -1 if (known := call.number_of(leaf)) is None else known
+            leaf.grad = _near(leaf, slots[number] if number in slots else went.others.get(number))
         for leaf, number in zip(side.inputs, call.inputs, strict=True):
-            leaf.grad = went.inputs.get(number)
+            leaf.grad = _near(leaf, went.inputs.get(number))
+
+
+def _generators(run: Run, shadow: Shadow, held: Held) -> list[torch.Generator]:
+    """Note in an order the generators among its arguments; those of the caller that some of them stand for."""
+    of_module = {id(made) for _, made in shadow.cloner.generators}
+    given = [pair for pair in held if id(pair[1]) not in of_module]
+    own = {id(made) for _, made in given}
+    loose = {id(g): g for g in generators_in([*run.args, *run.kwargs.values()]) if id(g) not in own}
+    if any(key in of_module for key in loose):
+        raise EngineError(
+            "a torch.Generator that the module holds is an argument too, and would be two in a worker process.\n"
+            "Pass another one, or write engine='threads'."
+        )
+    run.own = [(source.get_state(), made) for source, made in given]
+    run.lone = list(loose.values())
+    return [source for source, _ in given]
 
 
 def _numbers(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int]:
@@ -154,14 +197,6 @@ def _numbers(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int
             "process.\nUse DataParallel(..., engine='threads')."
         )
     return [places[id(tensor)] for tensor in tensors]
-
-
-ATOMS = (str, bytes, int, float, bool, type(None))
-
-
-def _own(item: Any, own: Mapping[Any, Any]) -> Any:
-    """The very object that is here already, for one of those that nobody tells apart but by identity."""
-    return own.get((type(item), item), item) if isinstance(item, ATOMS) else item
 
 
 def _rebuild(arguments: Sequence[Tensor], counterparts: Sequence[Tensor]) -> Rebuild:
@@ -177,7 +212,12 @@ def _rebuild(arguments: Sequence[Tensor], counterparts: Sequence[Tensor]) -> Reb
     return rebuild
 
 
-def _surroundings(ambient: Ambient) -> Surroundings:
+def _near(leaf: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """A gradient on the device of its leaf."""
+    return None if gradient is None else gradient.to(leaf.device)
+
+
+def _surroundings(ambient: Ambient, device: torch.device) -> Surroundings:
     return Surroundings(
         grad=ambient.grad,
         inference=ambient.inference,
@@ -188,6 +228,7 @@ def _surroundings(ambient: Ambient) -> Surroundings:
         deterministic=torch.get_deterministic_debug_mode(),
         precision=torch.get_float32_matmul_precision(),
         threads=torch.get_num_threads(),
+        backends={} if device.type == "cpu" else backends(),
     )
 
 
@@ -200,6 +241,8 @@ def _outcome(shadow: Shadow, told: Told, ran: Ran) -> Outcome:
     modules = shadow.modules
     attributes, contents = [], []
     for index, name, value, buffer in ran.sets:
+        if isinstance(value, torch.device) and value == shadow.place:
+            value = shadow.device
         holder = modules[index]._buffers if buffer else modules[index].__dict__
         attributes.append(Set(index, name, holder.get(name, MISSING), value, buffer))
         holder[name] = value
@@ -208,8 +251,7 @@ def _outcome(shadow: Shadow, told: Told, ran: Ran) -> Outcome:
     for place, keys, items in ran.contents:
         container = made[place]
         before = contents_of(container)
-        own = {(type(item), item): item for item in before.items if isinstance(item, ATOMS)}
-        after = Contents(keys, tuple(before.items[old] if old >= 0 else _own(item, own) for old, item in items))
+        after = from_places(before, keys, items)
         if len(after.items) != len(before.items) or not all(map(is_, after.items, before.items)) or keys != before.keys:
             contents.append(Inside(container, before, after))
             put(container, after)

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from instep.engines.processes.arena import SharedMemory
+from instep.engines.processes.driver import DeviceMemory
 from instep.locks import ProcessLock
 from instep.modes import inference
 from instep.replicas.carry import Slot
 from instep.replicas.clone import OPAQUE, holds_source
 from instep.replicas.replica import Pair, Replica
-from instep.replicas.tensors import Tensors, leaf_like
+from instep.replicas.tensors import Tensors, Way, leaf_like
 from instep.replicas.watch import Changes, Set
 
 _numbers = itertools.count(1)
@@ -58,8 +59,17 @@ class Shadow(Replica):
     """A replica of another process, as this one sees it."""
 
     kind_of_tensors = Views
+    stands_in = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, index: int, source: nn.Module, device: torch.device, way: Way, *, home: torch.device, **kwargs: Any
+    ) -> None:
+        self.place = device
+        """The worker's device."""
+        self.home = home
+        """The source's."""
+        self.fetched = False
+        """Whether the worker brings the arguments of the next call to its device by itself."""
         self.number = next(_numbers)
         """What the worker knows it by."""
         self.stale = True
@@ -73,23 +83,32 @@ class Shadow(Replica):
         """Whether batch normalisation looks at the whole batch."""
         self.told: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """What the worker at each desk was told of the module."""
-        self.slots: SharedMemory | None = None
+        self.slots: SharedMemory | DeviceMemory | None = None
         """Where the worker leaves gradients."""
-        self.recipe = partial(type(self), *args, **kwargs)
+        self.recipe = partial(type(self), index, source, device, way, home=home, **kwargs)
         """Makes another one."""
         self.lent: list[tuple[int, str, Any]] = []
         """Parts of carried state for the next call: the module's index, the attribute, and the part."""
         self.meets: set[str] = set()
         """Methods in which replicas were seen to meet."""
         self._written: list[Pair] = []
-        super().__init__(*args, **kwargs)
+        # Arguments for another accelerator are put where the source is, from where the worker gets them.
+        near = home if home.type != "cpu" and device.type != "cpu" else device
+        super().__init__(index, source, near, way, home=home, **kwargs)
+        self.name = f"replica {index} on {device}"
+        self.near = device == home and device.type != "cpu" and way is Way.ALIAS
+        """Whether tensors may stay on a device that both processes work on."""
+
+    def takes_from_host(self, chosen: bool) -> bool:
+        self.fetched = not chosen and self.place != self.home and self.place.type != "cpu"
+        return self.fetched
 
     def write(self, values: Mapping[int, Tensor]) -> list[Pair]:
         """Take what the worker wrote to state, by the ids of the source's tensors, until `unwrite`."""
         for source, view in self.tensors.state:
             value = values.get(id(source))
             if value is not None:
-                view.data = value
+                view.data = value.to(view.device)
                 self._written.append((source, view))
         return list(self._written)
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from instep.engines.processes.freight import Depot, Parcel
+from instep.engines.processes.hold import Hold
 from instep.engines.processes.orders import Order
 from instep.engines.processes.wire import Line, Message
 
@@ -42,6 +43,8 @@ class Talk:
     def __init__(self, line: Line, *, home: bool) -> None:
         self.line = line
         self.depot = Depot(home)
+        self.hold: Hold | None = None
+        """By which tensors of an accelerator cross that both sides work on."""
 
     def say(
         self,
@@ -60,7 +63,8 @@ class Talk:
         parcel = self.depot.pack_fields(value, what) if isinstance(value, Order) else self.depot.pack(value, what)
         tags = [describe(tensor) for tensor in parcel.tensors]
         sent = [tensor.detach() for tensor, tag in zip(parcel.tensors, tags, strict=True) if tag[0] == VALUE]
-        self.line.send(kind, call, pickle.dumps((tags, parcel.body), 5), sent, fds)
+        sent, cargo = (sent, None) if self.hold is None else self.hold.load(sent)
+        self.line.send(kind, call, pickle.dumps((tags, parcel.body, cargo), 5), sent, fds)
         return parcel.tensors
 
     def take(self, message: Message, rebuild: Rebuild = as_sent) -> tuple[Any, list[Tensor]]:
@@ -69,7 +73,12 @@ class Talk:
         What is unpickled here comes from our own worker or from the process that started it, over a line that nobody
         else can join.
         """
-        tags, body = pickle.loads(message.body)
-        sent = iter(message.tensors)
+        if self.line.shore is not None:
+            self.line.shore.check()
+        tags, body, cargo = pickle.loads(message.body)
+        if self.hold is None or cargo is None:
+            sent = iter(message.tensors)
+        else:
+            sent = iter(self.hold.unload(message.tensors, cargo, self.line.shore))
         tensors = [rebuild(tag, next(sent) if tag[0] == VALUE else None) for tag in tags]
         return self.depot.unpack(Parcel(body, tensors)), tensors

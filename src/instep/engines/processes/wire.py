@@ -26,6 +26,7 @@ from torch import Tensor
 from instep.engines.processes.arena import ALIGNMENT, NOWHERE, Inbox, Outbox, Place, aligned
 from instep.engines.processes.cores import Elsewhere, this_core
 from instep.engines.processes.looks import GRAIN, address, data_of, look, pack, read_looks, unpack
+from instep.engines.processes.shore import Shore, wait_for
 from instep.errors import EngineError
 
 _MAGIC, _VERSION = b"inst", 1
@@ -118,6 +119,8 @@ class Line:
         self._lock = threading.Lock()
         self._outbox, self._inbox = Outbox(), Inbox()
         self._buffer = bytearray(_HEADER.size + FRAME)
+        self.moved = 0
+        """Bytes of messages that have passed here, either way, with what lies in rings."""
         self._view = memoryview(self._buffer)
         self._base = address(self._view)
         self._poll = select.poll()
@@ -128,6 +131,8 @@ class Line:
         """Keeps whoever waits here off the other side's core."""
         self.before_send: Callable[[], object] | None = None
         """Called before a message is sent, by whoever sends it."""
+        self.shore: Shore | None = None
+        """Where tensors land that were sent from an accelerator; on the host without one."""
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -177,12 +182,14 @@ class Line:
         used = sum(aligned(nbytes) for _, nbytes in large)
         flags = _ELSEWHERE if payload > FRAME else 0
         place, length = NOWHERE, 0
+        afar = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
         if used or flags:
             length = used + (payload if flags else 0)
-            place, block = self._outbox.reserve(length)
+            place, block = self._outbox.reserve(length, afar)
             pack(block, large, ALIGNMENT)
             if flags:
                 block[used:], page = b"".join(page), []
+            wait_for(afar)
         # Only a frame that says where it lies may bring the ring.
         if place is not NOWHERE and (ring := self._outbox.to_announce()) is not None:
             flags, fds = flags | _RING_COMES, [ring, *fds]
@@ -191,6 +198,7 @@ class Line:
             this_core(),
         )
         self._post([header.pack(), *page], fds, timeout)
+        self.moved += _HEADER.size + used + payload
 
     def _post(self, frame: Sequence[bytes], fds: Sequence[int], timeout: float | None) -> None:
         if len(fds) > _FDS + 1:
@@ -267,6 +275,7 @@ class Line:
             if isinstance(error, (ValueError, struct.error, OSError)):
                 raise Garbled(f"a frame of {length} bytes is no message: {error}") from error
             raise
+        self.moved += length + header.used
         return Message(header.kind, header.call, body, tensors, fds)
 
     def _read(self, header: _Header) -> tuple[bytes, list[Tensor]]:
@@ -282,13 +291,18 @@ class Line:
         text = bytes(page[:end])
         tensors: list[Tensor] = []
         in_page, in_block, block_base = aligned(end, GRAIN), 0, address(block)
-        for dtype, shape, nbytes in read_looks(text[: header.looks], header.tensors):
-            if nbytes <= SMALL:
-                tensors.append(unpack(page, page_base, in_page, nbytes, dtype, shape))
-                in_page += aligned(nbytes, GRAIN)
+        looks = read_looks(text[: header.looks], header.tensors)
+        shore = self.shore if any(seen.afar for seen in looks) else None
+        if shore is not None:
+            self._inbox.pin(shore.device)
+        for seen in looks:
+            if seen.nbytes <= SMALL:
+                tensors.append(unpack(page, page_base, in_page, seen, shore))
+                in_page += aligned(seen.nbytes, GRAIN)
             else:
-                tensors.append(unpack(block, block_base, in_block, nbytes, dtype, shape))
-                in_block += aligned(nbytes)
+                tensors.append(unpack(block, block_base, in_block, seen, shore))
+                in_block += aligned(seen.nbytes)
+        wait_for(None if shore is None else shore.device)
         if header.used:
             self._inbox.release(header.place)
         return text[header.looks :], tensors

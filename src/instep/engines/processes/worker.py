@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,19 +13,25 @@ import torch
 from torch import Tensor
 
 from instep.bridge import Side, enter, take
+from instep.devices import move
 from instep.engines.pool import as_replica
 from instep.engines.processes import orders
+from instep.engines.processes.berth import set_backends, take_device, try_to_open
 from instep.engines.processes.cores import Elsewhere
-from instep.engines.processes.freight import pack_error
+from instep.engines.processes.freight import CannotCross, pack_error
+from instep.engines.processes.hold import Hold
 from instep.engines.processes.mirror import Mirror
 from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
+from instep.engines.processes.shore import Shore, wait_for
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Tag, Talk, as_sent, by_value
 from instep.engines.processes.wire import Line, Message
 from instep.engines.protocol import Job, perform
 from instep.engines.side_by_side import in_room
 from instep.errors import EngineError
+from instep.meeting import reach, without_streams
 from instep.random import RandomState, Streams, threads_can_draw
 from instep.replicas.ambient import Ambient, Autocast
+from instep.replicas.handed import Noted, by_place
 from instep.replicas.replica import Outcome
 from instep.structure.tree import tensors_in
 
@@ -34,6 +41,7 @@ def main(line: Line) -> None:
     worker = Worker(Talk(line, home=False))
     line.elsewhere = Elsewhere()
     threads_can_draw()
+    gc.freeze()  # all that was imported need not be looked through again
     with as_replica():
         while (message := line.receive()) is not None and message.kind != orders.STOP:
             worker.answer(message)
@@ -72,7 +80,7 @@ class Hall:
         """The others hear of it by the answer."""
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
-        self._talk.say(orders.MEET, self._call, (index, label, payload))
+        self._talk.say(orders.MEET, self._call, (index, label, without_streams(payload)))
         message = self._talk.line.receive()
         if message is None or message.kind != orders.MET or message.call != self._call:
             raise EngineError("the line to the other replicas brought something else than their answer.")
@@ -95,12 +103,14 @@ class Worker:
         self._ambient: Ambient
         self._trouble: Exception | None = None
         self._answers: dict[str, Callable[[Message], None]] = {
+            orders.DEVICE: self._take_device,
             orders.TABLE: self._take_table,
             orders.MODULE: self._take_module,
             orders.SET: self._take_sets,
             orders.GLOBALS: self._take_globals,
             orders.FORWARD: self._forward,
             orders.BACKWARD: self._backward,
+            orders.REACH: self._reach,
         }
 
     def answer(self, message: Message) -> None:
@@ -110,15 +120,26 @@ class Worker:
                 raise self._trouble
             self._answers[message.kind](message)
         except BaseException as error:
-            if message.kind in (orders.FORWARD, orders.BACKWARD):
+            if message.kind in (orders.FORWARD, orders.BACKWARD, orders.REACH, orders.DEVICE):
                 self._trouble = None
                 self._fail(message.call, error)
             else:  # nobody waits for an answer to these: the next call gets it
                 self._trouble = error if isinstance(error, Exception) else EngineError(repr(error))
 
     def _fail(self, call: int, error: BaseException) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()  # others may share the device
         parcel = pack_error(error, self._talk.depot)
         self._talk.line.send(orders.FAILED, call, parcel.body, [t.detach().cpu() for t in parcel.tensors])
+
+    def _take_device(self, message: Message) -> None:
+        order, _ = self._talk.take(message)
+        take_device(order)
+        self._talk.line.shore = Shore(order.device)
+        refusal = None if order.handle is None else try_to_open(order)
+        if order.handle is not None and refusal is None:
+            self._talk.hold = Hold(order.device, home=False)
+        self._talk.say(orders.DONE, message.call, refusal)
 
     def _take_table(self, message: Message) -> None:
         table, _ = self._talk.take(message)
@@ -157,18 +178,25 @@ class Worker:
 
         with torch.enable_grad():
             fields, arguments = self._talk.take(message, let_in)
-        run = Run(*fields)
-        self._release(*run.gone)
-        mirror = self._mirrors[run.number]
+            run = Run(*fields)
+            self._release(*run.gone)
+            mirror = self._mirrors[run.number]
+            if run.fetch:
+                run.args = [move(value, mirror.device) for value in run.args]
+                run.kwargs = {name: move(value, mirror.device) for name, value in run.kwargs.items()}
         if run.around is not None:
             self._around, self._ambient = run.around, _ambient(run.around)
         self._surround(self._around)
         replica = mirror.ready(run)
         held = mirror.generators(run)
-        state = RandomState([mirror.device] * run.count)
+        lone = [generator.get_state() for generator in run.lone]
+        state = RandomState([mirror.device] * run.count, apart=True)
         state.host.fix(run.seed)
-        streams = Streams(state, [held] * run.count, own=threads_can_draw(), in_turn=False)
-        versions = [tensor._version for tensor in arguments]
+        if state.home is not state.host:
+            state.home.fix(run.home_seed)
+        streams = Streams(state, [held] * run.count, own=threads_can_draw(), in_turn=run.in_turn)
+        written = mirror.note_arguments(run.method, arguments)
+        noted = Noted([*run.args, *run.kwargs.values()], run.given)
         job = Job(
             [replica] * run.count,
             [(run.args, run.kwargs)] * run.count,
@@ -186,12 +214,22 @@ class Worker:
             mirror.crew.restore()
             raise outcome.error
         ran = self._report(mirror, outcome)
-        ran.arguments = {
-            i: t.detach() for i, (t, before) in enumerate(zip(arguments, versions, strict=True)) if t._version != before
-        }
+        ran.arguments = written()
+        ran.given = [
+            (number, now.keys, list(by_place(before.items, now.items))) for number, before, now in noted.changes()
+        ]
+        _refuse_graphs(ran)
+        ran.by_name = not run.in_turn and not torch.equal(torch.default_generator.get_state(), default)
         streams.settle()
-        ran.drawn = state.host.drawn or not torch.equal(torch.default_generator.get_state(), default)
-        ran.drawn_held = [i for i, (source, _) in enumerate(held) if state.add(source).drawn]
+        ran.drawn_home = state.home is not state.host and state.home.drawn
+        ran.drawn = state.host.drawn or ran.by_name
+        drawn = [state.add(source).drawn for source, _ in held]
+        split = len(held) - len(run.own)
+        ran.drawn_own = [i for i, moved in enumerate(drawn[split:]) if moved]
+        numbers_drawn = (mirror.generator_number(source) for source, _ in itertools.compress(held[:split], drawn))
+        ran.drawn_held = [number for number in numbers_drawn if number is not None]
+        states = [generator.get_state() for generator in run.lone]
+        ran.moved = {i: now for i, (now, then) in enumerate(zip(states, lone, strict=True)) if not now.equal(then)}
         parts = {id(t) for t in tensors_in([part for _, _, part in run.lent])}  # state, which forward may write
         numbers = {id(tensor): i for i, tensor in enumerate(arguments) if id(tensor) not in parts}
         known = mirror.numbers()
@@ -201,6 +239,7 @@ class Worker:
                 return ARGUMENT, numbers[id(tensor)]
             return (SOURCE, known[id(tensor)]) if id(tensor) in known else by_value(tensor)
 
+        wait_for(mirror.device)
         sent = self._talk.say(orders.DONE, message.call, ran, describe, what="the output of forward")
         outputs = {i: t for i, t in enumerate(sent) if t.requires_grad and id(t) not in known}
         if outputs and self._around.grad:
@@ -241,16 +280,20 @@ class Worker:
             torch.autograd.graph.increment_version(counterparts[number])
         leaves = [counterparts[number] for number in back.wanted]
         outputs = [held.outputs[number] for number in back.gradients]
-        grads = list(back.gradients.values())
+        grads = [gradient.to(held.outputs[number].device) for number, gradient in back.gradients.items()]
+        for spent in back.spent:
+            _spend(side, spent)
         tokens = [] if side.seat is None else side.seat.tokens
         outputs += [tokens[number] for number in back.tokens]
         grads += [torch.zeros_like(tokens[number]) for number in back.tokens]
         if not held.streams.state.host.drawn:
             held.streams.state.host.fix(back.seed)
         hall = Hall(self._talk, message.call)
+        streams, index = held.streams, held.index
+        around = streams.backward(index) if mirror.device.type == "cpu" else streams.joint_backward(index)
         mirror.take_in(back.wanted)
         try:
-            in_room(hall, held.index, side, outputs, grads, back.keep, held.streams.backward(held.index))
+            in_room(hall, index, side, outputs, grads, back.keep, around)
         except BaseException:
             mirror.take_in(())
             take([*leaves, *side.inputs])
@@ -259,12 +302,21 @@ class Worker:
         if not back.keep:
             for number in back.gradients:
                 del held.outputs[number]
-            if side.seat is not None:
-                side.seat.tokens = [token for number, token in enumerate(tokens) if number not in back.tokens]
+            _spend(side, back.tokens)
         present, others = mirror.hand_in(dict(zip(back.wanted, take(leaves), strict=True)))
         inputs = {n: g for n, g in zip(held.inputs, take(side.inputs), strict=True) if g is not None}
         went = WentBack(inputs, present, others, held.streams.state.host.drawn)
+        wait_for(mirror.device)
         self._talk.say(orders.DONE, message.call, went)
+
+    def _reach(self, message: Message) -> None:
+        """Where a backward from some outputs would meet the other replicas."""
+        (call, numbers, spent), _ = self._talk.take(message)
+        held = self._calls[call]
+        for tokens in spent:
+            _spend(held.side, tokens)
+        tokens = [] if held.side.seat is None else held.side.seat.tokens
+        self._talk.say(orders.DONE, message.call, reach(tokens, [held.outputs[number] for number in numbers]))
 
     def _surround(self, around: Surroundings) -> None:
         """The settings of the whole process."""
@@ -277,6 +329,23 @@ class Worker:
         if self._threads != around.threads:
             torch.set_num_threads(around.threads)
             self._threads = around.threads
+        set_backends(around.backends)
+
+
+def _spend(side: Side, numbers: Sequence[int]) -> None:
+    """A backward has used these tokens up."""
+    if side.seat is not None:
+        side.seat.tokens = [token for number, token in enumerate(side.seat.tokens) if number not in numbers]
+
+
+def _refuse_graphs(ran: Ran) -> None:
+    """What is put into an argument goes back by value: a gradient would not find the way."""
+    new = [item for _, _, items in ran.given for _, item in items]
+    if any(tensor.requires_grad for tensor in tensors_in(new)):
+        raise CannotCross(
+            "forward puts a tensor that needs a gradient into an argument, in a worker process, from where its graph "
+            "does not come back.\nReturn it from forward, put in tensor.detach(), or write engine='threads'."
+        )
 
 
 def _ambient(around: Surroundings) -> Ambient:

@@ -1,0 +1,66 @@
+"""Waiting for a worker: what it has to say to each question, and how long."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from queue import Empty, SimpleQueue
+
+from instep.engines.processes.process import Worker
+from instep.engines.processes.wire import Gone, Message
+from instep.errors import WorkerFailure
+
+PATIENCE = 60.0
+"""Seconds after which it is said where a worker stands that has not answered."""
+
+
+class Wait:
+    """The time that a worker has not been heard of."""
+
+    def __init__(self, worker: Worker, timeout: float) -> None:
+        self._worker = worker
+        self._timeout = timeout
+        self._since = time.monotonic()
+        self._said = False
+
+    def look(self) -> None:
+        """Say where a worker stands that takes long; `Stuck` when it takes too long, but never under a debugger."""
+        waited = time.monotonic() - self._since
+        if not self._worker.alive():
+            raise Gone(f"{self._worker.name} is gone")
+        if waited < min(PATIENCE, self._timeout / 2) or sys.gettrace() is not None:
+            return
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"{self._worker.name} has not answered for {waited:.0f} s; it stands at:\n{self._worker.stack()}",
+                stacklevel=2,
+            )
+        if waited > self._timeout:
+            raise Stuck(
+                f"{self._worker.name} has not answered for {waited:.0f} s and was ended; it stood at:\n"
+                f"{self._worker.stack()}\nIf it only takes long: DataParallel(..., timeout={self._timeout * 10:.0f})."
+            )
+
+
+class Stuck(WorkerFailure):
+    """A worker did not answer in time."""
+
+
+class Box:
+    """Where messages about one question are put. They are dropped when nobody holds it any longer."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._messages: SimpleQueue[Message] = SimpleQueue()
+
+    def put(self, message: Message) -> None:
+        self._messages.put(message)
+
+    def wait(self, seconds: float) -> Message | None:
+        """The next message; None where none comes within that time."""
+        try:
+            return self._messages.get(timeout=seconds) if seconds else self._messages.get_nowait()
+        except Empty:
+            return None

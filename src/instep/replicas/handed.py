@@ -1,0 +1,149 @@
+"""What `forward` may change inside its arguments, besides tensors: containers, objects and arrays.
+
+In threads a replica changes the caller's own objects. One of another process has copies: what it does to them is noted
+there, told, and done to the caller's.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from instep.replicas.clone import OPAQUE
+from instep.replicas.contents import Contents, contents_of, holds_still, is_array
+from instep.structure.tree import SCALARS, Path, attributes_of
+
+_AT_MOST = 2000
+"""The most parts of arguments that are looked at."""
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_CLOSED = (*OPAQUE, *_FUNCTIONS, Tensor, nn.Module, torch.Generator, np.random.Generator)
+
+
+class Handed(NamedTuple):
+    """Something among the arguments that can be changed in place."""
+
+    steps: tuple[int, ...]
+    """The way to it: the number of the argument, and of the part inside of that, and so on."""
+    path: Path
+    """The same way in words."""
+    value: Any
+    container: Any
+    """What holds its entries or attributes: itself, or its dictionary."""
+
+
+def handed(names: Sequence[Any], values: Sequence[Any], wanted: Collection[int] | None = None) -> list[Handed]:
+    """What can be changed in place among arguments, once each; of what is no array, only those with wanted ids."""
+    found: list[Handed] = []
+    pending: deque[tuple[tuple[int, ...], Path, Any]] = deque()
+    pending.extend(((number,), (name,), value) for number, (name, value) in enumerate(zip(names, values, strict=True)))
+    seen: set[int] = set()
+    left = _AT_MOST
+    while pending and left:
+        steps, path, value = pending.popleft()
+        if isinstance(value, _CLOSED) or id(value) in seen:
+            continue
+        left -= 1
+        seen.add(id(value))
+        container = _container(value)
+        if container is not None and (wanted is None or is_array(value) or id(container) in wanted):
+            found.append(Handed(steps, path, value, container))
+        for number, (key, part) in enumerate(_parts(value)):
+            pending.append(((*steps, number), (*path, key), part))
+    return found
+
+
+def ids_in(values: Sequence[Any]) -> set[int]:
+    """The ids of everything among the caller's arguments that can be changed in place."""
+    if all(isinstance(value, _CLOSED) for value in values):
+        return set()
+    return {id(held.container) for held in handed(range(len(values)), values)}
+
+
+def handed_to(args: Sequence[Any], kwargs: Mapping[str, Any], theirs: Collection[int]) -> list[Handed]:
+    """Of one replica's arguments, what is the caller's own and can be changed in place; arrays are parts of it."""
+    values = [*args, *kwargs.values()]
+    if all(isinstance(value, _CLOSED) for value in values):
+        return []
+    return handed(range(len(values)), values, theirs)
+
+
+def at(values: Sequence[Any], steps: Sequence[int]) -> Any:
+    """What lies at the end of a way."""
+    value = values[steps[0]]
+    for step in steps[1:]:
+        value = list(_parts(value))[step][1]
+    return value
+
+
+def _container(value: Any) -> Any:
+    if isinstance(value, (dict, list, set, deque)) or is_array(value):
+        return value
+    held = getattr(value, "__dict__", None)
+    if isinstance(held, dict):
+        return held
+    return value if not isinstance(value, tuple) and attributes_of(value) else None
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, (list, tuple, deque)):
+        yield from enumerate(value)
+    elif isinstance(value, dict):
+        yield from dict.items(value)
+    elif not isinstance(value, (set, frozenset, np.ndarray)):
+        yield from attributes_of(value).items()
+
+
+class Noted:
+    """What lay among the arguments of a replica when its part of a call began."""
+
+    def __init__(self, values: Sequence[Any], ways: Sequence[Sequence[int]]) -> None:
+        found = [at(values, steps) for steps in ways]
+        self._held = [(held, contents_of(held)) for held in map(_container, found)]
+
+    def changes(self) -> Iterator[tuple[int, Contents, Contents]]:
+        """What has changed since: the number of the way, what was there, and what is there now."""
+        for number, (container, before) in enumerate(self._held):
+            if not holds_still(container, before):
+                yield number, before, contents_of(container)
+
+
+def is_read_only(held: Handed, now: Contents) -> bool:
+    """Whether all that would be new are attributes that an object computes when they are first read, and keeps."""
+    if held.container is held.value:
+        return False
+    found = (vars(cls).items() for cls in type(held.value).__mro__)
+    lazy = {name for items in found for name, one in items if isinstance(one, functools.cached_property)}
+    rest = {key: item for key, item in zip(now.keys, now.items, strict=True) if key not in lazy - held.container.keys()}
+    return rest.keys() == held.container.keys() and all(item is held.container[key] for key, item in rest.items())
+
+
+def by_place(before: Sequence[Any], after: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """Each item by its place before, in rising order as far as may be; -1 and the item itself for a new one."""
+    places: dict[int, list[int]] = {}
+    for number, item in enumerate(before):
+        places.setdefault(id(item), []).append(number)
+    last = -1
+    for item in after:
+        known = places.get(id(item), [])
+        last = next((number for number in known if number > last), known[0] if known else last)
+        yield (last, None) if known else (-1, item)
+
+
+def from_places(before: Contents, keys: Sequence[Any], items: Sequence[tuple[int, Any]]) -> Contents:
+    """The inverse of `by_place`, around the objects that are here."""
+    names = {(type(key), key): key for key in before.keys if isinstance(key, SCALARS)}
+    own = {(type(item), item): item for item in before.items if isinstance(item, SCALARS)}
+    here = (before.items[old] if old >= 0 else _own(item, own) for old, item in items)
+    return Contents(tuple(_own(key, names) for key in keys), tuple(here))
+
+
+def _own(item: Any, own: dict[Any, Any]) -> Any:
+    """The very object that is here already, for one of those that nobody tells apart but by identity."""
+    return own.get((type(item), item), item) if isinstance(item, SCALARS) else item
