@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+import threading
+from contextvars import ContextVar, copy_context
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-SEEN: list[dict[str, Any]] = []
+import instep
 
 
 def settings() -> dict[str, Any]:
@@ -27,15 +32,13 @@ def settings() -> dict[str, Any]:
 
 
 class Reads(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        SEEN.append(settings())
-        return x * 2
+    def forward(self, x: Tensor) -> Any:
+        return x * 2, [repr(settings())] * len(x)
 
 
 @pytest.fixture
 def changed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Everything another than it is by default."""
-    SEEN.clear()
     dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     torch.set_default_dtype(torch.float64)
@@ -45,16 +48,105 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision(precision)
-    SEEN.clear()
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])  # they note what they see in a list of this process
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.usefixtures("changed")
 def test_replicas_see_the_callers_settings(wrap: Any, engine: str) -> None:
     model, x = wrap(Reads(), 3, engine=engine, probe=False), torch.ones(6, 2)
     with torch.no_grad(), torch.autocast("cpu", torch.float16), torch.device("meta"):
         expected = settings()
-        model(x)
+        _, seen = model(x)
     assert expected["placed"].type == "meta"
-    assert len(SEEN) == 3
-    assert all(seen == expected for seen in SEEN)
+    assert seen == [repr(expected)] * 6
+
+
+TONE: ContextVar[str] = ContextVar("TONE", default="plain")
+UNSET: ContextVar[int] = ContextVar("UNSET")
+LOCKED: ContextVar[Any] = ContextVar("LOCKED", default=None)
+
+
+class Tones(nn.Module):
+    """Reads context variables: of the script, of an imported module, of a closure, and one that may not be set."""
+
+    def __init__(self, imported: Any) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        inner: ContextVar[int] = ContextVar("inner", default=1)
+        self.inner, self.read = inner, lambda: inner.get()
+        self.imported = imported
+
+    def forward(self, x: Tensor) -> Any:
+        said = f"{TONE.get()} {UNSET.get(0)} {self.read()} {self.imported.LEVEL.get()}"
+        return x * self.scale, [said] * len(x)
+
+
+@pytest.fixture
+def levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module of the user's on the path, with a variable."""
+    (tmp_path / "levels_of_ours.py").write_text(
+        "from contextvars import ContextVar\nLEVEL = ContextVar('x', default=3)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("levels_of_ours")
+    del sys.modules["levels_of_ours"]
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+def test_context_variables_are_the_callers(wrap: Any, engine: str, levels: Any) -> None:
+    net = Tones(levels)
+    model, x = wrap(net, 3, engine=engine, probe=False), torch.ones(6, 2)
+
+    def say() -> Any:
+        assert model(x)[1] == net(x)[1]
+        return model(x)[1][-1]
+
+    def change() -> None:
+        tokens = TONE.set("warm"), net.inner.set(7), levels.LEVEL.set(9), UNSET.set(4)
+        assert say() == "warm 4 7 9"
+        TONE.set("cold")
+        assert say() == "cold 4 7 9"
+        UNSET.reset(tokens[3])
+        assert say() == "cold 0 7 9"
+
+    assert say() == "plain 0 1 3"
+    copy_context().run(change)
+    assert say() == "plain 0 1 3"
+
+
+class NeedsLock(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        held = LOCKED.get()
+        if held is None or x.min() > 0:
+            return x
+        with held:
+            return x
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_context_variable_that_cannot_cross_says_so_where_it_is_used(wrap: Any) -> None:
+    model = wrap(NeedsLock(), 2, engine="processes", probe=False)
+
+    def use(x: Tensor) -> None:
+        LOCKED.set(threading.Lock())
+        model(x)
+
+    copy_context().run(use, torch.ones(4, 2))
+    with pytest.raises(instep.EngineError, match=r"the context variable 'LOCKED' .*lock"):
+        copy_context().run(use, torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+def test_hooks_on_saved_tensors_are_the_callers(wrap: Any, engine: str) -> None:
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(6, 4).double()
+    model = wrap(net, 3, engine=engine, probe=False)
+    grads = []
+    for run in (model, net):
+        net.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.double() * 2):
+            out = run(x)
+        out.sum().backward()
+        grads.append([p.grad.clone() for p in net.parameters()])
+    torch.testing.assert_close(*grads)
+    with torch.autograd.graph.save_on_cpu():
+        model(x).sum().backward()

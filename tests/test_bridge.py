@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import instep
 from instep.bridge import Span
-from instep.engines.pool import inside_replica
+from instep.engines.tasks import inside_replica
 
 
 @pytest.fixture

@@ -205,13 +205,37 @@ def test_a_parameter_written_in_forward(engine: str, private: bool) -> None:
 def test_a_parameter_written_in_a_later_call(engine: str, private: bool) -> None:
     """It is an error there, too; where replicas share the module's memory, what they wrote stays written."""
     net, x = Net(fine), torch.randn(5, 3)
-    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, private_copies=private) as model:
+    options: Any = {"private_copies": private, "probe": False}  # which would see it beforehand
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, **options) as model:
         model(x)
         before = net.layer.weight.detach().clone()
         net.then = write
         with pytest.raises(instep.StateError, match=r"wrote to the trainable parameter 'layer\.weight'"):
             model(x)
         assert torch.equal(net.layer.weight, before) == private
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_parameter_written_through_data_in_another_mode(engine: str, private: bool) -> None:
+    """The first call in each mode is tried, so the write is seen, and nothing of the module is written."""
+
+    def clamp(net: Net, y: Tensor) -> Tensor:
+        if not net.training:
+            net.layer.weight.data.clamp_(-0.01, 0.01)
+        return y
+
+    net, x = Net(clamp), torch.randn(5, 3)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, private_copies=private) as model:
+        model(x)
+        model.eval()
+        before = net.layer.weight.detach().clone()
+        for _ in range(2):
+            with pytest.raises(instep.StateError, match=r"wrote to the trainable parameter 'layer\.weight'"):
+                model(x)
+            assert torch.equal(net.layer.weight, before)
+        model.train()
+        torch.testing.assert_close(model(x), net.layer(x))
 
 
 class OwnError(Exception):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.engines.pool import inside_replica
+from instep.engines.tasks import inside_replica
 
 
 def test_scatter_and_gather_are_inverse() -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import instep
 from instep import meeting
 from instep.engines import pool
+from instep.engines.tasks import inside_replica
 from instep.locks import start, surely
 from instep.random import drawing
 
@@ -82,7 +83,7 @@ class Net(nn.Module):
 def surroundings() -> list[Any]:
     casts = [torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()]
     modes = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_num_threads()]
-    return [*modes, *casts, meeting.seat(), drawing(), pool.inside_replica()]
+    return [*modes, *casts, meeting.seat(), drawing(), inside_replica()]
 
 
 def is_answered(model: instep.DataParallel, net: nn.Module, x: Tensor) -> None:

@@ -376,3 +376,12 @@ def test_the_type_of_the_loss_is_the_criterions(engine: str, target: torch.dtype
         mine, plain = model(x, y), net(x, y)
     assert mine.dtype == plain.dtype
     torch.testing.assert_close(mine, plain)
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss, nn.NLLLoss])
+def test_weights_of_classes_may_be_short_too(criterion: Any) -> None:
+    """A model that is made short takes its criterion along."""
+    module = instep.with_loss(nn.Linear(4, CLASSES), criterion(weight=torch.rand(CLASSES))).bfloat16()
+    x, y = torch.randn(B, 4).bfloat16(), torch.randint(0, CLASSES, (B,))
+    with instep.DataParallel(module, ["cpu"] * 2, engine="serial") as model:
+        torch.testing.assert_close(model(x, y), module(x, y), rtol=2e-2, atol=1e-2)

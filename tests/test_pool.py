@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import instep
-from instep.engines import pool, room
+from instep.engines import pool, room, tasks
 from instep.locks import ProcessLock
 
 
@@ -60,7 +60,7 @@ def test_a_wrapper_is_collected_in_a_thread_that_starts(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("garbage")
 def test_a_wrapper_is_collected_in_a_thread_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    came = collected_in(monkeypatch, pool, "_set_threads")
+    came = collected_in(monkeypatch, tasks, "_set_threads")
     call_three()
     assert came - {threading.get_ident()}
 

@@ -111,3 +111,30 @@ def test_doubt_about_an_attribute_stays(wrap: Any, engine: str) -> None:
         with pytest.raises(instep.StateError, match="'score'"):
             model(x, w)
         assert not hasattr(net, "score")
+
+
+@both_engines
+def test_what_weights_alone_make_is_kept_with_its_gradient(wrap: Any, engine: str) -> None:
+    """Penalties and weights that a smaller network makes are alike on all replicas, each in a graph of its own."""
+
+    class Makes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.code, self.maker, self.layer = nn.Parameter(torch.ones(2)), nn.Linear(2, 12), nn.Linear(3, 4)
+            self.kept: dict[str, Any] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight = self.maker(self.code).view(4, 3)
+            self.penalty, self.kept["norms"] = self.weight.square().sum(), [p.norm() for p in self.layer.parameters()]
+            return self.layer(x) + x @ self.weight.T
+
+    net = Makes().double()
+    plain = copy.deepcopy(net)
+    model = wrap(net, engine=engine)
+    for size in (7, 6):
+        x = torch.randn(size, 3, dtype=torch.float64)
+        for each, run in ((plain, plain), (net, model)):
+            each.zero_grad()
+            (run(x).sin().sum() + each.penalty + each.weight.sum() + sum(each.kept["norms"])).backward()
+        torch.testing.assert_close(net.weight, plain.weight)
+        torch.testing.assert_close([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.attempt import sizes_for, wider
 from instep.replicas.probing import excuse
+from instep.structure.trial_sizes import sizes_for, wider
 
 from .probing import Net, both_engines, is_probing, probe_of, said
 
@@ -20,7 +20,7 @@ def test_zeros_prove_nothing_until_there_are_others(wrap: Any) -> None:
     net.gate = nn.Parameter(torch.zeros(()))
     model, x = wrap(net), torch.randn(6, 3)
     assert model(x)["loss"].item() == 0
-    assert not probe_of(model).last.found
+    assert not probe_of(model).last.found["loss",].proven
     net.gate.data.fill_(1.0)
     torch.testing.assert_close(model(x)["loss"], net(x)["loss"])
     assert said(model, x)["loss"] == "mean weighted by samples (the probe)"

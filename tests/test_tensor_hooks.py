@@ -16,8 +16,13 @@ import instep
 
 pytestmark = pytest.mark.usefixtures("one_core")
 # what forward notes in a list is seen in this process only
-each_engine = pytest.mark.parametrize("engine", ["serial", "threads"])
+each_engine = pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 SIZES: list[int] = []
+
+
+def seen_here(sizes: list[int], engine: str) -> list[int]:
+    """Of the sizes of shards, those that this process notes: on processes, the first replica's, which is larger."""
+    return [size for size in sizes if engine != "processes" or size != 2]
 
 
 class Net(nn.Module):
@@ -95,15 +100,15 @@ def test_without_gradients_or_hooks_all_devices_are_used(engine: str) -> None:
             return sorted(SIZES)
 
         with torch.no_grad():
-            assert sizes() == [2, 2, 3]
-        assert sizes(hooked=False) == [2, 2, 3]
+            assert sizes() == seen_here([2, 2, 3], engine)
+        assert sizes(hooked=False) == seen_here([2, 2, 3], engine)
         with pytest.warns(UserWarning, match="shown whole batches"):
-            assert sizes(hooked=True) == [2, 2, 3, 7]
+            assert sizes(hooked=True) == seen_here([2, 2, 3, 7], engine)
         assert sizes() == [7]
         with torch.no_grad():
-            assert sizes() == [2, 2, 3]
+            assert sizes() == seen_here([2, 2, 3], engine)
         assert sizes(hooked=False) == [7]
-        assert sizes() == [2, 2, 3]
+        assert sizes() == seen_here([2, 2, 3], engine)
 
 
 @each_engine
@@ -118,7 +123,7 @@ def test_shards_where_that_was_asked_for(engine: str) -> None:
         plain = copy.deepcopy(net)
         batches = [torch.randn(7, 4, dtype=torch.float64)]
         torch.testing.assert_close(steps(model, batches), steps(plain, batches))
-        assert sorted(SIZES) == [2, 2, 3, 7]
+        assert sorted(SIZES) == seen_here([2, 2, 3, 7], engine)
 
 
 @each_engine
@@ -129,7 +134,7 @@ def test_hooks_of_libraries_do_not_count(engine: str) -> None:
     SIZES.clear()
     with instep.DataParallel(net, ["cpu"] * 3, engine=engine, probe=False) as model:
         torch.testing.assert_close(steps(model, batches), steps(plain, batches))
-    assert sorted(SIZES) == [2, 2, 2, 2, 3, 3, 7, 7]
+    assert sorted(SIZES) == seen_here([2, 2, 2, 2, 3, 3, 7, 7], engine)
 
 
 class Cam(nn.Module):

@@ -67,14 +67,14 @@ def test_a_hook_sees_whole_batches_and_this_is_said_once(engine: str, kind: str,
         torch.testing.assert_close(module[0].weight.grad, before * 1.5)
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])  # what a hook notes in a worker stays there
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 def test_shards_where_that_was_asked_for(engine: str) -> None:
     seen: list[int] = []
     module = net()
     module[0].register_forward_hook(lambda m, args, out: seen.append(len(out)))
     with instep.DataParallel(module, ["cpu"] * 2, engine=engine, hooks="per_replica") as model:
         model(torch.randn(7, 3))
-    assert sorted(seen) == [3, 4]
+    assert sorted(seen) == ([4] if engine == "processes" else [3, 4])  # what a hook notes in a worker stays there
 
 
 @pytest.mark.parametrize("make", [lambda seen: seen, lambda seen: seen.method, lambda seen: functools.partial(seen)])
@@ -150,7 +150,7 @@ WORKERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("engine", ["serial", "threads"])  # what a hook notes in a worker stays there
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.parametrize("work", WORKERS.values(), ids=WORKERS.keys())
 def test_hooks_by_which_torch_works_do_not_count(engine: str, work: Callable[[nn.Module], Any]) -> None:
     shards: list[int] = []
@@ -173,7 +173,7 @@ def test_hooks_by_which_torch_works_do_not_count(engine: str, work: Callable[[nn
             x = torch.randn(7, 3)
             out = model(x)
             torch.testing.assert_close(out, plain(x))
-        assert shards.count(3) == 3
+        assert shards.count(4) == 3  # the first replica's; a worker notes its own
         for (name, mine), theirs in zip(module.state_dict().items(), plain.state_dict().values(), strict=True):
             torch.testing.assert_close(mine, theirs, msg=name)
 

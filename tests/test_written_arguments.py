@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import instep
 
-each_engine = pytest.mark.parametrize("engine", ["serial", "threads"])
+each_engine = pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 
 
 class Head(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -11,21 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import MergeError
-from instep.known import Known, both, has_mean, is_proven, joined, stands
+from instep.known import Known, both, has_mean, is_close, is_doubtful, is_proven, is_unclear, joined, stands
+from instep.precision import is_short, tolerances
 from instep.replicas.carry import Slot
 from instep.replicas.equal import equal
 from instep.replicas.probing import probing
-from instep.replicas.sandbox import Sandbox, is_row
-from instep.structure.company import changed, companies, scaled
+from instep.replicas.sandbox import Sandbox, copied, finer, is_row
+from instep.replicas.settle import refuse_writes
+from instep.structure.company import changed, companies, out_of_order, scaled
 from instep.structure.judge import Findings, Named, Trial, judge
 from instep.structure.merge_messages import across_samples
+from instep.structure.outline import outline
 from instep.structure.plan import SplitPlan
-from instep.structure.roles import Inside, Ready, Role
+from instep.structure.roles import Ready, has_role
 from instep.structure.split import apply_plan, uncut
 from instep.structure.telling import Trait, telling_window, told_by, traits_in
-from instep.structure.tree import is_sequence, open_node, tensors_in
-from instep.structure.types import kind_of
-from instep.structure.verdicts import Constant, Listed, Reduced, Verdicts
+from instep.structure.tree import map_tensors
+from instep.structure.trial_sizes import WIDE, even_sizes, sizes_for, wider
+from instep.structure.verdicts import Constant, Joined, Listed, Reduced, Unclear, Verdicts
 from instep.structure.weights import best_window, counts_in, criteria_in
 
 T = TypeVar("T")
@@ -36,9 +38,6 @@ Check = Callable[[Sequence[Any], bool, float], MergeError | None]
 exactly; it may take out of them what only it needs."""
 Run = tuple[Any, dict[str, Any], dict[str, Any]]
 """What `forward` gave, the attributes that it set, and what else it left on the module."""
-
-_WIDE = 16
-_TOLERANCES = {torch.float64: (1e-8, 1e-9), torch.float32: (3e-4, 2e-5), torch.float16: (2e-2, 3e-3)}
 
 
 class Attempt:
@@ -69,6 +68,8 @@ class Attempt:
         self.inputs = dict(zip(plan.names, values, strict=True))
         self._traits: dict[Trait, Tensor] | None = None
         self.told: set[Trait] = set()
+        self.wide = False
+        """Whether as many samples are tried as there may be, at once."""
         self.even = False
         """Whether the module takes only even numbers of samples."""
         self.criteria: list[tuple[str, nn.Module]] = []
@@ -97,18 +98,25 @@ class Attempt:
                 sandbox = _refusing(Sandbox, source, device)
                 first, (findings, attributes) = self._first(sandbox, rivals, excuses)
                 wide = self._sizes(many=True)
-                if _is_unclear(findings) and not findings.errors and wide != first:
+                if is_unclear(findings) and not findings.errors and wide != first:
                     more, attributes = self._closely(sandbox, wide, rivals, excuses)
                     findings = both(findings, more)
+                if self._is_in_doubt(findings):
+                    findings = both(findings, self._from_the_end(sandbox, first, excuses))
+                if self._is_coarse(sandbox, findings) and not excuses:
+                    findings, attributes = self._finely(sandbox, findings, attributes, excuses)
                 if has_mean(findings.found, *attributes.values()) and not findings.errors:
                     findings, attributes = self._confirmed(sandbox, findings, attributes, excuses)
         except _Refused as refused:
             known.words = f"not tried: {refused}"
             known.ask_again(worth=known.trials < 2)
             return
+        refuse_writes(source, sandbox.written)
         found, clashes = joined(known.found, findings)
         unexplained = [e for path, e in findings.errors.items() if not stands(known.found.get(path))]
         for error in (*unexplained, *clashes.values()):
+            if self.check is None and not findings.errors.keys() & known.found.keys():
+                known.refused = str(error)
             raise error
         known.found, known.told = found, self.told
         self.doubted |= known.doubted
@@ -135,8 +143,9 @@ class Attempt:
 
     def _sizes(self, *, many: bool = False) -> tuple[int, int]:
         """The samples of the two parts, a few or many."""
+        many = many or self.wide
         if self.even:
-            half = min(_WIDE, (self.batch - 2) // 4 * 2) if many else 0
+            half = min(WIDE, (self.batch - 2) // 4 * 2) if many else 0
             sizes = even_sizes(self.batch, max(half, self.least))
             assert sizes is not None
             return sizes
@@ -151,9 +160,51 @@ class Attempt:
         if any(isinstance(verdict, Listed) for verdict in findings.found.values()) and sizes[0] != sizes[1]:
             # Every second row follows on, too, after a part of an even number of samples.
             findings = both(findings, self._try(sandbox, (sizes[1], sizes[0]), start, excuses)[0])
-        if findings.turned and not findings.errors:
+        if (findings.turned or findings.ordered) and not findings.errors and not self.carried:
             self._in_other_company(sandbox, sizes, start, findings)
         return findings, attributes
+
+    def _is_in_doubt(self, findings: Findings) -> bool:
+        """Whether the last samples may say what the first ones did not."""
+        found = findings.found.values()
+        zeros = self.wide and any(isinstance(verdict, Unclear) for verdict in found)
+        return not findings.errors and (zeros or any(map(is_doubtful, found)))
+
+    def _from_the_end(self, sandbox: Sandbox, sizes: tuple[int, int], excuses: list[str]) -> Findings:
+        """Another trial, on the last samples, with the parts exchanged.
+
+        Where a part of the first ones gave nothing, these may give something; and numbers of labels that happen to
+        be in the ratio of other weights are so once, not twice.
+        """
+        return self._try(sandbox, (sizes[1], sizes[0]), self.batch - sum(sizes), excuses)[0]
+
+    def _is_coarse(self, sandbox: Sandbox, findings: Findings) -> bool:
+        """Whether rounding may be what keeps values from being explained."""
+        if any(is_close(verdict) for verdict in findings.found.values()):
+            return True
+        return bool(findings.errors) and is_short(sandbox, self.inputs)
+
+    def _finely(
+        self, sandbox: Sandbox, findings: Findings, attributes: dict[str, Verdicts], excuses: list[str]
+    ) -> tuple[Findings, dict[str, Verdicts]]:
+        """The trial in double precision, in which a mean is told from anything else by far smaller differences.
+
+        What an output means has nothing to do with its precision. Where `forward` does not run in it, nothing changes.
+        """
+        seen = self.varied, self.constant  # every number is another one in double precision
+        self.varied, self.constant = set(), set()
+        try:
+            with sandbox.finely():
+                more, later = self._closely(sandbox, self._sizes(), (), excuses)
+        except _Refused:
+            return findings, attributes
+        finally:
+            self.varied, self.constant = seen
+        errors = {path: error for path, error in findings.errors.items() if path not in more.found}
+        kept = {path: verdict for path, verdict in findings.found.items() if path not in more.found}
+        found = {**kept, **more.found}
+        still = {path for path in findings.open | more.open if not is_proven(found.get(path))}
+        return Findings(found, still, {**errors, **more.errors}), later
 
     def _confirmed(
         self, sandbox: Sandbox, findings: Findings, attributes: dict[str, Verdicts], excuses: list[str]
@@ -182,7 +233,7 @@ class Attempt:
                 excuses.append("forward draws random numbers")
                 runs = noisy
         outputs = [output for output, _, _ in runs]
-        tolerance, fine = _tolerances(sandbox, inputs[2], outputs)
+        tolerance, fine = tolerances(sandbox, inputs[2], outputs)
         sure = not excuses
         if self.check is not None:
             self.refusal = self.check(outputs, sure, tolerance)
@@ -206,6 +257,7 @@ class Attempt:
                 (self.doubted if any(row != rows[0] for row in rows) else self.constant).add(name)
                 continue
             said = judge(trial([table.get(name, held) for table in tables]), Named())
+            said.found = {path: v for path, v in said.found.items() if not isinstance(v, Unclear)}
             if said.errors or _adds_up(held, said):
                 self.doubted.add(name)
             elif said.found:
@@ -225,9 +277,10 @@ class Attempt:
         return {name: found for name, found in known.items() if name not in self.doubted}
 
     def _in_other_company(self, sandbox: Sandbox, sizes: tuple[int, int], start: int, findings: Findings) -> None:
-        """See whether integers that rounding may have turned over change with the other samples; if so, it did not."""
-        if self.carried:
-            return
+        """The same samples in another order, and with others: what is theirs alone does not change with that.
+
+        Asked of rows that were in order already, and of integers that rounding may have turned over.
+        """
         n = sum(sizes)
         singles = self._cut([start, *[1] * n, self.batch - start - n], n)
 
@@ -243,7 +296,9 @@ class Attempt:
             usual = _refusing(run, range(n), range(n))
         except _Refused:
             return  # samples that were put together one by one are not what it takes
-        for who, kept, factor in companies(sizes):
+        if findings.ordered:
+            self._in_reverse(usual, lambda: _refusing(run, range(n)[::-1], range(n)), sizes, findings)
+        for who, kept, factor in companies(sizes) if findings.turned and not findings.errors else ():
             try:
                 output = _refusing(run, who, kept, factor)
             except _Refused:
@@ -254,6 +309,23 @@ class Attempt:
                 findings.errors[path] = across_samples(path, why, sizes)
                 return
 
+    def _in_reverse(
+        self, usual: Any, turned_round: Callable[[], Any], sizes: tuple[int, int], findings: Findings
+    ) -> None:
+        """See whether samples in reverse order give the same in reverse; then rows in order are nothing but that."""
+        try:
+            output = turned_round()
+        except _Refused:
+            return
+        for path in findings.ordered:
+            verdict = findings.found.get(path)
+            if out_of_order(path, verdict, usual, output):
+                why = "its entries depend on other samples of the batch: they change with the order of the samples"
+                findings.errors[path] = across_samples(path, why, sizes)
+            elif isinstance(verdict, Joined):
+                findings.found[path] = Joined(verdict.rank, verdict.dim)
+                findings.open.discard(path)
+
     def _window(self, sizes: tuple[int, int], rivals: Sequence[Any]) -> int:
         """The first sample of a trial: where rivals differ, or else labels and masks, or any integers there are."""
         named = rivals or (not self.told and counts_in(self.inputs, self.batch))
@@ -261,7 +333,9 @@ class Attempt:
         return best_window(self.inputs, self.batch, sizes, rivals) if telling is None else telling
 
     def _call(self, sandbox: Sandbox, values: Sequence[Any]) -> Run:
-        mine = _refusing(_copied, values)
+        mine = _refusing(copied, values)
+        if sandbox.fine:
+            mine = [map_tensors(finer, value) for value in mine]
         named = dict(zip(self.plan.names[self.positional :], mine[self.positional :], strict=True))
         return _refusing(sandbox.run, self.method, mine[: self.positional], named)
 
@@ -287,7 +361,7 @@ class Attempt:
         for shard, (first, count) in zip(shards, [(0, sizes[0]), sizes, (0, total)], strict=True):
             for slot in self.carried:
                 sandbox.lend(slot, slot.cut([first, count, self.batch - first - count])[1])
-            mine = _copied(shard)
+            mine = copied(shard)
             named = dict(zip(self.plan.names[self.positional :], mine[self.positional :], strict=True))
             yield mine[: self.positional], named
 
@@ -313,83 +387,9 @@ def _refusing(work: Callable[..., T], *args: Any) -> T:
         raise _Refused(f"{type(error).__name__}: {error}".strip().splitlines()[0]) from error
 
 
-def sizes_for(batch: int, least: int = 1) -> tuple[int, int]:
-    """The samples of the two parts: few, not fewer than `least`, and unequal wherever the batch allows.
-
-    >>> [sizes_for(batch) for batch in (2, 3, 4, 5, 100)]
-    [(1, 1), (1, 2), (1, 3), (2, 3), (2, 3)]
-    """
-    few = max(2, least)
-    if batch > 2 * few:
-        return few, few + 1
-    least = min(least, batch // 2)
-    return least, batch - least
-
-
-def even_sizes(batch: int, least: int = 1) -> tuple[int, int] | None:
-    """Samples for a module that takes only even numbers of them, such as two views of each image.
-
-    >>> [even_sizes(batch) for batch in (3, 4, 6, 100)]
-    [None, (2, 2), (2, 4), (2, 4)]
-    """
-    few = max(2, least + least % 2)
-    if batch < 2 * few:
-        return None
-    return (few, few + 2) if batch >= 2 * few + 2 else (few, few)
-
-
-def wider(batch: int, least: int = 1) -> tuple[int, int]:
-    """Parts of more samples, for what a few did not show."""
-    half = max(least, min(_WIDE, (batch - 1) // 2))
-    return (half, half + 1) if 2 <= half <= (batch - 1) // 2 else sizes_for(batch, least)
-
-
-def has_role(kind: type[Role], role: Role) -> bool:
-    """Whether a role, or one inside it, is of a kind."""
-    return isinstance(role, kind) or (isinstance(role, Inside) and any(has_role(kind, below) for below in role.roles))
-
-
-def _copied(values: Sequence[Any]) -> list[Any]:
-    """Arguments of their own for a run, which may write to them."""
-    memo: dict[int, Any] = {id(t): t.detach().clone() for value in values for t in tensors_in(value)}
-    return [copy.deepcopy(value, memo) for value in values]
-
-
-def outline(value: Any) -> Any:
-    """The types, keys and ranks of a structure, hashable; a list counts by the kinds of its entries."""
-    if isinstance(value, Tensor):
-        return (Tensor, value.ndim, value.is_floating_point())
-    node = None if kind_of(type(value)) is not None else open_node(value)
-    if node is None:
-        return type(value)
-    below = [outline(child) for child in node.children]
-    if is_sequence(value):
-        return (type(value), tuple(dict.fromkeys(below)))
-    return (type(value), tuple(map(str, node.keys)), tuple(below))
-
-
-def _tolerances(sandbox: Sandbox, inputs: Mapping[str, Any], outputs: Sequence[Any]) -> tuple[float, float]:
-    """How far apart numbers may be, by the lowest precision that takes part."""
-    kind = sandbox.device.type
-    dtypes = sandbox.dtypes | {t.dtype for t in tensors_in(inputs) if t.is_floating_point()}
-    if torch.is_autocast_enabled(kind):
-        dtypes.add(torch.get_autocast_dtype(kind))
-    dtypes |= {tensor.dtype for output in outputs for tensor in tensors_in(output) if tensor.is_floating_point()}
-    dtypes = dtypes or {torch.get_default_dtype()}
-    tolerance, fine = max(_TOLERANCES.get(dtype, (5e-2, 1e-2)) for dtype in dtypes)
-    if kind != "cpu" and torch.float32 in dtypes and tolerance < 1e-2:
-        return 10 * tolerance, 10 * fine  # accelerators round products of float32 as they are told to
-    return tolerance, fine
-
-
 def _adds_up(old: Any, said: Findings) -> bool:
     """Whether an attribute may be a running total, which looks like a sum only as long as it starts from zero."""
     verdict = said.found.get(())
     if not isinstance(verdict, Reduced) or verdict.rules != ("sum",):
         return False
     return old == 0 if isinstance(old, (int, float)) else isinstance(old, Tensor) and not bool(old.any())
-
-
-def _is_unclear(findings: Findings) -> bool:
-    """Whether there are values of which a few samples show nothing: zeros, or the same for all."""
-    return any(isinstance(findings.found.get(path), (Constant, type(None))) for path in findings.open)

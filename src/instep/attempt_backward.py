@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.attempt import Attempt, sizes_for
+from instep.attempt import Attempt
 from instep.private import function_of
 from instep.replicas.carry import tensors_by_path
 from instep.replicas.hook_owner import LIBRARIES
 from instep.replicas.probing import probing
 from instep.replicas.sandbox import Sandbox
 from instep.structure.tree import Path
+from instep.structure.trial_sizes import sizes_for
 from instep.structure.verdicts import Joined, Reduced, Verdict
 
 _CLOSE = {torch.float64: 1e-6, torch.float32: 1e-2}

@@ -162,3 +162,20 @@ def take(tensors: Sequence[Tensor]) -> Gradients:
         found.append(tensor.grad)
         tensor.grad = None
     return found
+
+
+def leaves_below(tensors: Sequence[Tensor]) -> set[int]:
+    """The ids of the leaves that a graph leads to."""
+    pending = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    found = {id(tensor) for tensor in tensors if tensor.grad_fn is None}
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.add(id(variable))
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                pending.append(below)
+    return found

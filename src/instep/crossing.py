@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from instep.attempt_backward import functions_in
-from instep.bridge import Backward, Notes, Side, Span, bridge, enter
+from instep.bridge import Backward, Notes, Side, Span, bridge, enter, leaves_below
 from instep.devices import move
 from instep.engines.protocol import Engine, Job
+from instep.errors import BridgeError
 from instep.given import Given, refuse_change
 from instep.random import Streams
 from instep.replicas.ambient import Ambient
@@ -148,17 +149,20 @@ class Crossing:
         """Replace the replicas' tensors that need a gradient by their counterparts in the caller's graph."""
         home = {id(source) for source, _ in self.replicas[0].trainable}
         found = [[t for t in _tensors_of(outcome) if t.requires_grad and id(t) not in home] for outcome in outcomes]
-        if not any(found):
+        written = [way.written(outcome.made) for way, outcome in zip(ways, outcomes, strict=True)]
+        if not any(found) and not any(written):
             return
+        if any(outcome.remote is not None for outcome in outcomes):
+            _refuse_loose(found)
         self.retains = any(tensor.retains_grad for outputs in found for tensor in outputs)
-        for way, outputs in zip(ways, found, strict=True):
+        for pairs, outputs in zip(written, found, strict=True):
             known = set(map(id, outputs))
-            outputs += [inner for _, inner in way.written() if id(inner) not in known]
+            outputs += [made for _, made in pairs if id(made) not in known]
         self._leave_out(ways, outcomes, found)
-        pairs = [replica.trainable for replica in self.replicas]
-        sources, leaves = _connected(pairs, found)
+        trainable = [replica.trainable for replica in self.replicas]
+        sources, leaves = _connected(trainable, found)
         sides = [
-            Side(mine, way.leaves, list(outputs), replica.tensors.guard, replica.name, outcome.seat, outcome.remote)
+            Side(mine, way.leaves, _pieces(outputs), replica.tensors.guard, replica.name, outcome.seat, outcome.remote)
             for mine, way, outputs, replica, outcome in zip(leaves, ways, found, self.replicas, outcomes, strict=True)
         ]
         span = Span(cast(Backward, self.engine), sides, sources, self.streams)
@@ -175,22 +179,25 @@ class Crossing:
         shards = [shard for way in ways for shard in way.outside]
         made = iter(bridge(span, *sources, *shards))
         bases = []
-        for way, outcome, outputs in zip(ways, outcomes, found, strict=True):
-            table = dict(zip(map(id, outputs), _take(made, len(outputs)), strict=True))
+        for pairs, outcome, outputs in zip(written, outcomes, found, strict=True):
+            table = {id(t): _nested(made, t.size(0)) if _is_loose(t) else next(made) for t in outputs}
             _replace(outcome, table)
-            bases += [_write(outside, table[id(inner)]) for outside, inner in way.written()]
+            bases += [_write(shard, table[id(inner)]) for shard, inner in pairs]
         if bases:
             span.notes.renew(bases)
 
     def _leave_out(self, ways: Sequence[_Way], outcomes: list[Outcome], found: Sequence[Sequence[Tensor]]) -> None:
         """Shards that belong to a graph of the caller's, which may be gone, take part only where they were used."""
-        if not any(way.is_doubtful for way in ways) or any(outcome.remote is not None for outcome in outcomes):
+        if not any(way.is_doubtful for way in ways):
             return
         tokens = [token for outcome in outcomes if outcome.seat is not None for token in outcome.seat.tokens]
-        used = _leaves_below([*(tensor for outputs in found for tensor in outputs), *tokens])
-        for way in ways:
-            kept = [index for index, leaf in enumerate(way.leaves) if id(leaf) in used]
+        used = leaves_below([*(tensor for outputs in found for tensor in outputs), *tokens])
+        for way, outcome in zip(ways, outcomes, strict=True):
+            pairs = enumerate(zip(way.leaves, way.inner, strict=True))
+            kept = [i for i, (leaf, inner) in pairs if id(leaf) in used or id(inner) in outcome.used]
             way.outside, way.leaves = [way.outside[i] for i in kept], [way.leaves[i] for i in kept]
+            if outcome.remote is not None:
+                outcome.remote.keep(kept)
 
 
 def _own_tensors(output: Any, sources: Mapping[int, Tensor]) -> Any:
@@ -200,8 +207,27 @@ def _own_tensors(output: Any, sources: Mapping[int, Tensor]) -> Any:
     return output
 
 
-def _take(items: Iterator[Tensor], count: int) -> list[Tensor]:
-    return [next(items) for _ in range(count)]
+def _is_loose(tensor: Tensor) -> bool:
+    """Whether a tensor has no sizes, which torch's own bookkeeping of a node of ours asks for."""
+    return tensor.is_nested and tensor.layout is torch.strided
+
+
+def _refuse_loose(found: Sequence[Sequence[Tensor]]) -> None:
+    if any(_is_loose(tensor) for outputs in found for tensor in outputs):
+        raise BridgeError(
+            "forward returns a nested tensor that needs a gradient, which does not come back from another process.\n"
+            "Make it with layout=torch.jagged, return a list of tensors, or use DataParallel(..., engine='threads')."
+        )
+
+
+def _pieces(outputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """What crosses the bridge: every tensor, and of a nested one its components."""
+    return [piece for tensor in outputs for piece in (tensor.unbind() if _is_loose(tensor) else (tensor,))]
+
+
+def _nested(pieces: Iterator[Tensor], count: int) -> Tensor:
+    nested: Tensor = torch.nested.as_nested_tensor([next(pieces) for _ in range(count)])
+    return nested
 
 
 @dataclass
@@ -219,9 +245,11 @@ class _Way:
     """Whether some of the shards belong to a graph that an earlier backward may have freed."""
     _pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def written(self) -> list[tuple[Tensor, Tensor]]:
-        """Shards of the caller's graph that the replica wrote to, each with what it made of it."""
-        return [pair for pair in self._pairs if pair[1]._version and pair[1].requires_grad]
+    def written(self, made: Mapping[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Shards of the caller's graph that the replica, or one elsewhere, wrote to, each with what was made of it."""
+        written = [pair for pair in self._pairs if pair[1]._version or id(pair[1]) in made]
+        pairs = [(shard, made.get(id(inner), inner)) for shard, inner in written]
+        return [pair for pair in pairs if pair[1].requires_grad]
 
     def enter(self, values: Sequence[Any]) -> list[Any]:
         """The values as the replica sees them: memory shared, version counters and graph their own."""
@@ -352,24 +380,7 @@ def _connected(
     doubtful = [index for index, (source, _) in enumerate(pairs[0]) if not source.is_leaf]
     if not doubtful:
         return [source for source, _ in pairs[0]], [[leaf for _, leaf in side] for side in pairs]
-    used = set().union(*(_leaves_below(tensors) for tensors in outputs))
+    used = set().union(*(leaves_below(tensors) for tensors in outputs))
     unused = {index for index in doubtful if not any(id(side[index][1]) in used for side in pairs)}
     kept = [index for index in range(len(pairs[0])) if index not in unused]
     return [pairs[0][index][0] for index in kept], [[side[index][1] for index in kept] for side in pairs]
-
-
-def _leaves_below(tensors: Sequence[Tensor]) -> set[int]:
-    """The ids of the leaves that a graph leads to."""
-    pending = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    found = {id(tensor) for tensor in tensors if tensor.grad_fn is None}
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found.add(id(variable))
-        for below, _ in node.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                pending.append(below)
-    return found

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from instep.devices import DeviceLike, device_of, devices_of, home_of, move, on_output_device
 from instep.engines.pool import Lease
 from instep.engines.protocol import raise_first
+from instep.errors import StructureError
 from instep.parallel import DataParallel
 from instep.replicas.ambient import Ambient
 from instep.replicas.replica import Outcome, Replica
@@ -20,6 +21,7 @@ from instep.replicas.tensors import Way
 from instep.structure.dims import AUTO
 from instep.structure.merge import merge
 from instep.structure.split import Parts, apply_plan, plan_value
+from instep.structure.tree import map_tensors
 
 
 def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0, *, in_dims: Any = AUTO) -> Parts:
@@ -30,6 +32,8 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0, *, in_
     [{'x': tensor([0, 1]), 'id': ['a', 'b']}, {'x': tensor([2]), 'id': ['c']}]
     """
     devices = [device_of(target) for target in target_gpus]
+    if not devices:
+        raise StructureError("scatter was given no devices: name at least one.")
     plan = plan_value(inputs, len(devices), dim, in_dims=in_dims)
     if plan.batch is None:  # nothing to split: every device gets all of it
         plan = replace(plan, sizes=(0,) * len(devices))
@@ -48,6 +52,8 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0, *, r
     moved = [on_output_device(output, device) for output in outputs]
     if isinstance(outputs, Parts):
         moved = Parts(moved, outputs.plan)
+    else:  # one tensor in several outputs is theirs each time, as torch's gather has it
+        moved = [map_tensors(lambda tensor: tensor.view_as(tensor), output) for output in moved]
     return merge(moved, merge=rules, dim=dim)
 
 
@@ -78,6 +84,8 @@ def parallel_apply(
         if devices is not None
         else [_device_of(m, x) for m, x in zip(modules, inputs, strict=True)]
     )
+    if len(places) != len(modules):
+        raise ValueError(f"{len(modules)} modules and {len(places)} devices: give one device for each module.")
     ambient = Ambient.capture(places)
 
     def task(index: int) -> Outcome:

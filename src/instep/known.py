@@ -9,9 +9,9 @@ from instep.structure.judge import Findings
 from instep.structure.merge_messages import contradicted
 from instep.structure.telling import Trait
 from instep.structure.tree import Path
-from instep.structure.verdicts import Reduced, Verdict, Verdicts
+from instep.structure.verdicts import Constant, Listed, Reduced, Unclear, Verdict, Verdicts
 
-MOST_TRIALS = 6
+MOST_TRIALS, MOST_FAILED = 6, 4
 SOON_ASKED, MOST_ASKED = 3, 9
 """Trials that come of other integers than those that a mean was tried on: some at once, the others far apart."""
 
@@ -41,6 +41,10 @@ class Known:
     look: int = 1 << 62
     """The call before which its integers are looked at, for what means were not tried on."""
     asked: int = 0
+    refused: str = ""
+    """What was wrong with outputs that nothing explains: samples that happen to fit do not make it right."""
+    failed: int = 0
+    """How often the outputs of a call could not be merged by what is known, and it was tried once more."""
 
     def is_due(self) -> bool:
         self.calls += 1
@@ -84,7 +88,8 @@ def both(first: Findings, second: Findings) -> Findings:
     """Two trials of one call: what either proved."""
     found, clashes = joined(first.found, second)
     errors = {**first.errors, **second.errors, **clashes}
-    return Findings(found, first.open & second.open, errors, first.turned | second.turned)
+    open_still = {path for path in first.open & second.open if not is_proven(found.get(path))}
+    return Findings(found, open_still, errors, first.turned | second.turned, first.ordered | second.ordered)
 
 
 def joined(before: Verdicts, findings: Findings) -> tuple[dict[Path, Verdict], dict[Path, MergeError]]:
@@ -101,6 +106,23 @@ def joined(before: Verdicts, findings: Findings) -> tuple[dict[Path, Verdict], d
                 clashes[path] = contradicted(path, old.words, new.words)
             else:
                 found[path] = left or new
-        elif old is None or not old.proven:
+        elif old is None or not (old.proven or (isinstance(new, Unclear) and isinstance(old, (Constant, Reduced)))):
             found[path] = new
     return found, clashes
+
+
+def is_close(verdict: Verdict) -> bool:
+    """Whether there were numbers, but none that tell a sum from a mean."""
+    return isinstance(verdict, Unclear) and not verdict.zeros
+
+
+def is_doubtful(verdict: Verdict) -> bool:
+    """Whether other samples may say more of it: a mean over labels, or what told nothing."""
+    if isinstance(verdict, Reduced):
+        return verdict.is_mean and verdict.rules != ("mean",)
+    return is_close(verdict) or (isinstance(verdict, Listed) and not verdict.proven)
+
+
+def is_unclear(findings: Findings) -> bool:
+    """Whether there are values of which a few samples show nothing: zeros, or the same for all."""
+    return any(isinstance(findings.found.get(path), (Constant, Unclear, type(None))) for path in findings.open)

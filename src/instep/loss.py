@@ -94,11 +94,14 @@ class Loss:
         if known is None or known.reduction == "none":
             return self.criterion(output, target)
         total = copy.copy(known)
-        total.reduction = "sum"
-        divisor = 1 if known.reduction == "sum" else _divisor(known, output, target)
         real = target.is_floating_point()
         dtype = torch.promote_types(output.dtype, target.dtype) if real else output.dtype
-        if known.reduction == "sum" or dtype not in _SHORT or torch.is_autocast_enabled(output.device.type):
+        short = dtype in _SHORT and known.reduction != "sum" and not torch.is_autocast_enabled(output.device.type)
+        if short:
+            total._buffers = {name: _longer(value) for name, value in known._buffers.items()}
+        divisor = 1 if known.reduction == "sum" else _divisor(total, output, target)
+        total.reduction = "sum"
+        if not short:
             return {"sum": total(output, target), "divisor": divisor}
         # The mean of a batch is a number like any other, but its sum may be more than a short number can be.
         loss = total(output.float(), target.float() if real else target)
@@ -187,6 +190,10 @@ class WithLoss(Transparent):
 def _weighed(loss: Any, weight: Any) -> dict[str, Any]:
     """A mean as a sum; a shard on which nothing counts has no mean, and no part in the whole's."""
     return {"sum": loss * weight if float(weight) else loss.new_zeros(()), "divisor": weight}
+
+
+def _longer(value: Tensor | None) -> Tensor | None:
+    return value.float() if value is not None and value.dtype in _SHORT else value
 
 
 PLAIN = "plain"

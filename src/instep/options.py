@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from instep.devices import DeviceLike
@@ -125,6 +126,20 @@ def check_shares(shares: Sequence[float], devices: int) -> None:
     """Refuse shares that do not say of each device how much it takes."""
     if shares and (len(shares) != devices or not all(share > 0 for share in shares)):
         raise WrapError(f"shares={list(shares)}: give one number above zero for each of the {devices} devices.")
+
+
+def listed(option: str, value: Any) -> tuple[Any, ...]:
+    """An option that takes several values; `WrapError` where one was given alone."""
+    if isinstance(value, (str, int, float, torch.device)):
+        raise WrapError(f"{option}={value!r}: give a list: {option}=[{value!r}].")
+    return tuple(value)
+
+
+def tabled(option: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
+    """An option that takes a dictionary of paths or patterns; `WrapError` for anything else."""
+    if value is not None and not isinstance(value, Mapping):
+        raise WrapError(f"{option}={value!r}: give a dictionary from names to what is meant: {option}={{'name': ...}}.")
+    return dict(value or {})
 
 
 def _parameter_names(function: Callable[..., Any]) -> tuple[list[str], str | None]:

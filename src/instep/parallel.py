@@ -25,13 +25,13 @@ from instep.devices import (
     stays_on_host,
 )
 from instep.engines.choose import Choice, choose, instead, start
-from instep.engines.pool import inside_replica
 from instep.engines.protocol import Engine
+from instep.engines.tasks import inside_replica
 from instep.errors import CannotCross, WrapError
 from instep.explain import Explanation, explain
 from instep.face import Transparent
 from instep.locks import ProcessLock
-from instep.options import Call, Method, Options, check_shares
+from instep.options import Call, Method, Options, check_shares, listed, tabled
 from instep.private import follows_one_thread
 from instep.replicas.clone import Wrapper
 from instep.replicas.crew import Crew
@@ -105,19 +105,19 @@ class DataParallel(Transparent, Wrapper):
         timeout: float = 600.0,
     ) -> None:
         options = Options(
-            device_ids=None if device_ids is None else tuple(device_ids),
+            device_ids=None if device_ids is None else listed("device_ids", device_ids),
             output_device=output_device,
             dim=dim,
             engine=engine,
             in_dims=in_dims,
             out_dims=out_dims,
             merge=merge,
-            state=dict(state or {}),
-            methods=tuple(methods),
+            state=tabled("state", state),
+            methods=listed("methods", methods),
             min_shard=min_shard,
-            shares=tuple(shares or ()),
+            shares=listed("shares", shares or ()),
             cost=cost,
-            place=dict(place or {}),
+            place=tabled("place", place),
             on_unmerged_state=on_unmerged_state,
             hooks=hooks,
             private_copies=private_copies,

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from instep.attempt import Attempt, Check, Place, has_role, outline
+from instep.attempt import Attempt, Check, Place
 from instep.attempt_backward import adds_up
 from instep.errors import MergeError
-from instep.known import MOST_TRIALS, Known, is_proven
+from instep.known import MOST_FAILED, MOST_TRIALS, Known, is_proven
 from instep.replicas.carry import Slot
 from instep.structure.judge import Named
 from instep.structure.merge import Merger
 from instep.structure.merge_messages import losses_meet
+from instep.structure.outline import outline
 from instep.structure.plan import SplitPlan
-from instep.structure.roles import Inside, Keep, Ready, Role
+from instep.structure.roles import Inside, Keep, Ready, Role, has_role
 from instep.structure.rules import Scene, WeightedBy
 from instep.structure.split import apply_plan
 from instep.structure.tree import SCALARS, Path, open_node
@@ -68,6 +69,8 @@ class Probe:
         `forward` sets.
         """
         known = self._known(plan, values, kind)
+        if known.refused:
+            raise MergeError(known.refused)
         due = known.is_due()
         rivals = [] if due else self._in_doubt(known, plan, values)
         looks = known.calls >= known.look
@@ -78,14 +81,47 @@ class Probe:
                     attempt.make(source, device, known, rivals)
                     known.asked += looks and not due
             except MergeError as error:
-                known_why = self.adds_up is None or error is attempt.refusal
-                raise error if known_why else losses_meet() from error
+                raise self._why(error, attempt) from error
             known.look_again()
         if self.adds_up is not None and _is_other(known.found.get((self.adds_up,))):
             raise losses_meet()
         self.last = known
         self.merger.use(known.found)
         return known.attributes
+
+    def again(
+        self,
+        source: nn.Module,
+        device: torch.device,
+        plan: SplitPlan,
+        values: Sequence[Any],
+        positional: int,
+        place: Place,
+        carried: Sequence[Slot] = (),
+    ) -> bool:
+        """After outputs that what is known does not fit: whether another trial, on this batch, says something else.
+
+        Rows that were all selected look like the samples themselves, and what was zero so far like anything.
+        """
+        known = self.last
+        if known.failed >= MOST_FAILED or not known.trials:
+            return False
+        known.failed += 1
+        before = known.found
+        known.found = {path: verdict for path, verdict in before.items() if isinstance(verdict, Reduced)}
+        attempt = Attempt(self.method, self.named, plan, values, positional, place, self.least, carried, self.check)
+        attempt.wide = True
+        try:
+            attempt.make(source, device, known, ())
+        except MergeError as error:
+            raise self._why(error, attempt) from error
+        finally:
+            known.found = {**before, **known.found}
+        self.merger.use(known.found)
+        return known.found != before
+
+    def _why(self, error: MergeError, attempt: Attempt) -> MergeError:
+        return error if self.adds_up is None or error is attempt.refusal else losses_meet()
 
     def gradients_add_up(
         self,

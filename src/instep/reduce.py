@@ -106,10 +106,10 @@ def add_up(columns: Sequence[Sequence[Tensor | None]], *, into_first: bool = Fal
     # Sums of ours, which later columns may be added into.
     own = {index for index, gradient in enumerate(total) if into_first and gradient is not None and _alone(gradient)}
     if len(columns) == 2 and total and len(own) in (0, len(total)) and all(map(_are_alike, *columns)):
-        pair = [cast(list[Tensor], list(column)) for column in columns]
+        one, other = (cast(list[Tensor], list(column)) for column in columns)
         if not own:
-            return list(torch._foreach_add(*pair))
-        torch._foreach_add_(*pair)
+            return list(torch._foreach_add(one, other))
+        torch._foreach_add_(one, other)
         return total
     for column in columns[1:]:
         dense: list[tuple[int, Tensor, Tensor]] = []

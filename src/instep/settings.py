@@ -7,6 +7,11 @@ import os
 ENGINES = ("auto", "serial", "threads", "processes")
 
 
+def is_quiet() -> bool:
+    """`INSTEP_QUIET`: say nothing of what takes its time."""
+    return os.environ.get("INSTEP_QUIET", "0") not in ("", "0")
+
+
 def engine_from_environment() -> str | None:
     """`INSTEP_ENGINE`: an engine for every wrapper that does not name one (`serial` to debug)."""
     return os.environ.get("INSTEP_ENGINE") or None

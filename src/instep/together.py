@@ -17,7 +17,7 @@ from instep.crossing import Crossing
 from instep.devices import on_output_device, place, stays_on_host
 from instep.engines.bearings import Bearings
 from instep.engines.protocol import Engine
-from instep.errors import StateError
+from instep.errors import MergeError, StateError
 from instep.given import Given, is_shared
 from instep.locks import surely
 from instep.options import Call, Options
@@ -232,7 +232,7 @@ class Together:
             self.refuse_again()
             return call.known.merger.once().merge(outputs, plan.sizes, inputs), left_in(slots, replicas)
         streams.settle()
-        merged = call.known.whole(call.known.merger.merge(outputs, plan.sizes, inputs))
+        merged = call.known.whole(self._merge(call, outputs, inputs, carried))
         rewritten = crew.rewritten(plan.parts)
         with self.settler.given(inputs):
             crew.settled(outcomes)
@@ -251,6 +251,17 @@ class Together:
             )
             last = probe.last
             self.settler.doubted, self.settler.varied, self.settler.constant = last.doubted, last.varied, last.constant
+
+    def _merge(self, call: Call, outputs: list[Any], inputs: list[dict[str, Any]], carried: Sequence[Slot]) -> Any:
+        """One output from those of the replicas; where what is known of them does not fit, the probe asks again."""
+        probe, plan = call.known.probe, call.plan
+        try:
+            return call.known.merger.merge(outputs, plan.sizes, inputs)
+        except MergeError:
+            home, place = self.devices[0], partial(self._place_one, plan)
+            if probe is None or not probe.again(self.module, home, plan, call.values, call.positional, place, carried):
+                raise
+        return call.known.merger.merge(outputs, plan.sizes, inputs)
 
     def _place_one(self, plan: SplitPlan, shard: Sequence[Any]) -> list[Any]:
         return self._place(plan, [list(shard)])[0]

@@ -6,10 +6,7 @@ With `private` everything crosses by host memory, as it does between two GPUs; o
 from __future__ import annotations
 
 import copy
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,12 +16,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import instep
-from instep.engines.processes.driver import Refused
-from instep.engines.processes.hands import Hands, inside_worker
+
+from .near_and_private import each_way, mlp, wrap
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("gpu_workers"),
 ]
 
 DEVICES: dict[str, list[int | str]] = {
@@ -39,36 +37,6 @@ LAYOUTS = [
     for name, devices in DEVICES.items()
 ]
 each_layout = pytest.mark.parametrize(("private", "devices"), LAYOUTS)
-each_way = pytest.mark.parametrize("private", [False, True], ids=["near", "private"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def gpu_workers() -> Iterator[list[Hands]]:
-    """Worker processes that stay from test to test."""
-    if not torch.cuda.is_available():
-        yield []
-        return
-    torch.zeros(1, device="cuda")
-    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    all_hands = [Hands([gpu] * 4), Hands([cpu] * 2)]
-    for hands in all_hands:
-        hands.get(1)
-    yield all_hands
-    for hands in all_hands:
-        hands.close()
-
-
-def wrap(net: nn.Module, devices: Sequence[int | str], private: bool = False, **options: Any) -> instep.DataParallel:
-    return instep.DataParallel(net, devices, engine="processes", private_copies=private, **options)
-
-
-def pids(model: instep.DataParallel) -> list[int]:
-    engine: Any = model._instep_engine
-    return [engine._hands.get(index).pid for index in range(1, len(model._instep_devices))]
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 64), nn.GELU(), nn.Linear(64, 3000), nn.Tanh(), nn.Linear(3000, 4))
 
 
 def conv_net() -> nn.Module:
@@ -145,6 +113,8 @@ def assert_trains_alike(
                 torch.testing.assert_close(mine.grad.cuda(), other.grad, rtol=1e-8, atol=1e-8)
             ours.step()
             theirs.step()
+        if not private and devices.count(0) > 1:
+            assert "tensors cross by CUDA IPC" in repr(model)
         state = {name: value.cuda() for name, value in net.state_dict().items()}
         torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-6, atol=1e-8)
 
@@ -346,118 +316,6 @@ def test_a_generator_of_the_module_on_the_device() -> None:
         assert len({tuple(row) for row in runs[0].tolist()}) == 6
 
 
-class Net(nn.Module):
-    """Everything that a step can depend on: weights, draws, state of every kind, and what the other replicas have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
-        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.3)
-        self.register_buffer("mean", torch.zeros(8))
-        self.steps = 0
-        self.penalty = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        h = self.drop(torch.relu(self.norm(self.first(x))))
-        self.penalty = h.square().mean()
-        self.mean = self.mean * 0.9 + 0.1 * instep.all_gather(h).detach().mean(0)
-        return self.last(h + 0.01 * self.mean)
-
-
-def train(phases: Sequence[str], private: bool) -> Net:
-    torch.manual_seed(0)
-    net = Net().double()
-    with wrap(net, [0, 0, 0], private, merge={"penalty": "mean"}, restarts=10**6) as model:
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        model(torch.randn(7, 4).double())
-        for phase in phases:
-            kill = threading.Timer(0.002, os.kill, (pids(model)[-1], signal.SIGKILL))
-            if phase == "forward":
-                kill.start()
-            out = model(torch.randn(7, 4).double())
-            if phase == "between":
-                kill.function(*kill.args)
-            if phase == "backward":
-                kill.start()
-            optimizer.zero_grad()
-            (out.square().mean() + 0.1 * model.penalty).backward()
-            optimizer.step()
-            if phase == "idle":
-                kill.function(*kill.args)
-            if kill.ident is not None:
-                kill.join()
-    return net
-
-
-@pytest.mark.timeout(240)
-@each_way
-def test_kills_do_not_change_a_single_bit(private: bool) -> None:
-    phases = ["none", "forward", "between", "backward", "idle", "none"]
-    undisturbed = train(["none"] * len(phases), private)
-    disturbed = train(phases, private)
-    assert disturbed.steps == undisturbed.steps
-    for (name, theirs), mine in zip(undisturbed.state_dict().items(), disturbed.state_dict().values(), strict=True):
-        assert torch.equal(mine, theirs), name
-
-
-class Greedy(nn.Module):
-    """Wants more memory than there is, in a worker, at a certain value of a sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        if inside_worker() and x.detach().max() > 100:
-            torch.empty(2**44, dtype=torch.uint8, device=x.device)
-        if inside_worker() and x.detach().min() < -100:
-            y.register_hook(lambda _: [None, torch.empty(2**44, dtype=torch.uint8, device="cuda")][0])
-        return y
-
-
-class Unlucky(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if inside_worker() and x.detach().max() > 100:
-            raise KeyError("no luck")
-        return self.layer(x)
-
-
-@pytest.mark.parametrize("value", [200.0, -200.0], ids=["forward", "backward"])
-@each_way
-def test_no_memory_in_a_worker_is_said_and_the_next_call_works(private: bool, value: float) -> None:
-    net = Greedy()
-    with wrap(net, [0, 0], private, hooks="per_replica") as model:
-        x = torch.randn(6, 4, device="cuda")
-        before = pids(model)
-        for _ in range(2):
-            bad = x.clone()
-            bad[-1, 0] = value
-            with pytest.raises(torch.OutOfMemoryError) as caught:
-                model(bad).sum().backward()
-            assert "replica 1 on cuda:0" in "\n".join(caught.value.__notes__)
-            assert net.layer.weight.grad is None
-            torch.testing.assert_close(model(x), net(x))
-        assert pids(model) == before
-
-
-def test_an_exception_keeps_its_type() -> None:
-    net = Unlucky()
-    with wrap(net, [0, 0]) as model:
-        x = torch.randn(6, 4, device="cuda")
-        model(x)
-        bad = torch.cat([x[:3], x[3:] + 200])
-        with pytest.raises(KeyError, match="no luck") as caught:
-            model(bad)
-        assert "replica 1 on cuda:0" in "\n".join(caught.value.__notes__)
-        torch.testing.assert_close(model(x), net(x))
-
-
 class Remembers(nn.Module):
     """Knows its device, and holds a tensor that nobody registered."""
 
@@ -491,94 +349,3 @@ def test_a_collective_in_a_checkpointed_region_is_refused() -> None:
 
     with wrap(Inside(), [0, 0]) as model, pytest.raises(instep.CollectiveError, match="checkpointing"):
         model(torch.randn(4, 4, device="cuda", requires_grad=True))
-
-
-class Weighs(nn.Module):
-    """Also says how much memory torch has taken in the process that it runs in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, list[int]]:
-        return self.net(x), [torch.cuda.memory_reserved()] * len(x)
-
-
-@each_way
-def test_memory_of_the_device_does_not_grow(private: bool) -> None:
-    net = Weighs().cuda()
-    with wrap(net, [0, 0, 0], private) as model:
-        seen = []
-        for step in range(30):
-            net.zero_grad()
-            out, taken = model(torch.randn(64, 6))
-            out.square().sum().backward()
-            if step in (9, 29):
-                seen.append(sorted(set(taken)))
-        assert seen[0] == seen[1]
-
-
-def test_how_tensors_cross_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, x = nn.Linear(4, 3).cuda(), torch.randn(5, 4)
-    with wrap(net, [0, 0, "cpu"]) as model:
-        model(x)
-        assert "tensors cross by CUDA IPC or host memory" in str(model.explain(x))
-    with wrap(nn.Linear(4, 3), [0, 0], private=True) as model:
-        model(x)
-        assert "tensors cross by host memory)" in repr(model)
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise Refused("not in this container")
-
-    instep.shutdown()
-    monkeypatch.setattr("instep.engines.processes.desk.allocate", refuse)
-    with wrap(net, [0, 0]) as model:
-        model(x).sum().backward()
-        torch.testing.assert_close(model(x), net(x.cuda()))
-        assert "device memory cannot be shared here (not in this container)" in repr(model)
-
-
-def test_weights_are_moved_once_and_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the optimizer writes is there without being sent; other memory is told of."""
-
-    def fail(*_: Any) -> None:
-        raise AssertionError("the module was sent by host memory")
-
-    net = mlp().double().cuda()
-    before = net[0].weight.data_ptr()
-    with wrap(net, [0, 0]) as model:
-        x = torch.randn(6, 6, device="cuda", dtype=torch.float64)
-        model(x)
-        monkeypatch.setattr("instep.engines.processes.image.Image.renew", fail)
-        monkeypatch.setattr("instep.engines.processes.wire.Shore.land", fail)
-        assert net[0].weight.data_ptr() != before
-        for _ in range(2):
-            with torch.no_grad():
-                net[0].weight.add_(0.1)
-            torch.testing.assert_close(model(x), net(x))
-        net[0].weight.data = net[0].weight.data.clone() * 2
-        torch.testing.assert_close(model(x), net(x))
-        net.load_state_dict(mlp().double().state_dict())
-        torch.testing.assert_close(model(x), net(x))
-    torch.testing.assert_close(net(x), copy.deepcopy(net)(x))
-
-
-def test_large_tensors_pass_the_ring() -> None:
-    class Big(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(1))
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"twice": x * 2 * self.scale, "half": (x[:, :1] / 2).half(), "none": x[:, :0], "bool": x > 0}
-
-    net = Big().cuda()
-    with wrap(net, [0, 0], probe=False) as model:
-        for size in (10, 3_000_000, 70, 9_000_000):
-            x = torch.randn(4, size, device="cuda", requires_grad=True)
-            out = model(x)
-            out["twice"].sum().backward()
-            torch.testing.assert_close(
-                {k: v.detach() for k, v in out.items()}, {k: v.detach() for k, v in net(x).items()}
-            )
-            assert (x.grad == 2).all()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import instep
 from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.bulk import Piece, fetch, to_device, to_host
+from instep.errors import CannotCross
 
 
 @pytest.fixture
@@ -90,6 +91,14 @@ def test_nothing_is_copied_while_the_module_is_frozen() -> None:
             after = model(x)
             torch.testing.assert_close(after[3:], before[3:])
         torch.testing.assert_close(model(x), net(x))
+
+
+@pytest.mark.usefixtures("far", "workers")
+def test_an_image_that_there_is_no_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with instep.DataParallel(nn.Linear(400, 300), ["cpu"] * 2, engine="processes", private_copies=True) as model:
+        monkeypatch.setattr("instep.engines.processes.arena.headroom", lambda: 1000)
+        with pytest.raises(CannotCross, match=r"an image of the module .* shared memory[\s\S]*engine='threads'"):
+            model(torch.randn(6, 400))
 
 
 def test_pieces_come_back_from_shared_memory_as_they_went() -> None:

@@ -267,7 +267,7 @@ def closing_over(lock: Any) -> Any:
         (lambda: {"lock": threading.Lock()}, "argument 'batch'", r"argument 'batch'\['lock'\] \(a _thread.lock\)"),
         (lambda: {"batch": [threading.Lock()]}, "argument ", r"argument 'batch'\[0\] \(a _thread.lock\)"),
         (lambda: Order(kwargs={"b": {"f": sys.__stdin__}}), "", r"argument 'b'\['f'\] \(a _io.TextIOWrapper\)"),
-        (lambda: Order(module=holding(contextvars.ContextVar("depth"))), "", "the module, attribute '1.cache"),
+        (lambda: Order(module=holding(contextvars.copy_context())), "", "the module, attribute '1.cache"),
         (lambda: holding(x for x in "ab"), "", r"attribute '1.cache\['file'\]\[0\]' \(a generator\)"),
         (lambda: closing_over(threading.RLock()), "the hook", "variable 'lock', which closing_over.<locals>.<lambda>"),
         (lambda: threading.Thread(), "x", r"x \(a threading.Thread\)"),

@@ -241,3 +241,41 @@ def test_however_a_script_ends_no_worker_is_left() -> None:
     ], script.stderr
     assert script.returncode == 0
     assert not Path(f"/proc/{worker}").exists()
+
+
+@pytest.mark.parametrize(
+    ("quiet", "terminal", "said"),
+    [
+        (None, True, "instep: starting 3 worker processes (torch has to be imported)\n"),
+        ("1", True, ""),
+        (None, False, ""),
+    ],
+)
+def test_a_start_that_takes_long_is_shown_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quiet: str | None, terminal: bool, said: str
+) -> None:
+    class Slow:
+        """Comes up when it is asked again."""
+
+        def __init__(self) -> None:
+            self.asked: list[float] = []
+
+        def comes_up(self, deadline: float) -> bool:
+            self.asked.append(deadline - time.monotonic())
+            return len(self.asked) > 1
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setenv("INSTEP_QUIET", quiet) if quiet else monkeypatch.delenv("INSTEP_QUIET", raising=False)
+    team, slow = Hands([CPU] * 4), [Slow(), Slow()]
+    for worker in slow:
+        team._wait(worker)  # type: ignore[arg-type]
+    assert capsys.readouterr().err == said
+    assert all(worker.asked[0] < 2 for worker in slow)
+
+
+def test_all_workers_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    team = Hands([CPU] * 4)
+    monkeypatch.setattr(team, "_wait", lambda worker: None)
+    team.get(1)
+    assert len(process.own_workers()) == 3
+    team.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -299,3 +300,37 @@ def test_state_that_is_read_in_another_way_in_another_mode(engine: str, first: s
             training = (step % 5 < 3) == (first == "train")
             x = torch.randn(6, 4, dtype=torch.float64)
             torch.testing.assert_close(model.train(training)(x), plain.train(training)(x))
+
+
+def carried_on(net: Any, x: Tensor) -> Tensor:
+    """A step of a program that is written as functions of a module."""
+    past = net.state if net.state is not None and len(net.state) == len(x) else torch.zeros_like(x)
+    net.state = torch.tanh(net.layer(x) + past).detach()
+    out: Tensor = net.layer(x) + past
+    return out
+
+
+class Elsewhere(nn.Module):
+    """Its state is read by code that is not its class's."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.state, self.steps = nn.Linear(3, 3), None, [carried_on]
+        if how == "patched":
+            self.forward = MethodType(carried_on, self)  # type: ignore[method-assign]
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.steps[0](self, x) if self.how == "held" else carried_on(self, x)
+        return out
+
+
+@pytest.mark.parametrize("how", ["named", "held", "patched"])
+def test_state_that_a_function_elsewhere_reads(wrap: Callable[..., Any], how: str) -> None:
+    plain, net = Elsewhere(how), Elsewhere(how)
+    net.load_state_dict(plain.state_dict())
+    model = wrap(net)
+    for size in (6, 6, 6, 5, 5, 5):
+        x = torch.randn(size, 3)
+        torch.testing.assert_close(model(x), plain(x))
+        torch.testing.assert_close(net.state, plain.state)

@@ -180,3 +180,31 @@ def test_an_argument_with_slots_is_not_written(engine: str) -> None:
     with wrapped as model, pytest.raises(instep.StructureError, match="forward changes the argument 'given'"):
         model(torch.randn(5, 3), given)
     assert given.calls == 0.0  # type: ignore[attr-defined]
+
+
+class Keeps(nn.Module):
+    """Keeps an activation in a dictionary and writes a line a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.kept: dict[str, Tensor] = {}
+        self.log: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        self.kept["out"] = out.detach()
+        self.log.append(0)
+        return out
+
+
+def test_what_follows_the_batch_is_joined_whatever_size_it_had_before(wrap: Callable[..., Any]) -> None:
+    """A part may have the shape of what an earlier, smaller batch left; and a shard of one sample is no entry."""
+    net = Keeps()
+    model = wrap(net, replicas=4)
+    for count, size in enumerate((2, 5, 3, 3, 9, 9)):
+        net.train(count != 1)
+        x = torch.randn(size, 3)
+        model(x)
+        torch.testing.assert_close(net.kept["out"], net.layer(x).detach())
+        assert net.log == [0] * (count + 1)

@@ -214,5 +214,21 @@ def test_a_batch_of_unknown_origin_says_what_to_write() -> None:
         kind_for(value).split(value, (1, 1))
 
 
+def test_what_was_added_to_a_batch_is_joined_whatever_it_is_of() -> None:
+    """A part with as many edges as nodes does not tell which of them an attribute belongs to, and need not."""
+    data = pytest.importorskip("torch_geometric.data")
+
+    def batch(*sizes: tuple[int, int]) -> Any:
+        edges = [torch.zeros(2, e, dtype=torch.long) for _, e in sizes]
+        pairs = zip(sizes, edges, strict=True)
+        return data.Batch.from_data_list([data.Data(x=torch.zeros(n, 1), edge_index=e) for (n, _), e in pairs])
+
+    one, two = batch((1, 2), (2, 1)), batch((2, 5))
+    one.hidden, two.hidden = torch.arange(3.0), torch.arange(3.0, 5.0)
+    assert kind_for(one).merge([one, two]).hidden.tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(StructureError, match="cannot be told"):
+        kind_for(one).split(one, (1, 1))
+
+
 def test_modules_are_left_alone() -> None:
     assert kind_of(nn.Linear) is None

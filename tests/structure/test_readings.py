@@ -30,6 +30,13 @@ def test_a_list_that_fits_both_ways_shows_both_lines() -> None:
     assert plan(Planner(2, in_dims={"f": 0}), y=torch.zeros(2), f=both).roles[1] == Inside((0, 1), (Cut(0), Cut(0)))
 
 
+def test_one_sample_is_not_split_however_its_lists_are_read() -> None:
+    planner = Planner(4)
+    assert plan(planner, y=torch.zeros(1), f=[torch.zeros(1, 3)]).sizes == (1,)
+    assert not planner.memory  # nothing was learned
+    assert plan(planner, y=torch.zeros(4), f=[torch.zeros(4, 3)]).roles[1] == Inside((0,), (Cut(0),))
+
+
 def test_a_lone_list_that_fits_two_sizes_shows_both_lines() -> None:
     images = [torch.zeros(3, 8, 8) for _ in range(4)]
     message = refusal(images=images)

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from instep.errors import MergeError
 from instep.structure import optional_kinds, torch_kinds
+from instep.structure.merge import merge
 from instep.structure.tree import map_tensors, tensors_in
 
 from .kinds import assert_same, kind_for, sizes_of_seven
@@ -87,3 +89,10 @@ def test_a_tensor_class_is_mapped_and_a_tensor_dict_without_batch_is_not_one() -
     torch.testing.assert_close(new.x, value.x * 2)
     empty = pytest.importorskip("tensordict").TensorDict({"x": torch.zeros(3)}, batch_size=[])
     assert kind_for(empty).size(empty) is None
+
+
+def test_one_without_a_batch_is_an_error_that_says_what_to_return() -> None:
+    tensordict = pytest.importorskip("tensordict")
+    parts = [{"losses": tensordict.TensorDict({"actor": torch.tensor(float(i))}, batch_size=[])} for i in range(2)]
+    with pytest.raises(MergeError, match=r"'losses': a TensorDict that does not say(.|\n)*to_dict"):
+        merge(parts, [2, 1])

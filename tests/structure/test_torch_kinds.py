@@ -299,3 +299,36 @@ def test_a_model_that_takes_nested_tensors(engine: str, layout: Any) -> None:
     with instep.DataParallel(net, ["cpu"] * 3, engine=engine) as model:
         torch.testing.assert_close(model(x), net(x))
         assert "nested" in str(model.explain(x)) or "NestedTensor" in str(model.explain(x))
+
+
+class Loose(nn.Module):
+    """Gives a nested tensor of the layout that has no sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x).sum(-1), torch.nested.as_nested_tensor([self.layer(row) for row in x])
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+def test_nested_outputs_bring_gradients_back(engine: str) -> None:
+    net, x = Loose().double(), torch.randn(5, 2, 3, dtype=torch.float64)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        found = []
+        for run in (net, model):
+            net.zero_grad()
+            rows, nested = run(x)
+            loss = rows.sum() + sum(piece.pow(2).sum() * (1 + i) for i, piece in enumerate(nested.unbind()))
+            loss.backward()
+            found.append([nested.detach().to_padded_tensor(0.0), *[p.grad.clone() for p in net.parameters()]])
+    torch.testing.assert_close(*found)
+
+
+def test_nested_outputs_do_not_come_back_from_another_process() -> None:
+    with (
+        instep.DataParallel(Loose(), ["cpu"] * 2, engine="processes") as model,
+        pytest.raises(instep.errors.BridgeError, match="jagged"),
+    ):
+        model(torch.randn(4, 2, 3))

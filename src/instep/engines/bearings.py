@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from instep import meeting, random
-from instep.engines import pool
+from instep.engines import tasks
 
 _KINDS = ("cpu", "cuda")
 
@@ -24,7 +24,7 @@ class Bearings:
         self._nested = _nesting()
         self._seat = meeting.seat()
         self._drawing = random.drawing()
-        self._inside = pool.inside_replica()
+        self._inside = tasks.inside_replica()
 
     def restore(self) -> None:
         """Set what is not as it was; it may be called twice."""
@@ -40,7 +40,7 @@ class Bearings:
                 torch.clear_autocast_cache()
         meeting.sit(self._seat)
         random.draw_by(self._drawing)
-        pool.be_inside(self._inside)
+        tasks.be_inside(self._inside)
 
 
 def _nesting() -> int:

@@ -6,43 +6,19 @@ import atexit
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from instep.engines.results import Results
+from instep.engines.tasks import Results, Task, be_inside, begin_elsewhere, inside_replica
 from instep.errors import EngineError
 from instep.locks import ProcessLock, start, surely
-from instep.meeting import PeerFailed
 
 T = TypeVar("T")
-
-_here = threading.local()
-
-
-def inside_replica() -> bool:
-    """Whether this thread is running a replica's part of a call."""
-    return getattr(_here, "inside", False)
-
-
-def be_inside(inside: bool) -> None:
-    """Say whether this thread is running a replica's part of a call."""
-    _here.inside = inside
-
-
-@contextmanager
-def as_replica() -> Iterator[None]:
-    """Run a replica's part of a call in this thread, for the length of a `with` block."""
-    before, _here.inside = inside_replica(), True
-    try:
-        yield
-    finally:
-        _here.inside = before
 
 
 class ReplicaThread:
@@ -62,7 +38,8 @@ class ReplicaThread:
             start(self._thread)
 
     def _work(self) -> None:
-        _here.inside = self._works = True
+        be_inside(True)
+        self._works = True
         try:
             while (task := self.inbox.get()) is not None:
                 task()
@@ -162,7 +139,7 @@ class Lease:
             raise EngineError("this engine was closed.")
         mine = torch.get_num_threads()
         done = Results(len(tasks))
-        parts = [_Task(index, task, done, max(1, mine // len(tasks))) for index, task in enumerate(tasks)]
+        parts = [Task(index, task, done, max(1, mine // len(tasks))) for index, task in enumerate(tasks)]
         try:
             with _lock:  # calls of several wrappers reach every thread in the same order
                 self._revive()
@@ -171,7 +148,7 @@ class Lease:
             _end_dropped()
             if here:
                 parts[0].do_here()
-            return done.collect(partial(_begin_elsewhere, parts))
+            return done.collect(partial(begin_elsewhere, parts))
         except BaseException:
             if not done.complete():
                 self._left = done
@@ -189,7 +166,7 @@ class Lease:
         """Begin each task in a thread of its own; what this returns waits for the results, as `run` gives them."""
         done = self._left = Results(len(tasks))
         share = torch.get_num_threads()
-        _begin_elsewhere([_Task(index, task, done, share) for index, task in enumerate(tasks)])
+        begin_elsewhere([Task(index, task, done, share) for index, task in enumerate(tasks)])
 
         def collect() -> list[T]:
             try:
@@ -263,77 +240,6 @@ class Lease:
 
 _PATIENCE = 60.0
 """Seconds that a call waits for what an interrupted one before it has left running."""
-
-
-def _set_threads(count: int) -> None:
-    torch.get_num_threads()  # a thread that asks for the first time takes the process's count: ask before setting
-    torch.set_num_threads(count)
-
-
-class _Task:
-    """A task with the place its result goes to. It is done once, by the first thread that comes to it."""
-
-    __slots__ = ("done", "index", "share", "waiting")
-
-    def __init__(self, index: int, task: Callable[[], Any], done: Results, share: int) -> None:
-        self.index, self.done = index, done
-        self.waiting = [task]
-        self.share = share
-        """The intra-op threads that it may take."""
-
-    def withdraw(self) -> None:
-        """See to it that no thread begins it any more, if none has."""
-        if self._claim() is not None:
-            self.done.put(self.index, None, PeerFailed("the call was interrupted."))
-
-    def _claim(self) -> Callable[[], Any] | None:
-        try:
-            return self.waiting.pop()  # only one thread can
-        except IndexError:
-            return None
-
-    def do_here(self) -> None:
-        """Do it in the caller's thread, with the caller's share of the cores; an interruption is the caller's own."""
-        task = self._claim()
-        if task is None:
-            return
-        try:
-            self.done.put(self.index, task(), None)
-        except BaseException as error:
-            self.done.put(self.index, None, error)
-            if not isinstance(error, Exception):
-                raise
-
-    def __call__(self) -> None:
-        task = self._claim()
-        if task is None:
-            return
-        try:
-            if getattr(_here, "share", 0) != self.share:
-                self.done.shared = True
-                _set_threads(self.share)
-                _here.share = self.share
-            result = task()
-        except BaseException as error:
-            self.done.put(self.index, None, error)
-        else:
-            self.done.put(self.index, result, None)
-
-
-def _begin_elsewhere(parts: Sequence[_Task]) -> None:
-    """Do what no replica thread has come to in threads of its own.
-
-    A replica thread may be in the middle of a call that waits for this one: a wrapper called from a thread that the
-    `forward` of another one has started.
-    """
-    for part in parts:
-        if part.waiting:
-            start(threading.Thread(target=_do_one, args=(part,), name=f"instep-beside-{part.index}", daemon=True))
-
-
-def _do_one(part: _Task) -> None:
-    with as_replica():
-        part()
 
 
 def stop_all() -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from instep.engines.pool import as_replica
+from instep.engines.tasks import as_replica
 from instep.errors import CollectiveError
 from instep.locks import start, surely
 from instep.meeting import PeerFailed, first_error

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from instep.bridge import Gradients, Side, Span, live, take
-from instep.engines.pool import Lease, inside_replica
+from instep.engines.pool import Lease
 from instep.engines.protocol import Job, perform, raise_first, raised_in
 from instep.engines.room import BACKWARD, FORWARD, Room, run_here
+from instep.engines.tasks import inside_replica
 from instep.locks import ProcessLock, surely
-from instep.meeting import Reach, attend, needed_tokens, reach
+from instep.meeting import attend
 from instep.private import accumulates
+from instep.reaching import Reach, needed_tokens, reach
 from instep.reduce import add_up, gather
 from instep.replicas.replica import Outcome, Replica
 
@@ -168,8 +170,7 @@ class SideBySide:
 
     def differentiate_all(self, parts: Sequence[Part], room: Room) -> None:
         """Every replica's part of a backward, each in its thread."""
-        tasks = [partial(self.differentiate, part) for part in parts]
-        self.lease.run(tasks, stop=room.abort, here=not self._on_host)
+        self.lease.run([partial(self.differentiate, part) for part in parts], stop=room.abort, here=not self._on_host)
 
     def differentiate(self, part: Part) -> None:
         """One replica's part of a backward, in its thread: gradients are left on its leaves and inputs."""

@@ -9,6 +9,8 @@ compared with it. What came to the same is done from then on. `state={"h": "cat"
 from __future__ import annotations
 
 import dis
+import functools
+import sys
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from instep.structure.tree import Path, open_node
 
 CUT, WHOLE, ALONE, UNSURE = "cut", "whole", "alone", "unsure"
 _MOST_TRIES = 8
+_MOST_CODES = 20_000
 
 
 @dataclass
@@ -177,32 +180,47 @@ def tensors_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]
 
 
 def code_reads(modules: Sequence[nn.Module], name: str) -> bool:
-    """Whether some code of the modules' classes, other than torch's own, may read an attribute of this name."""
+    """Whether some code of the modules', other than torch's own, may read an attribute of this name.
+
+    That is the code of their classes, of functions that they hold, and of functions and classes which these name.
+    """
     classes = {cls for module in modules for cls in type(module).__mro__}
-    return any(_reads(cls, name) for cls in classes if not _is_torch(cls))
+    held = [value for module in modules for value in module.__dict__.values()]
+    return any(_code_reads(code, name) for code in _codes([*classes, *held]))
 
 
-def _is_torch(cls: type) -> bool:
-    return cls is object or (cls.__module__ or "").partition(".")[0] == "torch"
-
-
-def _reads(cls: type, name: str) -> bool:
-    """Whether some function of a class loads an attribute of this name, or has its name as a text."""
-    return any(_code_reads(code, name) for code in _codes(vars(cls).values()))
+def _is_ours(thing: Any) -> bool:
+    """Whether a class or function is part of a program: not of Python, torch, or this library."""
+    root = (getattr(thing, "__module__", None) or "").partition(".")[0]
+    theirs = root in ("torch", "numpy", "instep", "builtins") or root in sys.stdlib_module_names
+    return root == "__main__" or not theirs
 
 
 def _codes(values: Iterable[Any]) -> Iterator[types.CodeType]:
-    pending, seen = list(values), set()
-    while pending:
+    """The code of functions that can be reached from some values without running anything."""
+    pending, seen = list(values), set[int]()
+    while pending and len(seen) < _MOST_CODES:
         value = pending.pop()
-        if isinstance(value, (staticmethod, classmethod)):
-            value = value.__func__
-        if isinstance(value, property):
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            pending.append(value.__func__)
+        elif isinstance(value, property):
             pending += [value.fget, value.fset]
-        if isinstance(value, types.FunctionType) and id(value) not in seen:
-            seen.add(id(value))
+        elif isinstance(value, functools.partial):
+            pending += [value.func, *value.args]
+        elif type(value) in (list, tuple):
+            pending += [item for item in value if callable(item)]
+        elif type(value) is dict:
+            pending += [item for item in value.values() if callable(item)]
+        elif isinstance(value, type):
+            pending += vars(value).values() if _is_ours(value) else ()
+        elif isinstance(value, types.FunctionType) and _is_ours(value):
             yield value.__code__
             pending += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+            named = [value.__globals__.get(name) for name in value.__code__.co_names]
+            pending += [item for item in named if isinstance(item, (type, types.FunctionType))]
 
 
 def _is_filled(cell: types.CellType) -> bool:

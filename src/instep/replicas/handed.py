@@ -37,6 +37,10 @@ class Handed(NamedTuple):
     container: Any
     """What holds its entries or attributes: itself, or its dictionary."""
 
+    def contents(self) -> Contents:
+        """What it holds now; nothing for an array, whose numbers nobody tells apart by where they were."""
+        return Contents((), ()) if is_array(self.value) else contents_of(self.container)
+
 
 def handed(names: Sequence[Any], values: Sequence[Any], wanted: Collection[int] | None = None) -> list[Handed]:
     """What can be changed in place among arguments, once each; of what is no array, only those with wanted ids."""
@@ -78,7 +82,7 @@ def at(values: Sequence[Any], steps: Sequence[int]) -> Any:
     """What lies at the end of a way."""
     value = values[steps[0]]
     for step in steps[1:]:
-        value = list(_parts(value))[step][1]
+        value = value[step] if isinstance(value, (list, tuple)) else list(_parts(value))[step][1]
     return value
 
 
@@ -107,11 +111,12 @@ class Noted:
         found = [at(values, steps) for steps in ways]
         self._held = [(held, contents_of(held)) for held in map(_container, found)]
 
-    def changes(self) -> Iterator[tuple[int, Contents, Contents]]:
-        """What has changed since: the number of the way, what was there, and what is there now."""
+    def changes(self) -> Iterator[tuple[int, tuple[Any, ...], list[tuple[int, Any]]]]:
+        """What has changed since: the number of the way, the keys now, and each item as `by_place` writes it."""
         for number, (container, before) in enumerate(self._held):
             if not holds_still(container, before):
-                yield number, before, contents_of(container)
+                now = contents_of(container)
+                yield number, now.keys, list(by_place(container, before.items, now.items))
 
 
 def is_read_only(held: Handed, now: Contents) -> bool:
@@ -124,10 +129,13 @@ def is_read_only(held: Handed, now: Contents) -> bool:
     return rest.keys() == held.container.keys() and all(item is held.container[key] for key, item in rest.items())
 
 
-def by_place(before: Sequence[Any], after: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-    """Each item by its place before, in rising order as far as may be; -1 and the item itself for a new one."""
+def by_place(container: Any, before: Sequence[Any], after: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """Each item by its place before, in rising order as far as may be; -1 and the item itself for a new one.
+
+    What is in a set has no place: its order is another in another process.
+    """
     places: dict[int, list[int]] = {}
-    for number, item in enumerate(before):
+    for number, item in enumerate(() if isinstance(container, set) else before):
         places.setdefault(id(item), []).append(number)
     last = -1
     for item in after:
@@ -137,10 +145,14 @@ def by_place(before: Sequence[Any], after: Sequence[Any]) -> Iterator[tuple[int,
 
 
 def from_places(before: Contents, keys: Sequence[Any], items: Sequence[tuple[int, Any]]) -> Contents:
-    """The inverse of `by_place`, around the objects that are here."""
+    """The inverse of `by_place`, around the objects that are here.
+
+    Something that another replica changes meanwhile may have lost the place; what several change is refused anyway.
+    """
     names = {(type(key), key): key for key in before.keys if isinstance(key, SCALARS)}
     own = {(type(item), item): item for item in before.items if isinstance(item, SCALARS)}
-    here = (before.items[old] if old >= 0 else _own(item, own) for old, item in items)
+    known = [(old, item) for old, item in items if old < len(before.items)]
+    here = (before.items[old] if old >= 0 else _own(item, own) for old, item in known)
     return Contents(tuple(_own(key, names) for key in keys), tuple(here))
 
 

@@ -28,6 +28,8 @@ class Judge(Protocol):
 
     def varies(self, place: Place) -> bool: ...
 
+    def stays(self, place: Place) -> bool: ...
+
     def output_rule(self, place: Place) -> Any: ...
 
     def merge(self, place: Place, old: Any, new: list[Any], sizes: Sequence[int]) -> Any: ...
@@ -156,7 +158,7 @@ def _merge_added(
     columns = [list(column) for column in zip(*added, strict=False)]
     if rule == "cat":
         return joined
-    reading = judge.readings.get(path)
+    reading = ENTRIES if judge.stays(place) else judge.readings.get(path)
     if lengths == list(sizes) and rule is None and not spoken and reading != ENTRIES:
         if reading == SAMPLES or len(set(lengths)) > 1:
             judge.readings[path] = SAMPLES

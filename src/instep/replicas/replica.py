@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -263,6 +263,10 @@ class Outcome:
     """Places of containers that a replica of another process changed, and that each needs for itself."""
     given: Sequence[tuple[Handed, Contents]] = ()
     """What a replica of another process changed inside of its arguments, and what it holds there now."""
+    made: Mapping[int, Tensor] = field(default_factory=dict)
+    """By the id of an argument that a replica of another process wrote to: what it made of it."""
+    used: Collection[int] = ()
+    """The ids of arguments that such a replica's outputs come from."""
     remote: Any = None
     """For a replica of another process: what its backward is asked for by."""
     seat: Any = None

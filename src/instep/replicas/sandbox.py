@@ -5,9 +5,10 @@ A sandbox has its own copy of every tensor, no hooks of the user, and starts eve
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from operator import is_
 from typing import Any
 
@@ -27,6 +28,7 @@ from instep.replicas.contents import Contents, contents_of
 from instep.replicas.equal import equal_tensors
 from instep.replicas.hook_owner import users
 from instep.replicas.names import Owners, module_names
+from instep.replicas.renorm import renormed_weights
 from instep.replicas.shelf import Place, Shelf
 from instep.replicas.snapshot import Dice, Snapshot
 from instep.replicas.tensors import Tensors, Way
@@ -60,6 +62,11 @@ class Sandbox:
         self._then = [(module, dict(module.__dict__)) for module in modules]
         self._dice = Dice(device)
         self._writes: bool | None = None
+        self.fine = False
+        """Whether it runs in double precision."""
+        self._renormed = renormed_weights(source.modules())
+        self.written: list[Tensor] = []
+        """Trainable tensors of the source that the first run wrote to, in memory of its own, and that no layer may."""
 
     @property
     def excuse(self) -> str | None:
@@ -71,6 +78,20 @@ class Sandbox:
     def dtypes(self) -> set[torch.dtype]:
         """The floating-point types that it computes in."""
         return {made.dtype for _, made in self._tensors.trainable if made.is_floating_point()}
+
+    @contextmanager
+    def finely(self) -> Iterator[None]:
+        """Run in double precision for a while, and without autocast."""
+        pairs = (*self._tensors.state, *self._tensors.trainable)
+        self.fine = True
+        try:
+            for _, made in pairs:
+                made.data = finer(made.data)
+            yield
+        finally:
+            self.fine = False
+            for source, made in pairs:
+                _write(made, source)
 
     def quieten(self) -> None:
         """Run in evaluation mode from now on, where nothing should be drawn."""
@@ -145,11 +166,13 @@ class Sandbox:
         self._snapshot.restore()
         with torch.no_grad(), inference(False):
             for source, made in self._tensors.state:
-                _write(made, source)
-            if self._writes is None:  # a forward that writes to its weights does so in every run
-                self._writes = any(not equal_tensors(*pair) for pair in self._tensors.trainable)
+                _write(made, finer(source) if self.fine else source)
+            if self._writes is None and not self.fine:  # a forward that writes to its weights does so in every run
+                found = [source for source, made in self._tensors.trainable if not equal_tensors(source, made)]
+                self._writes = bool(found)
+                self.written = [source for source in found if id(source) not in self._renormed]
             for source, made in self._tensors.trainable if self._writes else ():
-                _write(made, source)
+                _write(made, finer(source) if self.fine else source)
 
     def _attributes_set(self) -> Iterator[tuple[str, Any]]:
         """Attributes that hold tensors or numbers and that a run has set to another object."""
@@ -193,6 +216,8 @@ class Sandbox:
         if self.device.type != "cpu":
             stack.enter_context(torch.get_device_module(self.device).device(self.device))
         stack.enter_context(eagerly())
+        if self.fine:
+            stack.enter_context(torch.autocast(self.device.type, enabled=False))
         kept = torch.is_autocast_cache_enabled()
         stack.callback(torch.set_autocast_cache_enabled, kept)
         torch.set_autocast_cache_enabled(False)
@@ -211,6 +236,11 @@ def _entries(place: Place, held: Any, then: Contents) -> Iterator[tuple[Place, A
     else:
         before, now = then.by_key(), contents_of(held).by_key()
         yield from ((place.at(key), (key, value)) for key, value in now.items() if value is not before.get(key, _NONE))
+
+
+def finer(tensor: Tensor) -> Tensor:
+    """The same numbers in double precision; a tensor of anything else than fractions as it is."""
+    return tensor.detach().double() if tensor.is_floating_point() and tensor.layout is torch.strided else tensor
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -238,3 +268,9 @@ def _without_hooks(module: nn.Module) -> None:
 def is_row(value: Any) -> bool:
     """Whether a value is a list or tuple of numbers, such as a shape."""
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, (int, float)) for item in value)
+
+
+def copied(values: Sequence[Any]) -> list[Any]:
+    """Arguments of their own for a run, which may write to them."""
+    memo: dict[int, Any] = {id(t): t.detach().clone() for value in values for t in tensors_in(value)}
+    return [copy.deepcopy(value, memo) for value in values]

@@ -215,8 +215,8 @@ class Settler:
             return self._merge_output(place, new, sizes)
         if self._is_named(place) and all(any(True for _ in tensors_in(value)) for value in new):
             return self._merge_output(place, new, sizes)
-        if all(equal(value, new[0]) for value in new):
-            fixed = str(place.spoken()) in self.constant
+        fixed = self.stays(place)
+        if all(equal(value, new[0]) for value in new) or (fixed and _same_numbers(new)):
             if equal(old, new[0]) or fixed or not self._is_shards(place, old, new[0], sizes):
                 return new[0]
             if path not in self.mergers:
@@ -230,6 +230,10 @@ class Settler:
         if self.varies(place) or is_count(old, new, sizes):
             return True
         return self._may_follow(str(place), old, new, sizes[0])
+
+    def stays(self, place: Place) -> bool:
+        """Whether trials saw a place of state become the same for any number of samples."""
+        return str(place.spoken()) in self.constant
 
     def varies(self, place: Place) -> bool:
         """Whether trials saw a place of state become another for other samples."""
@@ -280,14 +284,17 @@ class Settler:
     def _is_output(self, place: Place, old: Any, new: list[Any], sizes: Sequence[int]) -> bool:
         """Whether an attribute is one more output: it needs a gradient, follows the batch, or has an output's rule.
 
-        A tensor that had this very shape before the call is state, whatever the size of a shard happens to be.
+        A tensor that had this very shape before the call is state, whatever the size of a shard happens to be, unless
+        it was seen to follow the batch in an earlier one.
         """
         if self.output_rule(place) is not None:
             return True
         tensors = [list(tensors_in(value)) for value in new]
         if any(tensor.requires_grad for mine in tensors for tensor in mine):
             return True
-        if isinstance(old, Tensor) and any(isinstance(value, Tensor) and value.shape == old.shape for value in new):
+        known = self.mergers.get(str(place))
+        kept = [v for v in new if isinstance(v, Tensor) and isinstance(old, Tensor) and v.shape == old.shape]
+        if kept and (known is None or not known.dims):
             return False
         counts = set(map(len, tensors))
         if counts == {0} or len(counts) > 1:
@@ -370,6 +377,12 @@ def _copier(original: Tensor, value: Tensor) -> Write:
                 original.data = value.to(original.device, original.dtype, copy=True)
 
     return write
+
+
+def _same_numbers(values: Sequence[Any]) -> bool:
+    """Whether values are equal, whatever graphs their tensors belong to: what weights alone make has one on each."""
+    bare = [map_tensors(Tensor.detach, value) for value in values]
+    return all(equal(value, bare[0]) for value in bare)
 
 
 def _is_number(value: Any) -> bool:

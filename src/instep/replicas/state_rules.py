@@ -27,6 +27,19 @@ def apply_state_rule(
     """The whole's new value under a rule. An `entry` of a container may come from nothing: it counts as zero."""
     if callable(rule):
         return rule(None if old is MISSING else old, [None if v is MISSING else v for v in new], list(sizes))
+    try:
+        return _by_name(rule, old, new, sizes, path, entry)
+    except StateError:
+        raise
+    except (MergeError, TypeError, ValueError, RuntimeError) as error:
+        kind = type(next((value for value in new if value is not MISSING), None)).__name__
+        raise StateError(
+            f"state={{{path!r}: {rule!r}}} cannot be applied to what forward left there, a {kind}: {error}\n"
+            f"Write another rule, or a function (old, new, sizes) -> value."
+        ) from error
+
+
+def _by_name(rule: str, old: Any, new: list[Any], sizes: Sequence[int], path: str, entry: bool) -> Any:
     if rule == "first":
         return new[0]
     if rule == "sum":
@@ -35,10 +48,7 @@ def apply_state_rule(
     values = [value for value, _ in there]
     if rule == "cat" and all(isinstance(value, (list, tuple)) for value in values):
         return type(values[0])(item for value in values for item in value)
-    try:
-        return Merger.of(rule).merge(_together(values), [size for _, size in there])
-    except MergeError as error:
-        raise StateError(f"state={{{path!r}: {rule!r}}} cannot be applied: {error}") from error
+    return Merger.of(rule).merge(_together(values), [size for _, size in there])
 
 
 def _sum(old: Any, new: list[Any], path: str, entry: bool) -> Any:

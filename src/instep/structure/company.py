@@ -7,6 +7,7 @@ other company, as many as before: then nothing at all may change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from instep.structure.roles import Cut, Inside, Role
 from instep.structure.tree import Path, open_node
-from instep.structure.verdicts import Joined, Verdict
+from instep.structure.verdicts import Joined, Reading, Verdict
 
 
 def flips(entries: int, tolerance: float) -> float:
@@ -66,6 +67,34 @@ def changed(
             if one is None or two is None or not torch.equal(one, two):
                 return path
     return None
+
+
+def out_of_order(path: Path, verdict: Verdict | None, usual: Any, other: Any) -> bool:
+    """Whether samples in reverse order gave something else than before in reverse, or than before if it is one value.
+
+    Up to rounding.
+    """
+    one, two = _at(path, usual), _at(path, other)
+    if isinstance(verdict, Reading):
+        return len(one) != len(two) or not all(map(_is_alike, list(one)[::-1], two))
+    one, two = [torch.as_tensor(value) for value in (one, two)]
+    if isinstance(verdict, Joined) and one.ndim > verdict.dim:
+        one = one.flip(verdict.dim)
+    if one.shape != two.shape:
+        return True
+    exact = one.dtype is torch.bool or not (one.is_floating_point() or one.is_complex())
+    if exact:
+        return not torch.equal(one, two)
+    room = float(torch.finfo(one.dtype).eps ** 0.5) * _largest(one)
+    return not torch.allclose(one, two, rtol=0.0, atol=room, equal_nan=True)
+
+
+def _is_alike(one: Any, two: Any) -> bool:
+    return math.isclose(one, two, rel_tol=1e-3, abs_tol=1e-6) if isinstance(one, float) else bool(one == two)
+
+
+def _largest(value: Tensor) -> float:
+    return float(value.abs().nan_to_num(0.0, 0.0, 0.0).max()) if value.numel() else 0.0
 
 
 def _rows(value: Any, dim: int, kept: Sequence[int]) -> Tensor | None:

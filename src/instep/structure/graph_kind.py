@@ -194,8 +194,11 @@ def _node_slices(batch: Any, store: Any) -> list[int]:
     return pointers
 
 
-def _slices_of_level(batch: Any, store: Any, key: str, value: Any) -> Sequence[int] | None:
-    """Where the graphs begin in an attribute that was added later; None for one that is the same for all graphs."""
+def _slices_of_level(batch: Any, store: Any, key: str, value: Any, *, any_level: bool = False) -> Sequence[int] | None:
+    """Where the graphs begin in an attribute that was added later; None for one that is the same for all graphs.
+
+    An attribute may have as many entries as there are nodes, and as edges: `any_level` will do where it is only joined.
+    """
     if isinstance(value, Tensor) and value.dim():
         length = value.shape[_cat_dim(batch, key, store)(value)]
     elif isinstance(value, (list, tuple)):
@@ -210,7 +213,7 @@ def _slices_of_level(batch: Any, store: Any, key: str, value: Any) -> Sequence[i
         levels.append(_node_slices(batch, store))
     fitting = [list(level) for level in levels if level[-1] == length]
     counts_nodes = any(word in key for word in ("index", "face", "batch"))
-    if counts_nodes or not fitting or any(level != fitting[0] for level in fitting):
+    if counts_nodes or not fitting or not (any_level or all(level == fitting[0] for level in fitting)):
         raise StructureError(f"`{key}` was added after batching: its graphs cannot be told; set it before")
     return fitting[0]
 
@@ -293,7 +296,10 @@ def _join_others(parts: Sequence[Any], stores: Sequence[Any], key: str) -> Any:
     suffix, followed = _followed(parts[0], stores[0], key)
     if followed is not None:
         return _join_followers(values, suffix, [part.num_graphs for part in parts])
-    levels = [_slices_of_level(part, store, key, store[key]) for part, store in zip(parts, stores, strict=True)]
+    levels = [
+        _slices_of_level(part, store, key, store[key], any_level=True)
+        for part, store in zip(parts, stores, strict=True)
+    ]
     if any(level is None for level in levels):
         if any(value is not values[0] and not _equal(value, values[0]) for value in values):
             raise MergeError(f"`{key}` differs between the parts and does not follow the graphs")

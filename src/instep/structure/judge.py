@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from instep.errors import MergeError
 from instep.structure.company import flips
+from instep.structure.compare import apart as how_far
+from instep.structure.compare import by_how_much, in_order, is_sorted, ordinary, plain_alike, same, unsqueezed
 from instep.structure.dims import AUTO, Declared
 from instep.structure.fit import NUMBERS, own_kind
 from instep.structure.merge_messages import across_samples, unexplained
@@ -22,7 +24,7 @@ from instep.structure.rules import Rule, WeightedBy, rule_for, speaks_of
 from instep.structure.shapes import few
 from instep.structure.tree import Path, is_sequence, open_node, tensors_in
 from instep.structure.types import Kind
-from instep.structure.verdicts import Constant, Joined, Listed, Reading, Reduced, Verdict
+from instep.structure.verdicts import Constant, Joined, Listed, Reading, Reduced, Unclear, Verdict
 from instep.structure.weights import counts_in, weights_of
 
 
@@ -56,6 +58,8 @@ class Findings:
     """Leaves that no rule explains."""
     turned: set[Path] = field(default_factory=set)
     """Joined integers of which a few differ: rounding, or samples that meet."""
+    ordered: set[Path] = field(default_factory=set)
+    """Leaves that were in order already, or nothing but zeros: samples in another order may tell more."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,10 @@ class _Judging:
             self.findings.open.add(path)
 
     def _inside(self, values: Sequence[Any], path: Path, spec: Declared) -> None:
+        if isinstance(values[0], torch.Size):
+            for key, numbers in enumerate(zip(*values, strict=True)):
+                self._numbers(numbers, (*path, key))
+            return
         nodes = [node for node in map(open_node, values) if node is not None]
         if len(nodes) < 3 or any(set(node.keys) != set(nodes[0].keys) for node in nodes):
             return
@@ -121,11 +129,12 @@ class _Judging:
     def _sequence(self, values: Sequence[Any], path: Path, spec: Declared) -> None:
         lengths = [len(value) for value in values]
         if len(set(lengths)) == 1:
-            if lengths[0] and isinstance(values[0], list):
+            if lengths[0]:
                 self._say(path, Reading(samples=False))
             self._inside(values, path, spec)
             return
-        if not isinstance(values[0], list) or not spec.auto:
+        few_samples = self.sizes == (1, 1, 2)  # as is anything cut in half
+        if not spec.auto:
             return
         joined, whole = [*values[0], *values[1]], list(values[2])
         as_samples = tuple(lengths) == self.sizes
@@ -136,7 +145,9 @@ class _Judging:
             why = f"lists of {lengths[:2]} entries apart and {lengths[2]} together, which are not the same entries"
             self._across(path, why)
         else:
-            self._say(path, Reading(samples=True) if as_samples else Listed(None))
+            self._say(path, Reading(samples=True, proven=not few_samples) if as_samples else Listed(None))
+            if as_samples and in_order(whole):
+                self.findings.ordered.add(path)
 
     def _alike(self, left: Any, right: Any) -> bool:
         """Whether two structures hold the same, as far as it can be compared."""
@@ -145,7 +156,7 @@ class _Judging:
             return False
         if any(own_kind(tensor) is not None for tensor in (*one, *two)):
             return True
-        return all(a.shape == b.shape and self._close(a, b) for a, b in zip(one, two, strict=True)) and _plain_alike(
+        return all(a.shape == b.shape and self._close(a, b) for a, b in zip(one, two, strict=True)) and plain_alike(
             left, right
         )
 
@@ -153,7 +164,7 @@ class _Judging:
         if left.dtype != right.dtype:
             return False
         if left.is_floating_point() or left.is_complex():
-            return _apart(left, right) <= self.trial.tolerance or self._is_tiny(left, right)
+            return how_far(left, right) <= self.trial.tolerance or self._is_tiny(left, right)
         return float((left != right).sum()) <= flips(left.numel(), self.trial.tolerance)
 
     def _is_tiny(self, *values: Tensor) -> bool:
@@ -177,9 +188,9 @@ class _Judging:
     def _tensors(self, values: Sequence[Tensor], path: Path) -> None:
         if len({value.dtype for value in values}) > 1 or any(v.is_quantized or v.is_meta for v in values):
             return
-        values = [_ordinary(value) for value in values]
+        values = [ordinary(value) for value in values]
         whole = values[2]
-        parts = _unsqueezed(values, self.sizes)
+        parts = unsqueezed(values, self.sizes)
         shapes = [tuple(part.shape) for part in parts]
         if len(set(shapes)) == 1:
             self._reduced(parts, path)
@@ -208,15 +219,17 @@ class _Judging:
         elif len(set(shapes)) == 1:  # else padded to the longest: what the shapes of a call say decides
             together = torch.cat(list(parts[:2]), dim)
             if not self._close(together, whole):
-                self._across(path, "its entries depend on other samples of the batch" + _by_how_much(together, whole))
+                self._across(path, "its entries depend on other samples of the batch" + by_how_much(together, whole))
                 return
             first = whole.narrow(dim, 0, 1)
-            same = bool(((whole == first) | (whole.isnan() & first.isnan())).all())
+            alike = bool(((whole == first) | (whole.isnan() & first.isnan())).all())
             real = whole.is_floating_point() or whole.is_complex()
-            sure = (not self._is_tiny(whole) if real else torch.equal(together, whole)) and not _is_sorted(whole)
-            sure = sure and not same
+            sure = (not self._is_tiny(whole) if real else torch.equal(together, whole)) and not is_sorted(whole)
+            sure = sure and not alike
             if not real and not torch.equal(together, whole):
                 self.findings.turned.add(path)
+            elif is_sorted(whole) and not alike:
+                self.findings.ordered.add(path)
             self._say(path, Joined(whole.ndim, dim, proven=sure))
 
     def _selected(self, parts: Sequence[Tensor], path: Path) -> None:
@@ -225,8 +238,8 @@ class _Judging:
         for dim in range(whole.ndim):
             shapes = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
             if len(shapes) == 1 and parts[0].shape[dim] + parts[1].shape[dim] == whole.shape[dim]:
-                if not (parts[0].numel() and parts[1].numel()) or _is_sorted(whole):
-                    self.findings.open.add(path)
+                if not (parts[0].numel() and parts[1].numel()) or is_sorted(whole):
+                    self._say(path, Listed(dim, proven=False))
                     return
                 if self._close(torch.cat(list(parts[:2]), dim), whole):
                     self._say(path, Listed(dim))
@@ -254,23 +267,43 @@ class _Judging:
         if not self.trial.numbers:
             return
         first, second, whole = values
-        if _same(first, whole) and _same(second, whole):
+        if same(first, whole) and same(second, whole):
             if bool((whole != 0).any()) and not bool(whole.isnan().any()):
                 self._say(path, Constant())
-            else:
-                self.findings.open.add(path)
+                return
+            self._say(path, Unclear())
+            if not whole.is_floating_point():  # the largest of some samples may be the first, and so number 0
+                self.findings.ordered.add(path)
             return
         if not (whole.is_floating_point() or whole.is_complex()):
             self._counted(values, path)
             return
-        if not all(bool(value.isfinite().all()) for value in values) or self._is_tiny(*values):
-            self.findings.open.add(path)
+        finite = [bool(value.isfinite().all()) for value in values]
+        if finite[2] and not all(finite):
+            self._beside_nothing(values, finite, path)
+            return
+        if not all(finite) or self._is_tiny(*values):
+            self._say(path, Unclear(zeros=False))
             return
         verdict, off = self._mean_or_sum(values)
         if verdict is not None:
             self._say(path, verdict)
         elif off <= self.trial.fine:  # it fits, but everything is too close together to prove anything
-            self.findings.open.add(path)
+            self._say(path, Unclear(zeros=False))
+        else:
+            self._give_up(values, path)
+
+    def _beside_nothing(self, values: Sequence[Tensor], finite: Sequence[bool], path: Path) -> None:
+        """A part is NaN and the whole is not: a mean in which that part weighs nothing, or no mean at all."""
+        there = [values[index] for index in (0, 1) if finite[index]]
+        fits = bool(there) and how_far(there[0], values[2]) <= self.trial.fine
+        rules = [
+            WeightedBy(weight)
+            for weight, *shares in weights_of(self.trial.inputs, self.sizes, self.trial.criteria)
+            if fits and all(bool(share) == known for share, known in zip(shares, finite, strict=False))
+        ]
+        if rules:
+            self._say(path, Reduced(tuple(rules), proven=False))
         else:
             self._give_up(values, path)
 
@@ -281,8 +314,9 @@ class _Judging:
             self._give_up(values, path)
         elif bool(((first != 0) & (second != 0)).any()):
             self._say(path, Reduced(("sum",)))
-        else:
-            self.findings.open.add(path)
+        else:  # or the largest of both, or where the largest is
+            self._say(path, Unclear(zeros=False))
+            self.findings.ordered.add(path)
 
     def _give_up(self, values: Sequence[Tensor], path: Path) -> None:
         scalars = all(value.ndim == 0 for value in values)
@@ -308,83 +342,19 @@ class _Judging:
         adds_up = off(first + second) <= tolerance
         a, b, _ = self.sizes
         errors: dict[Rule, float] = {"mean": off((a * first + b * second) / (a + b))}
+        alone = float("inf")
         for weight, one, two in weights_of(self.trial.inputs, self.sizes, self.trial.criteria):
-            errors[WeightedBy(weight)] = off((one * first + two * second) / (one + two))
+            error = off((one * first + two * second) / (one + two))
+            if one and two:
+                errors[WeightedBy(weight)] = error
+            else:  # the whole is what one part gave: so it is with the larger of two as well
+                alone = min(alone, error)
         best = min(errors.values())
         if adds_up:  # unless one part is nothing, and weighs nothing
-            return (None, best) if best <= tolerance else (Reduced(("sum",)), 0.0)
+            return (None, 0.0) if min(best, alone) <= tolerance else (Reduced(("sum",)), 0.0)
+        if alone <= tolerance < best:
+            return None, alone
         if best > tolerance or 20 * best > apart:
             return None, best
         near = tuple(rule for rule, error in errors.items() if error <= max(8 * best, tolerance / 50))
         return Reduced(near, proven=len(near) == 1), best
-
-
-def _unsqueezed(values: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
-    """A part of one sample that has lost the dim of its batch, with that dim put back, where it can be seen."""
-    whole = values[2]
-    made = list(values)
-    for index, size in enumerate(sizes[:2]):
-        part = values[index]
-        if size != 1 or part.ndim != whole.ndim - 1:
-            continue
-        for dim in range(whole.ndim):
-            others = (*whole.shape[:dim], *whole.shape[dim + 1 :])
-            if whole.shape[dim] == sizes[2] and tuple(part.shape) == others:
-                made[index] = part.unsqueeze(dim)
-                break
-    return made
-
-
-def _ordinary(value: Tensor) -> Tensor:
-    """The same numbers in a type that every operation knows."""
-    if value.is_complex():
-        return value.to(torch.complex128)
-    if value.is_floating_point():
-        return value.double() if value.dtype.itemsize > 2 else value.float()
-    return value if value.dtype is torch.bool else value.long()
-
-
-def _is_sorted(whole: Tensor) -> bool:
-    """Whether a vector is in order, as `torch.unique` gives it: parts may follow one another by chance."""
-    return whole.ndim == 1 and not whole.is_complex() and bool((whole[1:] >= whole[:-1]).all())
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())
-
-
-def _apart(left: Tensor, right: Tensor) -> float:
-    """The largest difference relative to the largest entry; NaN and infinities count as equal to themselves."""
-    if not left.numel():
-        return 0.0
-    exact = torch.complex128 if left.is_complex() else torch.float64
-    left, right = left.to(exact), right.to(exact)
-    usual = left.isfinite() & right.isfinite()
-    odd = (left == right) | (left.isnan() & right.isnan()) | usual
-    if not bool(odd.all()):
-        return float("inf")
-    scale = float(torch.where(usual, right, 0).abs().max())
-    difference = float(torch.where(usual, left - right, 0).abs().max())
-    return difference / scale if scale else difference
-
-
-def _turned(left: Tensor, right: Tensor) -> float:
-    return float((left != right).double().mean()) if left.numel() else 0.0
-
-
-def _by_how_much(left: Tensor, right: Tensor) -> str:
-    if left.is_floating_point() or left.is_complex():
-        return f" (off by {_apart(left, right):.2g} of the largest)"
-    return f" ({_turned(left, right):.0%} of them differ)"
-
-
-def _plain_alike(left: Any, right: Any) -> bool:
-    """Whether what is not a tensor is equal too, where equality is cheap and known to mean it."""
-    if isinstance(left, Tensor) or own_kind(left) is not None:
-        return type(left) is type(right)
-    if isinstance(left, (str, bytes, bool, int)) or left is None:
-        return bool(left == right)
-    one, two = open_node(left), open_node(right)
-    if one is None or two is None:
-        return type(left) is type(right)
-    return list(one.keys) == list(two.keys) and all(map(_plain_alike, one.children, two.children))

@@ -31,6 +31,8 @@ class Shards:
 
     def __init__(self, parts: Iterable[Any]) -> None:
         self.parts = list(parts)
+        if not self.parts:
+            raise StructureError("Shards without an entry: give one entry for each replica.")
         _note_use()
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instep.errors import MergeError
+from instep.errors import InstepError, MergeError
 from instep.structure.dims import AUTO, Declared, check_dims, declared_root
 from instep.structure.fit import (
     NUMBERS,
@@ -19,10 +19,8 @@ from instep.structure.fit import (
     holds_tensors,
     is_record_of_samples,
     own_kind,
-    samples_in,
-    size_along,
 )
-from instep.structure.merge_messages import cannot_merge, no_rule_for_type, other_entries, two_readings, unknown_sizes
+from instep.structure.merge_messages import cannot_merge, no_rule_for_type, no_samples, other_entries, two_readings
 from instep.structure.recipe import COLUMN, Miss, Recipe, recipe_for
 from instep.structure.rules import (
     Rule,
@@ -34,11 +32,20 @@ from instep.structure.rules import (
     rule_for,
     speaks_of,
 )
-from instep.structure.shapes import equal_scalars, equal_values, few, follow, is_integer, join_along, join_as_before
+from instep.structure.shapes import (
+    equal_scalars,
+    equal_values,
+    few,
+    follow,
+    is_integer,
+    join_along,
+    join_as_before,
+)
+from instep.structure.sizes_seen import sizes_seen
 from instep.structure.split import Parts, join, undo_plan
 from instep.structure.tree import SCALARS, Node, Path, is_sequence, open_node, specific_first
 from instep.structure.types import Kind, kind_of
-from instep.structure.verdicts import Joined, Reading, Verdicts, check_absent
+from instep.structure.verdicts import Joined, Reading, Verdicts, check_absent, merge_shapes
 
 
 @dataclass
@@ -143,28 +150,8 @@ def merge(
             return undo_plan(parts.plan, [[part] for part in parts])[0]
         sizes = parts.sizes
     if sizes is None:
-        sizes = _sizes_seen(parts, dim)
+        sizes = sizes_seen(parts, dim)
     return Merger.of(merge, out_dims, dim).merge(parts, sizes)
-
-
-def _sizes_seen(parts: Sequence[Any], dim: int) -> list[int]:
-    """The number of samples of each part: by its tensors outside lists, else by its lists."""
-    sizes = [samples_in(part, dim, lists=False) for part in parts]
-    if all(size is None for size in sizes):
-        lists = [_first_list(part) for part in parts]
-        sizes = [None if items is None else len(items) for items in lists]
-        inner = [{size_along(item, dim) for item in items or () if isinstance(item, Tensor)} for items in lists]
-        if len(set(sizes)) == 1 and all(len(found) == 1 for found in inner):
-            raise unknown_sizes(sizes[0], inner)
-    return [0 if size is None else size for size in sizes]
-
-
-def _first_list(part: Any) -> list[Any] | None:
-    if isinstance(part, list):
-        return part
-    node = open_node(part)
-    found = map(_first_list, node.children if node is not None else ())
-    return next((items for items in found if items is not None), None)
 
 
 _PLAIN_TYPES = frozenset(SCALARS)
@@ -268,8 +255,9 @@ class _Merging:
     def _sequence(self, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared, rule: Rule | None) -> Any:
         """The two readings of a list, as on the way in: one entry a sample, or a structure."""
         lengths, sizes = [len(part) for part in parts], list(scene.sizes)
-        column, inside = lengths == sizes and all(map(_is_sliceable, parts)), len(set(lengths)) == 1
         reading = self.readings.get(path)
+        column = lengths == sizes and (reading == COLUMN or all(map(_is_sliceable, parts)))
+        inside = len(set(lengths)) == 1
         if spec.samples or reading == COLUMN:
             inside = False
         elif column and ((reading == "inside" and inside) or self._is_spoken_of_inside(parts, path, spec, rule)):
@@ -375,14 +363,20 @@ class _Merging:
         counts = [kind.size(part) for part in parts]
         if counts == list(scene.sizes):
             self._note(path, "joined by its type's rule")
-            return kind.merge(parts)
+            try:
+                return kind.merge(parts)
+            except InstepError as error:  # it does not know where its value stood
+                raise cannot_merge(path, parts, str(error), scene.sizes) from error
+        if all(count is None for count in counts):
+            raise no_samples(path, parts[0])
         raise cannot_merge(path, parts, f"{type(parts[0]).__name__} of {counts} samples", scene.sizes)
 
     def _values(self, parts: Sequence[Any], scene: Scene, path: Path) -> Any:
         first = parts[0]
-        if isinstance(first, torch.Size) and any(set(part) & set(scene.sizes) for part in parts):
-            raise cannot_merge(path, parts, f"shapes, which hold the size of a shard ({few(parts)})", scene.sizes)
-        if not isinstance(first, (*SCALARS, np.generic, np.ndarray, torch.Size)):
+        if isinstance(first, torch.Size):
+            self._note(path, "a shape, number by number")
+            return merge_shapes(self.found, parts, scene, path)
+        if not isinstance(first, (*SCALARS, np.generic, np.ndarray)):
             raise no_rule_for_type(path, first)
         if type(first) is int and parts == list(scene.sizes):
             raise cannot_merge(path, parts, f"a constant or the number of samples ({few(parts)})", scene.sizes)

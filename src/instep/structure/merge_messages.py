@@ -119,6 +119,17 @@ def no_rule_for_type(path: Path, value: Any) -> MergeError:
     )
 
 
+def no_samples(path: Path, value: Any) -> MergeError:
+    """A value of a type that holds samples, which holds none in particular: a TensorDict of losses."""
+    name = type(value).__name__
+    return MergeError(
+        f"cannot merge {_place(path)}: a {name} that does not say how many samples it holds (no batch size), so that "
+        f"its entries are not merged one by one.\n"
+        f"Return a dictionary ({name}.to_dict() makes one), or write what it means:\n"
+        f"  {_line(path, '...')}  with 'list', 'first', 'drop' or a function (parts, sizes) -> value."
+    )
+
+
 def unknown_sizes(length: int | None, inner: Sequence[set[int | None]]) -> MergeError:
     """Parts that are lists of tensors, and nothing that tells how many samples they hold."""
     batched = [next(iter(sizes)) for sizes in inner]

@@ -122,7 +122,7 @@ class Planner:
                 raise ambiguous_sizes(proposals, fits, values, names)
             if fits:
                 size, found = next(iter(fits.items()))
-                if found.doubts:
+                if found.doubts and size > 1:  # one sample is not split, however its lists are read
                     raise found.doubts[0]
                 return size, found
             if misfits:

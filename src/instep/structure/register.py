@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from instep.structure.tree import attributes_of, forget_types, map_tensors, shallow_copy
+from torch import Tensor
+
+from instep.errors import StructureError
+from instep.structure.tree import SCALARS, attributes_of, forget_types, map_tensors, shallow_copy
 from instep.structure.types import Kind, TensorMap, add_kind
 
 
@@ -35,6 +38,15 @@ def register(
     >>> [len(part.xyz) for part in instep.split(Points(torch.zeros(5, 3)), 2)]
     [3, 2]
     """
+    rules: dict[str, Any] = {"size": size, "split": split, "merge": merge}
+    for name, rule in rules.items():
+        if not callable(rule):
+            raise StructureError(
+                f"{name}={rule!r} is no function: write instep.register(MyBatch, size=lambda v: ..., "
+                f"split=lambda v, sizes: [...], merge=lambda parts: ...)."
+            )
+    if cls in (*SCALARS, Tensor, list, tuple, dict):
+        raise StructureError(f"{cls.__name__} is split and merged by rules of its own: register a class of yours.")
     add_kind(cls, Kind(size=size, split=split, merge=merge, map=map or map_attributes))
     forget_types()
 

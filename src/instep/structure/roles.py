@@ -72,3 +72,8 @@ def describe(role: Role) -> str:
     if isinstance(role, Ready):
         return "already split"
     return "structure"
+
+
+def has_role(kind: type[Role], role: Role) -> bool:
+    """Whether a role, or one inside it, is of a kind."""
+    return isinstance(role, kind) or (isinstance(role, Inside) and any(has_role(kind, below) for below in role.roles))

@@ -158,6 +158,8 @@ def split(value: Any, parts: int, dim: int = 0, *, in_dims: Any = AUTO, min_shar
     >>> parts.sizes
     (3, 2)
     """
+    if parts < 1:
+        raise StructureError(f"split into {parts} parts: there has to be at least one.")
     plan = plan_value(value, parts, dim, in_dims=in_dims, min_shard=min_shard)
     return Parts([part[0] for part in apply_plan(plan, (value,))], plan)
 

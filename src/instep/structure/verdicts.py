@@ -20,6 +20,7 @@ from instep.structure.fit import NUMBERS
 from instep.structure.merge_messages import cannot_merge
 from instep.structure.rules import Rule, Scene, WeightedBy, apply_rule, mean_of_equals
 from instep.structure.shapes import equal_scalars, equal_values, few, follow
+from instep.structure.split import join
 from instep.structure.tree import Path
 from instep.structure.weights import Count, Weighed
 
@@ -84,6 +85,38 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class Unclear:
+    """A value whose shape has nothing of the batch in it, and of which the numbers said nothing else.
+
+    It may be a constant, a sum or a mean: for zeros these are all the same.
+    """
+
+    zeros: bool = True
+    """Whether there was nothing but zeros or NaN; else numbers that are too small, or too close together."""
+    proven: bool = False
+
+    words = "the same shape for any batch"
+
+    def fits(self, parts: Sequence[Any], _: Scene) -> bool:
+        return _of_one_shape(parts)
+
+    def merge(self, parts: Sequence[Any], scene: Scene, path: Path) -> Any:
+        first = parts[0]
+        if isinstance(first, Tensor):
+            equal = all(isinstance(part, Tensor) for part in parts) and equal_scalars(parts)
+            plain = not (first.is_floating_point() or first.is_complex())
+            if equal and not (plain and bool(first.any())):
+                return mean_of_equals(parts, scene.sizes) if any(part.requires_grad for part in parts) else first
+        elif all(equal_values(part, first) for part in parts) and (isinstance(first, float) or not np.any(first)):
+            return first
+        if _has_one_count(parts):
+            return apply_rule("sum", parts, scene, path)  # as good as the largest: there is but one
+        shown = _shown(parts) if all(isinstance(part, Tensor) for part in parts) else few(parts)
+        why = f"a constant, a sum or a mean, of which the samples that were tried say nothing ({shown})"
+        raise cannot_merge(path, parts, why, scene.sizes)
+
+
+@dataclass(frozen=True)
 class Reduced:
     """A sum, or a mean under some weights, of what the parts give.
 
@@ -99,8 +132,7 @@ class Reduced:
         return " or ".join(_said(rule) for rule in self.rules)
 
     def fits(self, parts: Sequence[Any], _: Scene) -> bool:
-        shapes = {tuple(part.shape) if isinstance(part, (Tensor, np.ndarray)) else () for part in parts}
-        return len(shapes) == 1 and all(isinstance(part, (Tensor, np.ndarray, *NUMBERS)) for part in parts)
+        return _of_one_shape(parts)
 
     def merge(self, parts: Sequence[Any], scene: Scene, path: Path) -> Any:
         if len(self.rules) > 1 and not self.agree(scene):
@@ -145,6 +177,7 @@ class Listed:
     dim: int | None
     """The dim along which tensors are joined; None for lists."""
     proven: bool = True
+    """Whether there were rows of both parts, and not in order by chance."""
 
     @property
     def words(self) -> str:
@@ -157,7 +190,10 @@ class Listed:
         return all(isinstance(part, Tensor) and part.ndim > dim for part in parts)
 
     def merge(self, parts: Sequence[Any], scene: Scene, path: Path) -> Any:
-        return apply_rule("list" if self.dim is None else ("cat", self.dim), parts, scene, path)
+        if not self.proven and any(part.numel() for part in parts):
+            why = f"rows that were selected, of which the samples that were tried say nothing ({_shown(parts)})"
+            raise cannot_merge(path, parts, why, scene.sizes)
+        return join(parts) if self.dim is None else apply_rule(("cat", self.dim), parts, scene, path)
 
 
 @dataclass(frozen=True)
@@ -178,7 +214,7 @@ class Reading:
         raise cannot_merge(path, parts, "a list is merged by its reading", scene.sizes)
 
 
-Verdict: TypeAlias = Joined | Constant | Reduced | Listed | Reading
+Verdict: TypeAlias = Joined | Constant | Unclear | Reduced | Listed | Reading
 Verdicts: TypeAlias = Mapping[Path, Verdict]
 
 
@@ -207,6 +243,33 @@ def check_absent(told: Any, verdict: Verdict | None, parts: Sequence[Any], scene
         error = cannot_merge(path, parts, why, scene.sizes)
         hint = "Where forward asks about its batch, ask about the whole: instep.all_reduce(flag.any(), 'max')."
         raise MergeError(f"{error}\n{hint}")
+
+
+def merge_shapes(found: Verdicts, parts: Sequence[torch.Size], scene: Scene, path: Path) -> torch.Size:
+    """One `torch.Size` from several, number by number, by what a trial said of each."""
+    first = parts[0]
+    told = [found.get((*path, key)) for key in range(len(first))]
+    known = [verdict for verdict in told if isinstance(verdict, (Constant, Reduced))]
+    if known and len(known) == len(first) and all(len(part) == len(first) for part in parts):
+        columns = enumerate(zip(known, zip(*parts, strict=True), strict=True))
+        return torch.Size([verdict.merge(column, scene, (*path, key)) for key, (verdict, column) in columns])
+    if any(set(part) & set(scene.sizes) for part in parts) or any(part != first for part in parts):
+        why = f"shapes, which differ or hold the size of a shard ({few(parts)})"
+        raise cannot_merge(path, parts, why, scene.sizes)
+    return first
+
+
+def _of_one_shape(parts: Sequence[Any]) -> bool:
+    shapes = {tuple(part.shape) if isinstance(part, (Tensor, np.ndarray)) else () for part in parts}
+    return len(shapes) == 1 and all(isinstance(part, (Tensor, np.ndarray, *NUMBERS)) for part in parts)
+
+
+def _has_one_count(parts: Sequence[Any]) -> bool:
+    """Whether integers are 0 but for one of the parts, everywhere."""
+    counts = [torch.as_tensor(part) for part in parts]
+    if any(count.is_floating_point() or count.is_complex() or count.dtype is torch.bool for count in counts):
+        return False
+    return int(torch.stack([count != 0 for count in counts]).sum(0).max()) <= 1
 
 
 def _said(rule: Rule) -> str:

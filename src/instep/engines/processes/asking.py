@@ -5,11 +5,12 @@ So one thread can ask every worker, run a replica of its own meanwhile, and hear
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import Generic, Protocol, TypeVar
 
 from instep.engines.processes.desk import Desk
 from instep.engines.processes.hands import Late, Worker, flush_output
+from instep.engines.processes.hold import CannotShare
 from instep.engines.processes.shore import Passage
 from instep.engines.processes.waiting import Stuck
 from instep.engines.processes.wire import Gone
@@ -20,9 +21,6 @@ Answer = TypeVar("Answer", covariant=True)
 
 class Question(Protocol[Answer]):
     """What a worker is asked, in two halves."""
-
-    near: bool
-    """Whether tensors may stay on a device that both processes work on."""
 
     def ask(self, desk: Desk) -> None:
         """Say it; to a worker that takes the place of another, once more."""
@@ -36,45 +34,72 @@ class Question(Protocol[Answer]):
 class Office(Protocol):
     """Where workers are found, and what is done about one that is no use."""
 
-    def worker(self, index: int) -> Worker:
-        """The worker of a replica."""
+    def worker(self, index: int) -> tuple[Worker, Desk]:
+        """The worker of a replica, and where it is asked."""
         ...
 
-    def desk(self, worker: Worker, index: int, passage: Passage, near: bool) -> AbstractContextManager[Desk]:
-        """Where it is asked, for the one who speaks."""
+    def settle(self, index: int, desk: Desk, passage: Passage, near: bool) -> None:
+        """Let the worker of a replica take its device, and tensors pass."""
         ...
 
-    def end(self, index: int, worker: Worker | None, trouble: Exception) -> None:
-        """End a worker that died or does not answer; raises unless there may be another one."""
+    def bury(self, index: int, worker: Worker | None, gone: Gone) -> None:
+        """Make way for a new worker after one that died, in a call or as it came up, unless too many did lately."""
+        ...
+
+    def give_up(self, index: int) -> None:
+        """Make way for a new worker after one that does not answer."""
         ...
 
 
 class Asked(Generic[T]):
-    """A question that was put to a replica's worker; if it dies over it, its successor is asked."""
+    """A question that was put to a replica's worker; if it dies over it, its successor is asked.
 
-    def __init__(self, office: Office, index: int, passage: Passage, question: Question[T]) -> None:
-        self._office, self._index, self._passage, self._question = office, index, passage, question
+    `near` says whether tensors may stay on a device that both processes work on.
+    """
+
+    def __init__(self, office: Office, index: int, question: Question[T], passage: Passage, near: bool) -> None:
+        self._office, self._index, self._question = office, index, question
+        self._passage, self._near = passage, near
+        self._alone = ExitStack()
+        """Where tensors land in the caller's accelerator, nobody else uses the line before they have."""
+        self._worker: Worker | None
+        self._desk: Desk
         self._begin()
 
     def _begin(self) -> None:
-        self._trouble: Exception | None = None
-        self._worker: Worker | None = None
+        self._worker = None
+        self._gone: Gone | None = None
+        self._alone.close()
         try:
-            self._worker = self._office.worker(self._index)
-            with self._office.desk(self._worker, self._index, self._passage, self._question.near) as self._desk:
+            self._worker, self._desk = self._office.worker(self._index)
+            with self._desk.busy:
+                if self._passage.is_afar:
+                    self._alone.enter_context(self._desk.busy)
+                self._office.settle(self._index, self._desk, self._passage, self._near)
                 self._question.ask(self._desk)
-        except (Gone, Stuck, Late) as trouble:  # whoever listens sees to that
-            self._trouble = trouble
+        except Gone as gone:  # whoever listens sees to that
+            self._gone = gone
+        except BaseException as error:
+            self._alone.close()
+            if isinstance(error, (Stuck, Late)):
+                self._office.give_up(self._index)
+            raise
 
     def hear(self) -> T:
         """The answer."""
-        while True:
-            try:
-                if self._trouble is not None:
-                    raise self._trouble
-                return self._question.hear(self._desk)
-            except (Gone, Stuck, Late) as trouble:
-                self._office.end(self._index, self._worker, trouble)
-            finally:
-                flush_output()
-            self._begin()
+        with self._alone:
+            while True:
+                try:
+                    if self._gone is not None:
+                        raise self._gone
+                    return self._question.hear(self._desk)
+                except Gone as gone:
+                    self._office.bury(self._index, self._worker, gone)
+                except CannotShare as refused:
+                    self._desk.stop_sharing(str(refused))
+                except (Stuck, Late):
+                    self._office.give_up(self._index)
+                    raise
+                finally:
+                    flush_output()
+                self._begin()

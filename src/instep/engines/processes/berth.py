@@ -34,7 +34,8 @@ def berth(device: torch.device, handle: bytes | None = None) -> Berth:
 def take_device(order: Berth) -> None:
     """In a worker: work on a device from now on. `EngineError` where it is another one than the parent means."""
     torch.cuda.set_device(order.device)
-    torch.cuda.init()
+    # The thread in which autograd works on the device has no context of its own before it has run something there.
+    torch.ones(1, device=order.device, requires_grad=True).mul(2).backward()
     found = _identity(order.device)
     if found != order.identity:
         raise EngineError(

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import builtins
 import dis
+import importlib
 import importlib.machinery
 import os
 import sys
 import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -87,6 +89,32 @@ def _spec(name: str, path: tuple[str, ...]) -> importlib.machinery.ModuleSpec | 
         if found is not None:
             return found
     return None
+
+
+_places: dict[int, tuple[ContextVar[Any], tuple[str, str] | None, int]] = {}
+"""By the id of a variable: itself, where it is found, and how many modules there were when it was looked for."""
+
+
+def place_of(variable: ContextVar[Any]) -> tuple[str, str] | None:
+    """The module that a fresh interpreter can import and the name in it by which a variable is found."""
+    known = _places.get(id(variable))
+    if known is not None and (known[1] is not None or known[2] == len(sys.modules)):
+        return known[1]
+    found = None
+    for name, module in list(sys.modules.items()):
+        held = getattr(module, "__dict__", {})
+        names = [word for word, value in list(held.items()) if value is variable]
+        if names and importable(name):
+            found = name, names[0]
+            break
+    _places[id(variable)] = variable, found, len(sys.modules)
+    return found
+
+
+def variable_at(module: str, name: str) -> ContextVar[Any]:
+    """The inverse of `place_of`."""
+    found: ContextVar[Any] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def names_read(code: types.CodeType) -> tuple[str, ...]:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.engines.processes.desk import Desk, Met, Told
+from instep.engines.processes.desk import Desk, Met
 from instep.engines.processes.orders import Run
 from instep.engines.processes.shadow import Shadow, keep, outstanding
+from instep.engines.processes.told import Told
 from instep.errors import WorkerFailure
 from instep.replicas.watch import MISSING, STRUCTURE, Changes
 from instep.structure.tree import map_tensors
@@ -61,6 +62,10 @@ class Call:
     """Tokens of meetings that backwards have used up, one after another."""
     spoilt: bool = False
     """Whether `forward` changed its arguments: they are no longer what it was given."""
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Want the gradients of the arguments at these places only: no others were used."""
+        self.inputs = [self.inputs[place] for place in places]
 
     def __post_init__(self) -> None:
         weakref.finalize(self, self.desk.gone.append, ("call", self.number))

@@ -11,15 +11,17 @@ import itertools
 import struct
 import sys
 import threading
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from instep.engines.processes.cannot import CannotCross, Culprit, find, refusal
+from instep.engines.processes.closures import Classes, is_variable, set_variable
 from instep.engines.processes.orders import Order
 from instep.engines.processes.pickling import DELETED, DeepPacker, LeftOut, Packer, Unpacker
-from instep.engines.processes.spaces import ABSENT, Classes, Spaces, attributes_of, seen
+from instep.engines.processes.spaces import ABSENT, Seen, Spaces, attributes_of, seen
 from instep.errors import EngineError
 
 __all__ = ["CannotCross", "Depot", "Parcel"]
@@ -55,6 +57,8 @@ class Depot:
         self._classes = Classes()
         self.spaces = Spaces(self._sign)
         self.left_out: dict[tuple[int, str], str] = {}
+        self.variables: list[tuple[types.CellType, Seen]] = []
+        """The variables of closures that went with what was packed last, as they were."""
 
     def pack(self, value: Any, what: str = "") -> Parcel:
         """A value as bytes and tensors. `what` begins the path in a `CannotCross`: "argument 'batch'", "the module".
@@ -150,7 +154,9 @@ class Depot:
             self.spaces.watch_received(number, [name])
         for cls, news in classes:
             for name, value in news.items():
-                if value is not DELETED:
+                if is_variable(name):
+                    set_variable(cls, name, ABSENT if value is DELETED else value)
+                elif value is not DELETED:
                     setattr(cls, name, value)
                 elif name in vars(cls):
                     delattr(cls, name)
@@ -214,6 +220,7 @@ class Depot:
                 self._classes.tell(number, thing, packer.attributes[number])
         if self.home:
             self.spaces.tell(packer.told)
+        self.variables = packer.variables
         body = _COUNT.pack(len(packer.buffers)) + packer.file.getvalue()
         return Parcel(body, [*packer.tensors, *packer.buffers])
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,98 +16,25 @@ from torch import Tensor
 from instep.engines.processes import orders
 from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.berth import berth
-from instep.engines.processes.bulk import fetch
+from instep.engines.processes.boot import import_path
 from instep.engines.processes.driver import DeviceMemory, Refused
 from instep.engines.processes.entries import Entries
 from instep.engines.processes.estate import layout
 from instep.engines.processes.freight import Parcel, unpack_error
 from instep.engines.processes.hands import Worker
 from instep.engines.processes.hold import Hold, allocate
-from instep.engines.processes.image import Image
 from instep.engines.processes.mirror import slot_of
 from instep.engines.processes.orders import Back, Berth, NewModule, NewValues, Run, Surroundings, Table
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.shore import Passage
 from instep.engines.processes.talk import SOURCE, Tag, Talk, by_value
-from instep.engines.processes.waiting import Box, Wait
+from instep.engines.processes.told import Told
+from instep.engines.processes.waiting import GLANCE, PASSED_ON, Box, Wait, place_of_script
 from instep.engines.processes.wire import Message
 from instep.errors import EngineError
-from instep.meeting import Meeting, PeerFailed, Reach, without_streams
+from instep.meeting import Meeting, PeerFailed, without_streams
 
 calls = itertools.count(1)
-
-GLANCE = 0.5
-"""Seconds after which whoever waits for a worker looks whether it still lives."""
-_PASSED_ON = 0.01
-"""Seconds that a thread waits for another one to hear its answer, before it listens itself."""
-
-
-@dataclass
-class Told:
-    """What a worker was told of a module."""
-
-    table: list[Tensor]
-    """Its tensors, in the order of their numbers; for one that an earlier call left there, what stands for it here."""
-    counterparts: list[Tensor]
-    """What stands here for each of them."""
-    slots: dict[int, Tensor]
-    """By number: where the worker leaves the tensor's gradient."""
-    loose: list[int]
-    """The numbers of tensors that lie in no common memory."""
-    memory: SharedMemory | DeviceMemory
-    """Where the slots are."""
-    offsets: dict[int, int]
-    """By number: where in it."""
-    image: Image | None
-    """Where the worker finds the values of tensors that it cannot reach."""
-    near: bool
-    """Whether tensors may stay on a device that both processes work on."""
-    generators: list[torch.Generator]
-    """The generators that the module holds, in the order of their numbers."""
-
-    def __post_init__(self) -> None:
-        self.new = True
-        self.numbers = {id(tensor): number for number, tensor in enumerate(self.table)}
-        self.sources = {id(made): id(source) for source, made in zip(self.table, self.counterparts, strict=True)}
-        """By the id of what stands for it here: the id of each tensor."""
-        self._marks = _marks(self.table)
-        self._dense = [t for t in self.table if t.layout is torch.strided and not t.is_nested]
-        self._pointers = list(map(_pointer, self._dense))
-
-    def moved(self) -> bool:
-        """Whether a tensor was given other memory since, or something was set on one."""
-        if list(map(_pointer, self._dense)) != self._pointers:
-            return True
-        return any(tensor.__dict__ for tensor in self.table) and self._marks != _marks(self.table)
-
-    def renew(self, call: object, follow: bool) -> None:
-        """Let the worker find the values that tensors have now, in this call; where it need not, only at first."""
-        if self.image is not None and (follow or self.new):
-            self.image.renew(call)
-        self.new = False
-
-    def gradients(self, numbers: Sequence[int]) -> dict[int, Tensor]:
-        """What the worker has left in the slots of these tensors, on the device of the tensors."""
-        memory = self.memory
-        far = [n for n in numbers if self.slots[n].device != self.table[n].device]
-        near = {n: self.slots[n] for n in numbers if self.slots[n].device == self.table[n].device}
-        if not far:
-            return near
-        assert isinstance(memory, SharedMemory)
-        brought = fetch(memory, [(self.offsets[n], self.slots[n]) for n in far], self.table[far[0]].device)
-        return near | dict(zip(far, brought, strict=True))
-
-    def fresh(self) -> dict[int, Tensor]:
-        """The values of the tensors that lie in no common memory."""
-        return {number: self.table[number].detach() for number in self.loose}
-
-
-_pointer = torch._C.TensorBase.data_ptr
-
-
-def _marks(tensors: Sequence[Tensor]) -> list[dict[str, int]]:
-    """What is set on each tensor, by identity."""
-    return [{name: id(value) for name, value in tensor.__dict__.items()} for tensor in tensors]
 
 
 class Met:
@@ -157,8 +83,6 @@ class Desk:
         self.busy = threading.RLock()
         """Held by whoever speaks or listens."""
         self._boxes: weakref.WeakValueDictionary[int, Box] = weakref.WeakValueDictionary()
-        self._around: Surroundings | None = None
-        """Those of the last forward."""
         self._settled = False
         self.sharing: str | None = None
         """Why tensors cannot stay on the device that both sides work on; empty if they can, None before it is known."""
@@ -166,8 +90,12 @@ class Desk:
         """By the number of a stand-in: memory that the worker has opened."""
         self._leaving: list[DeviceMemory] = []
         """The same, of stand-ins that it was told to forget."""
+        self._place: Any = None
+        """The folder, the import path and the environment that the worker was told."""
         self.timeout = math.inf
         """Seconds without a word from the worker, after which it is given up."""
+        self._around: Surroundings | None = None
+        """Those of the last forward."""
         self.gone: deque[tuple[str, int]] = deque()
         """Calls and stand-ins that nobody needs any longer; finalizers only put them here."""
 
@@ -182,6 +110,7 @@ class Desk:
         if not self._settled:
             self._take_device(berth(device))
             self._settled = True
+        near = near and not self.sharing
         if near and self.sharing is None:
             try:
                 trial = allocate(1, device)
@@ -192,6 +121,10 @@ class Desk:
             self.talk.hold = None if refusal else Hold(device, home=True)
         if self.talk.hold is not None:
             self.talk.hold.near = near
+
+    def stop_sharing(self, why: str) -> None:
+        """From now on tensors leave the device to cross."""
+        self.sharing = why
 
     def _take_device(self, order: Berth) -> str | None:
         """Why the worker cannot open memory of its device that it was given a handle of; None if it can."""
@@ -207,13 +140,17 @@ class Desk:
 
     def tell(self, shadow: Shadow) -> Told:
         """Tell the worker what it does not know yet of a module."""
+        place = place_of_script()
+        if place != self._place:
+            self._place = place[0], list(place[1]), dict(place[2])
+            self.talk.say(orders.PLACE, 0, (place[0], import_path(place[1], place[0]), dict(os.environ)))
         update = self.talk.depot.stale_globals()
         if update is not None:
             self.worker.line.send(orders.GLOBALS, 0, update.body, [tensor.detach() for tensor in update.tensors])
         told: Told | None = shadow.told.get(self)
         if told is None:
             weakref.finalize(shadow, self.gone.append, ("module", shadow.number))
-        if told is None or shadow.stale or told.moved():
+        if told is None or shadow.stale or told.opened != self.near or told.moved():
             told = shadow.told[self] = self._tell_module(shadow)
         elif shadow.sets:
             sets = [(change.module, change.name, change.new) for change in shadow.sets]
@@ -232,6 +169,7 @@ class Desk:
         while self.gone:
             kind, number = self.gone.popleft()
             (ended if kind == "call" else modules).append(number)
+        self._leaving += [memory for number in modules for memory in self._kept.pop(number, [])]
         return ended, modules
 
     def _tell_module(self, shadow: Shadow) -> Told:
@@ -247,6 +185,7 @@ class Desk:
         known_blocks = [(number, memory.nbytes) for number, memory in blocks.items()]
         order: Any = Table(shadow.number, shadow.place, listed.entries, listed.sent, known_blocks, (total, places))
         order.handles = [(number, memory.nbytes, memory.handle) for number, memory in listed.opened.items()]
+        self._leaving += self._kept.get(shadow.number, [])
         self._kept[shadow.number] = list(listed.opened.values())
         fds = [memory.fd for memory in blocks.values()]
         if isinstance(shadow.slots, SharedMemory):
@@ -264,11 +203,12 @@ class Desk:
         generators = [held for held, _ in shadow.cloner.generators]
         order = NewModule(shadow.number, source, shadow.home, shadow.synchronised, shadow.owned, generators)
         self.talk.say(orders.MODULE, shadow.number, order, describe, what="the module")
+        variables = self.talk.depot.variables
         slots = {number: slot_of(shadow.slots, offset, tensors[number]) for number, offset in places}
         table = [source if source.is_leaf else made for source, made in pairs]  # graphs lead to earlier calls
         made = [made for _, made in pairs]
         memory, at, near = shadow.slots, dict(places), shadow.near
-        return Told(table, made, slots, listed.loose, memory, at, listed.image, near, generators)
+        return Told(table, made, slots, listed.loose, memory, at, listed.image, near, self.near, generators, variables)
 
     def _new_slots(self, nbytes: int, device: torch.device) -> SharedMemory | DeviceMemory:
         """Memory for gradients: of the device, where both sides work on it and it has some to give."""
@@ -282,18 +222,19 @@ class Desk:
     def ask_forward(self, run: Run) -> tuple[Box, list[Tensor]]:
         """Ask for one replica's part of a forward; returns the tensors of its arguments too, as they are numbered."""
         box, around = self._box(), run.around
-        calls, modules = run.gone = self._gone()
-        if around == self._around:
+        run.gone = self._gone()
+        if around is None or around.context or around.saved_hooks is not None:
+            self._around = None  # values of the user's are sent again, and not compared
+        elif around == self._around:
             run.around = None
         try:
             tensors = self.talk.say(orders.FORWARD, box.number, run, what="arguments")
         except BaseException:
-            self.gone.extend([*(("call", number) for number in calls), *(("module", number) for number in modules)])
+            self.gone.extend([*(("call", n) for n in run.gone[0]), *(("module", n) for n in run.gone[1])])
             raise
         finally:
-            run.around, run.gone = around, ((), ())
+            run.around = around
         self._around = around
-        self._leaving += [memory for number in modules for memory in self._kept.pop(number, [])]
         return box, tensors
 
     def ask_backward(self, back: Back) -> Box:
@@ -302,13 +243,11 @@ class Desk:
         self.talk.say(orders.BACKWARD, box.number, back)
         return box
 
-    def reach(self, call: int, outputs: list[int], spent: list[list[int]], met: Met) -> Reach:
-        """Where a backward from some outputs of a call, by their numbers, would meet the other replicas."""
+    def ask_reach(self, call: int, outputs: list[int], spent: list[list[int]]) -> Box:
+        """Ask where a backward from some outputs of a call, by their numbers, would meet the other replicas."""
         box = self._box()
         self.talk.say(orders.REACH, box.number, (call, outputs, spent))
-        found, _ = self.talk.take(self.answer(box, met))
-        assert isinstance(found, Reach)
-        return found
+        return box
 
     def _box(self) -> Box:
         box = Box(next(calls))
@@ -318,7 +257,7 @@ class Desk:
     def _listen(self, box: Box) -> Message | None:
         """The next message for a box, if one comes soon; what comes for others is put into theirs."""
         if not self.busy.acquire(blocking=False):  # another thread listens, or asks
-            return box.wait(_PASSED_ON)
+            return box.wait(PASSED_ON)
         try:
             message = box.wait(0)
             if message is None:
@@ -364,5 +303,13 @@ _desks: weakref.WeakKeyDictionary[Worker, Desk] = weakref.WeakKeyDictionary()
 def desk_of(worker: Worker) -> Desk:
     """The desk of a worker, which all engines share."""
     if worker not in _desks:
+        leave_desks()
         _desks[worker] = Desk(worker)
     return _desks[worker]
+
+
+def leave_desks() -> None:
+    """Forget what workers knew that have ended: memory of a device may hang on it."""
+    for worker in [reference() for reference in _desks.keyrefs()]:
+        if worker is not None and not (worker.own() and worker.alive()):
+            _desks.pop(worker, None)

@@ -21,6 +21,8 @@ from torch import Tensor
 
 HANDLE = 64
 """Bytes of a handle."""
+GRAIN = 2 << 20
+"""Memory is taken in pieces of so many bytes."""
 _LAZY_PEER = 1
 _PORTABLE = 1
 _MESSAGES = {1: "invalid value", 2: "out of memory", 201: "invalid context", 801: "not supported", 999: "unknown"}
@@ -125,10 +127,13 @@ class DeviceMemory:
 
     @classmethod
     def create(cls, nbytes: int, device: torch.device) -> DeviceMemory:
-        """New memory, with whatever was in it; `Refused` where it cannot be had or not be shared."""
+        """New memory, with whatever was in it; `Refused` where it cannot be had or not be shared.
+
+        The driver cuts smaller pieces out of larger ones, and would share all of such a larger one: so none is smaller.
+        """
         address, handle = ctypes.c_uint64(), Handle()
         with _inside(device.index or 0):
-            _ask("cuMemAlloc_v2", ctypes.byref(address), max(1, nbytes))
+            _ask("cuMemAlloc_v2", ctypes.byref(address), -(-max(1, nbytes) // GRAIN) * GRAIN)
             try:
                 _ask("cuIpcGetMemHandle", ctypes.byref(handle), address)
             except Refused:

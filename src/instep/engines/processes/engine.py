@@ -1,47 +1,42 @@
 """One worker process for each replica but the first, which is this process's own: no GIL between them.
 
-On the CPU the thread that calls asks every worker for its part, runs the first replica, and then hears the workers. On
-accelerators, where replicas meet in the middle of a call, and where they run in turn, a thread of this process sits at
-each worker's desk instead, as each replica has one on `threads`: who meets whom, and what becomes of an interruption,
-is the same.
+The thread that calls asks every worker for its part, runs the first replica, and then hears the workers. Where replicas
+meet in the middle of a call, run in turn, or work on accelerators, a thread of this process sits at each worker's desk
+instead, as each replica has one on `threads`: who meets whom, and what becomes of an interruption, is the same.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
-from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from instep.bridge import Gradients, Span
-from instep.engines.pool import inside_replica
-from instep.engines.processes.asking import Asked, Question
+from instep.engines.processes.asking import Asked
 from instep.engines.processes.call import Call
-from instep.engines.processes.desk import Desk, desk_of
+from instep.engines.processes.desk import Desk, desk_of, leave_desks
 from instep.engines.processes.driver import Refused
 from instep.engines.processes.estate import move_in
 from instep.engines.processes.gathering import Gathering, here, run_all
-from instep.engines.processes.hands import Hands, Late, Worker, flush_output
+from instep.engines.processes.hands import Hands, Worker
 from instep.engines.processes.hold import allocate
-from instep.engines.processes.parts import BackwardPart, ForwardPart
+from instep.engines.processes.parts import BackwardPart, ForwardPart, NearPart, ReachPart
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.shore import Passage
-from instep.engines.processes.waiting import Stuck
 from instep.engines.processes.wire import Gone
 from instep.engines.protocol import Job, perform, raise_first
 from instep.engines.room import FORWARD, Room
 from instep.engines.side_by_side import Part, SideBySide
+from instep.engines.tasks import inside_replica
 from instep.errors import EngineError, WorkerFailure
-from instep.meeting import Reach
 from instep.private import saves_as_usual
+from instep.reaching import Reach
 from instep.replicas.replica import Outcome, Replica
-
-T = TypeVar("T")
 
 WINDOW = 60.0
 """Seconds in which deaths of workers are counted."""
@@ -71,7 +66,7 @@ class ProcessesEngine(SideBySide):
             move_in(tensors)
             return
         beside = [index for index, device in enumerate(self._devices) if index and device == home]
-        if beside and self._with_worker(beside[0], Passage(self._devices), True, attrgetter("near")):
+        if beside and Asked(self, beside[0], NearPart(), Passage(self._devices), True).hear():
             # Where there is no memory for it, it stays where it is, and workers get copies.
             with suppress(Refused):
                 move_in(tensors, partial(allocate, device=home), home)
@@ -89,44 +84,18 @@ class ProcessesEngine(SideBySide):
     def kinds(self) -> list[type[Replica]]:
         return [Replica, *[Shadow] * (len(self._devices) - 1)]
 
-    def _with_worker(self, index: int, passage: Passage, near: bool, ask: Callable[[Desk], T]) -> T:
-        """Ask a replica's worker for something; if it dies over it, its successor is asked.
-
-        `near` says whether tensors may stay on a device that both processes work on.
-        """
-        while True:
-            worker: Worker | None = None
-            try:
-                worker = self._hands.get(index)
-                with self.desk(worker, index, passage, near) as desk:
-                    return ask(desk)
-            except (Gone, Stuck, Late) as trouble:
-                self.end(index, worker, trouble)
-            finally:
-                flush_output()
-
-    def worker(self, index: int) -> Worker:
-        return self._hands.get(index)
-
-    @contextmanager
-    def desk(self, worker: Worker, index: int, passage: Passage, near: bool) -> Iterator[Desk]:
+    def worker(self, index: int) -> tuple[Worker, Desk]:
+        worker = self._hands.get(index)
         desk = desk_of(worker)
         desk.timeout = self.timeout
-        with desk.busy:
-            desk.settle(self._devices[index], near)
-            self.crossing[index] = desk.sharing if near else None
-            worker.line.shore = passage.shore()
-            yield desk
+        return worker, desk
 
-    def end(self, index: int, worker: Worker | None, trouble: Exception) -> None:
-        if isinstance(trouble, Gone):
-            self._bury(index, worker, trouble)
-        else:
-            self._hands.end(index)
-            raise trouble
+    def settle(self, index: int, desk: Desk, passage: Passage, near: bool) -> None:
+        desk.settle(self._devices[index], near)
+        self.crossing[index] = desk.sharing if near else None
+        desk.worker.line.shore = passage.shore()
 
-    def _bury(self, index: int, worker: Worker | None, gone: Gone) -> None:
-        """Count a worker that died, in a call or as it came up, so that there may be a new one."""
+    def bury(self, index: int, worker: Worker | None, gone: Gone) -> None:
         why = str(gone) if worker is None else f"the worker of {worker.name} ended: {worker.death()}"
         self._hands.end(index)
         now = time.monotonic()
@@ -138,6 +107,9 @@ class ProcessesEngine(SideBySide):
                 f"That was death number {self.restarts + 1} within {WINDOW:.0f} seconds, so the step is not tried "
                 f"again. The module is as it was before the call."
             ) from gone
+
+    def give_up(self, index: int) -> None:
+        self._hands.end(index)
 
     def room_for(self, names: Sequence[str], end: str, **options: Any) -> Gathering:
         return Gathering(names, end, **options)
@@ -154,10 +126,15 @@ class ProcessesEngine(SideBySide):
 
     def _is_plain(self, job: Job) -> bool:
         """Whether a call is as most are: no meetings that are known of, nothing around it, nobody in turn."""
-        if not self._on_host or job.streams.in_turn or inside_replica() or not saves_as_usual():
+        if (
+            not self._on_host
+            or job.streams.in_turn
+            or inside_replica()
+            or not job.ambient.is_plain(self._devices[0])
+            or not saves_as_usual()
+        ):
             return False
-        meets = any(isinstance(replica, Shadow) and job.method in replica.meets for replica in job.replicas)
-        return not meets and job.ambient.is_plain(self._devices[0])
+        return not any(isinstance(replica, Shadow) and job.method in replica.meets for replica in job.replicas)
 
     def _forward_here(self, job: Job) -> list[Outcome]:
         room = job.room = self.room_for([replica.name for replica in job.replicas], FORWARD)
@@ -170,12 +147,18 @@ class ProcessesEngine(SideBySide):
         raise_first(job.replicas, outcomes)
         return outcomes
 
+    def perform(self, job: Job, index: int) -> Outcome:
+        if not isinstance(job.replicas[index], Shadow):
+            return perform(job, index)
+        with job.passage.enter():
+            return self._begin(job, index)()
+
     def _begin(self, job: Job, index: int) -> Callable[[], Outcome]:
         """Ask for one replica's part of a forward; what this returns waits for it."""
         try:
             job.room.enter(index)
             part = ForwardPart(job, index)
-            asked = Asked(self, index, job.passage, part)
+            asked = Asked(self, index, part, job.passage, part.near)
         except BaseException as error:
             job.room.leave(index, error)
             if not isinstance(error, Exception):
@@ -194,40 +177,35 @@ class ProcessesEngine(SideBySide):
             room.leave(index, failure)
             failure = None  # its traceback holds this frame
 
-    def perform(self, job: Job, index: int) -> Outcome:
-        if not isinstance(job.replicas[index], Shadow):
-            return perform(job, index)
-
-        def ask() -> Outcome:
-            job.room.enter(index)
-            with job.passage.enter():
-                part = ForwardPart(job, index)
-                return part.outcome(*self._with_worker(index, job.passage, part.near, partial(_whole, part)))
-
-        return self._end(job.room, index, ask)
-
     def reach(self, span: Span, index: int, outputs: Sequence[Tensor]) -> Reach:
         call: Call | None = span.sides[index].remote
         if call is None:
             return super().reach(span, index, outputs)
-        numbers = [call.outputs[id(output)] for output in outputs]
+        return Asked(self, index, ReachPart(call, outputs), self._passage, call.told.near).hear()
 
-        def ask(desk: Desk) -> Reach:
-            return desk.reach(call.number, numbers, call.at(desk), call.met)
-
-        return self._with_worker(index, self._passage, call.told.near, ask)
+    def _run_backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> None:
+        self._passage = Passage(self._devices)
+        super()._run_backward(span, gradients, keep)
 
     def differentiate_all(self, parts: Sequence[Part], room: Any) -> None:
         first, *others = parts
-        if not self._on_host or first.crossings or first.span.streams.in_turn:
+        meets = bool(first.crossings) or first.span.streams.in_turn
+        if meets or not self._on_host or first.span.sides[0].remote is not None:
             super().differentiate_all(parts, room)
             return
 
         def run() -> list[None]:
             ends = [self._begin_back(part) for part in others]
-            return run_all(room, lambda: self.lease, partial(super(ProcessesEngine, self).differentiate, first), ends)
+            return run_all(room, lambda: self.lease, partial(self.differentiate, first), ends)
 
         here(run, len(parts))
+
+    def differentiate(self, part: Part) -> None:
+        if part.span.sides[part.index].remote is None:
+            super().differentiate(part)
+        else:
+            with self._passage.enter():
+                self._begin_back(part)()
 
     def _begin_back(self, part: Part) -> Callable[[], None]:
         """Ask for one replica's part of a backward; what this returns waits for it."""
@@ -237,7 +215,7 @@ class ProcessesEngine(SideBySide):
         try:
             part.room.enter(part.index)
             back = BackwardPart(call, part, self._passage)
-            asked = Asked(self, part.index, self._passage, back)
+            asked = Asked(self, part.index, back, self._passage, call.told.near)
         except BaseException as error:
             part.room.leave(part.index, error)
             if not isinstance(error, Exception):
@@ -256,24 +234,6 @@ class ProcessesEngine(SideBySide):
             part.room.leave(part.index, failure)
             failure = None  # its traceback holds this frame
 
-    def differentiate(self, part: Part) -> None:
-        call: Call | None = part.span.sides[part.index].remote
-        if call is None:
-            super().differentiate(part)
-            return
-
-        def ask() -> None:
-            part.room.enter(part.index)
-            with self._passage.enter():
-                back = BackwardPart(call, part, self._passage)
-                back.leave(self._with_worker(part.index, self._passage, back.near, partial(_whole, back)))
-
-        self._end_back(part, ask)
-
-    def _run_backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> None:
-        self._passage = Passage(self._devices)
-        super()._run_backward(span, gradients, keep)
-
     def _sum(self, columns: Sequence[Gradients]) -> Gradients:
         """The sum over replicas, in memory of its own: the next backward writes to the workers' slots again."""
         total = super()._sum(columns)
@@ -287,13 +247,8 @@ class ProcessesEngine(SideBySide):
     def close(self) -> None:
         super().close()
         self._hands.close()
+        leave_desks()
         self._hands = Hands(self._devices)
-
-
-def _whole(question: Question[T], desk: Desk) -> T:
-    """Ask, and hear the answer."""
-    question.ask(desk)
-    return question.hear(desk)
 
 
 def _raise(error: Exception) -> None:

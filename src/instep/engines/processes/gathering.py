@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import torch
 
 from instep.engines.bearings import Bearings
-from instep.engines.pool import Lease, be_inside
+from instep.engines.pool import Lease
 from instep.engines.room import Room
+from instep.engines.tasks import be_inside
 from instep.locks import surely
 from instep.meeting import first_error
 

@@ -14,12 +14,13 @@ from instep.engines.processes.prints import flush_output
 from instep.engines.processes.process import Worker, own_workers
 from instep.errors import EngineError, WorkerFailure
 from instep.locks import ProcessLock
+from instep.settings import is_quiet
 
 __all__ = ["Hands", "Worker", "enter_worker", "flush_output", "inside_worker", "stop_all"]
 
 START_SECONDS = 120.0
 """A worker that is not up by then will not be."""
-_SILENT_SECONDS = 3.0
+_SILENT_SECONDS = 1.5
 _STOP_SECONDS = 1.0
 
 _inside = False
@@ -133,12 +134,18 @@ class Hands:
         started = time.monotonic()
         if worker.comes_up(started + _SILENT_SECONDS):
             return
-        if not self._told:
-            self._told = True
+        with _lock:
+            told, self._told = self._told, True
+        if not told and _somebody_looks() and not is_quiet():
             many = f"{len(self._keys)} worker processes" if len(self._keys) > 1 else "a worker process"
             print(f"instep: starting {many} (torch has to be imported)", file=sys.stderr, flush=True)
         if not worker.comes_up(started + START_SECONDS):
             raise Late(f"{worker.name} did not come up within {START_SECONDS:.0f} s. {worker.stack()}")
+
+
+def _somebody_looks() -> bool:
+    """Whether what is printed is seen as it comes: at a terminal, or in a notebook."""
+    return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def _stop(workers: Sequence[Worker]) -> None:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from instep.engines.processes.arena import aligned
-from instep.engines.processes.driver import DeviceMemory, Refused
+from instep.engines.processes.driver import GRAIN, DeviceMemory, Refused
 from instep.engines.processes.shore import Shore, wait_for
+from instep.errors import EngineError
 
-_SMALLEST = 2 << 20
-_GRAIN = 2 << 20
-"""The driver gives out memory in pieces of this size."""
+
+class CannotShare(EngineError):
+    """Memory of a device could not be opened after all; tensors then cross by host memory."""
 
 
 class Place(NamedTuple):
@@ -119,7 +120,7 @@ class Hold:
             return list(sent)
         assert shore is not None
         if cargo.ring is not None and cargo.written.generation not in self._inside:
-            self._inside = {cargo.written.generation: DeviceMemory.open(*cargo.ring, self.device)}
+            self._inside = {cargo.written.generation: open_shared(*cargo.ring, self.device)}
         memory = self._inside[cargo.written.generation]
         rest = iter(sent)
         items = {item.at: item for item in cargo.items}
@@ -146,7 +147,7 @@ class Hold:
         if ring is not None and _has_room(ring, nbytes):
             return ring
         before, generation = (ring.memory.nbytes, ring.generation) if ring is not None else (0, 0)
-        size = max(_SMALLEST, aligned(nbytes + nbytes // 4, _GRAIN), 2 * before if nbytes <= before else 0)
+        size = max(aligned(nbytes + nbytes // 4, GRAIN), 2 * before if nbytes <= before else 0)
         try:
             memory = allocate(size, self.device)
         except Refused:
@@ -164,6 +165,14 @@ def allocate(nbytes: int, device: torch.device) -> DeviceMemory:
     except Refused:
         torch.cuda.empty_cache()
         return DeviceMemory.create(nbytes, device)
+
+
+def open_shared(handle: bytes, nbytes: int, device: torch.device) -> DeviceMemory:
+    """The memory of another process, which was tried before; `CannotShare` where it is refused now."""
+    try:
+        return DeviceMemory.open(handle, nbytes, device)
+    except Refused as refused:
+        raise CannotShare(str(refused)) from refused
 
 
 def _has_room(ring: _Ring, nbytes: int) -> bool:

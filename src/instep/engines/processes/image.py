@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.bulk import Piece, to_host
 from instep.engines.processes.estate import Block, layout
+from instep.errors import CannotCross, EngineError
 from instep.locks import ProcessLock
 
 
@@ -24,7 +25,10 @@ class Image:
     def __init__(self, storages: Mapping[int, Tensor]) -> None:
         """`storages` are bytes, by their addresses."""
         offsets, total = layout([storage.nbytes for storage in storages.values()])
-        self.memory = SharedMemory.create(total, "an image of the module for replicas of other devices")
+        try:
+            self.memory = SharedMemory.create(total, "an image of the module for replicas of other devices")
+        except EngineError as error:
+            raise CannotCross(f"{error}\nWrite engine='threads'.") from error
         self.number = Block(self.memory).number
         self.offsets = dict(zip(storages, offsets, strict=True))
         self._pieces = [Piece(offset, storage) for offset, storage in zip(offsets, storages.values(), strict=True)]

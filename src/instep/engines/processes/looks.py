@@ -7,7 +7,6 @@ import math
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +27,8 @@ _NAMES = (
 )
 DTYPES: dict[int, torch.dtype] = {n: getattr(torch, name) for n, name in enumerate(_NAMES) if hasattr(torch, name)}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-_AFAR = 0x80  # in the code of a tensor that lies on an accelerator
+_AFAR = 0x80
+"""In the code of a tensor that lies on an accelerator."""
 
 
 def look(tensor: Tensor) -> bytes:
@@ -43,19 +43,9 @@ def _written(dtype: torch.dtype, shape: tuple[int, ...], afar: bool) -> bytes:
     return struct.pack(f"<BB{len(shape)}q", _CODES[dtype] | _AFAR * afar, len(shape), *shape)
 
 
-class Look(NamedTuple):
-    """What is known of a tensor before its data are read."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    nbytes: int
-    afar: bool
-    """Whether it lay on an accelerator."""
-
-
 @lru_cache(maxsize=256)
-def read_looks(data: bytes, count: int) -> tuple[Look, ...]:
-    """What each tensor of a message looks like."""
+def read_looks(data: bytes, count: int) -> tuple[tuple[torch.dtype, tuple[int, ...], int, bool], ...]:
+    """The dtype, the shape and the bytes of each tensor of a message, and whether it lay on an accelerator."""
     looks, at = [], 0
     for _ in range(count):
         code, dim = struct.unpack_from("<BB", data, at)
@@ -63,7 +53,7 @@ def read_looks(data: bytes, count: int) -> tuple[Look, ...]:
         afar, code = bool(code & _AFAR), code & ~_AFAR
         if code not in DTYPES or any(size < 0 for size in shape):
             raise ValueError("it describes no tensor")
-        looks.append(Look(DTYPES[code], shape, math.prod(shape, start=DTYPES[code].itemsize), afar))
+        looks.append((DTYPES[code], shape, math.prod(shape, start=DTYPES[code].itemsize), afar))
         at += 2 + 8 * dim
     if at != len(data):
         raise ValueError("its tensors are not all described")
@@ -73,20 +63,23 @@ def read_looks(data: bytes, count: int) -> tuple[Look, ...]:
 def data_of(tensor: Tensor, nbytes: int) -> bytes:
     """The data of a small tensor, whatever its strides and lazy bits, up to the next grain."""
     if not _is_plain(tensor):
-        tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
     return ctypes.string_at(tensor.data_ptr(), nbytes).ljust(aligned(nbytes, GRAIN), b"\0")
 
 
 def pack(page: memoryview, tensors: Sequence[tuple[Tensor, int]], alignment: int) -> None:
-    """Copy tensors into memory, one after the other, whatever their strides and lazy bits."""
+    """Copy tensors into memory, one after the other, whatever their strides and lazy bits.
+
+    Copies from an accelerator may still be on their way.
+    """
     base, offset = address(page), 0
     for tensor, nbytes in tensors:
         if nbytes <= _ALONE and _is_plain(tensor):
             ctypes.memmove(base + offset, tensor.data_ptr(), nbytes)
         else:
-            here = tensor.device.type == "cpu"
             with torch.no_grad():
-                _tensor(page, offset, tensor.dtype, tensor.shape).copy_(tensor.detach(), non_blocking=not here)
+                there = _tensor(page, offset, tensor.dtype, tensor.shape)
+                there.copy_(tensor.detach(), non_blocking=tensor.device.type != "cpu")
         offset += aligned(nbytes, alignment)
 
 
@@ -94,19 +87,21 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def unpack(page: memoryview, base: int, offset: int, look: Look, shore: Shore | None) -> Tensor:
-    """A tensor of its own memory, with the data that lie at an offset of a page, which begins at `base`.
-
-    One that lay on an accelerator lands on a `shore`, where there is one.
-    """
-    dtype, shape, nbytes, afar = look
+def unpack(
+    page: memoryview,
+    base: int,
+    offset: int,
+    nbytes: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    shore: Shore | None = None,
+) -> Tensor:
+    """A tensor of its own memory, with the data that lie at an offset of a page, which begins at `base`."""
     if offset + nbytes > len(page):
         raise ValueError("its tensors are longer than it is")
-    if shore is not None and afar:
-        if nbytes:
-            return shore.land(_tensor(page, offset, dtype, shape))
-        return torch.empty(shape, dtype=dtype, device=shore.device)
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    if shore is not None and nbytes:
+        return shore.land(_tensor(page, offset, dtype, shape))
+    tensor = torch.empty(shape, dtype=dtype, device="cpu" if shore is None else shore.device)
     if nbytes <= _ALONE:
         ctypes.memmove(tensor.data_ptr(), base + offset, nbytes)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import is_
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from instep.batchnorm import Outfit
 from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.bulk import Piece, to_device, to_host
 from instep.engines.processes.driver import DeviceMemory
+from instep.engines.processes.hold import open_shared
 from instep.engines.processes.orders import Entry, NewModule, NewValues, Ran, Run, Spot, Table
 from instep.engines.processes.reducers import make_generator
 from instep.engines.processes.talk import SOURCE, Tag, as_sent
@@ -24,9 +25,6 @@ from instep.replicas.crew import Crew
 from instep.replicas.equal import equal_tensors
 from instep.replicas.handed import by_place
 from instep.replicas.replica import Outcome, Pair, Replica
-
-LOOKS = 3
-"""The calls of a method in which writes are looked for that no version tells of."""
 
 
 class _Known:
@@ -39,6 +37,10 @@ class _Known:
         self.numbers = {id(tensor): n for both in (tensors, self.counterparts) for n, tensor in enumerate(both)}
 
 
+LOOKS = 3
+"""The calls of a method in which writes are looked for that no version tells of."""
+
+
 class Mirror:
     """One module, its tensors by number, and the replica that is made of it."""
 
@@ -49,7 +51,7 @@ class Mirror:
         self.device = table.device
         pulled = {entry.spot.block for entry in table.entries if entry.spot is not None and entry.spot.pull}
         self._blocks: dict[int, SharedMemory] = {}
-        self._opened = {n: DeviceMemory.open(handle, nbytes, self.device) for n, nbytes, handle in table.handles}
+        self._opened = {n: open_shared(handle, nbytes, self.device) for n, nbytes, handle in table.handles}
         for (number, nbytes), fd in zip(table.blocks, fds, strict=False):  # one more is for the gradients
             # What is only copied from need not be copied on write, which accelerators do not take well.
             self._blocks[number] = SharedMemory.attach(fd, nbytes, writable=number in pulled)
@@ -68,10 +70,15 @@ class Mirror:
         if table.slots_handle is None:
             self._memory = SharedMemory.attach(fds[-1], nbytes, writable=True)
         else:
-            self._memory = DeviceMemory.open(table.slots_handle, nbytes, self.device)
+            self._memory = open_shared(table.slots_handle, nbytes, self.device)
         self._offsets = dict(offsets)
         for number, offset in offsets:
             self._slots[number] = slot_of(self._memory, offset, self.tensors[number])
+
+    @property
+    def opened(self) -> set[int]:
+        """The numbers of the blocks of another process's device memory that it has opened."""
+        return set(self._opened)
 
     def _rebuild(self, entry: Entry, sent: Sequence[Tensor]) -> Tensor:
         if entry.spot is None:
@@ -128,11 +135,31 @@ class Mirror:
         for number, pieces in self._pulls.items():
             to_device(self._blocks[number], pieces)
 
+    def _part_from_source(self, numbers: Iterable[int]) -> None:
+        """Give tensors whose values this process is told memory of its own, where theirs is the source's itself.
+
+        Memory of an accelerator that was opened is not copied on write.
+        """
+        for number in numbers:
+            address = self.tensors[number].untyped_storage().data_ptr() if _is_dense(self.tensors[number]) else 0
+            if not any(storage.data_ptr() == address for storage in self._source_storages()):
+                continue
+            whole = torch.empty(0, dtype=torch.uint8, device=self.device)
+            own = whole.set_(self.tensors[number].untyped_storage()).clone().untyped_storage()
+            for tensor in filter(_is_dense, self.tensors):
+                if tensor.untyped_storage().data_ptr() == address:
+                    view = torch.empty(0, dtype=tensor.dtype, device=self.device)
+                    tensor.data = view.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def _source_storages(self) -> Iterator[Tensor]:
+        return (storage for (block, _), storage in self._storages.items() if block in self._opened)
+
     def ready(self, run: Run) -> Replica:
         """The replica, with everything that has changed since."""
         if run.follow:
             self._pull()
         with torch.no_grad(), inference(False):
+            self._part_from_source(run.fresh)
             for number, value in run.fresh.items():
                 tensor = self.tensors[number]
                 if tensor.shape == value.shape:
@@ -211,7 +238,7 @@ class Mirror:
         ran.sets = [(change.module, change.name, change.new, change.buffer) for change in outcome.changes.attributes]
         places = {id(made): crew.shelf.places.get(id(source)) for source, _, made in replica.cloner.containers}
         for inside in outcome.changes.contents:
-            items = list(by_place(inside.before.items, inside.after.items))
+            items = list(by_place(inside.container, inside.before.items, inside.after.items))
             ran.contents.append((str(places[id(inside.container)]), inside.after.keys, items))
         ran.written = {numbers[id(source)]: copy.detach().clone() for source, copy in outcome.written}
         ran.apart = {numbers[id(s)]: made.detach() for s, made in replica.trainable if id(s) in crew.apart}
@@ -225,12 +252,13 @@ class Mirror:
 
     def _leave(self, number: int, leaf: Tensor) -> None:
         """Put a gradient into its slot as soon as it is there: it is in the cache, and its memory free for the next."""
-        if number in self._wanted and leaf.grad is not None and self._put(number, leaf.grad):
-            leaf.grad = None
+        if number not in self._wanted or leaf.grad is None or not self._put(number, leaf.grad):
+            return
+        leaf.grad = None
 
     def _put(self, number: int, gradient: Tensor) -> bool:
         slot = self._slots.get(number)
-        if slot is None or not _fits(gradient, slot) or slot.device != gradient.device:
+        if slot is None or slot.device != gradient.device or not self._fits(number, gradient):
             return False
         if number in self._filled:  # a backward inside of the backward brought one before
             slot.add_(gradient)
@@ -239,23 +267,27 @@ class Mirror:
             self._filled.add(number)
         return True
 
+    def _fits(self, number: int, gradient: Tensor) -> bool:
+        slot = self._slots.get(number)
+        return slot is not None and gradient.layout is torch.strided and gradient.dtype == slot.dtype
+
     def hand_in(self, gradients: dict[int, Tensor | None]) -> tuple[list[int], dict[int, Tensor]]:
         """The backward is over, and left these; says whose gradients lie in slots, and returns those that have none."""
         left = {n: g for n, g in gradients.items() if g is not None and not self._put(n, g)}
-        for number in left.keys() & self._filled:  # one of another layout came after it
-            left[number] = self._slots[number] + left[number]
-        far = {n: g for n, g in left.items() if n in self._slots and _fits(g, self._slots[n]) and n not in self._filled}
-        if far:
+        far = [number for number, gradient in left.items() if self._fits(number, gradient)]
+        if far:  # the slots are on the host
             assert isinstance(self._memory, SharedMemory)
-            to_host(self._memory, [Piece(self._offsets[number], gradient) for number, gradient in far.items()])
-        others = {number: gradient for number, gradient in left.items() if number not in far}
-        filled = sorted((self._filled | far.keys()) - others.keys())
+            to_host(self._memory, [Piece(self._offsets[number], left.pop(number)) for number in far])
+            self._filled.update(far)
+        for number in left.keys() & self._filled:
+            left[number] = self._slots[number] + left[number]
+        filled = sorted(self._filled - left.keys())
         self.take_in(())
-        return filled, others
+        return filled, left
 
 
-def _fits(gradient: Tensor, slot: Tensor) -> bool:
-    return gradient.layout is torch.strided and gradient.dtype == slot.dtype
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def slot_of(memory: SharedMemory | DeviceMemory, offset: int, tensor: Tensor) -> Tensor:

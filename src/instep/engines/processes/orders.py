@@ -6,6 +6,7 @@ Tensors inside of them go beside the pickle (see `talk`), so that these are ordi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 # From this process to a worker.
-TABLE, MODULE, SET, GLOBALS, FORWARD, BACKWARD, REACH, MET, STOP = (
-    "table", "module", "set", "globals", "forward", "backward", "reach", "met", "stop",
+PLACE, TABLE, MODULE, SET, GLOBALS, FORWARD, BACKWARD, REACH, MET, STOP = (
+    "place", "table", "module", "set", "globals", "forward", "backward", "reach", "met", "stop",
 )  # fmt: skip
 DEVICE = "device"
 # From a worker to this process.
@@ -124,9 +125,14 @@ class Surroundings:
     dtype: torch.dtype
     deterministic: int
     precision: str
+    cudnn: tuple[bool, bool]
+    """Whether cuDNN may try out which way is quickest, and whether it must be deterministic."""
     threads: int
+    saved_hooks: tuple[Any, Any] | None
     backends: dict[str, Any] = field(default_factory=dict)
     """Switches of what computes on accelerators, by their names."""
+    context: list[tuple[ContextVar[Any], Any]] = field(default_factory=list)
+    """Context variables that the worker may read."""
 
 
 class Order:
@@ -195,6 +201,10 @@ class Ran(Order):
     """Values of arguments that were written in place, by their numbers."""
     given: list[tuple[int, tuple[Any, ...], list[tuple[int, Any]]]] = field(default_factory=list)
     """What was changed inside the arguments: the number of the way, the keys, and each item as in `contents`."""
+    made: dict[int, Tensor] = field(default_factory=dict)
+    """What became of those that need a gradient, with their history."""
+    used: list[int] = field(default_factory=list)
+    """The arguments that need a gradient and that what comes back was made from."""
     drawn: bool = False
     drawn_home: bool = False
     """Whether numbers were drawn on an accelerator."""

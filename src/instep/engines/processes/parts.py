@@ -11,24 +11,25 @@ from torch import Tensor
 
 from instep.engines.processes.berth import backends
 from instep.engines.processes.call import Call, remember_values
-from instep.engines.processes.desk import Desk, Met, Told
+from instep.engines.processes.context import carried
+from instep.engines.processes.desk import Desk, Met
 from instep.engines.processes.freight import CannotCross
 from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.shore import Passage
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Rebuild, Tag, as_sent
+from instep.engines.processes.told import Told
 from instep.engines.processes.waiting import Box
 from instep.engines.protocol import Job
 from instep.engines.side_by_side import Part
 from instep.errors import EngineError
 from instep.random import Held, generators_in
+from instep.reaching import Reach
 from instep.replicas.ambient import Ambient
 from instep.replicas.contents import contents_of, put
 from instep.replicas.handed import from_places, handed_to
 from instep.replicas.replica import Outcome
 from instep.replicas.watch import MISSING, STRUCTURE, Changes, Inside, Set
-
-Answer = tuple[Desk, Ran, list[Tensor]]
 
 
 class ForwardPart:
@@ -38,12 +39,12 @@ class ForwardPart:
         shadow: Any = job.replicas[index]
         self._job, self._index = job, index
         self._shadow: Shadow = shadow
-        self.near = shadow.near
         shadow.unwrite()
         follow, shadow.behind = job.follow or shadow.behind, False
         lent, shadow.lent = shadow.lent, []
         args, kwargs = job.arguments[index]
-        run = self._run = Run(
+        random = job.streams.state
+        self._run = Run(
             shadow.number,
             job.method,
             args,
@@ -51,42 +52,49 @@ class ForwardPart:
             index,
             list(job.sizes),
             len(job.replicas),
-            _surroundings(job.ambient, shadow.place),
+            _surroundings(job.ambient, shadow),
             follow,
             shadow.fetched,
-            job.streams.state.host.number,
-            job.streams.state.home.number,
+            random.host.number,
+            random.home.number,
             {},
             lent,
             {},
         )
         self._mine = handed_to(args, kwargs, job.theirs)
-        run.given = [one.steps for one in self._mine]
-        run.in_turn = job.streams.in_turn
-        self._generators = _generators(run, shadow, job.streams.held[index])
+        self._run.given = [one.steps for one in self._mine]
+        self._were = [one.contents() for one in self._mine]
+        self._run.in_turn = job.streams.in_turn
+        self._generators = _generators(self._run, shadow, job.streams.held[index])
         self._met = Met(job.room, job.passage)
         self._told: Told
         self._box: Box
         self._arguments: list[Tensor]
 
+    @property
+    def near(self) -> bool:
+        """Whether tensors may stay on a device that both processes work on."""
+        return self._shadow.near
+
     def ask(self, desk: Desk) -> None:
-        run = self._run
-        self._job.room.stacks[self._index] = desk.worker.stack
+        job, run = self._job, self._run
+        job.room.stacks[self._index] = desk.worker.stack
         told = self._told = desk.tell(self._shadow)
-        told.renew(self._job.passage, run.follow)
+        told.renew(job.passage, run.follow)
         run.fresh = told.fresh() if run.follow else {}
+        assert run.around is not None
+        run.around.context = carried(job.ambient.context, desk.talk.depot)
         run.generators = {number: source.get_state() for number, source in enumerate(told.generators)}
         self._box, self._arguments = desk.ask_forward(run)
 
-    def hear(self, desk: Desk) -> Answer:
+    def hear(self, desk: Desk) -> tuple[Desk, Ran, list[Tensor]]:
         answer = desk.answer(self._box, self._met)
         fields, tensors = desk.talk.take(answer, _rebuild(self._arguments, self._told.counterparts))
         return desk, Ran(*fields), tensors
 
-    def outcome(self, desk: Desk, ran: Ran, tensors: Sequence[Tensor]) -> Outcome:
+    def outcome(self, desk: Desk, ran: Ran, tensors: list[Tensor]) -> Outcome:
         """What the worker did, on its stand-in."""
-        shadow, told, run, arguments = self._shadow, self._told, self._run, self._arguments
-        state, mine = self._job.streams.state, self._mine
+        job, shadow, told, run, arguments = self._job, self._shadow, self._told, self._run, self._arguments
         self._met.end()
         shadow.stale = shadow.stale or bool(run.lent)  # the worker's replica holds a part, not what the module has
         if ran.wrote:
@@ -95,31 +103,37 @@ class ForwardPart:
                 f"forward changed the global {ran.wrote[0]!r} in a worker process, where the script does not see it.\n"
                 f"Return what it is for, set it on the module, or write engine='threads'."
             )
-        if ran.drawn:
-            state.host.drawn = True
-            state.host.seed(0)
-        if ran.drawn_home:
-            state.home.drawn = True
-            state.home.seed(0)
-        state.host.elsewhere = state.host.elsewhere or ran.by_name
-        drawn = (*(told.generators[i] for i in ran.drawn_held), *(self._generators[i] for i in ran.drawn_own))
-        for source in drawn:
-            state.add(source).drawn = True
-        for i, moved in ran.moved.items():
-            run.lone[i].set_state(moved)
+        self._note_draws(ran)
         for i, value in ran.arguments.items():
             arguments[i].data.copy_(value)
         outcome = _outcome(shadow, told, ran)
-        outcome.given = [(mine[n], from_places(contents_of(mine[n].container), *news)) for n, *news in ran.given]
+        outcome.made = {id(arguments[i]): tensor for i, tensor in ran.made.items()}
+        outcome.used = {id(arguments[i]) for i in ran.used}
+        outcome.given = [(self._mine[n], from_places(self._were[n], *news)) for n, *news in ran.given]
         needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
-        if self._job.ambient.grad and needing:
-            inputs = _numbers(self._job.inputs[self._index], arguments)
+        if job.ambient.grad and needing:
+            inputs = _numbers(job.inputs[self._index], arguments)
             made_by = shadow.name, shadow.recipe, shadow.source_modules, shadow.look
-            number = self._box.number
-            outcome.remote = Call(number, desk, told, *made_by, run, self._met, arguments, needing, inputs)
+            outcome.remote = Call(self._box.number, desk, told, *made_by, run, self._met, arguments, needing, inputs)
             outcome.remote.spoilt = bool(ran.arguments or ran.given or ran.moved)
         remember_values(shadow.source_modules[0], [told.table[number] for number in ran.written])
         return outcome
+
+    def _note_draws(self, ran: Ran) -> None:
+        """What was drawn from in the worker moves here."""
+        random = self._job.streams.state
+        if ran.drawn:
+            random.host.drawn = True
+            random.host.seed(0)
+        if ran.drawn_home:
+            random.home.drawn = True
+            random.home.seed(0)
+        random.host.elsewhere = random.host.elsewhere or ran.by_name
+        held = [self._told.generators[i] for i in ran.drawn_held]
+        for source in (*held, *(self._generators[i] for i in ran.drawn_own)):
+            random.add(source).drawn = True
+        for i, state in ran.moved.items():
+            self._run.lone[i].set_state(state)
 
 
 class BackwardPart:
@@ -128,7 +142,6 @@ class BackwardPart:
     def __init__(self, call: Call, part: Part, passage: Passage) -> None:
         self._call, self._part, self._passage = call, part, passage
         self._side, self._host = part.span.sides[part.index], part.span.streams.state.host
-        self.near = call.told.near
         given, sources = call.written()
         self._back = Back(
             call.number,
@@ -144,11 +157,11 @@ class BackwardPart:
         self._box: Box
 
     def ask(self, desk: Desk) -> None:
-        call, back = self._call, self._back
-        self._part.room.stacks[self._part.index] = desk.worker.stack
+        call, back, part = self._call, self._back, self._part
+        part.room.stacks[part.index] = desk.worker.stack
         back.spent = call.at(desk)
-        back.call = call.number
         back.wanted = [number for number in map(call.number_of, self._side.leaves) if number is not None]
+        back.call = call.number
         self._box = desk.ask_backward(back)
 
     def hear(self, desk: Desk) -> WentBack:
@@ -170,6 +183,34 @@ class BackwardPart:
             leaf.grad = _near(leaf, slots[number] if number in slots else went.others.get(number))
         for leaf, number in zip(side.inputs, call.inputs, strict=True):
             leaf.grad = _near(leaf, went.inputs.get(number))
+
+
+class ReachPart:
+    """Where one replica's backward from some of its outputs would meet the others."""
+
+    def __init__(self, call: Call, outputs: Sequence[Tensor]) -> None:
+        self._call = call
+        self._numbers = [call.outputs[id(output)] for output in outputs]
+        self._box: Box
+
+    def ask(self, desk: Desk) -> None:
+        spent = self._call.at(desk)
+        self._box = desk.ask_reach(self._call.number, self._numbers, spent)
+
+    def hear(self, desk: Desk) -> Reach:
+        found, _ = desk.talk.take(desk.answer(self._box, self._call.met))
+        assert isinstance(found, Reach)
+        return found
+
+
+class NearPart:
+    """Whether tensors can stay on the device that a worker and this process both work on."""
+
+    def ask(self, desk: Desk) -> None:
+        """It was tried when the worker took its device."""
+
+    def hear(self, desk: Desk) -> bool:
+        return desk.near
 
 
 def _generators(run: Run, shadow: Shadow, held: Held) -> list[torch.Generator]:
@@ -217,18 +258,20 @@ def _near(leaf: Tensor, gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.to(leaf.device)
 
 
-def _surroundings(ambient: Ambient, device: torch.device) -> Surroundings:
+def _surroundings(ambient: Ambient, shadow: Shadow) -> Surroundings:
     return Surroundings(
         grad=ambient.grad,
         inference=ambient.inference,
         autocast=[(cast.device_type, cast.dtype) for cast in ambient.autocast],
         autocast_cache=ambient.autocast_cache,
-        device=ambient.device,
+        device=shadow.place if ambient.device == shadow.home else ambient.device,
         dtype=torch.get_default_dtype(),
         deterministic=torch.get_deterministic_debug_mode(),
         precision=torch.get_float32_matmul_precision(),
+        cudnn=(torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
         threads=torch.get_num_threads(),
-        backends={} if device.type == "cpu" else backends(),
+        saved_hooks=ambient.saved_hooks,
+        backends={} if shadow.place.type == "cpu" else backends(),
     )
 
 

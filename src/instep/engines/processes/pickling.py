@@ -14,6 +14,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Iterable
+from contextvars import Context, ContextVar
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -21,8 +22,17 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from instep.engines.processes.by_value import by_name, class_parts, importable, names_read, submodules_read
+from instep.engines.processes.by_value import (
+    by_name,
+    class_parts,
+    importable,
+    names_read,
+    place_of,
+    submodules_read,
+    variable_at,
+)
 from instep.engines.processes.cannot import CannotCross
+from instep.engines.processes.closures import look_at
 from instep.engines.processes.reducers import contents, has_plain_memory, reducer_for, set_attributes, settled
 from instep.engines.processes.spaces import ABSENT, Seen, Spaces, attributes_of, seen
 
@@ -48,6 +58,7 @@ DEFINE = Verb("DEFINE")
 FILL = Verb("FILL")
 FUNCTION = Verb("FUNCTION")
 FILL_FUNCTION = Verb("FILL_FUNCTION")
+VARIABLE = Verb("VARIABLE")
 MODULE = Verb("MODULE")
 FILL_MODULE = Verb("FILL_MODULE")
 DELETED = Verb("DELETED")
@@ -85,6 +96,7 @@ class _Packing:
         self.told: dict[tuple[int, str], Seen] = {}
         self._spaces_told: set[int] = set()
         self._cells: dict[int, Any] = {}
+        self.variables: list[tuple[types.CellType, Seen]] = []
 
     def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
         """Keep a large buffer out of the pickle; True leaves it in."""
@@ -103,6 +115,8 @@ class _Packing:
             return self._class(thing)
         if kind is types.FunctionType:
             return self._function(thing)
+        if kind is ContextVar:
+            return self._variable(thing)
         if kind is types.CellType and id(thing) in self._cells:
             return types.CellType, ()  # what is in it goes with the function
         if issubclass(kind, types.ModuleType):
@@ -156,6 +170,7 @@ class _Packing:
             if id(cell) not in self._cells:
                 self._cells[id(cell)] = cell
                 inside.append((cell, contents(cell)))
+                self.variables.append((cell, look_at(cell)))
         slots = {
             "__name__": function.__name__,
             "__qualname__": function.__qualname__,
@@ -170,6 +185,21 @@ class _Packing:
         state = (slots, function.__dict__, inside, space, values, imports)
         args = (number, function.__code__, space, about, cells)
         return FUNCTION, args, state, None, None, FILL_FUNCTION
+
+    def _variable(self, variable: ContextVar[Any]) -> Any:
+        number = self.register.number(variable)
+        if number is not None and self.register.crossed(number):
+            return KNOWN, (number,)
+        place = place_of(variable)
+        if place is not None:
+            return variable_at, place
+        number = self.register.next_number() if number is None else number
+        self.defined[number] = variable
+        try:
+            default = [Context().run(variable.get)]
+        except LookupError:
+            default = []
+        return VARIABLE, (number, variable.name, default)
 
     def _read(self, space: dict[str, Any], names: Iterable[str]) -> tuple[int | str, dict[str, Any], dict[str, Any]]:
         """The number of a dictionary of globals, what goes along with it, and the values of names not sent before.
@@ -237,6 +267,7 @@ class Unpacker(pickle.Unpickler):
             "FILL": self._fill,
             "FUNCTION": self._function,
             "FILL_FUNCTION": self._fill_function,
+            "VARIABLE": self._variable,
             "MODULE": self._module,
             "FILL_MODULE": self._fill_module,
         }
@@ -294,6 +325,14 @@ class Unpacker(pickle.Unpickler):
         for name, value in slots.items():
             setattr(function, name, value)
         function.__dict__.update(attributes)
+
+    def _variable(self, number: int, name: str, default: list[Any]) -> ContextVar[Any]:
+        if self.register.has(number):
+            known: ContextVar[Any] = self.register.thing(number)
+            return known
+        made: ContextVar[Any] = ContextVar(name, default=default[0]) if default else ContextVar(name)
+        self.defined[number] = made
+        return made
 
     def _module(self, space: int, about: dict[str, Any]) -> types.ModuleType:
         return self.register.spaces.module(space, about)

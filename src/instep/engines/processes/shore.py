@@ -73,6 +73,11 @@ class Passage:
             for device in {device for device in devices if device.type == "cuda"}:
                 torch.cuda.current_stream(device).synchronize()
 
+    @property
+    def is_afar(self) -> bool:
+        """Whether the caller's own tensors lie on an accelerator."""
+        return self._stream is not None
+
     def shore(self) -> Shore | None:
         """Where answers land."""
         return None if self._stream is None else Shore(self.device, self._stream)

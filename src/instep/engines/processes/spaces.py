@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import types
 import zlib
 from collections.abc import Iterable, Mapping
@@ -240,23 +239,6 @@ class Spaces:
     def _keep(self, number: int, space: dict[str, Any]) -> None:
         self._number[id(space)] = number
         self._space[number] = space
-
-
-class Classes:
-    """What the other side was told of the attributes of our classes that crossed by value."""
-
-    def __init__(self) -> None:
-        self._watches: dict[int, tuple[type, Watch]] = {}
-
-    def tell(self, number: int, cls: type, attributes: dict[str, Seen]) -> None:
-        """The other side has been sent a class."""
-        if not issubclass(cls, enum.Enum):
-            self._watches[number] = (cls, Watch(vars(cls), attributes, also_new=True))
-
-    def changed(self) -> list[tuple[int, type, dict[str, Any]]]:
-        """The classes with attributes that are no longer what the other side was told, and these attributes."""
-        changes = ((number, cls, watch.changed()) for number, (cls, watch) in self._watches.items())
-        return [change for change in changes if change[2]]
 
 
 def attributes_of(cls: type) -> dict[str, Seen]:

@@ -1,16 +1,22 @@
-"""Waiting for a worker: what it has to say to each question, and how long."""
+"""Waiting for a worker: how long, what is said meanwhile, and where its messages are put."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import warnings
 from queue import Empty, SimpleQueue
+from typing import Any
 
-from instep.engines.processes.process import Worker
+from instep.engines.processes.hands import Worker
 from instep.engines.processes.wire import Gone, Message
 from instep.errors import WorkerFailure
 
+GLANCE = 0.5
+"""Seconds after which whoever waits for a worker looks whether it still lives."""
+PASSED_ON = 0.01
+"""Seconds that a thread waits for another one to hear its answer, before it listens itself."""
 PATIENCE = 60.0
 """Seconds after which it is said where a worker stands that has not answered."""
 
@@ -64,3 +70,12 @@ class Box:
             return self._messages.get(timeout=seconds) if seconds else self._messages.get_nowait()
         except Empty:
             return None
+
+
+def place_of_script() -> tuple[str, list[str], Any]:
+    """The folder, the import path and the environment of this process; the last as it lies there, which is quicker."""
+    try:
+        folder = os.getcwd()
+    except OSError:  # somebody has removed it
+        folder = os.sep
+    return folder, sys.path, getattr(os.environ, "_data", os.environ)

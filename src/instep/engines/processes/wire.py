@@ -189,7 +189,7 @@ class Line:
             pack(block, large, ALIGNMENT)
             if flags:
                 block[used:], page = b"".join(page), []
-            wait_for(afar)
+        wait_for(afar)
         # Only a frame that says where it lies may bring the ring.
         if place is not NOWHERE and (ring := self._outbox.to_announce()) is not None:
             flags, fds = flags | _RING_COMES, [ring, *fds]
@@ -292,16 +292,17 @@ class Line:
         tensors: list[Tensor] = []
         in_page, in_block, block_base = aligned(end, GRAIN), 0, address(block)
         looks = read_looks(text[: header.looks], header.tensors)
-        shore = self.shore if any(seen.afar for seen in looks) else None
+        shore = self.shore if any(afar for *_, afar in looks) else None
         if shore is not None:
             self._inbox.pin(shore.device)
-        for seen in looks:
-            if seen.nbytes <= SMALL:
-                tensors.append(unpack(page, page_base, in_page, seen, shore))
-                in_page += aligned(seen.nbytes, GRAIN)
+        for dtype, shape, nbytes, afar in looks:
+            land = shore if afar else None
+            if nbytes <= SMALL:
+                tensors.append(unpack(page, page_base, in_page, nbytes, dtype, shape, land))
+                in_page += aligned(nbytes, GRAIN)
             else:
-                tensors.append(unpack(block, block_base, in_block, seen, shore))
-                in_block += aligned(seen.nbytes)
+                tensors.append(unpack(block, block_base, in_block, nbytes, dtype, shape, land))
+                in_block += aligned(nbytes)
         wait_for(None if shore is None else shore.device)
         if header.used:
             self._inbox.release(header.place)

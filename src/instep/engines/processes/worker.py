@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
-import contextvars
 import gc
+import importlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from instep.bridge import Side, enter, take
+from instep.bridge import Side, enter, leaves_below, take
 from instep.devices import move
-from instep.engines.pool import as_replica
 from instep.engines.processes import orders
-from instep.engines.processes.berth import set_backends, take_device, try_to_open
+from instep.engines.processes.berth import take_device, try_to_open
 from instep.engines.processes.cores import Elsewhere
 from instep.engines.processes.freight import CannotCross, pack_error
 from instep.engines.processes.hold import Hold
 from instep.engines.processes.mirror import Mirror
-from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
+from instep.engines.processes.orders import Back, Ran, Run, WentBack
+from instep.engines.processes.scenery import Scenery
 from instep.engines.processes.shore import Shore, wait_for
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Tag, Talk, as_sent, by_value
 from instep.engines.processes.wire import Line, Message
 from instep.engines.protocol import Job, perform
 from instep.engines.side_by_side import in_room
+from instep.engines.tasks import as_replica
 from instep.errors import EngineError
-from instep.meeting import reach, without_streams
+from instep.meeting import without_streams
 from instep.random import RandomState, Streams, threads_can_draw
-from instep.replicas.ambient import Ambient, Autocast
-from instep.replicas.handed import Noted, by_place
+from instep.reaching import reach
+from instep.replicas.handed import Noted
 from instep.replicas.replica import Outcome
 from instep.structure.tree import tensors_in
+
+DROPPED = 8
+"""Modules that are forgotten before what is left of them is looked for."""
 
 
 def main(line: Line) -> None:
@@ -41,7 +47,7 @@ def main(line: Line) -> None:
     worker = Worker(Talk(line, home=False))
     line.elsewhere = Elsewhere()
     threads_can_draw()
-    gc.freeze()  # all that was imported need not be looked through again
+    gc.freeze()  # what was imported stays: no collection need walk through it
     with as_replica():
         while (message := line.receive()) is not None and message.kind != orders.STOP:
             worker.answer(message)
@@ -98,12 +104,12 @@ class Worker:
         self._mirrors: dict[int, Mirror] = {}
         self._tables: dict[int, Mirror] = {}
         self._calls: dict[int, Held] = {}
-        self._threads = 0
-        self._around: Surroundings
-        self._ambient: Ambient
+        self._dropped = 0
+        self._scenery = Scenery()
         self._trouble: Exception | None = None
         self._answers: dict[str, Callable[[Message], None]] = {
             orders.DEVICE: self._take_device,
+            orders.PLACE: self._take_place,
             orders.TABLE: self._take_table,
             orders.MODULE: self._take_module,
             orders.SET: self._take_sets,
@@ -124,7 +130,8 @@ class Worker:
                 self._trouble = None
                 self._fail(message.call, error)
             else:  # nobody waits for an answer to these: the next call gets it
-                self._trouble = error if isinstance(error, Exception) else EngineError(repr(error))
+                # The first one: what follows may fail for want of what it did not bring.
+                self._trouble = self._trouble or (error if isinstance(error, Exception) else EngineError(repr(error)))
 
     def _fail(self, call: int, error: BaseException) -> None:
         if isinstance(error, torch.OutOfMemoryError):
@@ -141,6 +148,15 @@ class Worker:
             self._talk.hold = Hold(order.device, home=False)
         self._talk.say(orders.DONE, message.call, refusal)
 
+    def _take_place(self, message: Message) -> None:
+        """Where the script is now: its folder, its import path and its environment."""
+        (folder, sys.path[:], variables), _ = self._talk.take(message)
+        os.chdir(folder)
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
+        importlib.invalidate_caches()
+
     def _take_table(self, message: Message) -> None:
         table, _ = self._talk.take(message)
         self._tables[table.number] = Mirror(table, message.fds)
@@ -150,7 +166,10 @@ class Worker:
         mirror = self._tables.pop(number)
         order, _ = self._talk.take(message, mirror.known)
         mirror.settle(order)
-        self._mirrors[number] = mirror
+        before, self._mirrors[number] = self._mirrors.get(number), mirror
+        closed = before is not None and not before.opened <= mirror.opened
+        modules, before = int(before is not None), None
+        self._clear_away(modules, closed)
 
     def _take_sets(self, message: Message) -> None:
         sets, _ = self._talk.take(message)
@@ -159,11 +178,23 @@ class Worker:
     def _take_globals(self, message: Message) -> None:
         self._talk.depot.take_globals(message.body, message.tensors)
 
-    def _release(self, calls: Iterable[int], numbers: Iterable[int]) -> None:
+    def _release(self, calls: Sequence[int], numbers: Sequence[int]) -> None:
         for call in calls:
             self._calls.pop(call, None)
-        for number in numbers:
-            self._mirrors.pop(number, None)
+        gone = [self._mirrors.pop(number) for number in numbers if number in self._mirrors]
+        opened = any(mirror.opened for mirror in gone)
+        del gone
+        self._clear_away(len(numbers), opened)
+
+    def _clear_away(self, modules: int, closed: bool) -> None:
+        """Modules lead in circles to themselves, and to memory and descriptors with them: nobody else lets these go.
+
+        The owner of device memory frees it when it has been closed here: that is not put off.
+        """
+        self._dropped += modules
+        if closed or self._dropped >= DROPPED:
+            self._dropped = 0
+            gc.collect()
 
     def _forward(self, message: Message) -> None:
         leaves: dict[int, Tensor] = {}
@@ -179,14 +210,12 @@ class Worker:
         with torch.enable_grad():
             fields, arguments = self._talk.take(message, let_in)
             run = Run(*fields)
-            self._release(*run.gone)
             mirror = self._mirrors[run.number]
             if run.fetch:
                 run.args = [move(value, mirror.device) for value in run.args]
                 run.kwargs = {name: move(value, mirror.device) for name, value in run.kwargs.items()}
-        if run.around is not None:
-            self._around, self._ambient = run.around, _ambient(run.around)
-        self._surround(self._around)
+        self._release(*run.gone)
+        ambient = self._scenery.set_up(run.around)
         replica = mirror.ready(run)
         held = mirror.generators(run)
         lone = [generator.get_state() for generator in run.lone]
@@ -201,7 +230,7 @@ class Worker:
             [replica] * run.count,
             [(run.args, run.kwargs)] * run.count,
             run.method,
-            self._ambient,
+            ambient,
             run.follow,
             streams,
             run.sizes,
@@ -215,10 +244,12 @@ class Worker:
             raise outcome.error
         ran = self._report(mirror, outcome)
         ran.arguments = written()
-        ran.given = [
-            (number, now.keys, list(by_place(before.items, now.items))) for number, before, now in noted.changes()
-        ]
+        ran.given = list(noted.changes())
         _refuse_graphs(ran)
+        # A view: the argument itself would be sent as a word for what the other process has already.
+        ran.made = {i: arguments[i].view_as(arguments[i]) for i in ran.arguments if arguments[i].requires_grad}
+        if leaves and ambient.grad:
+            ran.used = _used(ran, leaves, outcome)
         ran.by_name = not run.in_turn and not torch.equal(torch.default_generator.get_state(), default)
         streams.settle()
         ran.drawn_home = state.home is not state.host and state.home.drawn
@@ -242,7 +273,7 @@ class Worker:
         wait_for(mirror.device)
         sent = self._talk.say(orders.DONE, message.call, ran, describe, what="the output of forward")
         outputs = {i: t for i, t in enumerate(sent) if t.requires_grad and id(t) not in known}
-        if outputs and self._around.grad:
+        if outputs and ambient.grad:
             side = Side([], list(leaves.values()), [], replica.tensors.guard, replica.name, outcome.seat)
             self._calls[message.call] = Held(
                 mirror, side, list(leaves), outputs, arguments, mirror.counterparts(), streams, run.index
@@ -318,24 +349,18 @@ class Worker:
         tokens = [] if held.side.seat is None else held.side.seat.tokens
         self._talk.say(orders.DONE, message.call, reach(tokens, [held.outputs[number] for number in numbers]))
 
-    def _surround(self, around: Surroundings) -> None:
-        """The settings of the whole process."""
-        if torch.get_default_dtype() != around.dtype:
-            torch.set_default_dtype(around.dtype)
-        if torch.get_deterministic_debug_mode() != around.deterministic:
-            torch.set_deterministic_debug_mode(around.deterministic)
-        if torch.get_float32_matmul_precision() != around.precision:
-            torch.set_float32_matmul_precision(around.precision)
-        if self._threads != around.threads:
-            torch.set_num_threads(around.threads)
-            self._threads = around.threads
-        set_backends(around.backends)
-
 
 def _spend(side: Side, numbers: Sequence[int]) -> None:
     """A backward has used these tokens up."""
     if side.seat is not None:
         side.seat.tokens = [token for number, token in enumerate(side.seat.tokens) if number not in numbers]
+
+
+def _used(ran: Ran, leaves: Mapping[int, Tensor], outcome: Outcome) -> list[int]:
+    """The arguments, by their numbers, that what comes back was made from."""
+    tokens = [] if outcome.seat is None else outcome.seat.tokens
+    used = leaves_below([*tensors_in([ran.output, ran.sets, ran.contents, ran.made]), *tokens])
+    return [number for number, leaf in leaves.items() if id(leaf) in used]
 
 
 def _refuse_graphs(ran: Ran) -> None:
@@ -346,18 +371,3 @@ def _refuse_graphs(ran: Ran) -> None:
             "forward puts a tensor that needs a gradient into an argument, in a worker process, from where its graph "
             "does not come back.\nReturn it from forward, put in tensor.detach(), or write engine='threads'."
         )
-
-
-def _ambient(around: Surroundings) -> Ambient:
-    return Ambient(
-        grad=around.grad,
-        inference=around.inference,
-        autocast=tuple(itertools.starmap(Autocast, around.autocast)),
-        autocast_cache=around.autocast_cache,
-        device=around.device,
-        saved_hooks=None,
-        streams={},
-        context=contextvars.copy_context(),
-        compiler=None,
-        graphs=None,
-    )

@@ -1,0 +1,95 @@
+"""Comparing what parts of a batch gave with what the whole gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.structure.fit import own_kind
+from instep.structure.tree import open_node
+
+
+def unsqueezed(values: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
+    """A part of one sample that has lost the dim of its batch, with that dim put back, where it can be seen."""
+    whole = values[2]
+    made = list(values)
+    for index, size in enumerate(sizes[:2]):
+        part = values[index]
+        if size != 1 or part.ndim != whole.ndim - 1:
+            continue
+        for dim in range(whole.ndim):
+            others = (*whole.shape[:dim], *whole.shape[dim + 1 :])
+            if whole.shape[dim] == sizes[2] and tuple(part.shape) == others:
+                made[index] = part.unsqueeze(dim)
+                break
+    return made
+
+
+def ordinary(value: Tensor) -> Tensor:
+    """The same numbers in a type that every operation knows."""
+    if value.is_complex():
+        return value.to(torch.complex128)
+    if value.is_floating_point():
+        return value.double() if value.dtype.itemsize > 2 else value.float()
+    return value if value.dtype is torch.bool else value.long()
+
+
+def is_sorted(whole: Tensor) -> bool:
+    """Whether a vector is in order, as `torch.unique` or `topk` gives it: parts may follow one another by chance."""
+    if whole.ndim != 1 or whole.is_complex():
+        return False
+    return bool((whole[1:] >= whole[:-1]).all()) or bool((whole[1:] <= whole[:-1]).all())
+
+
+def in_order(items: Sequence[Any]) -> bool:
+    """Whether a list of words or of numbers is in order, as `sorted` gives it, and they are not all the same."""
+    kinds = {type(item) for item in items}
+    if len(kinds) != 1 or not kinds <= {str, int, float}:
+        return False
+    rising = all(one <= two for one, two in pairwise(items))
+    return items[0] != items[-1] and (rising or all(one >= two for one, two in pairwise(items)))
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())
+
+
+def apart(left: Tensor, right: Tensor) -> float:
+    """The largest difference relative to the largest entry; NaN and infinities count as equal to themselves."""
+    if not left.numel():
+        return 0.0
+    exact = torch.complex128 if left.is_complex() else torch.float64
+    left, right = left.to(exact), right.to(exact)
+    usual = left.isfinite() & right.isfinite()
+    odd = (left == right) | (left.isnan() & right.isnan()) | usual
+    if not bool(odd.all()):
+        return float("inf")
+    scale = float(torch.where(usual, right, 0).abs().max())
+    difference = float(torch.where(usual, left - right, 0).abs().max())
+    return difference / scale if scale else difference
+
+
+def turned(left: Tensor, right: Tensor) -> float:
+    return float((left != right).double().mean()) if left.numel() else 0.0
+
+
+def by_how_much(left: Tensor, right: Tensor) -> str:
+    if left.is_floating_point() or left.is_complex():
+        return f" (off by {apart(left, right):.2g} of the largest)"
+    return f" ({turned(left, right):.0%} of them differ)"
+
+
+def plain_alike(left: Any, right: Any) -> bool:
+    """Whether what is not a tensor is equal too, where equality is cheap and known to mean it."""
+    if isinstance(left, Tensor) or own_kind(left) is not None:
+        return type(left) is type(right)
+    if isinstance(left, (str, bytes, bool, int)) or left is None:
+        return bool(left == right)
+    one, two = open_node(left), open_node(right)
+    if one is None or two is None:
+        return type(left) is type(right)
+    return list(one.keys) == list(two.keys) and all(map(plain_alike, one.children, two.children))

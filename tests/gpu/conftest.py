@@ -1,0 +1,26 @@
+"""Worker processes that stay from test to test: each takes seconds to come up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from instep.engines.processes.hands import Hands
+
+
+@pytest.fixture(scope="module")
+def gpu_workers() -> Iterator[list[Hands]]:
+    """Worker processes that stay from test to test."""
+    if not torch.cuda.is_available():
+        yield []
+        return
+    torch.zeros(1, device="cuda")
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    all_hands = [Hands([gpu] * 4), Hands([cpu] * 2)]
+    for hands in all_hands:
+        hands.get(1)
+    yield all_hands
+    for hands in all_hands:
+        hands.close()

@@ -1,0 +1,295 @@
+"""Replicas in worker processes on CUDA that die, have no memory, or share too much: exactly again, or a clear error."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.engines.processes.driver import DeviceMemory, Refused
+from instep.engines.processes.hands import inside_worker
+
+from .near_and_private import each_way, mlp, pids, wrap
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("gpu_workers"),
+]
+
+
+class Net(nn.Module):
+    """Everything that a step can depend on: weights, draws, state of every kind, and what the other replicas have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.register_buffer("mean", torch.zeros(8))
+        self.steps = 0
+        self.penalty = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        h = self.drop(torch.relu(self.norm(self.first(x))))
+        self.penalty = h.square().mean()
+        self.mean = self.mean * 0.9 + 0.1 * instep.all_gather(h).detach().mean(0)
+        return self.last(h + 0.01 * self.mean)
+
+
+def train(phases: Sequence[str], private: bool) -> Net:
+    torch.manual_seed(0)
+    net = Net().double()
+    with wrap(net, [0, 0, 0], private, merge={"penalty": "mean"}, restarts=10**6) as model:
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        model(torch.randn(7, 4).double())
+        for phase in phases:
+            kill = threading.Timer(0.002, os.kill, (pids(model)[-1], signal.SIGKILL))
+            if phase == "forward":
+                kill.start()
+            out = model(torch.randn(7, 4).double())
+            if phase == "between":
+                kill.function(*kill.args)
+            if phase == "backward":
+                kill.start()
+            optimizer.zero_grad()
+            (out.square().mean() + 0.1 * model.penalty).backward()
+            optimizer.step()
+            if phase == "idle":
+                kill.function(*kill.args)
+            if kill.ident is not None:
+                kill.join()
+    return net
+
+
+@pytest.mark.timeout(240)
+@each_way
+def test_kills_do_not_change_a_single_bit(private: bool) -> None:
+    phases = ["none", "forward", "between", "backward", "idle", "none"]
+    undisturbed = train(["none"] * len(phases), private)
+    disturbed = train(phases, private)
+    assert disturbed.steps == undisturbed.steps
+    for (name, theirs), mine in zip(undisturbed.state_dict().items(), disturbed.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+SCRIPT = """
+import os, sys, torch, instep
+net = torch.nn.Linear(4, 3).cuda()
+model = instep.DataParallel(net, [0, 0], engine="processes")
+model(torch.randn(6, 4)).sum().backward()
+print("worker", model._instep_engine._hands.get(1).pid, flush=True)
+while True:
+    model(torch.randn(6, 4)).sum().backward()
+"""
+
+
+def test_a_parent_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, cwd=tmp_path, env=variables
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline().split()[1])
+        time.sleep(0.3)
+        parent.kill()
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+    assert set(os.listdir("/dev/shm")) <= before
+    assert not list(tmp_path.iterdir())
+
+
+class Greedy(nn.Module):
+    """Wants more memory than there is, in a worker, at a certain value of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        if inside_worker() and x.detach().max() > 100:
+            torch.empty(2**44, dtype=torch.uint8, device=x.device)
+        if inside_worker() and x.detach().min() < -100:
+            y.register_hook(lambda _: [None, torch.empty(2**44, dtype=torch.uint8, device="cuda")][0])
+        return y
+
+
+class Unlucky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if inside_worker() and x.detach().max() > 100:
+            raise KeyError("no luck")
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("value", [200.0, -200.0], ids=["forward", "backward"])
+@each_way
+def test_no_memory_in_a_worker_is_said_and_the_next_call_works(private: bool, value: float) -> None:
+    net = Greedy()
+    with wrap(net, [0, 0], private, hooks="per_replica") as model:
+        x = torch.randn(6, 4, device="cuda")
+        before = pids(model)
+        for _ in range(2):
+            bad = x.clone()
+            bad[-1, 0] = value
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                model(bad).sum().backward()
+            assert "replica 1 on cuda:0" in "\n".join(caught.value.__notes__)
+            assert net.layer.weight.grad is None
+            torch.testing.assert_close(model(x), net(x))
+        assert pids(model) == before
+
+
+def test_an_exception_keeps_its_type() -> None:
+    net = Unlucky()
+    with wrap(net, [0, 0]) as model:
+        x = torch.randn(6, 4, device="cuda")
+        model(x)
+        bad = torch.cat([x[:3], x[3:] + 200])
+        with pytest.raises(KeyError, match="no luck") as caught:
+            model(bad)
+        assert "replica 1 on cuda:0" in "\n".join(caught.value.__notes__)
+        torch.testing.assert_close(model(x), net(x))
+
+
+class Weighs(nn.Module):
+    """Also says how much memory torch has taken in the process that it runs in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[int]]:
+        return self.net(x), [torch.cuda.memory_reserved()] * len(x)
+
+
+@each_way
+def test_memory_of_the_device_does_not_grow(private: bool) -> None:
+    net = Weighs().cuda()
+    with wrap(net, [0, 0, 0], private) as model:
+        seen = []
+        for step in range(30):
+            net.zero_grad()
+            out, taken = model(torch.randn(64, 6))
+            out.square().sum().backward()
+            if step in (9, 29):
+                seen.append(sorted(set(taken)))
+        assert all(later - before < 2**23 for before, later in zip(*seen, strict=True))
+
+
+def test_how_tensors_cross_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = nn.Linear(4, 3).cuda(), torch.randn(5, 4)
+    with wrap(net, [0, 0, "cpu"]) as model:
+        model(x)
+        assert "tensors cross by CUDA IPC or host memory" in str(model.explain(x))
+    with wrap(nn.Linear(4, 3), [0, 0], private=True) as model:
+        model(x)
+        assert "tensors cross by host memory)" in repr(model)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise Refused("not in this container")
+
+    instep.shutdown()
+    monkeypatch.setattr("instep.engines.processes.desk.allocate", refuse)
+    with wrap(net, [0, 0]) as model:
+        model(x).sum().backward()
+        torch.testing.assert_close(model(x), net(x.cuda()))
+        assert "device memory cannot be shared here (not in this container)" in repr(model)
+
+
+def test_memory_that_cannot_be_opened_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = mlp().cuda(), torch.randn(5, 6)
+    with wrap(net, [0, 0]) as model:
+        model(x)
+        monkeypatch.setattr(DeviceMemory, "handle", property(lambda _: b"?" * 64, lambda *_: None), raising=False)
+        net[0] = nn.Linear(6, 64).cuda()
+        for _ in range(2):
+            net.zero_grad()
+            out = model(x)
+            torch.testing.assert_close(out, net(x.cuda()))
+            out.sum().backward()
+        assert "device memory cannot be shared here (cuIpcOpenMemHandle" in repr(model)
+    instep.shutdown()
+
+
+def test_weights_are_moved_once_and_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the optimizer writes is there without being sent; other memory is told of."""
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("the module was sent by host memory")
+
+    net = mlp().double().cuda()
+    before = net[0].weight.data_ptr()
+    with wrap(net, [0, 0]) as model:
+        x = torch.randn(6, 6, device="cuda", dtype=torch.float64)
+        model(x)
+        monkeypatch.setattr("instep.engines.processes.image.Image.renew", fail)
+        monkeypatch.setattr("instep.engines.processes.wire.Shore.land", fail)
+        assert net[0].weight.data_ptr() != before
+        for _ in range(2):
+            with torch.no_grad():
+                net[0].weight.add_(0.1)
+            torch.testing.assert_close(model(x), net(x))
+        net[0].weight.data = net[0].weight.data.clone() * 2
+        torch.testing.assert_close(model(x), net(x))
+        net.load_state_dict(mlp().double().state_dict())
+        torch.testing.assert_close(model(x), net(x))
+    torch.testing.assert_close(net(x), copy.deepcopy(net)(x))
+
+
+def test_memory_of_the_device_goes_with_the_module() -> None:
+    def held() -> int:
+        gc.collect()
+        return sum(m.nbytes for m in gc.get_objects() if isinstance(m, DeviceMemory) and m.nbytes >= 2**26)
+
+    before = held()
+    net = nn.Linear(4096, 4096).cuda()
+    with wrap(net, [0, 0]) as model:
+        model(torch.randn(4, 4096)).sum().backward()
+        assert held() - before >= 2 * 2**26  # the weights, and a slot for their gradients
+    del net, model
+    with wrap(nn.Linear(4, 3), [0, 0]) as other:
+        other(torch.randn(4, 4))
+    assert held() == before
+
+
+def test_large_tensors_pass_the_ring() -> None:
+    class Big(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"twice": x * 2 * self.scale, "half": (x[:, :1] / 2).half(), "none": x[:, :0], "bool": x > 0}
+
+    net = Big().cuda()
+    with wrap(net, [0, 0], probe=False) as model:
+        for size in (10, 3_000_000, 70, 9_000_000):
+            x = torch.randn(4, size, device="cuda", requires_grad=True)
+            out = model(x)
+            out["twice"].sum().backward()
+            torch.testing.assert_close(
+                {k: v.detach() for k, v in out.items()}, {k: v.detach() for k, v in net(x).items()}
+            )
+            assert (x.grad == 2).all()
