@@ -94,8 +94,35 @@ def seconds(work: Callable[[], None], count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-def compare(rank: int, case: Case, engine: str, rounds: int, steps: int) -> tuple[list[float], list[float]]:
-    """Seconds a step, round by round, of both sides; rank 1 only takes part in DDP."""
+class Found(NamedTuple):
+    """What a comparison came to."""
+
+    ours: list[float]
+    """Seconds a step, round by round."""
+    theirs: list[float]
+    moved: str
+    """Of instep with a worker process: the bytes that a step moves between processes, and the fewest possible."""
+
+
+def bytes_moved(model: instep.DataParallel, work: Callable[[], None], x: Tensor, y: Tensor, with_loss: bool) -> str:
+    """The megabytes that a step moves to and from the worker, with the fewest that could be.
+
+    Those are half of the batch, its part of the output and the gradient of that, and every weight's gradient once.
+    """
+    line = model._instep_engine._hands.get(1).line
+    before = line.moved
+    work()
+    weights = sum(p.nbytes for p in model.parameters())  # their gradients lie in memory that both processes map
+    moved = line.moved - before + weights
+    with torch.no_grad():
+        output = model(x, y) if with_loss else model(x)
+    batch = x.nbytes + y.nbytes if with_loss else x.nbytes
+    result = output.nbytes if with_loss else output.nbytes // 2
+    return f"{moved / 1e6:>10.3f}{(batch // 2 + 2 * result + weights) / 1e6:>10.3f}"
+
+
+def compare(rank: int, case: Case, engine: str, rounds: int, steps: int) -> Found:
+    """Both sides in turns; rank 1 only takes part in DDP."""
     torch.manual_seed(0)
     x, y = case.sample(), torch.randint(32, (len(case.sample()),))
     half = len(x) // 2
@@ -103,7 +130,7 @@ def compare(rank: int, case: Case, engine: str, rounds: int, steps: int) -> tupl
     ddp_optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
     mine = slice(rank * half, (rank + 1) * half)
     torch.set_num_threads(1)
-    ours, theirs = [], []
+    ours, theirs, moved = [], [], ""
     net = instep.with_loss(case.make(), nn.CrossEntropyLoss()) if case.with_loss else case.make()
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine) if rank == 0 else nullcontext() as model:
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
@@ -117,20 +144,24 @@ def compare(rank: int, case: Case, engine: str, rounds: int, steps: int) -> tupl
                 if turn:  # the first round warms both up
                     theirs.append(took)
                     ours.append(spent)
-    return ours, theirs
+        if loss is not None and engine == "processes":
+            moved = bytes_moved(model, lambda: step(loss, optimizer, x, y), x, y, case.with_loss)
+    return Found(ours, theirs, moved)
 
 
 def work(rank: int, folder: str, cases: Mapping[str, Case], engine: str, rounds: int, steps: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     if rank == 0:
-        print(f"{'':28}{'instep':>12}{'DDP':>12}{'instep / DDP':>14}{'DDP / instep':>14}")
+        bytes_of = f"{'MB moved':>10}{'fewest':>10}" if engine == "processes" else ""
+        print(f"{'':28}{'instep':>12}{'DDP':>12}{'instep / DDP':>14}{'DDP / instep':>14}{bytes_of}")
     for name, case in cases.items():
-        ours, theirs = compare(rank, case, engine, rounds, steps)
+        ours, theirs, moved = compare(rank, case, engine, rounds, steps)
         if rank == 0:
             us, them = statistics.median(ours), statistics.median(theirs)
             ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-            print(f"{name:28}{us * 1e3:>9.2f} ms{them * 1e3:>9.2f} ms{ratio:>14.2f}{1 / ratio:>14.2f}", flush=True)
+            times = f"{us * 1e3:>9.2f} ms{them * 1e3:>9.2f} ms{ratio:>14.2f}{1 / ratio:>14.2f}"
+            print(f"{name:28}{times}{moved}", flush=True)
     dist.destroy_process_group()
 
 

@@ -52,6 +52,17 @@ def test_the_callers_gradient_is_not_written_to() -> None:
     assert torch.equal(gradient, before)
 
 
+def test_sums_go_where_the_first_gradients_are_if_nobody_else_has_their_memory() -> None:
+    alone, both = torch.ones(4), torch.ones(4, 2)
+    views = [both[:, 0], both.view(8)]
+    more = [torch.full_like(gradient, 2.0) for gradient in (alone, *views)]
+    sums = add_up([[alone, *views], more], into_first=True)
+    assert sums[0] is alone
+    assert torch.equal(alone, torch.full((4,), 3.0))
+    assert torch.equal(both, torch.ones(4, 2))
+    assert all(torch.equal(total, torch.full_like(total, 3.0)) for total in sums if total is not None)
+
+
 def test_missing_gradients_count_as_zero() -> None:
     one, two = torch.ones(2), torch.full((2,), 2.0)
     sums = add_up([[None, one, None], [two, two, None], [None, one, None]])

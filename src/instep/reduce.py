@@ -102,15 +102,15 @@ def add_up(columns: Sequence[Sequence[Tensor | None]], *, into_first: bool = Fal
     first replica are just off a backward and nobody else's, and where no other tensor has their memory it is used for
     the sums: no new pages have to be had.
     """
-    if len(columns) == 2 and columns[0] and all(map(_are_alike, *columns)):
-        one, other = (cast(list[Tensor], list(column)) for column in columns)
-        if not (into_first and all(map(_alone, one))):
-            return list(torch._foreach_add(one, other))
-        torch._foreach_add_(one, other)
-        return list(one)
     total = list(columns[0])
     # Sums of ours, which later columns may be added into.
     own = {index for index, gradient in enumerate(total) if into_first and gradient is not None and _alone(gradient)}
+    if len(columns) == 2 and total and len(own) in (0, len(total)) and all(map(_are_alike, *columns)):
+        one, other = (cast(list[Tensor], list(column)) for column in columns)
+        if not own:
+            return list(torch._foreach_add(one, other))
+        torch._foreach_add_(one, other)
+        return total
     for column in columns[1:]:
         dense: list[tuple[int, Tensor, Tensor]] = []
         for index, gradient in enumerate(column):

@@ -119,6 +119,8 @@ class Line:
         self._lock = threading.Lock()
         self._outbox, self._inbox = Outbox(), Inbox()
         self._buffer = bytearray(_HEADER.size + FRAME)
+        self.moved = 0
+        """Bytes of messages that have passed here, either way, with what lies in rings."""
         self._view = memoryview(self._buffer)
         self._base = address(self._view)
         self._poll = select.poll()
@@ -196,6 +198,7 @@ class Line:
             this_core(),
         )
         self._post([header.pack(), *page], fds, timeout)
+        self.moved += _HEADER.size + used + payload
 
     def _post(self, frame: Sequence[bytes], fds: Sequence[int], timeout: float | None) -> None:
         if len(fds) > _FDS + 1:
@@ -272,6 +275,7 @@ class Line:
             if isinstance(error, (ValueError, struct.error, OSError)):
                 raise Garbled(f"a frame of {length} bytes is no message: {error}") from error
             raise
+        self.moved += length + header.used
         return Message(header.kind, header.call, body, tensors, fds)
 
     def _read(self, header: _Header) -> tuple[bytes, list[Tensor]]:

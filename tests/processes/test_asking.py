@@ -1,0 +1,87 @@
+"""Workers that several threads ask at a time, answers that nobody waits for any longer, and the cores they run on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.engines.processes.cores import Elsewhere, this_core
+from instep.engines.processes.hands import inside_worker
+
+
+def wrap(net: nn.Module) -> instep.DataParallel:
+    return instep.DataParallel(net, ["cpu"] * 2, engine="processes")
+
+
+def test_threads_that_share_a_worker_get_their_own_answers() -> None:
+    nets = [nn.Linear(4, 3) for _ in range(3)]
+    models = [wrap(net) for net in nets]
+
+    def train(number: int) -> None:
+        for size in range(2, 12):
+            x = torch.randn(size, 4)
+            output = models[number](x)
+            torch.testing.assert_close(output, nets[number](x))
+            (got,) = torch.autograd.grad(output.sum(), [nets[number].weight])
+            torch.testing.assert_close(got, x.sum(0).expand(3, 4))
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(train, range(3)))
+    for model in models:
+        model.close()
+
+
+class Delayed(torch.autograd.Function):
+    """Takes its time in the backward, in a worker, when it is told to by the gradient."""
+
+    @staticmethod
+    def forward(_: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        if inside_worker() and gradient.max() > 100:
+            time.sleep(1.0)
+        return gradient
+
+
+class Slow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Delayed.apply(self.layer(x))
+        return y
+
+
+def test_the_answer_to_a_backward_that_was_interrupted_is_not_taken_for_the_next() -> None:
+    net, x = Slow(), torch.randn(6, 4)
+    with wrap(net) as model:
+        output = model(x)
+        threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
+        with pytest.raises(KeyboardInterrupt):
+            output.backward(torch.full((6, 3), 200.0), retain_graph=True)
+        net.zero_grad()
+        output.backward(torch.ones(6, 3))
+        torch.testing.assert_close(net.layer.weight.grad, x.sum(0).expand(3, 4))
+
+
+def test_a_core_is_left_to_the_sender_and_no_other_setting_is_touched() -> None:
+    before, elsewhere = os.sched_getaffinity(0), Elsewhere()
+    for _ in range(20):
+        core = this_core()
+        elsewhere.came_from(core)
+        assert os.sched_getaffinity(0) == before
+        elsewhere.rest()
+        assert os.sched_getaffinity(0) == (before - {core} or before)
+        elsewhere.rise()
+        assert os.sched_getaffinity(0) == before
