@@ -20,8 +20,8 @@ from instep.given import Given, refuse_change
 from instep.random import Streams
 from instep.replicas.ambient import Ambient
 from instep.replicas.carry import Slot
-from instep.replicas.contents import Contents, put
-from instep.replicas.handed import handed, is_read_only
+from instep.replicas.contents import Contents
+from instep.replicas.handed import handed
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.tensors import Way
 from instep.replicas.watch import Changes, Inside
@@ -118,13 +118,14 @@ class Crossing:
 
     def _give_back(self, outcome: Outcome, names: Sequence[str], entered: Sequence[Sequence[Any]]) -> None:
         """Do to the caller's own objects what a replica of another process did to its copies of them."""
-        for held, now in outcome.given:
+        for change in outcome.given:
+            held = change.held
             holders = [one for values in entered for one in handed(names, values) if one.container is held.container]
             whole = self.given is not None and self.given.holds(held.container)
-            if (whole or len(holders) > 1) and not is_read_only(held, now):
+            if (whole or len(holders) > 1) and not change.is_read_only():
                 refuse_change((names[held.path[0]], *held.path[1:]))
-        for held, now in outcome.given:
-            put(held.container, now)
+        for change in outcome.given:
+            change.do()
 
     def _parts(self) -> list[list[Any]]:
         """Each replica's part of carried state, on its device."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.replicas.clone import OPAQUE
-from instep.replicas.contents import Contents, contents_of, holds_still, is_array
+from instep.replicas.contents import Contents, contents_of, holds_still, is_array, put
 from instep.structure.tree import SCALARS, Path, attributes_of
 
 _AT_MOST = 2000
@@ -119,14 +119,30 @@ class Noted:
                 yield number, now.keys, list(by_place(container, before.items, now.items))
 
 
-def is_read_only(held: Handed, now: Contents) -> bool:
-    """Whether all that would be new are attributes that an object computes when they are first read, and keeps."""
-    if held.container is held.value:
-        return False
-    found = (vars(cls).items() for cls in type(held.value).__mro__)
-    lazy = {name for items in found for name, one in items if isinstance(one, functools.cached_property)}
-    rest = {key: item for key, item in zip(now.keys, now.items, strict=True) if key not in lazy - held.container.keys()}
-    return rest.keys() == held.container.keys() and all(item is held.container[key] for key, item in rest.items())
+class Change(NamedTuple):
+    """What a replica of another process did to its copy of something among the arguments."""
+
+    held: Handed
+    before: Contents
+    now: Contents
+
+    def is_read_only(self) -> bool:
+        """Whether all that is new are attributes that an object computes when they are first read, and keeps."""
+        if self.held.container is self.held.value:
+            return False
+        found = (vars(cls).items() for cls in type(self.held.value).__mro__)
+        lazy = {name for items in found for name, one in items if isinstance(one, functools.cached_property)}
+        before, now = self.before.by_key(), self.now.by_key()
+        rest = {key: item for key, item in now.items() if key not in lazy - before.keys()}
+        return rest.keys() == before.keys() and all(item is before[key] for key, item in rest.items())
+
+    def do(self) -> None:
+        """Do it to the caller's own; what replicas compute alike is there once."""
+        if not self.is_read_only():
+            put(self.held.container, self.now)
+            return
+        for key, item in self.now.by_key().items():
+            self.held.container.setdefault(key, item)
 
 
 def by_place(container: Any, before: Sequence[Any], after: Sequence[Any]) -> Iterator[tuple[int, Any]]:

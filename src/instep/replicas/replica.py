@@ -19,7 +19,7 @@ from instep.replicas.carry import Slot
 from instep.replicas.clone import Cloner
 from instep.replicas.contents import Contents, contents_of, put
 from instep.replicas.equal import equal_tensors
-from instep.replicas.handed import Handed
+from instep.replicas.handed import Change
 from instep.replicas.tensors import Tensors, Way, shared_storages
 from instep.replicas.watch import MISSING, NOTHING, Changes, Set, Watch
 from instep.structure.tree import map_tensors, tensors_in
@@ -261,7 +261,7 @@ class Outcome:
     """Trainable tensors of the source that a replica of another process wrote to, in memory of its own."""
     parted: Sequence[str] = ()
     """Places of containers that a replica of another process changed, and that each needs for itself."""
-    given: Sequence[tuple[Handed, Contents]] = ()
+    given: Sequence[Change] = ()
     """What a replica of another process changed inside of its arguments, and what it holds there now."""
     made: Mapping[int, Tensor] = field(default_factory=dict)
     """By the id of an argument that a replica of another process wrote to: what it made of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import is_
@@ -171,7 +172,8 @@ class Mirror:
             self._replica = replica
             places = {id(tensor): number for number, tensor in enumerate(self.tensors)}
             for source, leaf in replica.trainable:
-                leaf.register_post_accumulate_grad_hook(partial(self._leave, places[id(source)]))
+                # Python's collector does not see what such a hook holds: held by it, nothing here would ever go.
+                leaf.register_post_accumulate_grad_hook(partial(_leave, weakref.ref(self), places[id(source)]))
         replica.name = f"replica {run.index} on {self.device}"
         if run.lent:
             slots: Any = [SimpleNamespace(module=replica.source_modules[i], name=name) for i, name, _ in run.lent]
@@ -250,7 +252,7 @@ class Mirror:
         self._wanted = set(wanted)
         self._filled: set[int] = set()
 
-    def _leave(self, number: int, leaf: Tensor) -> None:
+    def leave(self, number: int, leaf: Tensor) -> None:
         """Put a gradient into its slot as soon as it is there: it is in the cache, and its memory free for the next."""
         if number not in self._wanted or leaf.grad is None or not self._put(number, leaf.grad):
             return
@@ -284,6 +286,12 @@ class Mirror:
         filled = sorted(self._filled - left.keys())
         self.take_in(())
         return filled, left
+
+
+def _leave(mirror: weakref.ref[Mirror], number: int, leaf: Tensor) -> None:
+    there = mirror()
+    if there is not None:
+        there.leave(number, leaf)
 
 
 def _is_dense(tensor: Tensor) -> bool:

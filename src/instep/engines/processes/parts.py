@@ -27,7 +27,7 @@ from instep.random import Held, generators_in
 from instep.reaching import Reach
 from instep.replicas.ambient import Ambient
 from instep.replicas.contents import contents_of, put
-from instep.replicas.handed import from_places, handed_to
+from instep.replicas.handed import Change, from_places, handed_to
 from instep.replicas.replica import Outcome
 from instep.replicas.watch import MISSING, STRUCTURE, Changes, Inside, Set
 
@@ -109,7 +109,9 @@ class ForwardPart:
         outcome = _outcome(shadow, told, ran)
         outcome.made = {id(arguments[i]): tensor for i, tensor in ran.made.items()}
         outcome.used = {id(arguments[i]) for i in ran.used}
-        outcome.given = [(self._mine[n], from_places(self._were[n], *news)) for n, *news in ran.given]
+        outcome.given = [
+            Change(self._mine[n], self._were[n], from_places(self._were[n], *news)) for n, *news in ran.given
+        ]
         needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
         if job.ambient.grad and needing:
             inputs = _numbers(job.inputs[self._index], arguments)
