@@ -169,7 +169,7 @@ def main(cases: Mapping[str, Case], engine: str, rounds: int) -> None:
     """Compare all cases; the numbers of rounds and of steps in each may be given on the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", default="", help="a part of the names of the cases to run")
     arguments = parser.parse_args()
     cases = {name: case for name, case in cases.items() if arguments.only in name}

@@ -17,4 +17,4 @@ CASES = {
 }
 
 if __name__ == "__main__":
-    main(CASES, "threads", rounds=120)
+    main(CASES, "threads", rounds=30)

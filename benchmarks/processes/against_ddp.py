@@ -18,4 +18,4 @@ CASES = {
 }
 
 if __name__ == "__main__":
-    main(CASES, "processes", rounds=60)
+    main(CASES, "processes", rounds=12)

@@ -71,4 +71,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if torch.cuda.is_available():
+        main()
+    else:
+        print("this one needs a CUDA device")
