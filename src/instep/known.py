@@ -76,6 +76,7 @@ def has_mean(*tables: Verdicts) -> bool:
 
 
 def is_proven(verdict: Verdict | None) -> bool:
+    """Whether there is a verdict, and the numbers of a trial have shown it."""
     return verdict is not None and verdict.proven
 
 

@@ -290,7 +290,7 @@ class DataParallel(Transparent, Wrapper):
             crew.frozen = outer
 
     def close(self) -> None:
-        """Give the threads back; the wrapper starts anew if it is called again."""
+        """Give threads and worker processes back; the wrapper starts anew if it is called again."""
         self._instep_engine.close()
         self._instep_crew.discard()
 

@@ -51,7 +51,7 @@ def instead(choice: Choice, error: CannotCross) -> Choice:
 
 
 def start(choice: Choice, devices: Sequence[torch.device], restarts: int = 3, timeout: float = 600.0) -> Engine:
-    """The chosen engine; it takes threads only when it is first used."""
+    """The chosen engine; it takes threads or worker processes only when it is first used."""
     if choice.name == "processes":
         from instep.engines.processes.engine import ProcessesEngine  # not on every system, and not for everybody
 

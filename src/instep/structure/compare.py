@@ -55,6 +55,7 @@ def in_order(items: Sequence[Any]) -> bool:
 
 
 def same(left: Tensor, right: Tensor) -> bool:
+    """Whether every entry is equal, or NaN in both."""
     return torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
@@ -74,10 +75,12 @@ def apart(left: Tensor, right: Tensor) -> float:
 
 
 def turned(left: Tensor, right: Tensor) -> float:
+    """The share of entries that differ."""
     return float((left != right).double().mean()) if left.numel() else 0.0
 
 
 def by_how_much(left: Tensor, right: Tensor) -> str:
+    """The difference in words, for a message."""
     if left.is_floating_point() or left.is_complex():
         return f" (off by {apart(left, right):.2g} of the largest)"
     return f" ({turned(left, right):.0%} of them differ)"

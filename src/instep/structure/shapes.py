@@ -11,6 +11,7 @@ from torch import Tensor
 
 
 def is_integer(part: Tensor) -> bool:
+    """Whether a tensor holds whole numbers; booleans are none."""
     return not (part.is_floating_point() or part.is_complex() or part.dtype is torch.bool)
 
 
@@ -47,6 +48,7 @@ def equal_scalars(parts: Sequence[Tensor]) -> bool:
 
 
 def equal_values(one: Any, other: Any) -> bool:
+    """Whether two numbers or arrays are equal, or both nothing but NaN."""
     return bool(np.all(one == other)) or bool(np.all(one != one) and np.all(other != other))
 
 

@@ -225,6 +225,7 @@ _READ, _ATTACHED = 0, 1
 
 
 def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
+    """So many bytes, or as few more as end where the next thing may begin."""
     return -(-nbytes // to) * to
 
 
