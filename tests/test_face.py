@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -219,6 +220,14 @@ def test_without_an_accelerator_the_default_is_the_module_itself(net: Net) -> No
     if torch.cuda.is_available():
         pytest.skip("there is an accelerator")
     assert instep.DataParallel(net)._instep_devices == [torch.device("cpu")]
+
+
+def test_it_refuses_to_be_copied_to_devices(model: instep.DataParallel, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = sys.modules["torch.nn.parallel.replicate"]  # what it does with two GPUs, but for the copies themselves
+    monkeypatch.setattr(there, "_broadcast_coalesced_reshape", lambda tensors, devices, detach=False: [tensors] * 2)
+    assert len(nn.parallel.replicate(model.module, [0, 1])) == 2
+    with pytest.raises(instep.WrapError, match=r"torch\.nn\.DataParallel: both would split"):
+        nn.parallel.replicate(model, [0, 1])
 
 
 def test_it_refuses_to_be_wrapped(model: instep.DataParallel, tmp_path: object) -> None:

@@ -249,6 +249,20 @@ def test_gpt2_with_padded_labels(made: Any, engine: str, batch: int) -> None:
     assert abs(naive - whole) > 1e-4  # what a mean over samples would give
 
 
+@both_engines
+@pytest.mark.parametrize("count", [int, torch.tensor])
+def test_gpt2_that_is_told_the_number_of_labels(made: Any, engine: str, count: Any) -> None:
+    net = gpt2(**STILL)
+    plain = copy.deepcopy(net)
+    model = instep.DataParallel(net, ["cpu"] * 2, engine=engine)
+    made.append(model)
+    ids, labels = ragged(7, -100)
+    told = count(int((labels[:, 1:] >= 0).sum()))
+    assert_step(model, net, plain, input_ids=ids, labels=labels, num_items_in_batch=told, use_cache=False)
+    explained = model.explain(input_ids=ids, labels=labels, num_items_in_batch=told, use_cache=False)
+    assert "sum" in dict(explained.outputs)["loss"]
+
+
 def test_gpt2_that_drops_out_is_tried_in_evaluation(made: Any) -> None:
     net = gpt2()
     model = instep.DataParallel(net, ["cpu"] * 2)

@@ -68,6 +68,8 @@ def test_a_batch_cut_in_half_is_an_error(wrap: Any, first: int) -> None:
         lambda h, ids: ids.cummax(0)[0],
         lambda h, ids: sorted(ids.tolist()),
         lambda h, ids: sorted(str(i) for i in ids.tolist()),
+        lambda h, ids: h[ids.argsort()],
+        lambda h, ids: h[ids.argsort(descending=True)][None],
     ],
 )
 def test_rows_that_were_in_order_already_are_turned_round(wrap: Any, look: Any) -> None:

@@ -9,12 +9,8 @@ import torch
 from torch import nn
 
 from instep.errors import WrapError
+from instep.face import GIVEN_TO_DATA_PARALLEL
 from instep.replicas.clone import Wrapper
-
-GIVEN_TO_DATA_PARALLEL = (
-    "instep.DataParallel was given to torch.nn.DataParallel: both would split the batch.\n"
-    "Wrap the bare module with one of them: model.module is it."
-)
 
 
 def accept(module: nn.Module) -> nn.Module:

@@ -279,7 +279,8 @@ class Attempt:
     def _in_other_company(self, sandbox: Sandbox, sizes: tuple[int, int], start: int, findings: Findings) -> None:
         """The same samples in another order, and with others: what is theirs alone does not change with that.
 
-        Asked of rows that were in order already, and of integers that rounding may have turned over.
+        Asked of rows, which may have been in the order that `forward` brings them into, and of integers that rounding
+        may have turned over.
         """
         n = sum(sizes)
         singles = self._cut([start, *[1] * n, self.batch - start - n], n)

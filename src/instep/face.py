@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -15,6 +16,10 @@ Self = TypeVar("Self", bound="Transparent")
 
 # Looked up by DistributedDataParallel on the module that it is given, before anything else.
 _DDP_MARK = "_ddp_params_and_buffers_to_ignore"
+GIVEN_TO_DATA_PARALLEL = (
+    "instep.DataParallel was given to torch.nn.DataParallel: both would split the batch.\n"
+    "Wrap the bare module with one of them: model.module is it."
+)
 
 
 def _shared(name: str) -> Any:
@@ -86,6 +91,12 @@ class Transparent(nn.Module):
 
     def _is_own(self, name: str) -> bool:
         return name in self.__dict__ or name.startswith("_instep_")
+
+    def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
+        """As `nn.Module.modules`. `torch.nn.DataParallel` asks for them to copy the bare module to every device."""
+        if sys._getframe(1).f_code is torch.nn.parallel.replicate.__code__:
+            raise WrapError(GIVEN_TO_DATA_PARALLEL)
+        return super().modules(*args, **kwargs)
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.module)})

@@ -228,8 +228,8 @@ class _Judging:
             sure = sure and not alike
             if not real and not torch.equal(together, whole):
                 self.findings.turned.add(path)
-            elif is_sorted(whole) and not alike:
-                self.findings.ordered.add(path)
+            elif (is_sorted(whole) or (real and whole.ndim > 1)) and not alike:
+                self.findings.ordered.add(path)  # rows may be in the order that forward brings them into
             self._say(path, Joined(whole.ndim, dim, proven=sure))
 
     def _selected(self, parts: Sequence[Tensor], path: Path) -> None:
