@@ -6,6 +6,7 @@ from instep.collectives import all_gather, all_reduce, replica
 from instep.engines.choose import shutdown
 from instep.errors import (
     BridgeError,
+    CannotCross,
     CollectiveError,
     EngineError,
     InstepError,
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BridgeError",
+    "CannotCross",
     "CollectiveError",
     "DataParallel",
     "EngineError",

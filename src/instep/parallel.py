@@ -132,6 +132,10 @@ class DataParallel(Transparent, Wrapper):
     def _set_up(self, options: Options) -> None:
         for pattern, rule in options.state.items():
             check_state_rule(pattern, rule)
+        for name in options.methods:
+            if not callable(getattr(self.module, name, None)):
+                kind = type(self.module).__name__
+                raise WrapError(f"methods={list(options.methods)}: {kind} has no method {name!r}.")
         if options.on_unmerged_state not in ("error", "warn"):
             raise WrapError(f"on_unmerged_state={options.on_unmerged_state!r}: write 'error' or 'warn'.")
         if options.hooks not in ("whole", "per_replica"):

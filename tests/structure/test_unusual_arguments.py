@@ -50,6 +50,11 @@ def test_options_that_take_several_values(option: str, value: Any) -> None:
         instep.DataParallel(nn.Linear(2, 2), **{"device_ids": ["cpu"] * 2, option: value})
 
 
+def test_methods_are_there() -> None:
+    with pytest.raises(instep.WrapError, match=r"methods=\['extra_repr', 'encode'\]: Linear has no method 'encode'\."):
+        instep.DataParallel(nn.Linear(2, 2), ["cpu"] * 2, methods=("extra_repr", "encode"))
+
+
 def test_gather_has_a_tensor_as_often_as_it_is_given() -> None:
     x = torch.arange(3.0)
     assert instep.gather([{"x": x}, {"x": x}], "cpu")["x"].tolist() == [0, 1, 2, 0, 1, 2]
