@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import instep
 
-from .test_errors import ENGINES, Net, assert_fails
+from .test_errors import ENGINES, Net, assert_fails, assert_unchanged, snapshot
 
 
 def leaves(value: Callable[[Tensor], Any]) -> Callable[[Net, Tensor], Tensor]:
@@ -104,3 +105,97 @@ def test_a_module_that_is_wrapped_already() -> None:
 def test_what_to_do_with_unmerged_state_is_one_of_two_words() -> None:
     with pytest.raises(instep.WrapError, match=r"on_unmerged_state='ignore': write 'error' or 'warn'"):
         instep.DataParallel(nn.Linear(2, 2), ["cpu"] * 2, on_unmerged_state="ignore")
+
+
+class Twin:
+    """Makes a class of the name `Pair` that is another one each time."""
+
+    @staticmethod
+    def of(y: Tensor) -> Any:
+        return namedtuple("Pair", ["y"])(y)
+
+
+SAME_WORDS: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
+    "another type of one name": (
+        lambda net, y: instep.all_gather({"pair": Twin.of(y)}),
+        "all_gather: the leaf 'pair' is of another type on each replica (Pair, Pair).",
+    ),
+    "another key of one name": (
+        lambda net, y: instep.all_gather({"by": {1 if len(y) == 3 else "1": y}}),
+        "all_gather: the leaf 'by' has other entries on each replica.",
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize(("then", "words"), SAME_WORDS.values(), ids=SAME_WORDS.keys())
+def test_what_differs_though_it_is_called_the_same(engine: str, then: Callable[[Net, Tensor], Any], words: str) -> None:
+    assert_fails(instep.CollectiveError, [words], Net(then), torch.randn(5, 3), engine=engine)
+
+
+class Tape(bytearray):
+    """Bytes with attributes, of which Python makes no plain copy."""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_object_that_forward_changes_and_that_cannot_be_copied(engine: str) -> None:
+    def count(net: Net, y: Tensor) -> Tensor:
+        net.tape.seen += 1
+        return y
+
+    net = Net(count)
+    net.tape = Tape(b"abc")
+    net.tape.seen = 0
+    words = ["forward changes 'tape'", "which every replica would do once more", "Change it outside forward."]
+    assert_fails(instep.StateError, words, net, torch.randn(5, 3), engine=engine)
+    assert net.tape.seen == 0
+
+
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+@pytest.mark.parametrize("private", [False, True])
+def test_a_second_derivative_is_refused_and_changes_nothing(engine: str, private: bool) -> None:
+    net, x = Net(lambda net, y: y.tanh()), torch.randn(5, 3, requires_grad=True)
+    for p in net.parameters():
+        p.grad = torch.randn_like(p)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, private_copies=private) as model:
+        loss = model(x).sum()
+        before = snapshot(net)
+        for ask in (
+            lambda: torch.autograd.grad(loss, x, create_graph=True),
+            lambda: loss.backward(create_graph=True, inputs=[x, *net.parameters()]),
+        ):
+            with pytest.raises(instep.BridgeError, match=SECOND_DERIVATIVE):
+                ask()
+            assert_unchanged(net, before)
+            assert x.grad is None
+        loss = model(x).sum()
+        (mine,) = torch.autograd.grad(loss, x)
+        (theirs,) = torch.autograd.grad(net.layer(x).tanh().sum(), x)
+        torch.testing.assert_close(mine, theirs)
+
+
+SECOND_DERIVATIVE = (
+    r"(?s)create_graph=True cannot pass through the replicas' separate graphs.*"
+    r"model\.call\('penalty', \.\.\.\).*DataParallel\(\.\.\., engine='serial'\)"
+)
+
+
+@pytest.mark.parametrize("way", ["gather", "reduce"])
+def test_a_gradient_that_comes_to_a_collective_by_another_way(way: str) -> None:
+    left: list[Tensor] = []
+    keep = left.append  # which no replica follows to the list
+
+    def leave(net: Net, y: Tensor) -> Tensor:
+        keep(instep.all_gather(y) if way == "gather" else instep.all_reduce(y.sum(0)))
+        return y
+
+    net = Net(leave)
+    for p in net.parameters():
+        p.grad = torch.randn_like(p)
+    with instep.DataParallel(net, ["cpu"] * 2, engine="threads") as model:
+        model(torch.randn(5, 3))
+        before = snapshot(net)
+        words = rf"(?s)a gradient came to all_{way}.* by another way than the backward of its call\.\nReturn what the "
+        with pytest.raises(instep.CollectiveError, match=words):
+            left[-1].sum().backward()
+        assert_unchanged(net, before)

@@ -239,7 +239,7 @@ def test_a_sparse_or_nested_attribute_says_how_to_store_edges() -> None:
     value = data.Batch.from_data_list(graphs())
     nodes = value.num_nodes
     value.adj = torch.eye(nodes).to_sparse()
-    with pytest.raises(StructureError, match="^`adj` is sparse or nested, which is not split; store edges as `edge_i"):
+    with pytest.raises(StructureError, match="`adj` is sparse or nested, which is not split; store edges as `edge_ind"):
         kind_for(value).split(value, (3, 4))
 
 
