@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import instep
+from instep.errors import CannotCross
 
 from .test_errors import ENGINES, Net, assert_fails, assert_unchanged, snapshot
 
@@ -199,3 +200,29 @@ def test_a_gradient_that_comes_to_a_collective_by_another_way(way: str) -> None:
         with pytest.raises(instep.CollectiveError, match=words):
             left[-1].sum().backward()
         assert_unchanged(net, before)
+
+
+WRITERS = """
+SEEN, COUNT = [], 0
+
+def grows(net, y):
+    SEEN.append(len(y))
+    return y
+
+def counts(net, y):
+    global COUNT
+    COUNT += 1
+    return y
+"""
+
+
+@pytest.mark.parametrize(("writer", "name"), [("grows", "SEEN"), ("counts", "COUNT")])
+@pytest.mark.parametrize("engine", ["processes"])
+def test_a_global_that_forward_changes_in_a_worker(engine: str, writer: str, name: str) -> None:
+    script: dict[str, Any] = {"__name__": "__main__"}
+    exec(WRITERS, script)
+    words = [
+        f"forward changed the global '{name}' in a worker process, where the script does not see it",
+        "Return what it is for, set it on the module, or write engine='threads'.",
+    ]
+    assert_fails(CannotCross, words, Net(script[writer]), torch.randn(5, 3), engine=engine)
