@@ -226,3 +226,78 @@ def test_a_global_that_forward_changes_in_a_worker(engine: str, writer: str, nam
         "Return what it is for, set it on the module, or write engine='threads'.",
     ]
     assert_fails(CannotCross, words, Net(script[writer]), torch.randn(5, 3), engine=engine)
+
+
+def encoding(y: Tensor) -> Any:
+    return pytest.importorskip("transformers").BatchEncoding({"ids": y, "scale": y.sum()})
+
+
+def cache(y: Tensor, *, lengths: int = 1, quantized: bool = False, sizes: int = 1) -> Any:
+    """A cache whose length is another one for another number of samples, or that holds what nobody can cut."""
+    made = pytest.importorskip("transformers").DynamicCache()
+    keys = y[:, None, :2, None].expand(-1, 1, 2, 4)[:, :, : 1 + len(y) % lengths]
+    made.update(keys, keys, 0)
+    if sizes > 1:
+        made.update(keys[1:], keys[1:], 1)
+    if quantized:
+        made._quantized_keys = keys
+    return made
+
+
+def graphs(y: Tensor, **more: Tensor) -> Any:
+    data = pytest.importorskip("torch_geometric.data")
+    made = data.Batch.from_data_list(
+        [data.Data(x=row[None], edge_index=torch.zeros(2, 1, dtype=torch.long)) for row in y]
+    )
+    for key, value in more.items():
+        made[key] = value
+    return made
+
+
+UNJOINED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "an encoding": (encoding, "`scale` differs between the parts and does not follow the batch"),
+    "a cache": (
+        lambda y: cache(y, lengths=2),
+        "pad the inputs to one length, or leave the cache out of the outputs",
+    ),
+    "graphs": (
+        lambda y: graphs(y.detach(), scale=y.detach().sum()),
+        "`scale` differs between the parts and does not follow the graphs",
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("probe", [False, True])
+@pytest.mark.parametrize(("make", "words"), UNJOINED.values(), ids=UNJOINED.keys())
+def test_outputs_of_other_packages_that_cannot_be_joined(
+    engine: str, probe: bool, make: Callable[[Tensor], Any], words: str
+) -> None:
+    net = Net(lambda net, y: {"y": y, "made": make(y)})
+    said = [words] if probe else ["cannot merge the output 'made'", words, "merge={'made': ...}", "'drop'"]
+    assert_fails(instep.MergeError, said, net, torch.randn(5, 3), engine=engine, options={"probe": probe})
+
+
+UNCUT: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a quantized cache": (
+        lambda x: cache(x, quantized=True),
+        "a quantized DynamicCache is neither split nor joined; use a DynamicCache instead",
+    ),
+    "a cache of two sizes": (
+        lambda x: cache(x, sizes=2),
+        "a DynamicCache holds batches of different sizes: {5: ",
+    ),
+    "graphs with a sparse matrix": (
+        lambda x: graphs(x, adj=torch.eye(5).to_sparse()),
+        "`adj` is sparse or nested, which is not split; store edges as `edge_index`",
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize(("make", "words"), UNCUT.values(), ids=UNCUT.keys())
+def test_arguments_of_other_packages_that_cannot_be_cut(engine: str, make: Callable[[Tensor], Any], words: str) -> None:
+    x, ran = torch.randn(5, 3), []
+    net = Net(lambda net, y: (ran.append(len(y)), y)[1])
+    assert_fails(instep.StructureError, [words], net, x, make(x), engine=engine)
+    assert not ran

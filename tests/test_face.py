@@ -209,6 +209,21 @@ def test_recurrent_weights_that_are_laid_out_anew(engine: str, private: bool) ->
         torch.testing.assert_close(tuple(p.grad for p in net.parameters()), wanted)
 
 
+@pytest.mark.parametrize("private", [False, True])
+def test_recurrent_weights_are_laid_out_once_where_they_are_copies(
+    private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, x, laid_out = nn.LSTM(3, 4, batch_first=True), torch.randn(5, 2, 3), []
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda self: laid_out.append(self))
+    with instep.DataParallel(net, ["cpu"] * 2, engine="threads", private_copies=private) as model:
+        model(x)
+        mine = [replica.module for replica in model._instep_crew.replicas]
+        assert [module for module in laid_out if module in mine] == (mine if private else [])
+        laid_out.clear()
+        model(x)
+        assert not laid_out
+
+
 def test_repr_says_engine_devices_and_why(model: instep.DataParallel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "engine=threads (2 replicas in one process" in repr(model)
     assert "devices=[cpu, cpu]" in repr(model)
