@@ -108,17 +108,14 @@ def test_what_to_do_with_unmerged_state_is_one_of_two_words() -> None:
         instep.DataParallel(nn.Linear(2, 2), ["cpu"] * 2, on_unmerged_state="ignore")
 
 
-class Twin:
-    """Makes a class of the name `Pair` that is another one each time."""
-
-    @staticmethod
-    def of(y: Tensor) -> Any:
-        return namedtuple("Pair", ["y"])(y)
+def pair(y: Tensor) -> Any:
+    """A tuple of a class of the name `Pair`, which is another one each time."""
+    return namedtuple("Pair", ["y"])(y)
 
 
 SAME_WORDS: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
     "another type of one name": (
-        lambda net, y: instep.all_gather({"pair": Twin.of(y)}),
+        lambda net, y: instep.all_gather({"pair": pair(y)}),
         "all_gather: the leaf 'pair' is of another type on each replica (Pair, Pair).",
     ),
     "another key of one name": (
@@ -152,6 +149,12 @@ def test_an_object_that_forward_changes_and_that_cannot_be_copied(engine: str) -
     assert net.tape.seen == 0
 
 
+SECOND_DERIVATIVE = (
+    r"(?s)create_graph=True cannot pass through the replicas' separate graphs.*"
+    r"model\.call\('penalty', \.\.\.\).*DataParallel\(\.\.\., engine='serial'\)"
+)
+
+
 @pytest.mark.parametrize("engine", ["threads", "processes"])
 @pytest.mark.parametrize("private", [False, True])
 def test_a_second_derivative_is_refused_and_changes_nothing(engine: str, private: bool) -> None:
@@ -173,12 +176,6 @@ def test_a_second_derivative_is_refused_and_changes_nothing(engine: str, private
         (mine,) = torch.autograd.grad(loss, x)
         (theirs,) = torch.autograd.grad(net.layer(x).tanh().sum(), x)
         torch.testing.assert_close(mine, theirs)
-
-
-SECOND_DERIVATIVE = (
-    r"(?s)create_graph=True cannot pass through the replicas' separate graphs.*"
-    r"model\.call\('penalty', \.\.\.\).*DataParallel\(\.\.\., engine='serial'\)"
-)
 
 
 @pytest.mark.parametrize("way", ["gather", "reduce"])
