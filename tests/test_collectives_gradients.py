@@ -231,8 +231,9 @@ def penalised(self: Any, x: Tensor) -> Tensor:
     return grad.square().sum(1)
 
 
-def test_a_gradient_taken_inside_of_forward() -> None:
-    check(penalised, "threads")
+@pytest.mark.parametrize("way", ["threads", "processes"])
+def test_a_gradient_taken_inside_of_forward(way: str) -> None:
+    check(penalised, way)
 
 
 @pytest.mark.parametrize("way", ["serial", "joint"])
@@ -256,8 +257,9 @@ def test_double_backward_on_serial() -> None:
         assert_same_gradients(model, plain)
 
 
+@pytest.mark.parametrize("way", ["threads", "processes"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_region_meets_again(reentrant: bool) -> None:
+def test_a_checkpointed_region_meets_again(way: str, reentrant: bool) -> None:
     def region(self: Any, x: Tensor) -> Tensor:
         z = self.layer(x).tanh()
         return z * instep.all_gather(z).sum(0)
@@ -267,7 +269,7 @@ def test_a_checkpointed_region_meets_again(reentrant: bool) -> None:
         return y + instep.all_reduce(y.sum(0)) * self.other(x)
 
     x = batch().requires_grad_()
-    with replicated(Does(body), "threads") as (plain, model):
+    with replicated(Does(body), way) as (plain, model):
         for each in (plain, model):
             weigh(each(x)).backward()
         assert_same_gradients(model, plain)

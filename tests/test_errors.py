@@ -172,7 +172,8 @@ def test_a_count_of_samples_is_not_taken_for_a_count_of_calls(engine: str) -> No
     assert_fails(instep.StateError, ["changed 'total'"], Net(count), torch.randn(6, 3), engine=engine)
 
 
-def test_a_backward_inside_forward_is_refused_where_its_gradients_would_be_lost() -> None:
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+def test_a_backward_inside_forward_is_refused_where_its_gradients_would_be_lost(engine: str) -> None:
     def descend(net: Net, y: Tensor) -> Tensor:
         y.sum().backward()
         return y.detach()
@@ -182,7 +183,7 @@ def test_a_backward_inside_forward_is_refused_where_its_gradients_would_be_lost(
         ["inside forward", "call backward() on it outside"],
         Net(descend),
         torch.randn(5, 3),
-        engine="threads",
+        engine=engine,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import instep
+from instep.errors import CannotCross
 
-from .test_errors import ENGINES, Net, assert_fails
+from .test_errors import ENGINES, Net, assert_fails, assert_unchanged, snapshot
 
 
 def leaves(value: Callable[[Tensor], Any]) -> Callable[[Net, Tensor], Tensor]:
@@ -104,3 +106,195 @@ def test_a_module_that_is_wrapped_already() -> None:
 def test_what_to_do_with_unmerged_state_is_one_of_two_words() -> None:
     with pytest.raises(instep.WrapError, match=r"on_unmerged_state='ignore': write 'error' or 'warn'"):
         instep.DataParallel(nn.Linear(2, 2), ["cpu"] * 2, on_unmerged_state="ignore")
+
+
+def pair(y: Tensor) -> Any:
+    """A tuple of a class of the name `Pair`, which is another one each time."""
+    return namedtuple("Pair", ["y"])(y)
+
+
+SAME_WORDS: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
+    "another type of one name": (
+        lambda net, y: instep.all_gather({"pair": pair(y)}),
+        "all_gather: the leaf 'pair' is of another type on each replica (Pair, Pair).",
+    ),
+    "another key of one name": (
+        lambda net, y: instep.all_gather({"by": {1 if len(y) == 3 else "1": y}}),
+        "all_gather: the leaf 'by' has other entries on each replica.",
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize(("then", "words"), SAME_WORDS.values(), ids=SAME_WORDS.keys())
+def test_what_differs_though_it_is_called_the_same(engine: str, then: Callable[[Net, Tensor], Any], words: str) -> None:
+    assert_fails(instep.CollectiveError, [words], Net(then), torch.randn(5, 3), engine=engine)
+
+
+class Tape(bytearray):
+    """Bytes with attributes, of which Python makes no plain copy."""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_object_that_forward_changes_and_that_cannot_be_copied(engine: str) -> None:
+    def count(net: Net, y: Tensor) -> Tensor:
+        net.tape.seen += 1
+        return y
+
+    net = Net(count)
+    net.tape = Tape(b"abc")
+    net.tape.seen = 0
+    words = ["forward changes 'tape'", "which every replica would do once more", "Change it outside forward."]
+    assert_fails(instep.StateError, words, net, torch.randn(5, 3), engine=engine)
+    assert net.tape.seen == 0
+
+
+SECOND_DERIVATIVE = (
+    r"(?s)create_graph=True cannot pass through the replicas' separate graphs.*"
+    r"model\.call\('penalty', \.\.\.\).*DataParallel\(\.\.\., engine='serial'\)"
+)
+
+
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+@pytest.mark.parametrize("private", [False, True])
+def test_a_second_derivative_is_refused_and_changes_nothing(engine: str, private: bool) -> None:
+    net, x = Net(lambda net, y: y.tanh()), torch.randn(5, 3, requires_grad=True)
+    for p in net.parameters():
+        p.grad = torch.randn_like(p)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, private_copies=private) as model:
+        loss = model(x).sum()
+        before = snapshot(net)
+        for ask in (
+            lambda: torch.autograd.grad(loss, x, create_graph=True),
+            lambda: loss.backward(create_graph=True, inputs=[x, *net.parameters()]),
+        ):
+            with pytest.raises(instep.BridgeError, match=SECOND_DERIVATIVE):
+                ask()
+            assert_unchanged(net, before)
+            assert x.grad is None
+        loss = model(x).sum()
+        (mine,) = torch.autograd.grad(loss, x)
+        (theirs,) = torch.autograd.grad(net.layer(x).tanh().sum(), x)
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("way", ["gather", "reduce"])
+def test_a_gradient_that_comes_to_a_collective_by_another_way(way: str) -> None:
+    left: list[Tensor] = []
+    keep = left.append  # which no replica follows to the list
+
+    def leave(net: Net, y: Tensor) -> Tensor:
+        keep(instep.all_gather(y) if way == "gather" else instep.all_reduce(y.sum(0)))
+        return y
+
+    net = Net(leave)
+    for p in net.parameters():
+        p.grad = torch.randn_like(p)
+    with instep.DataParallel(net, ["cpu"] * 2, engine="threads") as model:
+        model(torch.randn(5, 3))
+        before = snapshot(net)
+        words = rf"(?s)a gradient came to all_{way}.* by another way than the backward of its call\.\nReturn what the "
+        with pytest.raises(instep.CollectiveError, match=words):
+            left[-1].sum().backward()
+        assert_unchanged(net, before)
+
+
+WRITERS = """
+SEEN, COUNT = [], 0
+
+def grows(net, y):
+    SEEN.append(len(y))
+    return y
+
+def counts(net, y):
+    global COUNT
+    COUNT += 1
+    return y
+"""
+
+
+@pytest.mark.parametrize(("writer", "name"), [("grows", "SEEN"), ("counts", "COUNT")])
+@pytest.mark.parametrize("engine", ["processes"])
+def test_a_global_that_forward_changes_in_a_worker(engine: str, writer: str, name: str) -> None:
+    script: dict[str, Any] = {"__name__": "__main__"}
+    exec(WRITERS, script)
+    words = [
+        f"forward changed the global '{name}' in a worker process, where the script does not see it",
+        "Return what it is for, set it on the module, or write engine='threads'.",
+    ]
+    assert_fails(CannotCross, words, Net(script[writer]), torch.randn(5, 3), engine=engine)
+
+
+def encoding(y: Tensor) -> Any:
+    return pytest.importorskip("transformers").BatchEncoding({"ids": y, "scale": y.sum()})
+
+
+def cache(y: Tensor, *, lengths: int = 1, quantized: bool = False, sizes: int = 1) -> Any:
+    """A cache whose length is another one for another number of samples, or that holds what nobody can cut."""
+    made = pytest.importorskip("transformers").DynamicCache()
+    keys = y[:, None, :2, None].expand(-1, 1, 2, 4)[:, :, : 1 + len(y) % lengths]
+    made.update(keys, keys, 0)
+    if sizes > 1:
+        made.update(keys[1:], keys[1:], 1)
+    if quantized:
+        made._quantized_keys = keys
+    return made
+
+
+def graphs(y: Tensor, **more: Tensor) -> Any:
+    data = pytest.importorskip("torch_geometric.data")
+    made = data.Batch.from_data_list(
+        [data.Data(x=row[None], edge_index=torch.zeros(2, 1, dtype=torch.long)) for row in y]
+    )
+    for key, value in more.items():
+        made[key] = value
+    return made
+
+
+UNJOINED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "an encoding": (encoding, "`scale` differs between the parts and does not follow the batch"),
+    "a cache": (
+        lambda y: cache(y, lengths=2),
+        "pad the inputs to one length, or leave the cache out of the outputs",
+    ),
+    "graphs": (
+        lambda y: graphs(y.detach(), scale=y.detach().sum()),
+        "`scale` differs between the parts and does not follow the graphs",
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("probe", [False, True])
+@pytest.mark.parametrize(("make", "words"), UNJOINED.values(), ids=UNJOINED.keys())
+def test_outputs_of_other_packages_that_cannot_be_joined(
+    engine: str, probe: bool, make: Callable[[Tensor], Any], words: str
+) -> None:
+    net = Net(lambda net, y: {"y": y, "made": make(y)})
+    said = [words] if probe else ["cannot merge the output 'made'", words, "merge={'made': ...}", "'drop'"]
+    assert_fails(instep.MergeError, said, net, torch.randn(5, 3), engine=engine, options={"probe": probe})
+
+
+UNCUT: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a quantized cache": (
+        lambda x: cache(x, quantized=True),
+        "a quantized DynamicCache is neither split nor joined; use a DynamicCache instead",
+    ),
+    "a cache of two sizes": (
+        lambda x: cache(x, sizes=2),
+        "a DynamicCache holds batches of different sizes: {5: ",
+    ),
+    "graphs with a sparse matrix": (
+        lambda x: graphs(x, adj=torch.eye(5).to_sparse()),
+        "`adj` is sparse or nested, which is not split; store edges as `edge_index`",
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize(("make", "words"), UNCUT.values(), ids=UNCUT.keys())
+def test_arguments_of_other_packages_that_cannot_be_cut(engine: str, make: Callable[[Tensor], Any], words: str) -> None:
+    x, ran = torch.randn(5, 3), []
+    net = Net(lambda net, y: (ran.append(len(y)), y)[1])
+    assert_fails(instep.StructureError, [words], net, x, make(x), engine=engine)
+    assert not ran

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -171,6 +172,58 @@ def test_wrapping_again_wraps_the_module(model: instep.DataParallel, net: Net) -
         torch.testing.assert_close(again(torch.ones(6, 3)), net(torch.ones(6, 3)))
 
 
+@pytest.mark.parametrize("first", ["threads", "processes"])
+def test_wrapping_again_closes_the_wrapper_before(net: Net, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, closed = torch.randn(5, 3), []
+    old = instep.DataParallel(net, ["cpu"] * 2, engine=first)
+    old(x)
+    threads = replica_threads()
+    assert len(threads) == (2 if first == "threads" else 0)
+    close = old._instep_engine.close
+    monkeypatch.setattr(old._instep_engine, "close", lambda: (closed.append(first), close()))
+    with instep.DataParallel(old, ["cpu"] * 2, engine="serial") as new:
+        assert closed == [first]
+        assert not replica_threads()
+        torch.testing.assert_close(new(x), net(x))
+        torch.testing.assert_close(old(x), net(x))  # it starts anew
+    old.close()
+
+
+def replica_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("instep-cpu")]
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+def test_recurrent_weights_that_are_laid_out_anew(engine: str, private: bool) -> None:
+    net, x = nn.LSTM(3, 4, batch_first=True), torch.randn(5, 2, 3)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, private_copies=private) as model:
+        model(x)
+        model.flatten_parameters()
+        net.flatten_parameters()
+        with torch.no_grad():
+            net.weight_hh_l0.mul_(0.5)
+        torch.testing.assert_close(model(x), net(x))
+        wanted = torch.autograd.grad(net(x)[0].square().sum(), list(net.parameters()))
+        model(x)[0].square().sum().backward()
+        torch.testing.assert_close(tuple(p.grad for p in net.parameters()), wanted)
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_recurrent_weights_are_laid_out_once_where_they_are_copies(
+    private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, x, laid_out = nn.LSTM(3, 4, batch_first=True), torch.randn(5, 2, 3), []
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda self: laid_out.append(self))
+    with instep.DataParallel(net, ["cpu"] * 2, engine="threads", private_copies=private) as model:
+        model(x)
+        mine = [replica.module for replica in model._instep_crew.replicas]
+        assert [module for module in laid_out if module in mine] == (mine if private else [])
+        laid_out.clear()
+        model(x)
+        assert not laid_out
+
+
 def test_repr_says_engine_devices_and_why(model: instep.DataParallel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "engine=threads (2 replicas in one process" in repr(model)
     assert "devices=[cpu, cpu]" in repr(model)
@@ -247,7 +300,7 @@ def test_it_refuses_what_cannot_be_wrapped() -> None:
         instep.DataParallel(3)
     with pytest.raises(instep.WrapError, match=r"wrapped by DataParallel already.*model\.module"):
         instep.DataParallel(nn.DataParallel(Net()))
-    with pytest.raises(instep.WrapError, match="device_ids is empty"):
+    with pytest.raises(instep.WrapError, match="device_ids is empty: name at least one device, or leave it out"):
         instep.DataParallel(Net(), [])
     with pytest.raises(instep.WrapError, match="on_unmerged_state='shrug'"):
         instep.DataParallel(Net(), ["cpu"], on_unmerged_state="shrug")

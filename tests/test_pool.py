@@ -198,3 +198,12 @@ def test_an_interruption_leaves_gradients_as_they_were(monkeypatch: pytest.Monke
             model(torch.randn(6, 4))
         assert torch.is_grad_enabled()
         assert model(torch.randn(6, 4)).requires_grad
+
+
+def test_threads_that_were_given_back_run_nothing_any_longer() -> None:
+    lease, ran = pool.Lease([torch.device("cpu")] * 2), []
+    assert lease.run([lambda: 1, lambda: 2]) == [1, 2]
+    lease.close()
+    with pytest.raises(instep.EngineError, match=r"^this engine was closed\.$"):
+        lease.run([lambda: ran.append(1), lambda: ran.append(2)])
+    assert not ran

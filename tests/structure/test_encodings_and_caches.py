@@ -270,3 +270,96 @@ def test_caches_of_different_lengths_are_not_joined() -> None:
     parts = [model(torch.randint(0, 11, (2, n)), use_cache=True).past_key_values for n in (3, 4)]
     with pytest.raises(MergeError, match="keys has different lengths"):
         kind_for(parts[0]).merge(parts)
+
+
+# What parts cannot be made one of
+
+
+def hand_made(**attributes: Any) -> Any:
+    """A cache of a class of the program's own, with these attributes beside one tensor of keys."""
+    transformers = pytest.importorskip("transformers")
+
+    class HandMade(transformers.Cache):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            self.keys = torch.zeros(2, 1, 3)
+            vars(self).update(attributes)
+
+    return HandMade()
+
+
+def twins(one: dict[str, Any], other: dict[str, Any]) -> list[Any]:
+    first, second = hand_made(**one), hand_made(**other)
+    second.__class__ = type(first)
+    return [first, second]
+
+
+UNJOINABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "types": (
+        {"state": torch.zeros(2, 1, 3)},
+        {"state": None},
+        r"^HandMade\.state is of different types: \['Tensor', 'NoneType'\]$",
+    ),
+    "keys": (
+        {"table": {"a": 1}},
+        {"table": {"b": 1}},
+        r"^HandMade\.table has different keys in the parts: \[\['a'\], \['b'\]\]$",
+    ),
+    "lengths of lists": (
+        {"layers": [{"seen": [1, 2]}]},
+        {"layers": [{"seen": [1]}]},
+        r"^HandMade\.layers\.0\.seen has different lengths in the parts: \[2, 1\]$",
+    ),
+    "counters": (
+        {"count": torch.tensor(3)},
+        {"count": torch.tensor(4)},
+        r"^HandMade\.count differs between the parts: \[3, 4\]$",
+    ),
+    "settings": (
+        {"layers": [{"step": 5}]},
+        {"layers": [{"step": 6}]},
+        r"^HandMade\.layers\.0\.step differs between the parts: \[5, 6\]$",
+    ),
+    "lengths of tensors": (
+        {"values": torch.zeros(2, 1, 3)},
+        {"values": torch.zeros(2, 1, 4)},
+        r"^HandMade\.values has different lengths .*\(2, 1, 3\), \(2, 1, 4\).*pad the inputs to one length, or "
+        r"leave the cache out of the outputs$",
+    ),
+    "quantized": (
+        {"_quantized_keys": torch.zeros(2, 1, 3)},
+        {"_quantized_keys": torch.zeros(2, 1, 3)},
+        r"a quantized \w+ is neither split nor joined; use a DynamicCache instead$",
+    ),
+}
+
+
+@pytest.mark.parametrize(("one", "other", "message"), UNJOINABLE.values(), ids=UNJOINABLE.keys())
+def test_parts_of_a_cache_that_do_not_fit_each_other(one: dict[str, Any], other: dict[str, Any], message: str) -> None:
+    parts = twins(one, other)
+    with pytest.raises(MergeError, match=message):
+        kind_for(parts[0]).merge(parts)
+
+
+def test_a_cache_of_batches_of_different_sizes_is_not_split() -> None:
+    value = hand_made(values=torch.zeros(3, 1, 3))
+    with pytest.raises(
+        StructureError, match=r"a HandMade holds batches of different sizes: \{2: 'keys', 3: 'values'\}"
+    ):
+        kind_for(value).size(value)
+
+
+def test_a_quantized_cache_is_not_split() -> None:
+    value = hand_made(_quantized_values=torch.zeros(2, 1, 3))
+    with pytest.raises(StructureError, match="a quantized HandMade is neither split nor joined; use a DynamicCache"):
+        kind_for(value).split(value, (1, 1))
+
+
+def test_encodings_that_do_not_fit_each_other(tokenizer: Any) -> None:
+    kind = kind_for(tokenizer(TEXTS))
+    one, other = (tokenizer(TEXTS[:3], padding=True, return_tensors="pt") for _ in range(2))
+    one["scale"], other["scale"] = torch.tensor(2.0), torch.tensor(3.0)
+    with pytest.raises(MergeError, match=r"^`scale` differs between the parts and does not follow the batch$"):
+        kind.merge([one, other])
+    del one["scale"]
+    with pytest.raises(MergeError, match=r"^the items of the parts differ: \[\['input_ids'.*\], \[.*'scale'\]\]$"):
+        kind.merge([one, other])

@@ -232,3 +232,39 @@ def test_what_was_added_to_a_batch_is_joined_whatever_it_is_of() -> None:
 
 def test_modules_are_left_alone() -> None:
     assert kind_of(nn.Linear) is None
+
+
+def test_a_sparse_or_nested_attribute_says_how_to_store_edges() -> None:
+    data = pytest.importorskip("torch_geometric.data")
+    value = data.Batch.from_data_list(graphs())
+    nodes = value.num_nodes
+    value.adj = torch.eye(nodes).to_sparse()
+    with pytest.raises(StructureError, match="`adj` is sparse or nested, which is not split; store edges as `edge_ind"):
+        kind_for(value).split(value, (3, 4))
+
+
+UNJOINABLE: dict[str, tuple[Callable[[Any, Any], None], str]] = {
+    "left out of one": (lambda one, two: two.__delattr__("edge_attr"), "^`edge_attr` is not in every part$"),
+    "replaced": (
+        lambda one, two: setattr(two, "x", two.x[:-1]),
+        "^`x` was replaced in a part: its graphs cannot be told$",
+    ),
+    "a member replaced": (
+        lambda one, two: two.extra.update(some=two.extra["some"][:-1]),
+        r"^`extra\.some` was replaced in a part: its graphs cannot be told$",
+    ),
+    "added, of no graph": (
+        lambda one, two: (setattr(one, "scale", torch.tensor(1.0)), setattr(two, "scale", torch.tensor(2.0)))[0],
+        "^`scale` differs between the parts and does not follow the graphs$",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), UNJOINABLE.values(), ids=UNJOINABLE.keys())
+def test_parts_that_do_not_fit_each_other(change: Callable[[Any, Any], None], message: str) -> None:
+    value = homogeneous()
+    kind = kind_for(value)
+    one, two = kind.split(value, (3, 4))
+    change(one, two)
+    with pytest.raises(MergeError, match=message):
+        kind.merge([one, two])
