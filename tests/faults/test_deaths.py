@@ -19,24 +19,7 @@ import instep
 from instep.engines.processes.hands import inside_worker
 from instep.errors import WorkerFailure
 
-
-class Net(nn.Module):
-    """Everything that a step can depend on: weights, draws, state of every kind, and what the other replicas have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
-        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.3)
-        self.register_buffer("mean", torch.zeros(8))
-        self.steps = 0
-        self.penalty = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        h = self.drop(torch.relu(self.norm(self.first(x))))
-        self.penalty = h.square().mean()
-        self.mean = self.mean * 0.9 + 0.1 * instep.all_gather(h).detach().mean(0)
-        return self.last(h + 0.01 * self.mean)
+from ..everything import Net
 
 
 class Fails(nn.Module):
@@ -96,6 +79,17 @@ def train(deaths: Iterator[str], steps: int) -> Net:
             if kill.ident is not None:
                 kill.join()
     return net
+
+
+@pytest.mark.timeout(240)
+def test_kills_at_any_time_do_not_change_a_single_bit() -> None:
+    choose = random.Random(1)
+    phases = ["forward", "between", "backward", "idle", "none", "none"]
+    undisturbed = train(iter(lambda: "none", ""), 14)
+    disturbed = train(iter(lambda: choose.choice(phases), ""), 14)
+    assert disturbed.steps == undisturbed.steps
+    for (name, theirs), mine in zip(undisturbed.state_dict().items(), disturbed.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs), name
 
 
 def test_too_many_deaths_are_a_failure_that_says_what_happened() -> None:

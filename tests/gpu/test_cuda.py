@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import instep
 
+from .models import Tagger
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -29,22 +31,6 @@ def conv_net() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8 * 36, 5)
     ).eval()
-
-
-class Tagger(nn.Module):
-    """An LSTM over packed sequences: lengths stay on the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(20, 6)
-        self.lstm = nn.LSTM(6, 8, batch_first=True)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        assert lengths.device.type == "cpu"
-        packed = nn.utils.rnn.pack_padded_sequence(self.embed(ids), lengths, batch_first=True, enforce_sorted=False)
-        _, (hidden, _) = self.lstm(packed)
-        return self.head(hidden[-1])
 
 
 def assert_parity(

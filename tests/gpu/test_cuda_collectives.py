@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import instep
 
+from .models import Pairs, conv_net
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -26,34 +28,6 @@ LAYOUTS = [
     for name, devices in DEVICES.items()
 ]
 each_layout = pytest.mark.parametrize(("engine", "private", "devices"), LAYOUTS)
-
-
-def conv_net() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, bias=False),
-        nn.BatchNorm2d(8),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(8, 4, 3, bias=False),
-        nn.SyncBatchNorm(4, momentum=None),
-        nn.Flatten(),
-        nn.Linear(64, 5),
-    )
-
-
-class Pairs(nn.Module):
-    """Every sample against the whole batch; also a structure with a tensor that stays on the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(6, 4), nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        one, two = self.left(x).tanh(), self.right(x).tanh()
-        got = instep.all_gather({"two": two, "host": torch.arange(len(x)), "names": ["a"] * len(x)})
-        assert got["two"].device == x.device
-        assert got["host"].device.type == "cpu"
-        assert len(got["names"]) == len(got["two"])
-        return one - instep.all_reduce(one.mean(0), "mean") + (one @ got["two"].T).logsumexp(1, keepdim=True)
 
 
 def assert_trains_alike(net: nn.Module, x: Tensor, engine: str, private: bool, devices: list[Any]) -> None:

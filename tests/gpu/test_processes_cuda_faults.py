@@ -22,6 +22,7 @@ import instep
 from instep.engines.processes.driver import DeviceMemory, Refused
 from instep.engines.processes.hands import inside_worker
 
+from ..everything import Net
 from .near_and_private import each_way, mlp, pids, wrap
 
 pytestmark = [
@@ -29,25 +30,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.usefixtures("gpu_workers"),
 ]
-
-
-class Net(nn.Module):
-    """Everything that a step can depend on: weights, draws, state of every kind, and what the other replicas have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
-        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.3)
-        self.register_buffer("mean", torch.zeros(8))
-        self.steps = 0
-        self.penalty = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        h = self.drop(torch.relu(self.norm(self.first(x))))
-        self.penalty = h.square().mean()
-        self.mean = self.mean * 0.9 + 0.1 * instep.all_gather(h).detach().mean(0)
-        return self.last(h + 0.01 * self.mean)
 
 
 def train(phases: Sequence[str], private: bool) -> Net:

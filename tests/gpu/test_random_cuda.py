@@ -54,7 +54,7 @@ def equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_masks_repeat_differ_and_are_recomputed(engine: str, devices: list[int | str], reentrant: bool) -> None:
     if engine == "serial" and "cpu" in devices:
-        pytest.skip("one backward recomputes on both devices at a time, and there is one generator on the CPU")
+        pytest.skip("not exact, as docs/randomness.md says: one backward recomputes on both devices at a time")
     net = Regions(reentrant).double().cuda()
     size = 4 * len(devices)
     x = torch.ones(size, 50, dtype=torch.float64, device="cuda", requires_grad=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.shore import wait_for
 from instep.modes import inference
+from instep.reduce import BUCKET_BYTES
 
-BUCKET_BYTES = 64 * 2**20
 _GAP = 64
 """Bytes at most between neighbours."""
 
