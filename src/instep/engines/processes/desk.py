@@ -230,12 +230,16 @@ class Desk:
         try:
             tensors = self.talk.say(orders.FORWARD, box.number, run, what="arguments")
         except BaseException:
-            self.gone.extend([*(("call", n) for n in run.gone[0]), *(("module", n) for n in run.gone[1])])
+            self.say_again(run)
             raise
         finally:
             run.around = around
         self._around = around
         return box, tensors
+
+    def say_again(self, run: Run) -> None:
+        """What a worker was to forget with a forward that failed goes with the next: it may not have heard it."""
+        self.gone.extend([*(("call", n) for n in run.gone[0]), *(("module", n) for n in run.gone[1])])
 
     def ask_backward(self, back: Back) -> Box:
         """Ask for one replica's part of a backward."""

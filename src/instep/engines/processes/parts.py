@@ -88,7 +88,11 @@ class ForwardPart:
         self._box, self._arguments = desk.ask_forward(run)
 
     def hear(self, desk: Desk) -> tuple[Desk, Ran, list[Tensor]]:
-        answer = desk.answer(self._box, self._met)
+        try:
+            answer = desk.answer(self._box, self._met)
+        except Exception:
+            desk.say_again(self._run)
+            raise
         fields, tensors = desk.talk.take(answer, _rebuild(self._arguments, self._told.counterparts))
         return desk, Ran(*fields), tensors
 
