@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from instep.bridge import Gradients, Side, Span, live, take
+from instep.engines.pages import keep_pages
 from instep.engines.pool import Lease
 from instep.engines.protocol import Job, perform, raise_first, raised_in
 from instep.engines.room import BACKWARD, FORWARD, Room, run_here
@@ -58,6 +59,8 @@ class SideBySide:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
         self._on_host = all(device.type == "cpu" for device in devices)
+        if self._on_host:
+            keep_pages()
         self._lease: Lease | None = None
         self._lock = ProcessLock()
         self._holding = False
