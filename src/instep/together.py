@@ -26,6 +26,7 @@ from instep.replicas.ambient import Ambient
 from instep.replicas.carry import ALONE, UNSURE, Slot
 from instep.replicas.crew import Crew
 from instep.replicas.handed import ids_in
+from instep.replicas.iterators import only_the_callers
 from instep.replicas.rehearse import compare, left_in
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.settle import Settler, refuse_writes
@@ -108,12 +109,8 @@ class Together:
 
     def _note_asked(self, call: Call) -> None:
         if not self._asking:
-            name = self.crew.name_of(self.crew.asked[0])
-            warnings.warn(
-                f"forward may draw from the iterator {name!r}, of which there is one for all replicas: calls run on "
-                f"one device.\nDraw from it outside, and set what it gave as an attribute.",
-                stacklevel=6,
-            )
+            asked = self.crew.asked[0]
+            warnings.warn(only_the_callers(asked, self.crew.name_of(asked)), stacklevel=6)
         self._asking.setdefault((call.method, self.module.training), []).extend(self.crew.asked)
         self.crew.asked.clear()
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.replicas.contents import Contents, beside, contents_of, holder_of, is_array, put
-from instep.replicas.iterators import StandIn, is_iterator
+from instep.replicas.iterators import is_the_callers, stand_in
 from instep.replicas.opaque import is_opaque
 from instep.structure.tree import attributes_of, shallow_copy
 
@@ -168,8 +168,8 @@ class Cloner:
             return self._note(value, self.clone(value.module))
         if isinstance(value, nn.Module):
             return self._module(value)
-        if is_iterator(value):
-            return self._note(value, StandIn(value, self._asked))
+        if is_the_callers(value):
+            return self._note(value, stand_in(value, self._asked))
         return self._rebuild(value) if self._reaches(value) else value
 
     def _note(self, source: Any, made: Any) -> Any:
@@ -293,7 +293,7 @@ def holds_source(value: Any, own: Mapping[int, Any] | None = None, plain: Mappin
 
     def found(item: Any) -> bool:
         mine = id(item) in own or id(getattr(item, "__dict__", own)) in own
-        return mine or isinstance(item, (Tensor, nn.Module, torch.Generator)) or is_iterator(item)
+        return mine or isinstance(item, (Tensor, nn.Module, torch.Generator)) or is_the_callers(item)
 
     return _leads_to(value, found, plain or {})
 
