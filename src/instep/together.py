@@ -222,7 +222,7 @@ class Together:
             self.refuse_again()
             self._forget(random)
             return self._on_source(call)
-        refuse_writes(self.module, [*crew.written(), *(t for outcome in outcomes for t in outcome.refused)])
+        self._refuse_writes(replicas, outcomes)
         outputs = [on_output_device(outcome.output, self.output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
         if rehearsal is not None:  # nothing is learned from it
@@ -237,6 +237,13 @@ class Together:
         for weight, rows in rewritten:
             weight.data.copy_(rows)
         return merged
+
+    def _refuse_writes(self, replicas: Sequence[Replica], outcomes: Sequence[Outcome]) -> None:
+        """`StateError` for parameters that `forward` wrote to; whether the module's own hold that depends on where."""
+        found = list(zip(replicas, [outcome.refused for outcome in outcomes], strict=True))
+        written = [*self.crew.written(), *(tensor for _, theirs in found for tensor in theirs)]
+        near = [tensor for replica, theirs in found if replica.near for tensor in theirs]
+        refuse_writes(self.module, written, [*self.crew.overwritten, *near])
 
     def _probe(self, call: Call, carried: Sequence[Slot]) -> None:
         """Before the first call of a structure: a few samples in parts and together say what its outputs mean."""
