@@ -28,7 +28,7 @@ from instep.engines.choose import Choice, choose, instead, start
 from instep.engines.protocol import Engine
 from instep.engines.tasks import inside_replica
 from instep.errors import CannotCross, WrapError
-from instep.explain import Explanation, explain
+from instep.explain import Explanation, explain, explain_alone
 from instep.face import Transparent
 from instep.locks import ProcessLock
 from instep.options import Call, Method, Options, check_shares, listed, tabled
@@ -262,7 +262,7 @@ class DataParallel(Transparent, Wrapper):
         known = self._method("forward")
         names, values = known.name(args, kwargs)
         if self._instep_alone:
-            return Explanation(f"one device: the module itself runs on {self._instep_devices[0]}", (), ())
+            return explain_alone(names, values, self._instep_devices[0])
         plan = known.plan(names, values, self._instep_options.cost)
         tried = None if known.probe is None else known.probe.recall(plan, values, self._instep_crew.kinds.now)
         trial = "" if known.probe is None else "not tried yet" if tried is None else tried.words

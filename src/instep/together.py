@@ -26,6 +26,7 @@ from instep.replicas.ambient import Ambient
 from instep.replicas.carry import ALONE, UNSURE, Slot
 from instep.replicas.crew import Crew
 from instep.replicas.handed import ids_in
+from instep.replicas.iterators import only_the_callers
 from instep.replicas.rehearse import compare, left_in
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.settle import Settler, refuse_writes
@@ -108,12 +109,8 @@ class Together:
 
     def _note_asked(self, call: Call) -> None:
         if not self._asking:
-            name = self.crew.name_of(self.crew.asked[0])
-            warnings.warn(
-                f"forward may draw from the iterator {name!r}, of which there is one for all replicas: calls run on "
-                f"one device.\nDraw from it outside, and set what it gave as an attribute.",
-                stacklevel=6,
-            )
+            asked = self.crew.asked[0]
+            warnings.warn(only_the_callers(asked, self.crew.name_of(asked)), stacklevel=6)
         self._asking.setdefault((call.method, self.module.training), []).extend(self.crew.asked)
         self.crew.asked.clear()
 
@@ -225,7 +222,7 @@ class Together:
             self.refuse_again()
             self._forget(random)
             return self._on_source(call)
-        refuse_writes(self.module, [*crew.written(), *(t for outcome in outcomes for t in outcome.refused)])
+        self._refuse_writes(replicas, outcomes)
         outputs = [on_output_device(outcome.output, self.output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
         if rehearsal is not None:  # nothing is learned from it
@@ -240,6 +237,13 @@ class Together:
         for weight, rows in rewritten:
             weight.data.copy_(rows)
         return merged
+
+    def _refuse_writes(self, replicas: Sequence[Replica], outcomes: Sequence[Outcome]) -> None:
+        """`StateError` for parameters that `forward` wrote to; whether the module's own hold that depends on where."""
+        found = list(zip(replicas, [outcome.refused for outcome in outcomes], strict=True))
+        written = [*self.crew.written(), *(tensor for _, theirs in found for tensor in theirs)]
+        near = [tensor for replica, theirs in found if replica.near for tensor in theirs]
+        refuse_writes(self.module, written, [*self.crew.overwritten, *near])
 
     def _probe(self, call: Call, carried: Sequence[Slot]) -> None:
         """Before the first call of a structure: a few samples in parts and together say what its outputs mean."""
