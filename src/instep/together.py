@@ -21,7 +21,7 @@ from instep.errors import MergeError, StateError
 from instep.given import Given, is_shared
 from instep.locks import surely
 from instep.options import Call, Options
-from instep.random import RandomState, Streams, Turns, threads_can_draw
+from instep.random import RandomState, Streams, Turns, threads_can_draw, times_read
 from instep.replicas.ambient import Ambient
 from instep.replicas.carry import ALONE, UNSURE, Slot
 from instep.replicas.crew import Crew
@@ -30,6 +30,7 @@ from instep.replicas.iterators import only_the_callers
 from instep.replicas.rehearse import compare, left_in
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.settle import Settler, refuse_writes
+from instep.sources import Source
 from instep.structure.marks import bare
 from instep.structure.plan import SplitPlan
 from instep.structure.split import apply_plan
@@ -66,7 +67,8 @@ class Together:
         self._hooking: set[Any] = set()
         """The methods and modes in which hooks are put on tensors."""
         self._mixing: set[Any] = set()
-        """Those in which a backward of the user's own looks at more than one sample, or a gradient is asked for."""
+        """Those in which a backward of the user's own looks at more than one sample, a gradient is asked for, or one
+        backward for all replicas would recompute with numbers of another."""
 
     def run(self, call: Call) -> Any:
         """What one device would have given; a call that fails leaves everything as it was."""
@@ -132,6 +134,20 @@ class Together:
         warnings.warn(
             "forward asks for the gradient of a tensor that it keeps or returns (retain_grad()): calls run on one "
             "device, where that is the whole batch's.\nWith hooks='per_replica' they run on all, and it has none.",
+            stacklevel=9,
+        )
+        self._mixing.add(self._manner(call))
+        return True
+
+    def _recomputes(self, call: Call, host: Source, read: int) -> bool:
+        """Checkpointed regions set the state of the one generator of the CPU again, on two kinds of devices at once."""
+        kinds = {device.type for device in self.devices}
+        if not self.engine.joint or len(kinds) == 1 or not host.drawn or times_read() == read:
+            return False
+        warnings.warn(
+            "forward draws on the CPU and reads the state of its generator, as checkpointed regions do: the one "
+            "backward of engine='serial' would recompute on an accelerator and on the CPU at the same time, with "
+            "numbers of each other. Calls run on one device.\nWith engine='threads' they run on all.",
             stacklevel=9,
         )
         self._mixing.add(self._manner(call))
@@ -284,6 +300,7 @@ class Together:
         crossing.look = self._is_new(call)
         if engine.far and len(replicas) > 1:
             crossing.theirs = ids_in(call.values)
+        read = times_read()
         try:
             outcomes = crossing.run(shards, call.positional, call.plan.names)
         except BaseException as error:
@@ -296,6 +313,7 @@ class Together:
         self._wrote = crossing.wrote()
         # An iterator may have been asked although nothing was raised: forward can catch that.
         whole = self._puts_hooks(call, crossing.hooks) or self._retains(call, crossing)
+        whole = whole or self._recomputes(call, streams.state.host, read)
         if crew.asked or whole or self._mixes(call, crossing.functions, carried):
             if given is not None:
                 given.put_back()

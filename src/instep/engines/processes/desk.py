@@ -32,6 +32,7 @@ from instep.engines.processes.told import Told
 from instep.engines.processes.waiting import GLANCE, PASSED_ON, Box, Wait, place_of_script
 from instep.engines.processes.wire import Message
 from instep.errors import EngineError
+from instep.locks import ProcessLock
 from instep.meeting import Meeting, PeerFailed, without_streams
 
 calls = itertools.count(1)
@@ -302,14 +303,19 @@ class Desk:
 
 
 _desks: weakref.WeakKeyDictionary[Worker, Desk] = weakref.WeakKeyDictionary()
+_opening = ProcessLock()
 
 
 def desk_of(worker: Worker) -> Desk:
-    """The desk of a worker, which all engines share."""
-    if worker not in _desks:
-        leave_desks()
-        _desks[worker] = Desk(worker)
-    return _desks[worker]
+    """The desk of a worker, which all engines share, and which threads that come at once are not to open twice."""
+    desk = _desks.get(worker)
+    if desk is not None:
+        return desk
+    with _opening:
+        if worker not in _desks:
+            leave_desks()
+            _desks[worker] = Desk(worker)
+        return _desks[worker]
 
 
 def leave_desks() -> None:
