@@ -76,7 +76,8 @@ class DataParallel(Transparent, Wrapper):
         probe: try a few samples in parts and together before the first call of each structure, to know what its outputs
             mean; without it they are merged by what their shapes say.
         restarts: how many deaths of worker processes within a minute are made good by running the step again.
-        timeout: seconds without a word from a worker process, after which it is given up.
+        timeout: seconds without a word from a worker process, after which it is given up; and that replicas which meet
+            wait for one that does not move.
     """
 
     def __init__(
