@@ -8,13 +8,14 @@ from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import instep
 
-from .test_holders import Holds, count, shift
+from .test_holders import Holds, Tagged, count, shift
 
 
 class Level(int):
@@ -75,6 +76,34 @@ class Day(datetime.date):
     calls = 0.0
 
 
+class Fixed(frozenset[float]):
+    calls = 0.0
+
+
+class Grid(np.ndarray[Any, Any]):
+    calls = 0.0
+
+    def __reduce__(self) -> Any:
+        return _grid, (np.asarray(self), self.__dict__)
+
+
+def _grid(array: Any, attributes: dict[str, Any]) -> Grid:
+    made = array.view(Grid)
+    made.__dict__.update(attributes)
+    return made  # type: ignore[no-any-return]
+
+
+def function() -> Any:
+    made: Any = lambda: None  # noqa: E731
+    made.calls = 0.0
+    return made
+
+
+def within(held: Any) -> Any:
+    held.inner = Level("low")
+    return held
+
+
 def with_shift(held: Any) -> Any:
     held.shift = torch.zeros(2)
     return held
@@ -110,14 +139,22 @@ VALUES: dict[str, Callable[[], Holds]] = {
     "an int deeper inside": lambda: Holds({"level": [Level("low")]}, inside(count)),
     "a tuple deeper inside": lambda: Holds({"level": [Row((1.0,))]}, inside(count)),
     "a key": lambda: Holds({Word("text"): 1.0}, of_a_key),
+    "in a set": lambda: Holds({Word("text")}, of_a_key),
+    "in a set that stays": lambda: Holds(frozenset({Word("text")}), of_a_key),
+    "a set that stays": lambda: Holds(Fixed({1.0}), count),
+    "an array": lambda: Holds(np.zeros(2).view(Grid), count),
+    "a function": lambda: Holds(function(), count),
+    "a tensor on a function": lambda: Holds(with_shift(function()), shift),
+    "on what is on a tuple": lambda: Holds(within(Row((1.0,))), lambda held: count(held.inner)),
+    "on what is on a list": lambda: Holds(within(Tagged()), lambda held: count(held.inner)),
 }
 
 
 def bare(held: Any) -> Any:
     """The value itself, out of what holds it."""
-    while type(held) in (dict, list):
-        held = next(iter(held.values() if type(next(iter(held))) is str else held)) if type(held) is dict else held[0]
-    return held
+    while type(held) in (dict, list, set, frozenset):
+        held = held["level"] if type(held) is dict and "level" in held else next(iter(held))
+    return getattr(held, "inner", held)
 
 
 @pytest.mark.parametrize("make", VALUES.values(), ids=VALUES.keys())
