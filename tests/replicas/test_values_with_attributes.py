@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
+import decimal
 import enum
-from collections import namedtuple
+import fractions
 from collections.abc import Callable
 from typing import Any
 
@@ -66,7 +68,7 @@ class Row(tuple[float, ...]):
     shift: Tensor
 
 
-class Point(namedtuple("Point", ["x", "y"])):
+class Point(collections.namedtuple("Point", ["x", "y"])):
     """A tuple with names and, since it has no slots of its own, with attributes."""
 
     calls = 0.0
@@ -83,14 +85,21 @@ class Fixed(frozenset[float]):
 class Grid(np.ndarray[Any, Any]):
     calls = 0.0
 
-    def __reduce__(self) -> Any:
-        return _grid, (np.asarray(self), self.__dict__)
+
+class Share(fractions.Fraction):
+    calls = 0.0
 
 
-def _grid(array: Any, attributes: dict[str, Any]) -> Grid:
-    made = array.view(Grid)
-    made.__dict__.update(attributes)
-    return made  # type: ignore[no-any-return]
+class Price(decimal.Decimal):
+    calls = 0.0
+
+
+class Tally(collections.Counter[str]):
+    calls = 0.0
+
+
+class Table(collections.defaultdict[str, float]):
+    calls = 0.0
 
 
 def function() -> Any:
@@ -143,6 +152,9 @@ VALUES: dict[str, Callable[[], Holds]] = {
     "in a set that stays": lambda: Holds(frozenset({Word("text")}), of_a_key),
     "a set that stays": lambda: Holds(Fixed({1.0}), count),
     "an array": lambda: Holds(np.zeros(2).view(Grid), count),
+    "a fraction": lambda: Holds(Share(1, 2), count),
+    "a counter": lambda: Holds(Tally("aab"), count),
+    "a dictionary with a default": lambda: Holds(Table(float, a=1.0), count),
     "a function": lambda: Holds(function(), count),
     "a tensor on a function": lambda: Holds(with_shift(function()), shift),
     "on what is on a tuple": lambda: Holds(within(Row((1.0,))), lambda held: count(held.inner)),
@@ -155,6 +167,18 @@ def bare(held: Any) -> Any:
     while type(held) in (dict, list, set, frozenset):
         held = held["level"] if type(held) is dict and "level" in held else next(iter(held))
     return getattr(held, "inner", held)
+
+
+USERS: list[Callable[[], Any]] = [
+    lambda: Level("low"),
+    lambda: Day(2020, 1, 1),
+    lambda: Share(1, 2),
+    lambda: Price(1),
+    lambda: Tally("aab"),
+    lambda: Table(float, a=1.0),
+    lambda: np.zeros(2).view(Grid),
+    lambda: Row((1.0,)),
+]
 
 
 @pytest.mark.parametrize("make", VALUES.values(), ids=VALUES.keys())
@@ -172,8 +196,9 @@ def test_what_is_set_on_a_value_is_the_plain_modules(wrap: Callable[..., Any], m
     assert type(bare(held)) is type(bare(plain.held))
 
 
-def test_the_users_own_change_reaches_every_replica(wrap: Callable[..., Any]) -> None:
-    net = Holds(Level("low"), lambda held: held.calls)
+@pytest.mark.parametrize("make", USERS, ids=lambda make: type(make()).__name__)
+def test_the_users_own_change_reaches_every_replica(wrap: Callable[..., Any], make: Callable[[], Any]) -> None:
+    net = Holds(make(), lambda held: held.calls)
     model, x = wrap(net), torch.randn(5, 3)
     for calls in (0.0, 2.0, 5.0):
         net.held.calls = calls
