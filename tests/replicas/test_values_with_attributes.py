@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
+import decimal
 import enum
-from collections import namedtuple
+import fractions
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import instep
 
-from .test_holders import Holds, count, shift
+from .test_holders import Holds, Tagged, count, shift
 
 
 class Level(int):
@@ -65,7 +68,7 @@ class Row(tuple[float, ...]):
     shift: Tensor
 
 
-class Point(namedtuple("Point", ["x", "y"])):
+class Point(collections.namedtuple("Point", ["x", "y"])):
     """A tuple with names and, since it has no slots of its own, with attributes."""
 
     calls = 0.0
@@ -73,6 +76,41 @@ class Point(namedtuple("Point", ["x", "y"])):
 
 class Day(datetime.date):
     calls = 0.0
+
+
+class Fixed(frozenset[float]):
+    calls = 0.0
+
+
+class Grid(np.ndarray[Any, Any]):
+    calls = 0.0
+
+
+class Share(fractions.Fraction):
+    calls = 0.0
+
+
+class Price(decimal.Decimal):
+    calls = 0.0
+
+
+class Tally(collections.Counter[str]):
+    calls = 0.0
+
+
+class Table(collections.defaultdict[str, float]):
+    calls = 0.0
+
+
+def function() -> Any:
+    made: Any = lambda: None  # noqa: E731
+    made.calls = 0.0
+    return made
+
+
+def within(held: Any) -> Any:
+    held.inner = Level("low")
+    return held
 
 
 def with_shift(held: Any) -> Any:
@@ -110,14 +148,37 @@ VALUES: dict[str, Callable[[], Holds]] = {
     "an int deeper inside": lambda: Holds({"level": [Level("low")]}, inside(count)),
     "a tuple deeper inside": lambda: Holds({"level": [Row((1.0,))]}, inside(count)),
     "a key": lambda: Holds({Word("text"): 1.0}, of_a_key),
+    "in a set": lambda: Holds({Word("text")}, of_a_key),
+    "in a set that stays": lambda: Holds(frozenset({Word("text")}), of_a_key),
+    "a set that stays": lambda: Holds(Fixed({1.0}), count),
+    "an array": lambda: Holds(np.zeros(2).view(Grid), count),
+    "a fraction": lambda: Holds(Share(1, 2), count),
+    "a counter": lambda: Holds(Tally("aab"), count),
+    "a dictionary with a default": lambda: Holds(Table(float, a=1.0), count),
+    "a function": lambda: Holds(function(), count),
+    "a tensor on a function": lambda: Holds(with_shift(function()), shift),
+    "on what is on a tuple": lambda: Holds(within(Row((1.0,))), lambda held: count(held.inner)),
+    "on what is on a list": lambda: Holds(within(Tagged()), lambda held: count(held.inner)),
 }
 
 
 def bare(held: Any) -> Any:
     """The value itself, out of what holds it."""
-    while type(held) in (dict, list):
-        held = next(iter(held.values() if type(next(iter(held))) is str else held)) if type(held) is dict else held[0]
-    return held
+    while type(held) in (dict, list, set, frozenset):
+        held = held["level"] if type(held) is dict and "level" in held else next(iter(held))
+    return getattr(held, "inner", held)
+
+
+USERS: list[Callable[[], Any]] = [
+    lambda: Level("low"),
+    lambda: Day(2020, 1, 1),
+    lambda: Share(1, 2),
+    lambda: Price(1),
+    lambda: Tally("aab"),
+    lambda: Table(float, a=1.0),
+    lambda: np.zeros(2).view(Grid),
+    lambda: Row((1.0,)),
+]
 
 
 @pytest.mark.parametrize("make", VALUES.values(), ids=VALUES.keys())
@@ -135,8 +196,9 @@ def test_what_is_set_on_a_value_is_the_plain_modules(wrap: Callable[..., Any], m
     assert type(bare(held)) is type(bare(plain.held))
 
 
-def test_the_users_own_change_reaches_every_replica(wrap: Callable[..., Any]) -> None:
-    net = Holds(Level("low"), lambda held: held.calls)
+@pytest.mark.parametrize("make", USERS, ids=lambda make: type(make()).__name__)
+def test_the_users_own_change_reaches_every_replica(wrap: Callable[..., Any], make: Callable[[], Any]) -> None:
+    net = Holds(make(), lambda held: held.calls)
     model, x = wrap(net), torch.randn(5, 3)
     for calls in (0.0, 2.0, 5.0):
         net.held.calls = calls

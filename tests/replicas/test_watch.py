@@ -128,7 +128,7 @@ def test_writes_to_leaves_are_seen() -> None:
     assert not writes.found()
     with torch.no_grad():
         alias.add_(1)
-    assert [tensor is source for tensor in writes.found()] == [True]
+    assert [(one is source, held is alias) for one, held in writes.found()] == [(True, True)]
     writes.begin()
     private.data = torch.ones(3)
-    assert [tensor is source for tensor in writes.found()] == [True]
+    assert [(one is source, held is private) for one, held in writes.found()] == [(True, True)]

@@ -200,7 +200,7 @@ class Cloner:
         for base in (dict, list, set, deque):
             if isinstance(value, base):
                 return self._container(value)
-        if isinstance(value, tuple):
+        if isinstance(value, (tuple, frozenset)):
             return self._tuple(value)
         return self._object(value)
 
@@ -219,11 +219,15 @@ class Cloner:
         items = [self.clone(item) for item in value]
         cls = type(value)
         made = self._note(value, cls._make(items) if hasattr(cls, "_make") else cls(items))
+        self._beside(value, made)
+        return made
+
+    def _beside(self, value: Any, made: Any) -> None:
+        """Give a copy the attributes that a value has beside its items."""
         attributes = beside(value)
         if attributes is not None:
             made.__dict__.update({name: self.clone(item) for name, item in attributes.items()})
             self._layer.containers.append((attributes, contents_of(attributes), made.__dict__))
-        return made
 
     def _function(self, value: types.FunctionType) -> Any:
         """A function whose cells or defaults hold something of the source, around the replica's own."""
@@ -236,7 +240,9 @@ class Cloner:
                 cell.cell_contents = self.clone(content)
         made.__defaults__ = self.clone(value.__defaults__)
         made.__kwdefaults__ = self.clone(value.__kwdefaults__)
-        made.__dict__.update({name: self.clone(item) for name, item in value.__dict__.items()})
+        if beside(value) is None:  # torch's own
+            made.__dict__.update({name: self.clone(item) for name, item in value.__dict__.items()})
+        self._beside(value, made)
         made.__qualname__, made.__doc__, made.__module__ = value.__qualname__, value.__doc__, value.__module__
         return made
 
@@ -277,6 +283,7 @@ class Cloner:
     def _array(self, value: Any) -> Any:
         made = self._note(value, value.copy())
         self._layer.containers.append((value, contents_of(value), made))
+        self._beside(value, made)
         return made
 
     def _reaches(self, value: Any) -> bool:
@@ -345,9 +352,10 @@ _MAKERS: dict[type, Callable[[Cloner, Any], Any]] = {
 
 def _children(item: Any) -> Iterable[Any]:
     if isinstance(item, dict):
-        return (*item.keys(), *item.values())
+        return (*item.keys(), *item.values(), *(beside(item) or {}).values())
     if isinstance(item, (list, tuple, set, frozenset, deque)):
-        return item
+        attributes = beside(item)
+        return (*item, *attributes.values()) if attributes else item
     if isinstance(item, types.FunctionType):
         cells = [_content(cell) for cell in item.__closure__ or ()]
         return (*cells, item.__defaults__, item.__kwdefaults__, item.__dict__)

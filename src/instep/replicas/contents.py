@@ -6,6 +6,7 @@ object are the dictionary that it keeps them in; so are those that a list or dic
 
 from __future__ import annotations
 
+import types
 from collections import OrderedDict, deque
 from operator import is_
 from typing import Any, NamedTuple
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from instep.structure.tree import attributes_of, has_slots
+
+_WITH_ITEMS = (dict, list, tuple, deque, set, frozenset, np.ndarray)
 
 
 class Contents(NamedTuple):
@@ -41,8 +44,10 @@ def holder_of(value: Any) -> Any:
 
 
 def beside(value: Any) -> dict[str, Any] | None:
-    """The attributes that a list, tuple, set or dictionary of the user's own class has beside its items."""
-    if not isinstance(value, (dict, list, tuple, deque, set)) or type(value).__module__ in ("builtins", "collections"):
+    """The attributes that a container or array of the user's own class has beside its items; or those of a function."""
+    if isinstance(value, types.FunctionType):
+        return None if (value.__module__ or "").startswith("torch") else value.__dict__
+    if not isinstance(value, _WITH_ITEMS) or type(value).__module__ in ("builtins", "collections"):
         return None
     attributes = getattr(value, "__dict__", None)  # of another type where the items themselves are the attributes
     return attributes if type(attributes) is dict else None

@@ -12,7 +12,7 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from instep.replicas.clone import Cloner
 from instep.replicas.contents import Contents, beside, contents_of, holder_of, holds_still, is_array, put
 from instep.replicas.opaque import is_opaque
-from instep.structure.tree import attributes_of
+from instep.structure.tree import SCALARS, attributes_of
 
 # What `nn.Module` keeps for itself, and lists that torch's own layers make once.
 _OWN = frozenset(nn.Module().__dict__) | {
@@ -130,7 +130,9 @@ def _inside(value: Any, container: Any) -> Iterator[tuple[Any, Any]]:
         return
     if isinstance(value, dict):
         yield from dict.items(value)
-        yield from ((key, key) for key in dict.keys(value))
+        yield from _hashed(dict.keys(value))
+    elif isinstance(value, (set, frozenset)):
+        yield from _hashed(value)
     elif isinstance(value, (list, tuple, deque)):
         yield from enumerate(value)
     elif isinstance(value, types.FunctionType):
@@ -143,5 +145,11 @@ def _inside(value: Any, container: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(value, functools.partial):
         yield from enumerate(value.args)
         yield from value.keywords.items()
-    elif container is not None and not isinstance(value, set):
+    elif container is not None:
         yield from attributes_of(value).items()
+
+
+def _hashed(items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Keys, or what is in a set, that may have attributes, by what they are called."""
+    found = [item for item in items if not is_opaque(item)]
+    return ((str(item) if isinstance(item, SCALARS) else type(item).__name__, item) for item in found)

@@ -82,6 +82,7 @@ class Snapshot:
             self._generators.append((item, item.get_state()))
         elif isinstance(item, np.ndarray):
             self._arrays.append((item, item.copy()))
+            return self._beside(item)
         elif isinstance(item, (dict, list, set, deque)):
             self._hold(item)
             return (*contents_of(item).keys, *contents_of(item).items, *self._beside(item))
@@ -112,7 +113,7 @@ class Snapshot:
         return attributes_of(item).values()
 
     def _function(self, item: types.FunctionType) -> list[Any]:
-        found = [item.__defaults__, item.__kwdefaults__]
+        found = [item.__defaults__, item.__kwdefaults__, *self._beside(item)]
         for cell in item.__closure__ or ():
             try:
                 content = cell.cell_contents

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from instep.structure.fit import own_kind
-from instep.structure.tree import open_node
+from instep.structure.tree import attributes_beside, open_node, tensors_in
 
 
 def unsqueezed(values: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
@@ -84,6 +84,27 @@ def by_how_much(left: Tensor, right: Tensor) -> str:
     if left.is_floating_point() or left.is_complex():
         return f" (off by {apart(left, right):.2g} of the largest)"
     return f" ({turned(left, right):.0%} of them differ)"
+
+
+def differ_beside(parts: Sequence[Any]) -> list[str]:
+    """The attributes beside what parts hold that are not the same for all of them, or are tensors of each."""
+    first, *others = [attributes_beside(part) for part in parts]
+    names = {name: None for table in (first, *others) for name in table}
+    return [name for name in names if not all(_same_attribute(first, table, name) for table in others)]
+
+
+def _same_attribute(one: dict[str, Any], two: dict[str, Any], name: str) -> bool:
+    if name not in one or name not in two:
+        return False
+    left, right = one[name], two[name]
+    if left is right:
+        return True
+    if any(True for value in (left, right) for _ in tensors_in(value)):
+        return False
+    try:
+        return (left == right) is True
+    except Exception:  # values that cannot even be compared are not known to be equal
+        return False
 
 
 def plain_alike(left: Any, right: Any) -> bool:

@@ -45,7 +45,7 @@ from instep.structure.sizes_seen import sizes_seen
 from instep.structure.split import Parts, join, undo_plan
 from instep.structure.tree import SCALARS, Node, Path, is_sequence, open_node, specific_first
 from instep.structure.types import Kind, kind_of
-from instep.structure.verdicts import Joined, Reading, Verdicts, check_absent, merge_shapes
+from instep.structure.verdicts import Joined, Reading, Verdicts, check_absent, check_beside, merge_shapes
 
 
 @dataclass
@@ -195,6 +195,8 @@ class _Merging:
         if spec.spec is None:
             self._note(path, "the first replica's (out_dims is None)")
             return first
+        if type(first) is not Tensor:
+            check_beside(parts, scene, path)
         verdict = self.found.get(path) if rule is None else None
         own = isinstance(first, Tensor) and first is parts[-1]  # the module's, and whole already
         if verdict is not None and not own and verdict.fits(parts, scene):

@@ -120,6 +120,14 @@ def no_rule_for_type(path: Path, value: Any) -> MergeError:
     )
 
 
+def attributes_differ(path: Path, parts: Sequence[Any], names: Sequence[str], sizes: Sequence[int]) -> MergeError:
+    """A list, tuple, dictionary, number or text with attributes of its own that belong to the shard."""
+    name = type(parts[0]).__name__
+    why = f"the attributes {list(names)} of a {name} differ between replicas, and only what it holds is merged"
+    error = cannot_merge(path, parts, why, sizes)
+    return MergeError(f"{error}\nOr return them as entries of a dictionary, each of which is merged by itself.")
+
+
 def no_samples(path: Path, value: Any) -> MergeError:
     """A value of a type that holds samples, which holds none in particular: a TensorDict of losses."""
     name = type(value).__name__

@@ -292,6 +292,22 @@ def open_node(value: Any) -> Node | None:
     return None if opener is None else opener(value)
 
 
+_BARE = frozenset((*SCALARS, Tensor, list, tuple, dict, OrderedDict, defaultdict))
+
+
+def attributes_beside(value: Any) -> dict[str, Any]:
+    """What a list, tuple, dictionary, number or text of a class of its own has beside what it holds."""
+    cls = type(value)
+    if cls in _BARE:
+        return {}
+    if not isinstance(value, SCALARS):
+        open_node(value)
+        if _openers[cls] not in (_open_list, _open_tuple, _open_dict):
+            return {}
+    shown = value.keys() if isinstance(value, dict) else ()
+    return {name: item for name, item in attributes_of(value).items() if name not in shown}
+
+
 def forget_types() -> None:
     """Look at every class afresh; called when a type is registered."""
     _openers.clear()

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from instep.errors import MergeError
+from instep.structure.compare import differ_beside
 from instep.structure.fit import NUMBERS
-from instep.structure.merge_messages import cannot_merge
+from instep.structure.merge_messages import attributes_differ, cannot_merge
 from instep.structure.rules import Rule, Scene, WeightedBy, apply_rule, mean_of_equals
 from instep.structure.shapes import equal_scalars, equal_values, few, follow
 from instep.structure.split import join
@@ -243,6 +244,13 @@ def check_absent(told: Any, verdict: Verdict | None, parts: Sequence[Any], scene
         error = cannot_merge(path, parts, why, scene.sizes)
         hint = "Where forward asks about its batch, ask about the whole: instep.all_reduce(flag.any(), 'max')."
         raise MergeError(f"{error}\n{hint}")
+
+
+def check_beside(parts: Sequence[Any], scene: Scene, path: Path) -> None:
+    """`MergeError` where lists, numbers and the like have attributes of their own that are not the same on all."""
+    names = differ_beside(parts)
+    if names:
+        raise attributes_differ(path, parts, names, scene.sizes)
 
 
 def merge_shapes(found: Verdicts, parts: Sequence[torch.Size], scene: Scene, path: Path) -> torch.Size:

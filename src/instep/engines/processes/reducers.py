@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -87,9 +88,41 @@ def _find_reducer(kind: type) -> Callable[[Any], Any] | None:
         return _outside
     if issubclass(kind, BaseException):
         return _error
+    leaves = _leaves_attributes(kind)
     if issubclass(kind, dict) and kind is not dict:
-        return _shown
-    return _nn_module if issubclass(kind, nn.Module) else None
+        return _shown_or_with_attributes if leaves else _shown
+    if issubclass(kind, nn.Module):
+        return _nn_module
+    return _with_attributes if leaves else None
+
+
+def _leaves_attributes(kind: type) -> bool:
+    """Whether objects of a class may have attributes, and are written by a way of Python's or numpy's own, which is
+    made for objects without: `Fraction`, `datetime`, `Counter`, `Path`, an array."""
+    ways = (cls for cls in kind.__mro__ if vars(cls).keys() & {"__reduce__", "__reduce_ex__"})
+    way: type = next(ways, object)
+    root = (way.__module__ or "").partition(".")[0]
+    own = kind is not way and way is not object and bool(kind.__dictoffset__)
+    return own and (root in sys.stdlib_module_names or root == "numpy") and root != "__main__"
+
+
+def _with_attributes(thing: Any) -> Any:
+    attributes = vars(thing)
+    reduced = thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if attributes else None
+    if not isinstance(reduced, tuple):
+        return NotImplemented
+    make, args, state, items, pairs, *_ = (*reduced, None, None, None)
+    if state is not None and not isinstance(thing, np.ndarray):  # they are in it
+        return NotImplemented
+    return make, args, (state, dict(attributes)), items, pairs, set_state_and_attributes
+
+
+def set_state_and_attributes(thing: Any, both: tuple[Any, dict[str, Any]]) -> None:
+    """Give an object what its own way wrote, and the attributes beside that."""
+    state, attributes = both
+    if state is not None:
+        thing.__setstate__(state)
+    set_attributes(thing, attributes)
 
 
 def _shown(thing: Any) -> Any:
@@ -98,6 +131,11 @@ def _shown(thing: Any) -> Any:
     if attributes is not thing:
         return NotImplemented
     return _empty_shown, (type(thing),), None, None, iter(dict.items(attributes))
+
+
+def _shown_or_with_attributes(thing: Any) -> Any:
+    reduced = _shown(thing)
+    return _with_attributes(thing) if reduced is NotImplemented else reduced
 
 
 def _empty_shown(cls: Any) -> Any:
