@@ -318,6 +318,7 @@ _stand_in = _ThreadGenerator()
 
 def times_read() -> int:
     """How often code has read the state of the CPU's default generator: whoever does may set it again."""
+    threads_can_draw()  # which puts the stand-in there
     return _stand_in.read
 
 

@@ -66,6 +66,8 @@ class Together:
         """Iterators of the module that its methods ask, by the method and the mode."""
         self._hooking: set[Any] = set()
         """The methods and modes in which hooks are put on tensors."""
+        self._one_backward_on_two = self.engine.joint and len({device.type for device in self.devices}) > 1
+        """Whether one backward works on an accelerator and on the CPU, at the same time."""
         self._mixing: set[Any] = set()
         """Those in which a backward of the user's own looks at more than one sample, a gradient is asked for, or one
         backward for all replicas would recompute with numbers of another."""
@@ -141,8 +143,7 @@ class Together:
 
     def _recomputes(self, call: Call, host: Source, read: int) -> bool:
         """Checkpointed regions set the state of the one generator of the CPU again, on two kinds of devices at once."""
-        kinds = {device.type for device in self.devices}
-        if not self.engine.joint or len(kinds) == 1 or not host.drawn or times_read() == read:
+        if not self._one_backward_on_two or not host.drawn or times_read() == read:
             return False
         warnings.warn(
             "forward draws on the CPU and reads the state of its generator, as checkpointed regions do: the one "
@@ -300,7 +301,7 @@ class Together:
         crossing.look = self._is_new(call)
         if engine.far and len(replicas) > 1:
             crossing.theirs = ids_in(call.values)
-        read = times_read()
+        read = times_read() if self._one_backward_on_two else 0
         try:
             outcomes = crossing.run(shards, call.positional, call.plan.names)
         except BaseException as error:
