@@ -32,6 +32,7 @@ from instep.engines.processes.told import Told
 from instep.engines.processes.waiting import GLANCE, PASSED_ON, Box, Wait, place_of_script
 from instep.engines.processes.wire import Message
 from instep.errors import EngineError
+from instep.locks import ProcessLock
 from instep.meeting import Meeting, PeerFailed, without_streams
 
 calls = itertools.count(1)
@@ -302,18 +303,21 @@ class Desk:
 
 
 _desks: weakref.WeakKeyDictionary[Worker, Desk] = weakref.WeakKeyDictionary()
+_lock = ProcessLock()
 
 
 def desk_of(worker: Worker) -> Desk:
-    """The desk of a worker, which all engines share."""
-    if worker not in _desks:
-        leave_desks()
-        _desks[worker] = Desk(worker)
-    return _desks[worker]
+    """The desk of a worker, which all engines and threads share."""
+    with _lock:
+        if worker not in _desks:
+            leave_desks()
+            _desks[worker] = Desk(worker)
+        return _desks[worker]
 
 
 def leave_desks() -> None:
     """Forget what workers knew that have ended: memory of a device may hang on it."""
-    for worker in [reference() for reference in _desks.keyrefs()]:
-        if worker is not None and not (worker.own() and worker.alive()):
-            _desks.pop(worker, None)
+    with _lock:
+        for worker in [reference() for reference in _desks.keyrefs()]:
+            if worker is not None and not (worker.own() and worker.alive()):
+                _desks.pop(worker, None)
