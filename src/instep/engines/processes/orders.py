@@ -83,6 +83,8 @@ class Table:
     """The number, the bytes and the handle of each block of memory on the worker's device."""
     slots_handle: bytes | None = None
     """Of the memory for gradients, where that lies on the worker's device: then no descriptor comes for it."""
+    bell: bool = False
+    """Whether the worker rings for large gradients; the descriptor for that comes before the last."""
 
 
 @dataclass
@@ -254,5 +256,5 @@ class WentBack(Order):
     present: list[int]
     """Tensors of the table whose gradients lie in their slots."""
     others: dict[int, Tensor]
-    """Gradients that have no slot: sparse ones."""
+    """Gradients that have no slot: sparse ones. Of a tensor that is present too, what came later."""
     drawn: bool = False
