@@ -250,3 +250,57 @@ def test_a_long_wait_says_where_the_others_are(way: str, monkeypatch: pytest.Mon
         with pytest.warns(UserWarning, match=r"(?s)all_reduce.*has waited 0 s for replica 1 on cpu.*in dawdle"):
             out = model(x)
         assert_close(out, plain(x))
+
+
+def holding_a_lock(self: Any, x: Tensor) -> Tensor:
+    if not self.careless:
+        return x - instep.all_reduce(x.mean(0), "mean")
+    with self.lock:  # the others need it to come here
+        return x - instep.all_reduce(x.mean(0), "mean")
+
+
+@pytest.mark.filterwarnings("ignore:.*has waited:UserWarning")
+def test_replicas_that_wait_for_each_other_by_a_lock_are_told_so() -> None:
+    net = Does(holding_a_lock)
+    net.lock, net.careless = threading.Lock(), True
+    x = batch()
+    with instep.DataParallel(net, ["cpu"] * 2, engine="threads", timeout=0.5, probe=False) as model:
+        with pytest.raises(instep.CollectiveError, match=r"(?s)all_reduce.*has waited.*nothing has moved.*self\.lock"):
+            model(x)
+        net.careless = False
+        assert_close(model(x), net(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*has waited:UserWarning")
+def test_a_replica_that_never_comes_does_not_hold_up_the_caller() -> None:
+    event = threading.Event()
+
+    def body(self: Any, x: Tensor) -> Tensor:
+        if self.stops and instep.replica().index == 1:
+            event.wait(20)
+        return x - instep.all_reduce(x.mean(0), "mean")
+
+    net, x = Does(body), batch()
+    net.stops = True
+    with instep.DataParallel(net, ["cpu"] * 2, engine="threads", timeout=0.5, probe=False) as model:
+        started = time.monotonic()
+        with pytest.raises(instep.CollectiveError, match=r"(?s)has waited.*for replica 1 on cpu.*event\.wait"):
+            model(x)
+        assert time.monotonic() - started < 10
+        event.set()
+        net.stops = False
+        assert_close(model(x), net(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*has waited:UserWarning")
+def test_a_replica_that_moves_is_waited_for() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        if instep.replica().index == 1:
+            until = time.monotonic() + 1.5
+            while time.monotonic() < until:
+                pass
+        return x - instep.all_reduce(x.mean(0), "mean")
+
+    net, x = Does(body), batch()
+    with instep.DataParallel(net, ["cpu"] * 2, engine="threads", timeout=0.6, probe=False) as model:
+        assert_close(model(x), net(x))

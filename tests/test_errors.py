@@ -193,27 +193,60 @@ def write(net: Net, y: Tensor) -> Tensor:
     return y
 
 
+UNTOUCHED = ["once more.\nThe module's own is as it was before the call.\nChange it"]
+OVERWRITTEN = [
+    "once more.\nWhat forward wrote is now in the module's own 'layer.weight', whose memory replicas share",
+    "(load_state_dict)",
+    "With private_copies=True every replica has memory of its own, and no write of theirs can reach the module.",
+]
+
+
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_parameter_written_in_forward(engine: str, private: bool) -> None:
     options = {"private_copies": private}
-    words = ["wrote to the trainable parameter 'layer.weight'", "outside forward"]
+    words = ["wrote to the trainable parameter 'layer.weight'", *UNTOUCHED, "outside forward"]
     assert_fails(instep.StateError, words, Net(write), torch.randn(5, 3), engine=engine, options=options)
 
 
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_parameter_written_in_a_later_call(engine: str, private: bool) -> None:
-    """It is an error there, too; where replicas share the module's memory, what they wrote stays written."""
+    """An error there, too. Where replicas share the memory of the module, what they wrote stays, and it says so."""
     net, x = Net(fine), torch.randn(5, 3)
     options: Any = {"private_copies": private, "probe": False}  # which would see it beforehand
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, **options) as model:
         model(x)
         before = net.layer.weight.detach().clone()
         net.then = write
-        with pytest.raises(instep.StateError, match=r"wrote to the trainable parameter 'layer\.weight'"):
+        said = ["wrote to the trainable parameter 'layer.weight'", *(UNTOUCHED if private else OVERWRITTEN), "outside"]
+        with pytest.raises(instep.StateError, match="(?s)" + ".*".join(map(re.escape, said))):
             model(x)
         assert torch.equal(net.layer.weight, before) == private
+
+
+def replace(net: Net, y: Tensor) -> Tensor:
+    net.layer.weight.data = net.layer.weight.data * 0.5
+    return y
+
+
+def write_in_one(net: Net, y: Tensor) -> Tensor:
+    return write(net, y) if len(y) == 2 else y
+
+
+@pytest.mark.parametrize("then", [replace, write_in_one])
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+def test_what_a_write_that_does_not_reach_the_module_says(engine: str, then: Callable[[Net, Tensor], Any]) -> None:
+    """Other memory for a replica's parameter; a write in another process, on pages of its own."""
+    net, x = Net(fine), torch.randn(5, 3)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, probe=False) as model:
+        model(x)
+        before = net.layer.weight.detach().clone()
+        net.then = then
+        reaches = engine == "threads" and then is write_in_one
+        with pytest.raises(instep.StateError, match=re.escape((OVERWRITTEN if reaches else UNTOUCHED)[0])):
+            model(x)
+        assert torch.equal(net.layer.weight, before) != reaches
 
 
 @pytest.mark.parametrize("private", [False, True])

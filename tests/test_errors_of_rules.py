@@ -229,15 +229,25 @@ def encoding(y: Tensor) -> Any:
     return pytest.importorskip("transformers").BatchEncoding({"ids": y, "scale": y.sum()})
 
 
-def cache(y: Tensor, *, lengths: int = 1, quantized: bool = False, sizes: int = 1) -> Any:
-    """A cache whose length is another one for another number of samples, or that holds what nobody can cut."""
+def cache(y: Tensor, *, lengths: int = 1, sizes: int = 1) -> Any:
+    """A cache whose length is another one for another number of samples, or that holds two batches."""
     made = pytest.importorskip("transformers").DynamicCache()
     keys = y[:, None, :2, None].expand(-1, 1, 2, 4)[:, :, : 1 + len(y) % lengths]
     made.update(keys, keys, 0)
     if sizes > 1:
         made.update(keys[1:], keys[1:], 1)
-    if quantized:
-        made._quantized_keys = keys
+    return made
+
+
+def quantized(y: Tensor) -> Any:
+    """A cache that keeps its keys and values in eight bits."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
+        pytest.skip("every other way to quantize a cache needs a package of its own")
+    config = transformers.GPT2Config(n_embd=4, n_head=1, n_layer=1)
+    made = transformers.QuantizedCache("fp8", config)
+    keys = y.detach()[:, None, :2, None].expand(-1, 1, 2, 4)
+    made.update(keys, keys, 0)
     return made
 
 
@@ -251,11 +261,22 @@ def graphs(y: Tensor, **more: Tensor) -> Any:
     return made
 
 
+QUANTIZED = "a quantized QuantizedCache (layers.0._quantized_keys) is neither split nor joined; use a DynamicCache"
+TWO_SIZES = [
+    "a DynamicCache holds batches of different sizes (5 samples in layers.0.keys, 4 samples in layers.1.keys)",
+    "fill every layer with the same samples, or take the same ones out of every layer",
+]
+
 UNJOINED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "an encoding": (encoding, "`scale` differs between the parts and does not follow the batch"),
     "a cache": (
         lambda y: cache(y, lengths=2),
         "pad the inputs to one length, or leave the cache out of the outputs",
+    ),
+    "a quantized cache": (quantized, QUANTIZED),
+    "a cache of two sizes": (
+        lambda y: cache(y, sizes=2),
+        "a DynamicCache holds batches of different sizes (",
     ),
     "graphs": (
         lambda y: graphs(y.detach(), scale=y.detach().sum()),
@@ -264,37 +285,50 @@ UNJOINED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("probe", [False, True])
 @pytest.mark.parametrize(("make", "words"), UNJOINED.values(), ids=UNJOINED.keys())
 def test_outputs_of_other_packages_that_cannot_be_joined(
     engine: str, probe: bool, make: Callable[[Tensor], Any], words: str
 ) -> None:
     net = Net(lambda net, y: {"y": y, "made": make(y)})
-    said = [words] if probe else ["cannot merge the output 'made'", words, "merge={'made': ...}", "'drop'"]
+    said = ["cannot merge the output 'made': ", words, "from shards of [", "merge={'made': ...}", "'drop'"]
     assert_fails(instep.MergeError, said, net, torch.randn(5, 3), engine=engine, options={"probe": probe})
 
 
-UNCUT: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "a quantized cache": (
-        lambda x: cache(x, quantized=True),
-        "a quantized DynamicCache is neither split nor joined; use a DynamicCache instead",
-    ),
-    "a cache of two sizes": (
-        lambda x: cache(x, sizes=2),
-        "a DynamicCache holds batches of different sizes: {5: ",
-    ),
+UNCUT: dict[str, tuple[Callable[[Tensor], Any], list[str]]] = {
+    "a quantized cache": (quantized, ["(QuantizedCache): ", QUANTIZED]),
+    "a cache of two sizes": (lambda x: cache(x, sizes=2), ["(DynamicCache): ", *TWO_SIZES]),
     "graphs with a sparse matrix": (
         lambda x: graphs(x, adj=torch.eye(5).to_sparse()),
-        "`adj` is sparse or nested, which is not split; store edges as `edge_index`",
+        ["Batch): ", "`adj` is sparse or nested, which is not split; store edges as `edge_index`"],
     ),
 }
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("make", "words"), UNCUT.values(), ids=UNCUT.keys())
-def test_arguments_of_other_packages_that_cannot_be_cut(engine: str, make: Callable[[Tensor], Any], words: str) -> None:
+def test_arguments_of_other_packages_that_cannot_be_cut(
+    engine: str, make: Callable[[Tensor], Any], words: list[str]
+) -> None:
     x, ran = torch.randn(5, 3), []
     net = Net(lambda net, y: (ran.append(len(y)), y)[1])
-    assert_fails(instep.StructureError, [words], net, x, make(x), engine=engine)
-    assert not ran
+    for args, kwargs, path in (
+        ((make(x),), {}, "others.0"),
+        ((), {"past": {"kept": [make(x), 0.5]}}, "past.kept.0"),
+    ):
+        said = [f"cannot share out this call: {path!r} ", *words, f"in_dims={{{path!r}: None}}", "instep.whole(...)"]
+        assert_fails(instep.StructureError, said, net, x, *args, engine=engine, **kwargs)
+        assert not ran
+        net.then, net.calls = lambda net, y: (ran.append(len(y)), y)[1], torch.zeros(())
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads"])
+@pytest.mark.parametrize(("make", "words"), UNCUT.values(), ids=UNCUT.keys())
+def test_what_cannot_be_cut_is_handed_over_whole(engine: str, make: Callable[[Tensor], Any], words: list[str]) -> None:
+    """As the message says, in both ways."""
+    x, net = torch.randn(5, 3), Net(lambda net, y: y)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        torch.testing.assert_close(model(x, instep.whole(make(x))), net.layer(x))
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, in_dims={"others.0": None}) as model:
+        torch.testing.assert_close(model(x, make(x)), net.layer(x))

@@ -338,7 +338,34 @@ def test_a_module_that_was_moved_away_is_noticed(model: instep.DataParallel, net
 
 
 def test_explain_on_one_device(net: Net) -> None:
-    assert "the module itself runs on cpu" in str(instep.DataParallel(net, ["cpu"]).explain(torch.randn(4, 3), 2.0))
+    """As it is before and after a call; lists of other lengths than the batch's, and whatever else, are no error."""
+    model, x = instep.DataParallel(net, ["cpu"]), torch.randn(4, 3)
+    words = """\
+one device: the module itself runs on cpu, with the whole batch as it is; nothing is split or merged
+inputs:
+  x      Tensor [4, 3]  as it is
+  scale  float          as it is
+outputs: as the module returns them"""
+    assert str(model.explain(x, 2.0)) == words
+    model(x, 2.0)
+    assert str(model.explain(x, 2.0)) == words
+    odd = {"ids": x, "texts": ["a"] * 9, "more": {"times": iter([1]), "none": {}}}
+    assert model.explain(odd, instep.whole(3.0)).inputs == (
+        ("x.ids", "Tensor [4, 3]", "as it is"),
+        ("x.texts", "list of 9", "as it is"),
+        ("x.more.times", "list_iterator", "as it is"),
+        ("x.more.none", "dict of 0", "as it is"),
+        ("scale", "float", "as it is"),
+    )
+    assert "inputs: none\n" in str(model.explain())
+
+
+def test_explain_of_a_call_that_one_replica_runs(model: instep.DataParallel) -> None:
+    model(torch.randn(4, 3))  # of which nothing is said about a call that merges nothing
+    for x, heading in ((torch.randn(1, 3), "a batch of 1 runs on cpu alone"), (3.0, "nothing is batched")):
+        text = str(model.explain(x))
+        assert text.startswith(heading)
+        assert text.endswith("outputs: as the module returns them")
 
 
 def test_state_dict_hooks_of_the_wrapper_run(model: instep.DataParallel) -> None:

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from instep.engines.choose import Choice
+from instep.structure.marks import bare
 from instep.structure.merge import Merger
 from instep.structure.messages import summary
 from instep.structure.plan import SplitPlan
 from instep.structure.roles import Inside, Role, describe
-from instep.structure.tree import Path, open_node, show_path
+from instep.structure.tree import Path, is_sequence, open_node, show_path
+
+_RETURNED = "as the module returns them"
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,16 @@ class Explanation:
     outputs: tuple[tuple[str, str], ...]
     trial: str = ""
     """What the probe did for the last call."""
+    unmerged: str = "known after the first call"
+    """What is said of outputs where none were merged."""
 
     def __str__(self) -> str:
-        lines = [self.heading, "inputs:"]
+        lines = [self.heading, "inputs:" if self.inputs else "inputs: none"]
         lines += _aligned(self.inputs)
         if self.outputs:
             lines += ["outputs, as they were merged last:", *_aligned(self.outputs)]
         else:
-            lines.append("outputs: known after the first call")
+            lines.append(f"outputs: {self.unmerged}")
         if self.trial:
             lines.append(f"probe: {self.trial}")
         return "\n".join(lines)
@@ -68,8 +73,17 @@ def explain(
         for name, value, role in zip(plan.names, values, plan.roles, strict=True)
         for row in _rows(role, value, (name,))
     ]
+    if plan.parts == 1:
+        return Explanation(heading, tuple(rows), (), unmerged=_RETURNED)
     outputs = tuple((show_path(path) or "(output)", _why(path, what, merger)) for path, what in merger.seen.items())
     return Explanation(heading, tuple(rows), outputs, trial)
+
+
+def explain_alone(names: Sequence[str], values: Sequence[Any], device: torch.device) -> Explanation:
+    """The explanation of a call on one device, which nothing is planned for."""
+    how = "with the whole batch as it is; nothing is split or merged"
+    rows = [row for name, value in zip(names, values, strict=True) for row in _whole_rows(bare(value), (name,))]
+    return Explanation(f"one device: the module itself runs on {device}, {how}", tuple(rows), (), unmerged=_RETURNED)
 
 
 def _why(path: Path, what: str, merger: Merger) -> str:
@@ -78,6 +92,16 @@ def _why(path: Path, what: str, merger: Merger) -> str:
     if verdict is None:
         return what
     return f"{what} (the probe)" if verdict.words == what else f"{what} (the probe: {verdict.words})"
+
+
+def _whole_rows(value: Any, path: Path) -> Iterator[tuple[str, str, str]]:
+    """Leaves by name; a list is one row, however many samples it has."""
+    node = None if is_sequence(value) else open_node(value)
+    if node is None or not node.keys:
+        yield show_path(path), summary(value), "as it is"
+        return
+    for key, child in zip(node.keys, node.children, strict=True):
+        yield from _whole_rows(child, (*path, key))
 
 
 def _rows(role: Role, value: Any, path: Path) -> Iterator[tuple[str, str, str]]:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from instep.errors import StructureError
-from instep.replicas.clone import OPAQUE
 from instep.replicas.contents import Contents, contents_of, holder_of, holds_still, put
 from instep.replicas.equal import equal_tensors
+from instep.replicas.opaque import is_opaque
 from instep.structure.marks import Whole
 from instep.structure.plan import SplitPlan
 from instep.structure.roles import Inside, Keep, Role
@@ -28,7 +28,7 @@ from instep.structure.tree import Path, open_node, show_path, tensors_in
 
 _SMALL = 4096
 """The most numbers of a tensor or array of which a copy is kept for a call."""
-_PLAIN = (*OPAQUE, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, torch.Generator)
+_PLAIN = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, torch.Generator)
 
 
 def is_shared(plan: SplitPlan, values: Sequence[Any]) -> bool:
@@ -38,9 +38,13 @@ def is_shared(plan: SplitPlan, values: Sequence[Any]) -> bool:
     return plan.shared[0]
 
 
+def _is_plain(value: Any) -> bool:
+    return is_opaque(value) or isinstance(value, _PLAIN)
+
+
 def _may_be_written(role: Role, value: Any) -> bool:
     if isinstance(role, Keep):
-        return type(value) is Whole or not isinstance(value, _PLAIN)
+        return type(value) is Whole or not _is_plain(value)
     node = open_node(value) if isinstance(role, Inside) else None
     if node is None or not isinstance(role, Inside):
         return False
@@ -120,7 +124,7 @@ def _kept(role: Role, value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     """The leaves below a role that every replica is given and that can be written to."""
     if isinstance(role, Keep):
         leaf = value.value if type(value) is Whole else value
-        if not isinstance(leaf, _PLAIN):
+        if not _is_plain(leaf):
             yield path, leaf
     elif isinstance(role, Inside):
         node = open_node(value)

@@ -28,7 +28,7 @@ from instep.engines.choose import Choice, choose, instead, start
 from instep.engines.protocol import Engine
 from instep.engines.tasks import inside_replica
 from instep.errors import CannotCross, WrapError
-from instep.explain import Explanation, explain
+from instep.explain import Explanation, explain, explain_alone
 from instep.face import Transparent
 from instep.locks import ProcessLock
 from instep.options import Call, Method, Options, check_shares, listed, tabled
@@ -76,7 +76,8 @@ class DataParallel(Transparent, Wrapper):
         probe: try a few samples in parts and together before the first call of each structure, to know what its outputs
             mean; without it they are merged by what their shapes say.
         restarts: how many deaths of worker processes within a minute are made good by running the step again.
-        timeout: seconds without a word from a worker process, after which it is given up.
+        timeout: seconds without a word from a worker process, after which it is given up; and that replicas which meet
+            wait for one that does not move.
     """
 
     def __init__(
@@ -262,7 +263,7 @@ class DataParallel(Transparent, Wrapper):
         known = self._method("forward")
         names, values = known.name(args, kwargs)
         if self._instep_alone:
-            return Explanation(f"one device: the module itself runs on {self._instep_devices[0]}", (), ())
+            return explain_alone(names, values, self._instep_devices[0])
         plan = known.plan(names, values, self._instep_options.cost)
         tried = None if known.probe is None else known.probe.recall(plan, values, self._instep_crew.kinds.now)
         trial = "" if known.probe is None else "not tried yet" if tried is None else tried.words

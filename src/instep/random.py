@@ -305,8 +305,20 @@ class _ThreadGenerator:
     Checkpointing saves and sets the state by these functions.
     """
 
+    read = 0
+    """How often the state was."""
+
     def __getattr__(self, name: str) -> Any:
+        self.read += name == "get_state"
         return getattr(_pick() or torch.default_generator, name)
+
+
+_stand_in = _ThreadGenerator()
+
+
+def times_read() -> int:
+    """How often code has read the state of the CPU's default generator: whoever does may set it again."""
+    return _stand_in.read
 
 
 def _pick() -> torch.Generator | None:
@@ -345,5 +357,5 @@ def _try_out() -> bool:
     if source.moved() or not alike:
         source.restore()
         return False
-    stand_in_for_default_generator(_ThreadGenerator())
+    stand_in_for_default_generator(_stand_in)
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import threading
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ class Source:
         """Whether numbers were drawn from what stands for the generator in another process."""
         self._advanced = False
         self._number: int | None = None
+        self._ahead: int | None = None
+        """The number that the state before decides, once it was asked for."""
         self._lock = threading.Lock()
 
     def seed(self, index: int) -> int:
@@ -42,7 +45,9 @@ class Source:
 
     def _look_ahead(self) -> int:
         """A number that the state decides. It is read from memory: nothing that surrounds the draw must see it."""
-        return int.from_bytes(hashlib.blake2b(state_bytes(self.before), digest_size=8).digest(), "little")
+        if self._ahead is None:
+            self._ahead = _digest(state_bytes(self.before))
+        return self._ahead
 
     def moved(self) -> bool:
         """Whether numbers were drawn from the generator itself."""
@@ -65,7 +70,15 @@ class Source:
         """Start from the generator as it is now, if nothing was derived from it so far."""
         with self._lock:
             if self._number is None:
-                self.before = self.generator.get_state()
+                now = self.generator.get_state()
+                if state_bytes(now) != state_bytes(self.before):
+                    self.before, self._ahead = now, None
+
+
+@lru_cache(maxsize=4)
+def _digest(state: bytes) -> int:
+    """A number that a state decides; calls that draw nothing ask for the same one again and again."""
+    return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little")
 
 
 def state_bytes(state: Tensor) -> bytes:

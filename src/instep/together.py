@@ -21,14 +21,16 @@ from instep.errors import MergeError, StateError
 from instep.given import Given, is_shared
 from instep.locks import surely
 from instep.options import Call, Options
-from instep.random import RandomState, Streams, Turns, threads_can_draw
+from instep.random import RandomState, Streams, Turns, threads_can_draw, times_read
 from instep.replicas.ambient import Ambient
 from instep.replicas.carry import ALONE, UNSURE, Slot
 from instep.replicas.crew import Crew
 from instep.replicas.handed import ids_in
+from instep.replicas.iterators import only_the_callers
 from instep.replicas.rehearse import compare, left_in
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.settle import Settler, refuse_writes
+from instep.sources import Source
 from instep.structure.marks import bare
 from instep.structure.plan import SplitPlan
 from instep.structure.split import apply_plan
@@ -65,7 +67,8 @@ class Together:
         self._hooking: set[Any] = set()
         """The methods and modes in which hooks are put on tensors."""
         self._mixing: set[Any] = set()
-        """Those in which a backward of the user's own looks at more than one sample, or a gradient is asked for."""
+        """Those in which a backward of the user's own looks at more than one sample, a gradient is asked for, or one
+        backward for all replicas would recompute with numbers of another."""
 
     def run(self, call: Call) -> Any:
         """What one device would have given; a call that fails leaves everything as it was."""
@@ -108,12 +111,8 @@ class Together:
 
     def _note_asked(self, call: Call) -> None:
         if not self._asking:
-            name = self.crew.name_of(self.crew.asked[0])
-            warnings.warn(
-                f"forward may draw from the iterator {name!r}, of which there is one for all replicas: calls run on "
-                f"one device.\nDraw from it outside, and set what it gave as an attribute.",
-                stacklevel=6,
-            )
+            asked = self.crew.asked[0]
+            warnings.warn(only_the_callers(asked, self.crew.name_of(asked)), stacklevel=6)
         self._asking.setdefault((call.method, self.module.training), []).extend(self.crew.asked)
         self.crew.asked.clear()
 
@@ -135,6 +134,20 @@ class Together:
         warnings.warn(
             "forward asks for the gradient of a tensor that it keeps or returns (retain_grad()): calls run on one "
             "device, where that is the whole batch's.\nWith hooks='per_replica' they run on all, and it has none.",
+            stacklevel=9,
+        )
+        self._mixing.add(self._manner(call))
+        return True
+
+    def _recomputes(self, call: Call, host: Source, read: int) -> bool:
+        """Checkpointed regions set the state of the one generator of the CPU again, on two kinds of devices at once."""
+        kinds = {device.type for device in self.devices}
+        if not self.engine.joint or len(kinds) == 1 or not host.drawn or times_read() == read:
+            return False
+        warnings.warn(
+            "forward draws on the CPU and reads the state of its generator, as checkpointed regions do: the one "
+            "backward of engine='serial' would recompute on an accelerator and on the CPU at the same time, with "
+            "numbers of each other. Calls run on one device.\nWith engine='threads' they run on all.",
             stacklevel=9,
         )
         self._mixing.add(self._manner(call))
@@ -225,7 +238,7 @@ class Together:
             self.refuse_again()
             self._forget(random)
             return self._on_source(call)
-        refuse_writes(self.module, [*crew.written(), *(t for outcome in outcomes for t in outcome.refused)])
+        self._refuse_writes(replicas, outcomes)
         outputs = [on_output_device(outcome.output, self.output) for outcome in outcomes]
         inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
         if rehearsal is not None:  # nothing is learned from it
@@ -240,6 +253,13 @@ class Together:
         for weight, rows in rewritten:
             weight.data.copy_(rows)
         return merged
+
+    def _refuse_writes(self, replicas: Sequence[Replica], outcomes: Sequence[Outcome]) -> None:
+        """`StateError` for parameters that `forward` wrote to; whether the module's own hold that depends on where."""
+        found = list(zip(replicas, [outcome.refused for outcome in outcomes], strict=True))
+        written = [*self.crew.written(), *(tensor for _, theirs in found for tensor in theirs)]
+        near = [tensor for replica, theirs in found if replica.near for tensor in theirs]
+        refuse_writes(self.module, written, [*self.crew.overwritten, *near])
 
     def _probe(self, call: Call, carried: Sequence[Slot]) -> None:
         """Before the first call of a structure: a few samples in parts and together say what its outputs mean."""
@@ -280,6 +300,7 @@ class Together:
         crossing.look = self._is_new(call)
         if engine.far and len(replicas) > 1:
             crossing.theirs = ids_in(call.values)
+        read = times_read()
         try:
             outcomes = crossing.run(shards, call.positional, call.plan.names)
         except BaseException as error:
@@ -292,6 +313,7 @@ class Together:
         self._wrote = crossing.wrote()
         # An iterator may have been asked although nothing was raised: forward can catch that.
         whole = self._puts_hooks(call, crossing.hooks) or self._retains(call, crossing)
+        whole = whole or self._recomputes(call, streams.state.host, read)
         if crew.asked or whole or self._mixes(call, crossing.functions, carried):
             if given is not None:
                 given.put_back()

@@ -50,11 +50,10 @@ def equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:forward draws on the CPU:UserWarning")  # read below
 @pytest.mark.parametrize(("engine", "devices"), LAYOUTS)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_masks_repeat_differ_and_are_recomputed(engine: str, devices: list[int | str], reentrant: bool) -> None:
-    if engine == "serial" and "cpu" in devices:
-        pytest.skip("not exact, as docs/randomness.md says: one backward recomputes on both devices at a time")
     net = Regions(reentrant).double().cuda()
     size = 4 * len(devices)
     x = torch.ones(size, 50, dtype=torch.float64, device="cuda", requires_grad=True)
@@ -74,6 +73,21 @@ def test_masks_repeat_differ_and_are_recomputed(engine: str, devices: list[int |
         assert not any(torch.equal(a, b) for i, a in enumerate(parts) for b in parts[:i])
         torch.manual_seed(3)
         assert not equal(runs[0][1], states())
+
+
+def test_one_backward_for_both_kinds_of_devices_is_the_modules_own() -> None:
+    """Both would set the one generator of the CPU at the same time."""
+    net = Regions(False).double().cuda()
+    x = torch.ones(8, 50, dtype=torch.float64, device="cuda")
+    torch.manual_seed(3)
+    plain = net(x)
+    after = states()
+    with instep.DataParallel(net, [0, "cpu"], engine="serial") as model:
+        torch.manual_seed(3)
+        with pytest.warns(UserWarning, match="forward draws on the CPU and reads the state of its generator"):
+            out = model(x)
+        assert torch.equal(out, plain)
+        assert equal(states(), after)
 
 
 def test_the_caller_moves_the_same_for_any_count_and_not_without_draws() -> None:

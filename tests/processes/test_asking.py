@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import instep
 from instep.engines.processes.cores import Elsewhere, this_core
-from instep.engines.processes.hands import inside_worker
+from instep.engines.processes.desk import Desk, desk_of
+from instep.engines.processes.hands import Worker, inside_worker
 
 
 def wrap(net: nn.Module) -> instep.DataParallel:
@@ -85,3 +86,23 @@ def test_a_core_is_left_to_the_sender_and_no_other_setting_is_touched() -> None:
         assert os.sched_getaffinity(0) == (before - {core} or before)
         elsewhere.rise()
         assert os.sched_getaffinity(0) == before
+
+
+def test_threads_that_come_to_a_worker_at_once_find_one_desk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two, each would listen on the one line for itself."""
+    made = []
+
+    class Opened(Desk):
+        def __init__(self, worker: Worker) -> None:
+            time.sleep(0.05)
+            made.append(worker)
+            super().__init__(worker)
+
+    monkeypatch.setattr("instep.engines.processes.desk.Desk", Opened)
+    model = wrap(nn.Linear(4, 3))
+    worker = model._instep_engine._hands.get(1)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: desk_of(worker), range(3)))
+    assert made == [worker]
+    assert all(desk is found[0] for desk in found)
+    model.close()

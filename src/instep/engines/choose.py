@@ -56,7 +56,7 @@ def start(choice: Choice, devices: Sequence[torch.device], restarts: int = 3, ti
         from instep.engines.processes.engine import ProcessesEngine  # not on every system, and not for everybody
 
         return ProcessesEngine(devices, restarts=restarts, timeout=timeout)
-    return SerialEngine() if choice.name == "serial" else ThreadsEngine(devices)
+    return SerialEngine() if choice.name == "serial" else ThreadsEngine(devices, timeout=timeout)
 
 
 def _inside_worker() -> bool:

@@ -7,7 +7,6 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import inf
 from queue import SimpleQueue
 from typing import TypeVar
@@ -87,6 +86,10 @@ _lock = ProcessLock(_threads.clear)
 """Whoever gives it back calls `_end_dropped`."""
 
 
+def _nothing() -> None:
+    """There is nothing to look at."""
+
+
 class Lease:
     """The threads for a list of devices, one each, held until `close`."""
 
@@ -124,13 +127,15 @@ class Lease:
         stop: Callable[[], object] | None = None,
         patience: float = inf,
         here: bool = False,
+        watch: Callable[[], None] = _nothing,
     ) -> list[T]:
         """The results of one task a thread, in order; the first error that a task raised is raised.
 
         With `here` the first task runs in this thread: nobody else may start a backward for the device that the engine
         of autograd has given this thread to.
 
-        After an interruption of the caller no other task begins, and `stop` tells those that have not to wait for each
+        `watch` is called now and then while one waits, and may raise. After that, or after an interruption of the
+        caller, no other task begins, and `stop` tells those that have not to wait for each
         other. It is raised when none runs any longer, or after so many seconds; a second one at once.
         """
         if inside_replica():  # a thread that waited for itself would wait for ever
@@ -140,6 +145,11 @@ class Lease:
         mine = torch.get_num_threads()
         done = Results(len(tasks))
         parts = [Task(index, task, done, max(1, mine // len(tasks))) for index, task in enumerate(tasks)]
+
+        def late() -> None:
+            begin_elsewhere(parts)
+            watch()
+
         try:
             with _lock:  # calls of several wrappers reach every thread in the same order
                 self._revive()
@@ -148,7 +158,7 @@ class Lease:
             _end_dropped()
             if here:
                 parts[0].do_here()
-            return done.collect(partial(begin_elsewhere, parts))
+            return done.collect(late)
         except BaseException:
             if not done.complete():
                 self._left = done

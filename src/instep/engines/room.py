@@ -9,7 +9,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from queue import Empty, SimpleQueue
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from instep.engines.tasks import as_replica
@@ -28,6 +30,8 @@ _GLANCE = 0.2
 _LOOKS = 5
 """So many times, before a thread that has not begun is taken for one that never will."""
 
+_DEBUGGERS = {"bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy"}
+
 FORWARD = "returned from forward"
 BACKWARD = "came to the end of its backward"
 
@@ -37,7 +41,8 @@ class Room:
 
     With `in_turn` only one of them runs at a time: the first until it returns or waits for the others, then the next. A
     replica that is waited for and has no thread yet is given one by `start`. What replicas in turn have in common is
-    put aside while another has its turn: `step_aside` returns what brings it back.
+    put aside while another has its turn: `step_aside` returns what brings it back. Whoever has waited for `timeout`
+    seconds, in which the others have not moved, waits no longer.
     """
 
     def __init__(
@@ -48,8 +53,12 @@ class Room:
         joint: bool = False,
         in_turn: bool = False,
         step_aside: Callable[[], Callable[[], None]] | None = None,
+        timeout: float = inf,
     ) -> None:
         self.joint = joint
+        self._timeout = inf if in_turn else timeout
+        self.overdue: CollectiveError | None = None
+        """That some replica was waited for too long: it may never come to an end."""
         self._step_aside = step_aside if in_turn else None
         self.start: Callable[[int], None] | None = None
         self._names = list(names)
@@ -66,6 +75,8 @@ class Room:
         self._broken: CollectiveError | None = None
         self._turn: int | None = 0 if in_turn else None
         self._threads: dict[int, int] = {}
+        self._tasks: dict[int, int] = {}
+        """What the system calls these threads."""
         self._said = False
         self.stacks: dict[int, Callable[[], str]] = {}
         """What says where a replica stands whose thread here only waits for it."""
@@ -73,7 +84,7 @@ class Room:
     def enter(self, index: int) -> None:
         """Begin a replica's part; waits for its turn. After a failure its part is not begun."""
         with self._lock:
-            self._threads[index] = threading.get_ident()
+            self._threads[index], self._tasks[index] = threading.get_ident(), threading.get_native_id()
         self._await(index)
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
@@ -111,7 +122,8 @@ class Room:
 
     def _await(self, index: int, awaited: int = 0, label: str | None = None) -> None:
         """Wait for a round, and for one's turn; after a failure for the turn alone, and raise it."""
-        since = time.monotonic()
+        since, stood = time.monotonic(), None
+        patience = min(PATIENCE, self._timeout / 2)
         while True:
             with self._lock:
                 mine = self._turn in (None, index)
@@ -119,10 +131,17 @@ class Room:
                     return
                 if self._is_free(index):
                     self._raise_broken()
-            if self._wait(index) or self._said or label is None or time.monotonic() - since < PATIENCE:
+            waited = time.monotonic() - since
+            if self._wait(index) or label is None or waited < patience:
                 continue
-            self._said = True
-            self._tell(label)
+            if not self._said:
+                self._said = True
+                self._tell(label, waited)
+            stands = self._places()
+            if stands != stood:
+                since, stood = max(since, time.monotonic() - patience), stands
+            elif waited > self._timeout and stands:
+                self._give_up(label, waited)
 
     def _await_others(self, index: int) -> None:
         """After a failure, wait until no other replica has its turn."""
@@ -147,21 +166,55 @@ class Room:
             if bell.empty():
                 bell.put(None)
 
-    def _tell(self, label: str) -> None:
-        """Say once what the others are doing, for one that runs may take its time."""
-        frames = sys._current_frames()
+    def _awaited(self) -> list[int]:
+        """The replicas that others wait for."""
         able = [i for i in range(len(self._names)) if i not in self._waiting and i not in self._left]
-        for index in able if self._turn is None else [self._turn]:
-            frame = frames.get(self._threads.get(index, 0))
-            if index in self.stacks:
-                stack = self.stacks[index]()
-            elif frame is not None:
-                stack = "".join(traceback.format_stack(frame, 8))
-            else:
-                stack = "  (its thread has not come to it yet)\n"
-            warnings.warn(
-                f"{label} has waited {PATIENCE:.0f} s for {self._names[index]}, which is at:\n{stack}", stacklevel=2
+        return able if self._turn is None else [self._turn]
+
+    def _places(self) -> dict[int, tuple[int, int, list[str]]]:
+        """Where the threads stand that are waited for, and how long they have worked; nothing where a debugger may
+        hold one of them.
+
+        Of one that only waits for another process nothing is said here: whoever listens there sees to that.
+        """
+        frames = sys._current_frames()
+        awaited = {i: frames.get(self._threads.get(i, 0)) for i in self._awaited() if i not in self.stacks}
+        if sys.gettrace() is not None or any(map(is_debugged, awaited.values())):
+            return {}
+        there = {i: frame for i, frame in awaited.items() if frame is not None}
+        return {i: (id(frame), frame.f_lasti, _worked(self._tasks[i])) for i, frame in there.items()}
+
+    def _give_up(self, label: str, waited: float) -> None:
+        names = " and ".join(self._names[index] for index in self._awaited())
+        with self._lock:
+            self.overdue = CollectiveError(
+                f"{label} has waited {waited:.0f} s for {names}, and nothing has moved there:\n"
+                f"{''.join(map(self._stack, self._awaited()))}"
+                f"Let no replica wait for another but in instep's own operations: one may hold a lock that another "
+                f"needs. If it only takes long: DataParallel(..., timeout={self._timeout * 10:.0f})."
             )
+            self._break(self.overdue)
+
+    def check(self) -> None:
+        """Raise that a replica was waited for too long."""
+        if self.overdue is not None:
+            raise self.overdue
+
+    def _tell(self, label: str, waited: float) -> None:
+        """Say once what the others are doing, for one that runs may take its time."""
+        for index in self._awaited():
+            warnings.warn(
+                f"{label} has waited {waited:.0f} s for {self._names[index]}, which is at:\n{self._stack(index)}",
+                stacklevel=2,
+            )
+
+    def _stack(self, index: int) -> str:
+        if index in self.stacks:
+            return self.stacks[index]()
+        frame = sys._current_frames().get(self._threads.get(index, 0))
+        if frame is None:
+            return "  (its thread has not come to it yet)\n"
+        return "".join(traceback.format_stack(frame, 8))
 
     def leave(self, index: int, error: BaseException | None = None) -> None:
         """End a replica's part: whoever waits for it, waits no longer."""
@@ -230,6 +283,24 @@ class Room:
                 if start and self.start is not None:
                     self.start(able[0])
         self._ring()
+
+
+def _worked(task: int) -> list[str]:
+    """How long a thread has worked, as the system counts; nothing where it does not say."""
+    try:
+        with open(f"/proc/self/task/{task}/stat") as file:
+            return file.read().rpartition(")")[2].split()[11:13]
+    except OSError:
+        return []
+
+
+def is_debugged(frame: FrameType | None) -> bool:
+    """Whether a debugger is in a thread's stack."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in _DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def run_here(tasks: Sequence[Callable[[], T]], room: Room, stop: Callable[[T], bool]) -> list[T]:

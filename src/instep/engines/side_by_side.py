@@ -8,12 +8,14 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from instep.bridge import Gradients, Side, Span, live, take
+from instep.engines.pages import keep_pages
 from instep.engines.pool import Lease
 from instep.engines.protocol import Job, perform, raise_first, raised_in
 from instep.engines.room import BACKWARD, FORWARD, Room, run_here
@@ -55,9 +57,13 @@ class SideBySide:
     joint = False
     in_turn = far = False
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], *, timeout: float = inf) -> None:
         self._devices = list(devices)
+        self.timeout = timeout
+        """Seconds that replicas which meet wait for one that does not move."""
         self._on_host = all(device.type == "cpu" for device in devices)
+        if self._on_host:
+            keep_pages()
         self._lease: Lease | None = None
         self._lock = ProcessLock()
         self._holding = False
@@ -87,7 +93,7 @@ class SideBySide:
         job.room = self.room_for(names, FORWARD, joint=joint, in_turn=streams.in_turn, step_aside=streams.step_aside)
         tasks = [partial(self.perform, job, index) for index in range(len(job.replicas))]
         try:
-            outcomes = self.lease.run(tasks, stop=job.room.abort, patience=_ENDS_SOON)
+            outcomes = self.lease.run(tasks, stop=job.room.abort, patience=_ENDS_SOON, watch=job.room.check)
             job.room.close()
         except BaseException:
             surely(job.room.abort, job.room.close)
@@ -166,7 +172,7 @@ class SideBySide:
 
     def room_for(self, names: Sequence[str], end: str, **options: Any) -> Room:
         """Where the replicas of a call, or of a backward, meet."""
-        return Room(names, end, **options)
+        return Room(names, end, timeout=self.timeout, **options)
 
     def differentiate_all(self, parts: Sequence[Part], room: Room) -> None:
         """Every replica's part of a backward, each in its thread."""

@@ -7,6 +7,7 @@ rebuilt around the replica's own, so that nothing in a replica leads back to the
 
 from __future__ import annotations
 
+import enum
 import functools
 import types
 import weakref
@@ -20,14 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from instep.replicas.contents import Contents, beside, contents_of, holder_of, is_array, put
-from instep.replicas.iterators import StandIn, is_iterator
-from instep.structure.tree import SCALARS, attributes_of, shallow_copy
+from instep.replicas.iterators import is_the_callers, stand_in
+from instep.replicas.opaque import is_opaque
+from instep.structure.tree import attributes_of, shallow_copy
 
 TensorMaker = Callable[[Tensor], Tensor]
 GeneratorMaker = Callable[[torch.Generator], torch.Generator]
 
-# Seen as they are: nothing of the source can hang below them.
-OPAQUE = (*SCALARS, type, types.ModuleType, types.CodeType, torch.dtype, torch.device, torch.Size)
 PROXIES: tuple[Any, ...] = (weakref.ProxyType, weakref.CallableProxyType)
 _MAX_VISITS = 200_000
 
@@ -97,7 +97,7 @@ class Cloner:
         known = self._known(value)
         if known is not None:
             return known[1]
-        if isinstance(value, OPAQUE):
+        if is_opaque(value):
             return value
         if type(value) in PROXIES:  # it says that it is of the class of what it stands for
             return self._note(value, weakref.proxy(self.clone(value.__init__.__self__)))
@@ -168,8 +168,8 @@ class Cloner:
             return self._note(value, self.clone(value.module))
         if isinstance(value, nn.Module):
             return self._module(value)
-        if is_iterator(value):
-            return self._note(value, StandIn(value, self._asked))
+        if is_the_callers(value):
+            return self._note(value, stand_in(value, self._asked))
         return self._rebuild(value) if self._reaches(value) else value
 
     def _note(self, source: Any, made: Any) -> Any:
@@ -218,8 +218,12 @@ class Cloner:
     def _tuple(self, value: Any) -> Any:
         items = [self.clone(item) for item in value]
         cls = type(value)
-        made = cls._make(items) if hasattr(cls, "_make") else cls(items)
-        return self._note(value, made)
+        made = self._note(value, cls._make(items) if hasattr(cls, "_make") else cls(items))
+        attributes = beside(value)
+        if attributes is not None:
+            made.__dict__.update({name: self.clone(item) for name, item in attributes.items()})
+            self._layer.containers.append((attributes, contents_of(attributes), made.__dict__))
+        return made
 
     def _function(self, value: types.FunctionType) -> Any:
         """A function whose cells or defaults hold something of the source, around the replica's own."""
@@ -251,6 +255,8 @@ class Cloner:
     def _object(self, value: Any) -> Any:
         """Some object with attributes; one that does not let itself be copied is shared."""
         try:
+            if isinstance(value, enum.Enum):
+                raise TypeError("a member of an enumeration is one for the whole program")
             made = types.SimpleNamespace() if type(value) is types.SimpleNamespace else shallow_copy(value)
         except TypeError:
             self.draws = self.draws or any(isinstance(i, torch.Generator) for i in attributes_of(value).values())
@@ -287,7 +293,7 @@ def holds_source(value: Any, own: Mapping[int, Any] | None = None, plain: Mappin
 
     def found(item: Any) -> bool:
         mine = id(item) in own or id(getattr(item, "__dict__", own)) in own
-        return mine or isinstance(item, (Tensor, nn.Module, torch.Generator)) or is_iterator(item)
+        return mine or isinstance(item, (Tensor, nn.Module, torch.Generator)) or is_the_callers(item)
 
     return _leads_to(value, found, plain or {})
 
@@ -298,7 +304,7 @@ def holds_structure(value: Any) -> bool:
     def found(item: Any) -> bool:
         return isinstance(item, nn.Module) or (isinstance(item, nn.Parameter) and item.requires_grad)
 
-    return not isinstance(value, OPAQUE) and _leads_to(value, found, {})
+    return not is_opaque(value) and _leads_to(value, found, {})
 
 
 def _leads_to(value: Any, found: Callable[[Any], bool], plain: Mapping[int, Any]) -> bool:
@@ -312,7 +318,7 @@ def _leads_to(value: Any, found: Callable[[Any], bool], plain: Mapping[int, Any]
         if len(seen) > _MAX_VISITS:
             return False
         for child in _children(item):
-            if id(child) not in seen and id(child) not in plain and not isinstance(child, OPAQUE):
+            if id(child) not in seen and id(child) not in plain and not is_opaque(child):
                 seen.add(id(child))
                 pending.append(child)
     return False

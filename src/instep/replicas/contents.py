@@ -41,8 +41,8 @@ def holder_of(value: Any) -> Any:
 
 
 def beside(value: Any) -> dict[str, Any] | None:
-    """The attributes that a list, set or dictionary of the user's own class has beside its items."""
-    if not isinstance(value, (dict, list, deque, set)) or type(value).__module__ in ("builtins", "collections"):
+    """The attributes that a list, tuple, set or dictionary of the user's own class has beside its items."""
+    if not isinstance(value, (dict, list, tuple, deque, set)) or type(value).__module__ in ("builtins", "collections"):
         return None
     attributes = getattr(value, "__dict__", None)  # of another type where the items themselves are the attributes
     return attributes if type(attributes) is dict else None

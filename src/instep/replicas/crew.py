@@ -18,7 +18,7 @@ from instep.replicas.clone import holds_source
 from instep.replicas.equal import equal_tensors
 from instep.replicas.kind import Kinds
 from instep.replicas.memory import Lay, Writes
-from instep.replicas.names import TRAINABLE, module_names, tensor_name
+from instep.replicas.names import module_names, trainable_written
 from instep.replicas.renorm import is_used_elsewhere, renormed_weights, rewritten
 from instep.replicas.replica import Dress, Outcome, Replica
 from instep.replicas.shelf import Shelf
@@ -65,6 +65,8 @@ class Crew:
         self._told = False
         self._own: dict[int, Any] = {}
         """By their ids, containers that each replica has for itself, because `forward` changes them."""
+        self.overwritten: list[Tensor] = []
+        """Of the tensors that were last found written, those that hold now what `forward` wrote."""
         self.asked: list[Any] = []
         """Iterators of the source that a replica wanted something of."""
         self.made = 0
@@ -186,6 +188,7 @@ class Crew:
 
         Writes through `.data` move no version counter, so the first call of all is checked by value, and undone.
         """
+        self.overwritten = []
         first, self._first_values = self._first_values, None
         if first:
             sources = [source for source, _ in self.replicas[0].trainable]
@@ -195,7 +198,9 @@ class Crew:
                     source.data.copy_(value)
             if changed:
                 return [source for source, _ in changed]
-        return self._writes.found()
+        found = self._writes.found()
+        self.overwritten = [source for source, held in found if held.data_ptr() == source.data_ptr()]
+        return [source for source, _ in found]
 
     def discard(self) -> None:
         """Make the replicas anew at the next call: after a failure nobody knows what they hold."""
@@ -291,7 +296,7 @@ class Crew:
             try:
                 values = rewritten(weight, copies)
             except ValueError:
-                raise StateError(TRAINABLE.format(path=tensor_name(self.source, weight))) from None
+                raise trainable_written(self.source, [weight]) from None
             if values is not None:
                 found.append((weight, values))
         return found

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from instep.replicas.contents import beside
+from instep.replicas.opaque import is_opaque
 from instep.structure.tree import attributes_of, open_node
 
 
@@ -48,9 +50,11 @@ def equal(left: Any, right: Any, depth: int = 0) -> bool:
         return False
     one, two = open_node(left), open_node(right)
     if one is not None and two is not None:
-        return list(one.keys) == list(two.keys) and all(map(equal, one.children, two.children))
+        same = list(one.keys) == list(two.keys) and all(map(equal, one.children, two.children))
+        return same and equal(beside(left), beside(right), depth + 1)
     if isinstance(left, (int, float, complex, str, bytes, bool)):
-        return bool(left == right or left != left != right)
+        same = bool(left == right or left != left != right)
+        return same and (is_opaque(left) or equal(attributes_of(left), attributes_of(right), depth + 1))
     if isinstance(left, weakref.ref):
         return left() is right()
     if isinstance(left, deque):

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from instep.replicas.clone import OPAQUE
 from instep.replicas.contents import Contents, contents_of, holds_still, is_array, put
+from instep.replicas.opaque import is_opaque
 from instep.structure.tree import SCALARS, Path, attributes_of
 
 _AT_MOST = 2000
 """The most parts of arguments that are looked at."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-_CLOSED = (*OPAQUE, *_FUNCTIONS, Tensor, nn.Module, torch.Generator, np.random.Generator)
+_CLOSED = (*_FUNCTIONS, Tensor, nn.Module, torch.Generator, np.random.Generator)
 
 
 class Handed(NamedTuple):
@@ -51,7 +51,7 @@ def handed(names: Sequence[Any], values: Sequence[Any], wanted: Collection[int] 
     left = _AT_MOST
     while pending and left:
         steps, path, value = pending.popleft()
-        if isinstance(value, _CLOSED) or id(value) in seen:
+        if _is_closed(value) or id(value) in seen:
             continue
         left -= 1
         seen.add(id(value))
@@ -63,9 +63,13 @@ def handed(names: Sequence[Any], values: Sequence[Any], wanted: Collection[int] 
     return found
 
 
+def _is_closed(value: Any) -> bool:
+    return is_opaque(value) or isinstance(value, _CLOSED)
+
+
 def ids_in(values: Sequence[Any]) -> set[int]:
     """The ids of everything among the caller's arguments that can be changed in place."""
-    if all(isinstance(value, _CLOSED) for value in values):
+    if all(map(_is_closed, values)):
         return set()
     return {id(held.container) for held in handed(range(len(values)), values)}
 
@@ -73,7 +77,7 @@ def ids_in(values: Sequence[Any]) -> set[int]:
 def handed_to(args: Sequence[Any], kwargs: Mapping[str, Any], theirs: Collection[int]) -> list[Handed]:
     """Of one replica's arguments, what is the caller's own and can be changed in place; arrays are parts of it."""
     values = [*args, *kwargs.values()]
-    if all(isinstance(value, _CLOSED) for value in values):
+    if all(map(_is_closed, values)):
         return []
     return handed(range(len(values)), values, theirs)
 
@@ -165,8 +169,8 @@ def from_places(before: Contents, keys: Sequence[Any], items: Sequence[tuple[int
 
     Something that another replica changes meanwhile may have lost the place; what several change is refused anyway.
     """
-    names = {(type(key), key): key for key in before.keys if isinstance(key, SCALARS)}
-    own = {(type(item), item): item for item in before.items if isinstance(item, SCALARS)}
+    names = {(type(key), key): key for key in before.keys if _is_bare(key)}
+    own = {(type(item), item): item for item in before.items if _is_bare(item)}
     known = [(old, item) for old, item in items if old < len(before.items)]
     here = (before.items[old] if old >= 0 else _own(item, own) for old, item in known)
     return Contents(tuple(_own(key, names) for key in keys), tuple(here))
@@ -174,4 +178,8 @@ def from_places(before: Contents, keys: Sequence[Any], items: Sequence[tuple[int
 
 def _own(item: Any, own: dict[Any, Any]) -> Any:
     """The very object that is here already, for one of those that nobody tells apart but by identity."""
-    return own.get((type(item), item), item) if isinstance(item, SCALARS) else item
+    return own.get((type(item), item), item) if _is_bare(item) else item
+
+
+def _is_bare(item: Any) -> bool:
+    return isinstance(item, SCALARS) and is_opaque(item)

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from instep.replicas.clone import PROXIES
+from instep.replicas.opaque import is_opaque
 from instep.structure.tree import SCALARS
 
 _MOST = 256
@@ -66,9 +67,12 @@ class Kinds:
         serial = self._serial(module)
         found: list[Any] = [serial, type(module)]
         for name, value in module.__dict__.items():
-            if name in _OF_EVERY_MODULE or (serial, name) in self._state or isinstance(value, (Tensor, float)):
+            if name in _OF_EVERY_MODULE or (serial, name) in self._state or isinstance(value, Tensor):
                 continue
-            if isinstance(value, (*SCALARS, enum.Enum)):
+            bare = is_opaque(value)
+            if bare and isinstance(value, float):
+                continue
+            if (bare and isinstance(value, SCALARS)) or isinstance(value, enum.Enum):
                 found.append((name, type(value), value))
             elif isinstance(value, nn.Module) and type(value) not in PROXIES:
                 found.append((name, self._serial(value)))

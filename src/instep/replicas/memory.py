@@ -57,7 +57,7 @@ class Writes:
     def __init__(self, pairs: Sequence[Pair]) -> None:
         leaves = [(source, held) for source, held in pairs if held is not source and held.is_leaf]
         counters = {_counter(source, held): (source, held) for source, held in pairs if not held.is_inference()}
-        self._sources = [source for source, _ in (*counters.values(), *leaves)]
+        self._pairs = [*counters.values(), *leaves]
         self._counted = [held for _, held in counters.values()]
         self._leaves = [held for _, held in leaves]
         self._pointers = list(map(_pointer, self._leaves))
@@ -66,12 +66,12 @@ class Writes:
     def begin(self) -> None:
         self._before = [*map(_version, self._counted), *self._pointers]
 
-    def found(self) -> list[Tensor]:
-        """The sources of the tensors that were written in place or given other memory."""
+    def found(self) -> list[Pair]:
+        """What was written in place or given other memory; where replicas share memory, as one of them holds it."""
         now = [*map(_version, self._counted), *map(_pointer, self._leaves)]
         if now == self._before:
             return []
-        return [s for s, then, later in zip(self._sources, self._before, now, strict=True) if then != later]
+        return [pair for pair, then, later in zip(self._pairs, self._before, now, strict=True) if then != later]
 
 
 def _counter(source: Tensor, held: Tensor) -> int:

@@ -7,9 +7,13 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-TRAINABLE = (
-    "forward wrote to the trainable parameter {path!r}, which every replica would do once more.\n"
-    "Change it outside forward (after optimizer.step()), or make it a buffer and give it a state rule."
+from instep.errors import StateError
+
+_UNTOUCHED = "The module's own is as it was before the call."
+_OVERWRITTEN = (
+    "What forward wrote is now in the module's own {names}, whose memory replicas share: bring back the values from "
+    "before (load_state_dict).\n"
+    "With private_copies=True every replica has memory of its own, and no write of theirs can reach the module."
 )
 
 
@@ -47,6 +51,18 @@ class Owners:
                             path = f"{prefix}.{name}" if prefix else name
                             self._known.setdefault(id(value), Owner(module, name, path))
         return self._known.get(id(tensor), _NOBODY)
+
+
+def trainable_written(source: nn.Module, written: Sequence[Tensor], overwritten: Sequence[Tensor] = ()) -> StateError:
+    """Trainable tensors that `forward` wrote to; those that are `overwritten` hold now what it wrote."""
+    owners = Owners(source)
+    names = [repr(owners.of(tensor).path) for tensor in {id(tensor): tensor for tensor in overwritten}.values()]
+    path = owners.of((overwritten or written)[0]).path
+    return StateError(
+        f"forward wrote to the trainable parameter {path!r}, which every replica would do once more.\n"
+        f"{_OVERWRITTEN.format(names=', '.join(names)) if names else _UNTOUCHED}\n"
+        f"Change it outside forward (after optimizer.step()), or make it a buffer and give it a state rule."
+    )
 
 
 def tensor_name(source: nn.Module, tensor: Tensor) -> str:

@@ -37,6 +37,8 @@ class Replica:
     kind_of_tensors = Tensors
     stands_in = False
     """Whether it stands for a replica of another process, in the source's own memory."""
+    near = False
+    """Whether it stands for one that works in the source's own memory too, on one accelerator."""
 
     def __init__(
         self,

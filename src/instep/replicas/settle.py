@@ -24,7 +24,7 @@ from instep.replicas.contents import Contents, contents_of, put
 from instep.replicas.derived import is_cache, is_derived
 from instep.replicas.equal import equal
 from instep.replicas.inside import merge_contents
-from instep.replicas.names import TRAINABLE, Owners, module_names, tensor_name
+from instep.replicas.names import Owners, module_names, trainable_written
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.shelf import Place
 from instep.replicas.state_rules import StateRule, apply_state_rule, is_count, known_rule
@@ -341,10 +341,13 @@ def _follows(shapes: Sequence[torch.Size], sizes: Sequence[int]) -> bool:
     return any(follow(shapes, sizes, len(shapes[0]), dim) for dim in range(len(shapes[0])))
 
 
-def refuse_writes(source: nn.Module, written: Sequence[Tensor]) -> None:
-    """`StateError` if `forward` wrote to trainable tensors of the source."""
+def refuse_writes(source: nn.Module, written: Sequence[Tensor], overwritten: Sequence[Tensor] = ()) -> None:
+    """`StateError` if `forward` wrote to trainable tensors of the source, or in their place to a replica's.
+
+    Those that are `overwritten` hold now what it wrote.
+    """
     if written:
-        raise StateError(TRAINABLE.format(path=tensor_name(source, written[0])))
+        raise trainable_written(source, written, overwritten)
 
 
 def _held(replica: Replica, change: Any) -> Any:

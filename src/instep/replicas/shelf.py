@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from instep.replicas.clone import OPAQUE, Cloner
+from instep.replicas.clone import Cloner
 from instep.replicas.contents import Contents, beside, contents_of, holder_of, holds_still, is_array, put
+from instep.replicas.opaque import is_opaque
 from instep.structure.tree import attributes_of
 
 # What `nn.Module` keeps for itself, and lists that torch's own layers make once.
@@ -64,14 +65,14 @@ class Shelf:
         self._seen: set[int] = set()
         for module, name in zip(modules, names, strict=True):
             for attribute, value in module.__dict__.items():
-                if attribute not in _OWN and not isinstance(value, OPAQUE):
+                if attribute not in _OWN and not is_opaque(value):
                     self._walk(value, Place(f"{name}.{attribute}" if name else attribute), cloner)
 
     def _walk(self, value: Any, place: Place, cloner: Cloner) -> None:
         pending = [(value, place)]
         while pending and len(self._seen) < _MOST:
             value, place = pending.pop()
-            if id(value) in self._seen or isinstance(value, (*OPAQUE, Tensor, nn.Module)):
+            if id(value) in self._seen or is_opaque(value) or isinstance(value, (Tensor, nn.Module)):
                 continue
             self._seen.add(id(value))
             container, attributes = container_of(value), beside(value)
@@ -129,6 +130,7 @@ def _inside(value: Any, container: Any) -> Iterator[tuple[Any, Any]]:
         return
     if isinstance(value, dict):
         yield from dict.items(value)
+        yield from ((key, key) for key in dict.keys(value))
     elif isinstance(value, (list, tuple, deque)):
         yield from enumerate(value)
     elif isinstance(value, types.FunctionType):

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from instep.replicas.contents import Contents, beside, contents_of, holder_of, holds_still, put
+from instep.replicas.opaque import is_opaque
 from instep.structure.tree import SCALARS, attributes_of
 
 MOST = 100_000
-_OF_TORCH = (Tensor, nn.Module, torch.dtype, torch.device, torch.Size)
-_ENDS = (*SCALARS, *_OF_TORCH, type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)
+_ENDS = (Tensor, nn.Module, types.BuiltinFunctionType)
 # Objects that other threads may be at work on: what they hold is not ours to put back.
 _BUSY = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading", "torch.utils.data")
 _PLAIN = (list, dict, set, deque)
@@ -71,7 +71,9 @@ class Snapshot:
 
     def _keep(self, item: Any) -> Iterable[Any]:
         """Remember what one object holds, and say what else that leads to."""
-        if isinstance(item, _ENDS) or id(item) in self._seen or type(item).__module__.startswith(_BUSY):
+        if is_opaque(item) or isinstance(item, _ENDS) or id(item) in self._seen:
+            return ()
+        if type(item).__module__.startswith(_BUSY):
             return ()
         self._seen[id(item)] = item
         if len(self._seen) > MOST:
@@ -82,12 +84,9 @@ class Snapshot:
             self._arrays.append((item, item.copy()))
         elif isinstance(item, (dict, list, set, deque)):
             self._hold(item)
-            attributes = beside(item)
-            if attributes is not None:
-                self._hold(attributes)
-            return (*contents_of(item).keys, *contents_of(item).items, *(attributes or {}).values())
+            return (*contents_of(item).keys, *contents_of(item).items, *self._beside(item))
         elif isinstance(item, (tuple, frozenset)):
-            return item
+            return (*item, *self._beside(item))
         elif isinstance(item, types.FunctionType):
             return self._function(item)
         elif isinstance(item, types.MethodType):
@@ -97,6 +96,13 @@ class Snapshot:
         else:
             return self._object(item)
         return ()
+
+    def _beside(self, item: Any) -> Iterable[Any]:
+        attributes = beside(item)
+        if attributes is None:
+            return ()
+        self._hold(attributes)
+        return attributes.values()
 
     def _object(self, item: Any) -> Iterable[Any]:
         holder = holder_of(item)

@@ -8,7 +8,7 @@ Every part gets counters and containers of its own, because `forward` writes to 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from instep.errors import MergeError, StructureError
-from instep.structure.tree import SCALARS, shallow_copy
+from instep.structure.tree import SCALARS, Path, shallow_copy, show_path
 from instep.structure.types import Kind, TensorMap
 
 _BATCH_DIMS = {"indexer_position_ids": 1}
@@ -52,27 +52,48 @@ def _rebuild(name: str, value: Any, visit: Visit) -> Any:
     return new
 
 
-def _size(value: Any) -> int | None:
-    sizes: dict[int, str] = {}
+def _leaves(name: str, value: Any, path: Path = ()) -> Iterator[tuple[str, Any, Path]]:
+    """Every leaf of a cache: the name of the attribute it is in, itself, and the way to it."""
+    if isinstance(value, dict):
+        for key, child in value.items():
+            yield from _leaves(name, child, (*path, key))
+    elif type(value) in (list, tuple):
+        for index, child in enumerate(value):
+            yield from _leaves(name, child, (*path, index))
+    elif _is_open(value):
+        for key, child in vars(value).items():
+            yield from _leaves(key, child, (*path, key))
+    else:
+        yield name, value, path
 
-    def look(name: str, leaf: Any) -> Any:
+
+def _size(value: Any) -> int | None:
+    _refuse_quantized(value, StructureError)
+    sizes: dict[int, Path] = {}
+    for name, leaf, path in _leaves("", value):
         dim = _batch_dim(name, leaf) if isinstance(leaf, Tensor) else None
         if dim is not None:
-            sizes.setdefault(leaf.shape[dim], name)
-        return leaf
-
-    _rebuild("", value, look)
+            sizes.setdefault(leaf.shape[dim], path)
     if len(sizes) > 1:
-        raise StructureError(f"a {type(value).__name__} holds batches of different sizes: {sizes}")
+        said = ", ".join(f"{size} samples in {show_path(path)}" for size, path in sizes.items())
+        raise StructureError(
+            f"a {type(value).__name__} holds batches of different sizes ({said}); fill every layer with the same "
+            "samples, or take the same ones out of every layer"
+        )
     return next(iter(sizes), None)
 
 
-def _refuse_quantized(name: str, leaf: Any, value: Any, error: type[Exception]) -> None:
-    if name in _QUANTIZED and leaf is not None:
-        raise error(f"a quantized {type(value).__name__} is neither split nor joined; use a DynamicCache instead")
+def _refuse_quantized(value: Any, error: type[Exception]) -> None:
+    for name, leaf, path in _leaves("", value):
+        if name in _QUANTIZED and leaf is not None:
+            where = show_path(path[: path.index(name) + 1])
+            raise error(
+                f"a quantized {type(value).__name__} ({where}) is neither split nor joined; use a DynamicCache instead"
+            )
 
 
 def _split(value: Any, sizes: Sequence[int]) -> list[Any]:
+    _refuse_quantized(value, StructureError)
     whole = sum(sizes)
 
     def cut(start: int, size: int) -> Visit:
@@ -80,7 +101,6 @@ def _split(value: Any, sizes: Sequence[int]) -> list[Any]:
         seen: dict[int, Tensor] = {}
 
         def visit(name: str, leaf: Any) -> Any:
-            _refuse_quantized(name, leaf, value, StructureError)
             if isinstance(leaf, Tensor):
                 dim = _batch_dim(name, leaf)
                 if id(leaf) not in seen:
@@ -95,6 +115,7 @@ def _split(value: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def _merge(parts: Sequence[Any]) -> Any:
+    _refuse_quantized(parts[0], MergeError)
     return _join("", parts, [_size(part) or 0 for part in parts], type(parts[0]).__name__, {})
 
 
@@ -102,7 +123,6 @@ def _join(name: str, parts: Sequence[Any], sizes: Sequence[int], path: str, seen
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
         raise MergeError(f"{path} is of different types: {[type(part).__name__ for part in parts]}")
-    _refuse_quantized(name, first, first, MergeError)
     if isinstance(first, dict):
         if any(part.keys() != first.keys() for part in parts):
             raise MergeError(f"{path} has different keys in the parts: {[list(part) for part in parts]}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from instep.errors import StructureError
 from instep.structure.dims import SAMPLES, Declared
 from instep.structure.marks import Shards, Whole
-from instep.structure.messages import structured_dims, two_readings, unusable
+from instep.structure.messages import cannot_cut, structured_dims, two_readings, unusable
 from instep.structure.roles import Column, Custom, Cut, Inside, Keep, Ready, Role, is_batched
 from instep.structure.torch_kinds import tensor_kind
 from instep.structure.tree import SCALARS, Node, Path, attributes_of, is_sequence, open_node
@@ -64,6 +64,14 @@ def own_kind(value: Any) -> Kind | None:
     return tensor_kind(value) if kind is None and isinstance(value, Tensor) else kind
 
 
+def measured(kind: Kind, value: Any, path: Path) -> int | None:
+    """How many samples a value with a rule of its own holds; its rule does not know where it stands."""
+    try:
+        return kind.size(value)
+    except StructureError as error:
+        raise cannot_cut(path, value, str(error)) from error
+
+
 def propose(
     names: Sequence[str], values: Sequence[Any], declared: Sequence[Declared], memory: Memory
 ) -> list[Proposal]:
@@ -79,7 +87,7 @@ def _proposals(value: Any, path: Path, spec: Declared, memory: Memory) -> Iterat
         return
     kind = own_kind(value)
     if kind is not None:
-        count = kind.size(value)
+        count = measured(kind, value, path)
         if count is not None:
             yield Proposal(0, count, path, f"{type(value).__name__} of {count} samples", spec.spec, not spec.auto)
         return
@@ -191,7 +199,7 @@ class _Fitting:
         raise Misfit(path, value, f"its size along dim {spec.batch_dim} is {size}")
 
     def _custom(self, value: Any, path: Path, kind: Kind) -> Role:
-        count = kind.size(value)
+        count = measured(kind, value, path)
         if count is None:
             return Keep("not a batch")
         if count == self.batch:
@@ -273,7 +281,7 @@ def samples_in(part: Any, dim: int, lists: bool = True) -> int | None:
     """How many samples one ready-made shard holds, by its first leaf that can be measured; None if there is none."""
     kind = own_kind(part)
     if kind is not None:
-        return kind.size(part)
+        return _count(kind, part)
     if isinstance(part, (Tensor, np.ndarray)):
         return size_along(part, dim)
     if isinstance(part, list):
@@ -281,6 +289,14 @@ def samples_in(part: Any, dim: int, lists: bool = True) -> int | None:
     node = open_node(part)
     sizes = (samples_in(child, dim, lists) for child in (node.children if node is not None else ()))
     return next((size for size in sizes if size is not None), None)
+
+
+def _count(kind: Kind, value: Any) -> int | None:
+    """The samples of a value that has not to be split; None also where its type cannot tell."""
+    try:
+        return kind.size(value)
+    except StructureError:
+        return None
 
 
 def holds_tensors(value: Any, _seen: set[int] | None = None, depth: int = 8) -> bool:
@@ -305,7 +321,7 @@ def holds_samples(item: Any, size: int) -> bool | None:
     """Whether an entry of a list holds `size` samples; None if it says neither."""
     kind = own_kind(item)
     if kind is not None:
-        count = kind.size(item)
+        count = _count(kind, item)
         return None if count is None else count == size
     if isinstance(item, (Tensor, np.ndarray)):
         return True if size in item.shape else None if item.ndim == 0 or item.shape[0] == 1 else False

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from instep.errors import MergeError
+from instep.errors import InstepError, MergeError
 from instep.structure.company import flips
 from instep.structure.compare import apart as how_far
 from instep.structure.compare import by_how_much, in_order, is_sorted, ordinary, plain_alike, same, unsqueezed
 from instep.structure.dims import AUTO, Declared
 from instep.structure.fit import NUMBERS, own_kind
-from instep.structure.merge_messages import across_samples, unexplained
+from instep.structure.merge_messages import across_samples, cannot_merge, unexplained
 from instep.structure.rules import Rule, WeightedBy, rule_for, speaks_of
 from instep.structure.shapes import few
 from instep.structure.tree import Path, is_sequence, open_node, tensors_in
@@ -173,9 +173,13 @@ class _Judging:
 
     def _kind(self, values: Sequence[Any], kind: Kind, path: Path) -> None:
         """A type with its own rule: what it makes of the parts has to hold the tensors of the whole."""
-        if not self.trial.numbers or [kind.size(value) for value in values] != list(self.sizes):
+        try:
+            if not self.trial.numbers or [kind.size(value) for value in values] != list(self.sizes):
+                return
+            joined, whole = list(tensors_in(kind.merge(list(values[:2])))), list(tensors_in(values[2]))
+        except InstepError as error:  # it does not know where its value stood
+            self.findings.errors[path] = cannot_merge(path, values[:2], str(error), self.trial.sizes)
             return
-        joined, whole = list(tensors_in(kind.merge(list(values[:2])))), list(tensors_in(values[2]))
         if any(own_kind(tensor) is not None for tensor in (*joined, *whole)) or len(joined) != len(whole):
             return
         pairs = list(zip(joined, whole, strict=True))

@@ -360,13 +360,13 @@ class _Merging:
         return parts[0]
 
     def _custom(self, parts: Sequence[Any], scene: Scene, path: Path, kind: Kind) -> Any:
-        counts = [kind.size(part) for part in parts]
-        if counts == list(scene.sizes):
-            self._note(path, "joined by its type's rule")
-            try:
+        try:
+            counts = [kind.size(part) for part in parts]
+            if counts == list(scene.sizes):
+                self._note(path, "joined by its type's rule")
                 return kind.merge(parts)
-            except InstepError as error:  # it does not know where its value stood
-                raise cannot_merge(path, parts, str(error), scene.sizes) from error
+        except InstepError as error:  # it does not know where its value stood
+            raise cannot_merge(path, parts, str(error), scene.sizes) from error
         if all(count is None for count in counts):
             raise no_samples(path, parts[0])
         raise cannot_merge(path, parts, f"{type(parts[0]).__name__} of {counts} samples", scene.sizes)

@@ -7,6 +7,7 @@ from typing import Any
 
 from instep.errors import MergeError
 from instep.structure.tree import Path, open_node, show_path
+from instep.structure.types import kind_of
 
 
 def _place(path: Path) -> str:
@@ -28,7 +29,7 @@ def cannot_merge(
     counts: Sequence[str] = (),
 ) -> MergeError:
     """Parts that could mean several things: what they are, and the rules to choose from."""
-    if any(open_node(part) is not None for part in parts):
+    if any(open_node(part) is not None or kind_of(type(part)) is not None for part in parts):
         choices = "'list', 'first', 'drop'"
     elif any(len(getattr(part, "shape", ())) for part in parts):
         choices = "'cat', 'pad', 'nested', 'list', 'unique', 'stack', 'sum', 'mean', 'first', 'drop'"

@@ -150,6 +150,14 @@ def unusable(value: Any, path: Path) -> StructureError:
     )
 
 
+def cannot_cut(path: Path, value: Any, why: str) -> StructureError:
+    """A value whose own type says that it cannot be measured or split."""
+    return StructureError(
+        f"cannot share out this call: {_place(path)} ({summary(value)}): {why}.\n"
+        f"If every replica needs all of it:  {_line(path, None)}   # or pass instep.whole(...)"
+    )
+
+
 def wrong_shards(path: Path, given: int, wanted: int) -> StructureError:
     """A `Shards` whose number of entries does not match the replicas."""
     return StructureError(

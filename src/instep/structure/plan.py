@@ -22,6 +22,7 @@ from instep.structure.messages import ambiguous_sizes, misfit_message, unequal_s
 from instep.structure.roles import Ready, Role
 from instep.structure.sizes import sizes_by_cost, sizes_for
 from instep.structure.tree import SCALARS, Path, open_node
+from instep.structure.types import Kind
 
 Cutter: TypeAlias = Callable[[Any], Sequence[Any]]
 
@@ -182,7 +183,7 @@ def _sign(value: Any, dims: tuple[int, ...], read: Any = None) -> Any:
         return cls
     if isinstance(value, (Tensor, np.ndarray)):
         kind = own_kind(value)
-        return _sign_shape(value.shape, dims) if kind is None else (cls, kind, kind.size(value))
+        return _sign_shape(value.shape, dims) if kind is None else (cls, kind, _measured(kind, value))
     if cls is dict:
         return (cls, tuple(value), _sign_all(value, value.values(), dims, read))
     if cls is list or cls is tuple:
@@ -209,11 +210,19 @@ def _sign_other(value: Any, dims: tuple[int, ...], read: Any) -> Any:
         return (cls, tuple([_sign(part, dims) for part in value.parts]))
     kind = own_kind(value)
     if kind is not None:
-        return (cls, kind, kind.size(value))
+        return (cls, kind, _measured(kind, value))
     node = open_node(value)
     if node is None:
         return (cls, holds_tensors(value))
     return (cls, tuple(node.keys), _sign_all(node.keys, node.children, dims, read))
+
+
+def _measured(kind: Kind, value: Any) -> Any:
+    """The number of samples; or why there is none, which only matters where it is to be split."""
+    try:
+        return kind.size(value)
+    except StructureError as error:
+        return str(error)
 
 
 def _sign_shape(shape: Sequence[int], dims: tuple[int, ...]) -> tuple[int, ...]:

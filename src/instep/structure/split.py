@@ -16,6 +16,7 @@ from torch import Tensor
 from instep.errors import MergeError, StructureError
 from instep.structure.dims import AUTO
 from instep.structure.marks import Shards, Whole
+from instep.structure.messages import cannot_cut
 from instep.structure.plan import Cutter, Planner, SplitPlan
 from instep.structure.roles import Column, Custom, Cut, Inside, Keep, Ready, Role
 from instep.structure.tree import Path, open_node, show_path
@@ -25,23 +26,26 @@ from instep.structure.types import Kind
 def apply_plan(plan: SplitPlan, values: Sequence[Any]) -> list[list[Any]]:
     """For each active replica, its part of every argument; tensors are views and differentiable."""
     if not plan.cutters:
-        plan.cutters.extend([_cutter(role, list(plan.sizes)) for role in plan.roles])
+        plan.cutters.extend(
+            [_cutter(role, list(plan.sizes), (name,)) for role, name in zip(plan.roles, plan.names, strict=True)]
+        )
     columns = [cut(value) for cut, value in zip(plan.cutters, values, strict=True)]
     return [list(part) for part in zip(*columns, strict=True)] or [[] for _ in plan.sizes]
 
 
-def _cutter(role: Role, sizes: list[int]) -> Cutter:
+def _cutter(role: Role, sizes: list[int], path: Path) -> Cutter:
     """What cuts a value that has this role into parts of these sizes."""
     if isinstance(role, Cut):
         return _dense(sizes, role.dim)
     if isinstance(role, Keep):
         return lambda value: [value.value if type(value) is Whole else value] * len(sizes)
     if isinstance(role, Inside):
-        return _inside([_cutter(below, sizes) for below in role.roles], sizes)
+        entries = zip(role.roles, role.keys, strict=True)
+        return _inside([_cutter(below, sizes, (*path, key)) for below, key in entries], sizes)
     if isinstance(role, Column):
         return lambda value: _slices(value, sizes)
     if isinstance(role, Custom):
-        return _by_kind(role.kind, sizes)
+        return _by_kind(role.kind, sizes, path)
     return lambda value: list(value.parts)
 
 
@@ -73,9 +77,12 @@ def _inside(below: list[Cutter], sizes: list[int]) -> Cutter:
     return cut
 
 
-def _by_kind(kind: Kind, sizes: list[int]) -> Cutter:
+def _by_kind(kind: Kind, sizes: list[int], path: Path) -> Cutter:
     def cut(value: Any) -> Sequence[Any]:
-        parts = kind.split(value, sizes)
+        try:
+            parts = kind.split(value, sizes)
+        except StructureError as error:  # it does not know where its value stands
+            raise cannot_cut(path, value, str(error)) from error
         if len(parts) != len(sizes):
             raise StructureError(f"the split of {type(value).__name__} gave {len(parts)} parts for sizes {sizes}.")
         return parts

@@ -71,9 +71,18 @@ def _open_tuple(value: Any) -> Node:
     if cls is tuple:
         return Node(range(len(value)), value, tuple)
     names = getattr(cls, "_fields", None)
-    if names is not None:
-        return Node(names, value, cls._make)
-    return Node(range(len(value)), value, cls)
+    make = cls if names is None else cls._make
+    keys = range(len(value)) if names is None else names
+    attributes = getattr(value, "__dict__", None)
+    if not attributes:
+        return Node(keys, value, make)
+
+    def close(children: Sequence[Any]) -> Any:
+        new = make(children)
+        new.__dict__.update(attributes)
+        return new
+
+    return Node(keys, value, close)
 
 
 def _open_struct(value: Any) -> Node:
@@ -191,7 +200,7 @@ def has_slots(cls: type) -> bool:
 
 def shallow_copy(value: Any) -> Any:
     """A new object of the same class with the same attributes, made without calling any of the class's own code."""
-    new = object.__new__(type(value))
+    new = _empty_like(value)
     own = getattr(new, "__dict__", None)
     for name, item in attributes_of(value).items():
         if own is not None and name in value.__dict__:
@@ -199,6 +208,12 @@ def shallow_copy(value: Any) -> Any:
         else:
             object.__setattr__(new, name, item)
     return new
+
+
+def _empty_like(value: Any) -> Any:
+    """An object of the same class without attributes; one that is a number or text is the same number or text."""
+    base: Any = next((kind for kind in SCALARS if isinstance(value, kind)), object)
+    return object.__new__(type(value)) if base is object else base.__new__(type(value), *base.__getnewargs__(value))
 
 
 def _open_dataclass(value: Any) -> Node:

@@ -100,6 +100,7 @@ class Depot:
                     f"what another process sent could not be rebuilt: {type(error).__name__}: {error}. "
                     "Write engine='threads'."
                 ) from error
+            unpacker.memo = {}  # it holds methods of the unpacker, and the unpacker the tensors
             for number, thing in unpacker.defined.items():
                 self._keep(number, thing)
                 self._crossed.add(number)

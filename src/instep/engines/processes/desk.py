@@ -317,12 +317,15 @@ class Desk:
 
 
 _desks: weakref.WeakKeyDictionary[Worker, Desk] = weakref.WeakKeyDictionary()
-_lock = ProcessLock()
+_opening = ProcessLock()
 
 
 def desk_of(worker: Worker) -> Desk:
-    """The desk of a worker, which all engines and threads share."""
-    with _lock:
+    """The desk of a worker, which all engines share, and which threads that come at once are not to open twice."""
+    desk = _desks.get(worker)
+    if desk is not None:
+        return desk
+    with _opening:
         if worker not in _desks:
             leave_desks()
             _desks[worker] = Desk(worker)
@@ -331,7 +334,6 @@ def desk_of(worker: Worker) -> Desk:
 
 def leave_desks() -> None:
     """Forget what workers knew that have ended: memory of a device may hang on it."""
-    with _lock:
-        for worker in [reference() for reference in _desks.keyrefs()]:
-            if worker is not None and not (worker.own() and worker.alive()):
-                _desks.pop(worker, None)
+    for worker in [reference() for reference in _desks.keyrefs()]:
+        if worker is not None and not (worker.own() and worker.alive()):
+            _desks.pop(worker, None)

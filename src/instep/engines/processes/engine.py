@@ -54,8 +54,8 @@ class ProcessesEngine(SideBySide):
     def __init__(self, devices: Sequence[torch.device], *, restarts: int = 3, timeout: float = 600.0) -> None:
         if any(device.type not in ("cpu", "cuda") for device in devices):
             raise EngineError("engine='processes' runs replicas on the CPU and on CUDA; write engine='threads'.")
-        super().__init__(devices)
-        self.restarts, self.timeout = restarts, timeout
+        super().__init__(devices, timeout=timeout)
+        self.restarts = restarts
         self._hands = Hands(devices)
         self._deaths: list[float] = []
         self.crossing: dict[int, str | None] = {}
@@ -117,7 +117,7 @@ class ProcessesEngine(SideBySide):
         self._hands.end(index)
 
     def room_for(self, names: Sequence[str], end: str, **options: Any) -> Gathering:
-        return Gathering(names, end, **options)
+        return Gathering(names, end, timeout=self.timeout, **options)
 
     def forward(self, job: Job) -> list[Outcome]:
         job.passage = Passage(self._devices)

@@ -230,6 +230,8 @@ class NearPart:
 
 def _generators(run: Run, shadow: Shadow, held: Held) -> list[torch.Generator]:
     """Note in an order the generators among its arguments; those of the caller that some of them stand for."""
+    if not held and all(type(value) is Tensor for value in (*run.args, *run.kwargs.values())):
+        return []
     of_module = {id(made) for _, made in shadow.cloner.generators}
     given = [pair for pair in held if id(pair[1]) not in of_module]
     own = {id(made) for _, made in given}

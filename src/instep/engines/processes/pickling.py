@@ -15,8 +15,8 @@ import sys
 import types
 from collections.abc import Callable, Iterable
 from contextvars import Context, ContextVar
-from functools import lru_cache
-from typing import Any, Protocol
+from functools import lru_cache, partial
+from typing import Any, ClassVar, Protocol
 
 import cloudpickle
 import torch
@@ -87,24 +87,18 @@ class _Packing:
     def __init__(self, register: Register) -> None:
         self.file = io.BytesIO()
         self.dispatch_table = _dispatch_table(len(copyreg.dispatch_table))
-        super().__init__(self.file, protocol=5, buffer_callback=self._take_buffer)  # type: ignore[call-arg]
+        self.buffers: list[Tensor] = []
+        # Not a method of this object, which would hold itself then, and all that it has packed.
+        keep_buffer = partial(_keep_buffer, self.buffers)
+        super().__init__(self.file, protocol=5, buffer_callback=keep_buffer)  # type: ignore[call-arg]
         self.register = register
         self.tensors: list[Tensor] = []
-        self.buffers: list[Tensor] = []
         self.defined: dict[int, Any] = {}
         self.attributes: dict[int, dict[str, Seen]] = {}
         self.told: dict[tuple[int, str], Seen] = {}
         self._spaces_told: set[int] = set()
         self._cells: dict[int, Any] = {}
         self.variables: list[tuple[types.CellType, Seen]] = []
-
-    def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """Keep a large buffer out of the pickle; True leaves it in."""
-        raw = buffer.raw()
-        if raw.nbytes < _IN_BAND:
-            return True
-        self.buffers.append(torch.frombuffer(bytearray(raw) if raw.readonly else raw, dtype=torch.uint8))
-        return False
 
     def reducer_override(self, thing: Any) -> Any:
         """How anything but plain values and containers is written; the pickle module asks this first."""
@@ -236,6 +230,15 @@ class _Packing:
         return MODULE, (space, about), values, None, None, FILL_MODULE
 
 
+def _keep_buffer(buffers: list[Tensor], buffer: pickle.PickleBuffer) -> bool:
+    """Keep a large buffer out of the pickle; True leaves it in."""
+    raw = buffer.raw()
+    if raw.nbytes < _IN_BAND:
+        return True
+    buffers.append(torch.frombuffer(bytearray(raw) if raw.readonly else raw, dtype=torch.uint8))
+    return False
+
+
 class Packer(_Packing, pickle.Pickler):
     """Pickles one value."""
 
@@ -253,6 +256,18 @@ def _dispatch_table(_: int) -> dict[type, Any]:
 class Unpacker(pickle.Unpickler):
     """Rebuilds one value. What it defines counts as known only when the whole has been rebuilt."""
 
+    _VERBS: ClassVar = {
+        "KNOWN": "_known",
+        "TENSOR": "_tensor",
+        "DEFINE": "_define",
+        "FILL": "_fill",
+        "FUNCTION": "_function",
+        "FILL_FUNCTION": "_fill_function",
+        "VARIABLE": "_variable",
+        "MODULE": "_module",
+        "FILL_MODULE": "_fill_module",
+    }
+
     def __init__(self, register: Register, file: io.BytesIO, tensors: list[Tensor], buffers: list[Any]) -> None:
         super().__init__(file, buffers=buffers)
         self.register = register
@@ -260,22 +275,11 @@ class Unpacker(pickle.Unpickler):
         self.defined: dict[int, Any] = {}
         self.received: list[tuple[int, list[str]]] = []
         self._kept: set[int] = set()
-        self._verbs: dict[str, Callable[..., Any]] = {
-            "KNOWN": self._known,
-            "TENSOR": self._tensor,
-            "DEFINE": self._define,
-            "FILL": self._fill,
-            "FUNCTION": self._function,
-            "FILL_FUNCTION": self._fill_function,
-            "VARIABLE": self._variable,
-            "MODULE": self._module,
-            "FILL_MODULE": self._fill_module,
-        }
 
     def find_class(self, module: str, name: str) -> Any:
         """What a name in the pickle stands for."""
-        if module == __name__ and name in self._verbs:
-            return self._verbs[name]
+        if module == __name__ and name in self._VERBS:
+            return getattr(self, self._VERBS[name])
         return super().find_class(module, name)
 
     def _known(self, number: int) -> Any:

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from instep.engines.pages import AHEAD, KEPT, LARGEST
 from instep.engines.processes import boot
 from instep.engines.processes.prints import Printed
 from instep.engines.processes.wire import Garbled, Gone, Line
@@ -22,9 +23,9 @@ MAIN = "instep.engines.processes.worker:main"
 """What a worker runs when it is up, as `module:function`; it is called with the worker's end of the line."""
 
 _MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
-    "MALLOC_TOP_PAD_": str(16 << 20),
+    "MALLOC_MMAP_THRESHOLD_": str(LARGEST),
+    "MALLOC_TRIM_THRESHOLD_": str(KEPT),
+    "MALLOC_TOP_PAD_": str(AHEAD),
     "THP_MEM_ALLOC_ENABLE": "1",
 }
 """A worker keeps the memory of a step for the next one, where new pages would take longer than the copy of gradients.

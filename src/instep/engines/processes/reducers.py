@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from instep.engines.processes.by_value import by_name, importable
+from instep.replicas.opaque import is_opaque
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
@@ -36,8 +37,8 @@ _NAMED = [getattr(typing, name, None) for name in ("NewType", "ParamSpec", "Type
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a string or None."""
-    return isinstance(value, _PLAIN)
+    """Whether a value is a number, a string or None, and has no attributes."""
+    return isinstance(value, _PLAIN) and is_opaque(value)
 
 
 def has_plain_memory(tensor: Tensor) -> bool:

@@ -20,7 +20,8 @@ from instep.engines.processes.driver import DeviceMemory
 from instep.locks import ProcessLock
 from instep.modes import inference
 from instep.replicas.carry import Slot
-from instep.replicas.clone import OPAQUE, holds_source
+from instep.replicas.clone import holds_source
+from instep.replicas.opaque import is_opaque
 from instep.replicas.replica import Pair, Replica
 from instep.replicas.tensors import Tensors, Way, leaf_like
 from instep.replicas.watch import Changes, Set
@@ -122,7 +123,7 @@ class Shadow(Replica):
         super().apply(changes)
         for call in outstanding(self.source_modules[0]):
             call.remember(changes)
-        plain = all(isinstance(c.new, OPAQUE) or not holds_source(c.new) for c in changes.attributes)
+        plain = all(is_opaque(c.new) or not holds_source(c.new) for c in changes.attributes)
         if changes.contents or not plain or any(change.buffer for change in changes.attributes):
             self.stale = True
         else:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from instep.engines.processes.by_value import new_module
+from instep.engines.processes.reducers import is_plain
 
 ABSENT, _NEVER = object(), object()
 _PARTS_AT_MOST = 2000
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _BY_IDENTITY = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device)
 _ABOUT = ("__name__", "__package__", "__path__", "__file__")
 _NOT_WATCHED = {"__dict__", "__weakref__", "__doc__", "__abstractmethods__", "_abc_impl", "__annotations__"}
@@ -35,7 +35,7 @@ class Seen(NamedTuple):
         """Whether a value is what was sent."""
         if value is self.value:
             return self.look is None or look_of(value) == self.look
-        return type(value) is type(self.value) and isinstance(value, _PLAIN) and bool(value == self.value)
+        return type(value) is type(self.value) and is_plain(value) and bool(value == self.value)
 
 
 def seen(value: Any) -> Seen:
@@ -49,7 +49,7 @@ def look_of(value: Any) -> Any:
     Containers and objects are looked into up to a number of parts, tensors by their version, arrays by a checksum.
     Beyond that number, a value counts as changed only when its name is bound to another.
     """
-    if isinstance(value, (*_PLAIN, *_BY_IDENTITY)) or value is ABSENT:
+    if is_plain(value) or isinstance(value, _BY_IDENTITY) or value is ABSENT:
         return None
     try:
         look = _look(value, [_PARTS_AT_MOST], {})
@@ -66,7 +66,7 @@ def _look(value: Any, left: list[int], inside: dict[int, Any]) -> Any:
     left[0] -= 1
     if left[0] < 0:
         raise _TooMuch
-    if isinstance(value, _PLAIN):
+    if is_plain(value):
         return type(value), value
     if isinstance(value, _BY_IDENTITY) or id(value) in inside:
         return id(value)

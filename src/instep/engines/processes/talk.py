@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from instep.engines.processes import plain
 from instep.engines.processes.freight import Depot, Parcel
 from instep.engines.processes.hold import Hold
 from instep.engines.processes.orders import Order
@@ -60,12 +61,24 @@ class Talk:
 
         Of an `Order` the other side gets the bare fields.
         """
-        parcel = self.depot.pack_fields(value, what) if isinstance(value, Order) else self.depot.pack(value, what)
+        is_order = isinstance(value, Order)
+        short = plain.to_plain(value.fields() if is_order else value) if self.hold is None else None
+        if short is not None:
+            return self._say_plain(kind, call, *short, describe, fds)
+        parcel = self.depot.pack_fields(value, what) if is_order else self.depot.pack(value, what)
         tags = [describe(tensor) for tensor in parcel.tensors]
         sent = [tensor.detach() for tensor, tag in zip(parcel.tensors, tags, strict=True) if tag[0] == VALUE]
         sent, cargo = (sent, None) if self.hold is None else self.hold.load(sent)
         self.line.send(kind, call, pickle.dumps((tags, parcel.body, cargo), 5), sent, fds)
         return parcel.tensors
+
+    def _say_plain(
+        self, kind: str, call: int, value: Any, tensors: list[Tensor], describe: Describe, fds: Sequence[int]
+    ) -> list[Tensor]:
+        tags = [describe(tensor) for tensor in tensors]
+        sent = [tensor.detach() for tensor, tag in zip(tensors, tags, strict=True) if tag[0] == VALUE]
+        self.line.send(kind, call, plain.dumps((tags, value)), sent, fds)
+        return tensors
 
     def take(self, message: Message, rebuild: Rebuild = as_sent) -> tuple[Any, list[Tensor]]:
         """The value of a message, and its tensors in the order in which they were sent.
@@ -75,6 +88,12 @@ class Talk:
         """
         if self.line.shore is not None:
             self.line.shore.check()
+        found = plain.loads(message.body)
+        if found is not None:
+            tags, value = found
+            sent = iter(message.tensors)
+            tensors = [rebuild(tag, next(sent) if tag[0] == VALUE else None) for tag in tags]
+            return plain.from_plain(value, tensors), tensors
         tags, body, cargo = pickle.loads(message.body)
         if self.hold is None or cargo is None:
             sent = iter(message.tensors)

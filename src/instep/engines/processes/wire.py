@@ -44,6 +44,10 @@ _FDS = 250
 """The kernel passes 253 descriptors with a message."""
 _FDS_ROOM = socket.CMSG_SPACE((_FDS + 1) * array.array("i").itemsize)
 
+_SENDING = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_TAKING = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+_CUT_OFF = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+
 _NOTHING = memoryview(bytearray())
 
 
@@ -207,7 +211,7 @@ class Line:
         deadline = _deadline(timeout)
         while True:
             try:
-                self._sock.sendmsg(frame, extra, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self._sock.sendmsg(frame, extra, _SENDING)
                 return
             except BlockingIOError:
                 waiting = select.poll()
@@ -252,8 +256,7 @@ class Line:
 
     def _take(self) -> tuple[int, list[int], int]:
         fds = array.array("i")
-        how = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-        length, extra, flags, _ = self._sock.recvmsg_into([self._buffer], _FDS_ROOM, how)
+        length, extra, flags, _ = self._sock.recvmsg_into([self._buffer], _FDS_ROOM, _TAKING)
         for level, kind, data in extra:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
@@ -261,7 +264,7 @@ class Line:
 
     def _open(self, length: int, fds: list[int], flags: int) -> Message:
         try:
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            if flags & _CUT_OFF:
                 raise ValueError("it was cut off")
             header = _Header.unpack(self._buffer, length, len(fds))
             if self.elsewhere is not None:
