@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import is_
 from types import SimpleNamespace
@@ -170,14 +170,8 @@ class Mirror:
         """The replica, with everything that has changed since."""
         if run.follow:
             self._pull()
-        with torch.no_grad(), inference(False):
-            self._part_from_source(run.fresh)
-            for number, value in run.fresh.items():
-                tensor = self.tensors[number]
-                if tensor.shape == value.shape:
-                    tensor.data.copy_(value)
-                else:
-                    tensor.data = value.to(tensor.device)
+        if run.fresh:
+            self._renew(run.fresh)
         replica = self.crew.ready()[0]
         if replica is not self._replica:
             self._replica = replica
@@ -190,6 +184,17 @@ class Mirror:
             slots: Any = [SimpleNamespace(module=replica.source_modules[i], name=name) for i, name, _ in run.lent]
             replica.lend(slots, [part for _, _, part in run.lent])
         return replica
+
+    def _renew(self, fresh: Mapping[int, Tensor]) -> None:
+        """Take the values that were sent."""
+        with torch.no_grad(), inference(False):
+            self._part_from_source(fresh)
+            for number, value in fresh.items():
+                tensor = self.tensors[number]
+                if tensor.shape == value.shape:
+                    tensor.data.copy_(value)
+                else:
+                    tensor.data = value.to(tensor.device)
 
     def note_arguments(self, method: str, tensors: Sequence[Tensor]) -> Callable[[], dict[int, Tensor]]:
         """What says, when the call is over, which arguments were written to: their values now, by their numbers.
@@ -246,15 +251,18 @@ class Mirror:
     def report(self, outcome: Outcome) -> Ran:
         """What `forward` changed on the replica, in terms that the other process knows; the replica is put back."""
         replica, crew = self.crew.replicas[0], self.crew
-        numbers = self.numbers()
         ran = Ran()
+        if outcome.written or crew.apart:
+            numbers = self.numbers()
+            ran.written = {numbers[id(source)]: copy.detach().clone() for source, copy in outcome.written}
+            ran.apart = {numbers[id(s)]: made.detach() for s, made in replica.trainable if id(s) in crew.apart}
+        if not outcome.changes:
+            return ran
         ran.sets = [(change.module, change.name, change.new, change.buffer) for change in outcome.changes.attributes]
         places = {id(made): crew.shelf.places.get(id(source)) for source, _, made in replica.cloner.containers}
         for inside in outcome.changes.contents:
             items = list(by_place(inside.container, inside.before.items, inside.after.items))
             ran.contents.append((str(places[id(inside.container)]), inside.after.keys, items))
-        ran.written = {numbers[id(source)]: copy.detach().clone() for source, copy in outcome.written}
-        ran.apart = {numbers[id(s)]: made.detach() for s, made in replica.trainable if id(s) in crew.apart}
         replica.revert(outcome.changes)
         return ran
 
@@ -308,6 +316,10 @@ class Mirror:
         Those are sparse, or they came after a gradient of the same tensor that was rung for.
         """
         left = {n: g for n, g in gradients.items() if g is not None and not self._put(n, g)}
+        if not left:
+            filled = sorted(self._filled)
+            self.take_in(())
+            return filled, left
         far = [n for n, gradient in left.items() if n not in self._filled and self._fits(n, gradient)]
         if far:  # the slots are on the host
             assert isinstance(self._memory, SharedMemory)

@@ -225,6 +225,11 @@ class Ran(Order):
     parted: list[str] = field(default_factory=list)
     """Places of containers that `forward` changed and that each replica needs for itself."""
 
+    def fields(self) -> tuple[Any, ...]:
+        """The output alone, where nothing else is to be said."""
+        values = super().fields()
+        return values if any(values[1:]) else values[:1]
+
 
 @dataclass
 class Back(Order):
