@@ -17,7 +17,10 @@ import instep
 from instep.engines.processes.ahead import Ahead, _Sum
 from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.bell import LEAST, LENGTH, Bell, board_bytes, new_bell, stretches
+from instep.engines.processes.desk import Desk
 from instep.engines.processes.hands import inside_worker
+from instep.engines.processes.waiting import Box
+from instep.engines.processes.wire import Gone
 
 WIDE = 600  # a weight of more than one stretch, and not of a whole number of them
 
@@ -168,4 +171,23 @@ def test_what_was_added_of_a_worker_that_dies_is_added_once(tmp_path: Path, sign
         assert sign.exists()
         assert os.path.exists(net.died)
         undisturbed = gradients(net, model, x)
+    assert all(torch.equal(one, other) for one, other in zip(died, undisturbed, strict=True))
+
+
+def test_a_worker_that_dies_before_it_can_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    ask = Desk.ask_backward
+
+    def kill_first(self: Desk, *args: Any) -> Box:
+        asked.append(self.worker.pid)
+        if len(asked) == 1:
+            os.kill(self.worker.pid, signal.SIGKILL)
+            raise Gone("it has just ended")
+        return ask(self, *args)
+
+    monkeypatch.setattr(Desk, "ask_backward", kill_first)
+    net, x = nn.Linear(WIDE, WIDE), torch.randn(7, WIDE)
+    with instep.DataParallel(net, ["cpu"] * 2, engine="processes") as model:
+        died, undisturbed = gradients(net, model, x), gradients(net, model, x)
+    assert asked[1] != asked[0]
     assert all(torch.equal(one, other) for one, other in zip(died, undisturbed, strict=True))

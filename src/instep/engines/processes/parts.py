@@ -161,7 +161,7 @@ class BackwardPart:
             [],
         )
         self._met = Met(part.room, passage)
-        self._box: Box
+        self._box: Box | None = None
 
     def ask(self, desk: Desk) -> None:
         call, back, part = self._call, self._back, self._part
@@ -172,10 +172,12 @@ class BackwardPart:
         self._box = desk.ask_backward(back, call.told.bell)
 
     def expect(self, ahead: Ahead) -> None:
-        """Let gradients be added that lie in slots before the worker answers."""
-        ahead.expect(self._part.index, self._call, self._box.number, self._box.has_any)
+        """Let gradients be added that lie in slots before the worker answers, if it could be asked."""
+        if self._box is not None:
+            ahead.expect(self._part.index, self._call, self._box.number, self._box.has_any)
 
     def hear(self, desk: Desk) -> WentBack:
+        assert self._box is not None
         fields, _ = desk.talk.take(desk.answer(self._box, self._met))
         if self._call.told.bell is not None:
             self._call.told.bell.end()
