@@ -88,7 +88,7 @@ def gather(gradients: Sequence[Tensor | None], device: torch.device) -> list[Ten
     return result
 
 
-def _are_alike(one: Tensor | None, other: Tensor | None) -> bool:
+def are_alike(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two gradients are dense and of one dtype."""
     if one is None or other is None or one.layout is not torch.strided or other.layout is not torch.strided:
         return False
@@ -104,8 +104,8 @@ def add_up(columns: Sequence[Sequence[Tensor | None]], *, into_first: bool = Fal
     """
     total = list(columns[0])
     # Sums of ours, which later columns may be added into.
-    own = {index for index, gradient in enumerate(total) if into_first and gradient is not None and _alone(gradient)}
-    if len(columns) == 2 and total and len(own) in (0, len(total)) and all(map(_are_alike, *columns)):
+    own = {index for index, gradient in enumerate(total) if into_first and gradient is not None and alone(gradient)}
+    if len(columns) == 2 and total and len(own) in (0, len(total)) and all(map(are_alike, *columns)):
         one, other = (cast(list[Tensor], list(column)) for column in columns)
         if not own:
             return list(torch._foreach_add(one, other))
@@ -135,7 +135,7 @@ def add_up(columns: Sequence[Sequence[Tensor | None]], *, into_first: bool = Fal
     return total
 
 
-def _alone(gradient: Tensor) -> bool:
+def alone(gradient: Tensor) -> bool:
     """Whether no other tensor has a gradient's memory, and each of its elements has its own."""
     dense = type(gradient) is Tensor and gradient.layout is torch.strided and gradient.is_contiguous()
     return dense and not gradient.is_inference() and storage_users(gradient) == 1

@@ -32,7 +32,7 @@ class Source:
         with self._lock:
             if self._number is None:
                 self._number = self._look_ahead()
-        return (self._number + index) % 2**63
+        return seed_of(self._number, index)
 
     @property
     def number(self) -> int:
@@ -73,6 +73,11 @@ class Source:
                 now = self.generator.get_state()
                 if state_bytes(now) != state_bytes(self.before):
                     self.before, self._ahead = now, None
+
+
+def seed_of(number: int, index: int) -> int:
+    """The seed of one replica's stream, of those that are seeded by a number."""
+    return (number + index) % 2**63
 
 
 @lru_cache(maxsize=4)

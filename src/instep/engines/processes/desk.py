@@ -15,6 +15,7 @@ from torch import Tensor
 
 from instep.engines.processes import orders
 from instep.engines.processes.arena import SharedMemory
+from instep.engines.processes.bell import Bell, board_bytes, new_bell, stretches
 from instep.engines.processes.berth import berth
 from instep.engines.processes.boot import import_path
 from instep.engines.processes.driver import DeviceMemory, Refused
@@ -97,6 +98,8 @@ class Desk:
         """Seconds without a word from the worker, after which it is given up."""
         self._around: Surroundings | None = None
         """Those of the last forward."""
+        self._heard = 0
+        """The number of what the worker was last heard to work on."""
         self.gone: deque[tuple[str, int]] = deque()
         """Calls and stand-ins that nobody needs any longer; finalizers only put them here."""
 
@@ -180,6 +183,8 @@ class Desk:
         blocks = listed.blocks
         wanted = [number for number, tensor in enumerate(tensors) if tensor.requires_grad and tensor.numel()]
         offsets, total = layout([tensors[n].numel() * tensors[n].element_size() for n in wanted])
+        cut = stretches((n, tensors[n]) for n in wanted) if shadow.home.type == shadow.place.type == "cpu" else []
+        total += board_bytes(cut)
         if shadow.slots is None or shadow.slots.nbytes != total or isinstance(shadow.slots, DeviceMemory) != self.near:
             shadow.slots = self._new_slots(total, shadow.place)
         places = list(zip(wanted, offsets, strict=True))
@@ -189,7 +194,11 @@ class Desk:
         self._leaving += self._kept.get(shadow.number, [])
         self._kept[shadow.number] = list(listed.opened.values())
         fds = [memory.fd for memory in blocks.values()]
+        bell = None
         if isinstance(shadow.slots, SharedMemory):
+            if cut:
+                bell, order.bell = new_bell(shadow.slots, cut), True
+                fds.append(bell.fd)
             fds.append(shadow.slots.fd)
         else:
             order.slots_handle = shadow.slots.handle
@@ -209,7 +218,8 @@ class Desk:
         table = [source if source.is_leaf else made for source, made in pairs]  # graphs lead to earlier calls
         made = [made for _, made in pairs]
         memory, at, near = shadow.slots, dict(places), shadow.near
-        return Told(table, made, slots, listed.loose, memory, at, listed.image, near, self.near, generators, variables)
+        image, loose = listed.image, listed.loose
+        return Told(table, made, slots, loose, memory, at, image, near, self.near, generators, variables, bell)
 
     def _new_slots(self, nbytes: int, device: torch.device) -> SharedMemory | DeviceMemory:
         """Memory for gradients: of the device, where both sides work on it and it has some to give."""
@@ -242,9 +252,11 @@ class Desk:
         """What a worker was to forget with a forward that failed goes with the next: it may not have heard it."""
         self.gone.extend([*(("call", n) for n in run.gone[0]), *(("module", n) for n in run.gone[1])])
 
-    def ask_backward(self, back: Back) -> Box:
+    def ask_backward(self, back: Back, bell: Bell | None = None) -> Box:
         """Ask for one replica's part of a backward."""
         box = self._box()
+        if bell is not None:
+            bell.listen(box.number, self._heard)
         self.talk.say(orders.BACKWARD, box.number, back)
         return box
 
@@ -267,6 +279,8 @@ class Desk:
             message = box.wait(0)
             if message is None:
                 message = self.worker.line.receive(GLANCE)
+            if message is not None:
+                self._heard = max(self._heard, message.call)
             if message is None or message.call == box.number:
                 return message
             other = self._boxes.get(message.call)

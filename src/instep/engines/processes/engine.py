@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from instep.bridge import Gradients, Span
+from instep.engines.processes.ahead import Ahead
 from instep.engines.processes.asking import Asked
 from instep.engines.processes.call import Call
 from instep.engines.processes.desk import Desk, desk_of, leave_desks
@@ -36,6 +38,7 @@ from instep.engines.tasks import inside_replica
 from instep.errors import EngineError, WorkerFailure
 from instep.private import saves_as_usual
 from instep.reaching import Reach
+from instep.reduce import add_up
 from instep.replicas.replica import Outcome, Replica
 
 WINDOW = 60.0
@@ -59,6 +62,8 @@ class ProcessesEngine(SideBySide):
         """By the index of a replica: why its tensors leave the device to cross (see `Desk.sharing`)."""
         self._passage: Passage
         """The one of the backward that runs."""
+        self._ahead = Ahead()
+        """The same."""
 
     def settle_in(self, tensors: Iterable[Tensor]) -> None:
         home = self._devices[0]
@@ -185,6 +190,14 @@ class ProcessesEngine(SideBySide):
             return super().reach(span, index, outputs)
         return Asked(self, index, ReachPart(call, outputs), self._passage, call.told.near).hear()
 
+    def backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> tuple[Gradients, list[Gradients]]:
+        with self._lock:
+            outer, self._ahead = self._ahead, Ahead()
+            try:
+                return super().backward(span, gradients, keep)
+            finally:
+                self._ahead = outer
+
     def _run_backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> None:
         self._passage = Passage(self._devices)
         super()._run_backward(span, gradients, keep)
@@ -198,7 +211,12 @@ class ProcessesEngine(SideBySide):
 
         def run() -> list[None]:
             ends = [self._begin_back(part) for part in others]
-            return run_all(room, lambda: self.lease, partial(self.differentiate, first), ends)
+            return run_all(room, lambda: self.lease, own, ends)
+
+        def own() -> None:
+            self.differentiate(first)
+            if not self._holding and not room.met:
+                self._ahead.work(first.span.sides)
 
         here(run, len(parts))
 
@@ -218,12 +236,13 @@ class ProcessesEngine(SideBySide):
             part.room.enter(part.index)
             back = BackwardPart(call, part, self._passage)
             asked = Asked(self, part.index, back, self._passage, call.told.near)
+            back.expect(self._ahead)
         except BaseException as error:
             part.room.leave(part.index, error)
             if not isinstance(error, Exception):
                 raise
             return partial(_raise, error)
-        return partial(self._end_back, part, lambda: back.leave(asked.hear()))
+        return partial(self._end_back, part, lambda: back.leave(asked.hear(), self._ahead.late))
 
     def _end_back(self, part: Part, leave: Callable[[], None]) -> None:
         failure: BaseException | None = None
@@ -238,12 +257,19 @@ class ProcessesEngine(SideBySide):
 
     def _sum(self, columns: Sequence[Gradients]) -> Gradients:
         """The sum over replicas, in memory of its own: the next backward writes to the workers' slots again."""
-        total = super()._sum(columns)
-        slots = {id(gradient) for column in columns[1:] for gradient in column}
-        return [gradient if gradient is None or id(gradient) not in slots else gradient.clone() for gradient in total]
+        done = self._ahead.finish(columns)
+        rest = [[g for place, g in enumerate(column) if place not in done] for column in columns] if done else columns
+        slots = {id(gradient) for column in rest[1:] for gradient in column}
+        sums = iter([g.clone() if g is not None and id(g) in slots else g for g in super()._sum(rest)])
+        total = [done[place] if place in done else next(sums) for place in range(len(columns[0]))]
+        for _, place, gradient in sorted(self._ahead.late, key=itemgetter(0)):
+            total[place] = add_up([[total[place]], [gradient]])[0]
+        return total
 
     def _hold(self, sources: list[Tensor], columns: list[Gradients]) -> None:
         own = [[None if g is None else g.clone() for g in column] for column in columns[1:]]
+        for index, place, gradient in self._ahead.late:
+            own[index - 1][place] = add_up([[own[index - 1][place]], [gradient]])[0]
         super()._hold(sources, [columns[0], *own])
 
     def close(self) -> None:

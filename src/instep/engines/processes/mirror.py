@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import is_
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from instep.batchnorm import Outfit
 from instep.engines.processes.arena import SharedMemory
+from instep.engines.processes.bell import Bell, stretches
 from instep.engines.processes.bulk import Piece, to_device, to_host
 from instep.engines.processes.driver import DeviceMemory
 from instep.engines.processes.hold import open_shared
@@ -53,7 +54,7 @@ class Mirror:
         pulled = {entry.spot.block for entry in table.entries if entry.spot is not None and entry.spot.pull}
         self._blocks: dict[int, SharedMemory] = {}
         self._opened = {n: open_shared(handle, nbytes, self.device) for n, nbytes, handle in table.handles}
-        for (number, nbytes), fd in zip(table.blocks, fds, strict=False):  # one more is for the gradients
+        for (number, nbytes), fd in zip(table.blocks, fds, strict=False):  # the others are for the gradients
             # What is only copied from need not be copied on write, which accelerators do not take well.
             self._blocks[number] = SharedMemory.attach(fd, nbytes, writable=number in pulled)
         self._storages: dict[tuple[int, int], Tensor] = {}
@@ -65,7 +66,7 @@ class Mirror:
         self._slots: dict[int, Tensor] = {}
         self._replica: Replica | None = None
         self._last: _Known | None = None
-        self.take_in(())
+        self._bell: Bell | None = None
         nbytes, offsets = table.slots
         self._memory: SharedMemory | DeviceMemory
         if table.slots_handle is None:
@@ -75,6 +76,16 @@ class Mirror:
         self._offsets = dict(offsets)
         for number, offset in offsets:
             self._slots[number] = slot_of(self._memory, offset, self.tensors[number])
+        self._stretches: dict[int, list[tuple[int, Tensor]]] = {}
+        """By the number of a tensor: the parts of its slot that are rung for, each with its place among all."""
+        if table.bell:
+            assert isinstance(self._memory, SharedMemory)
+            cut = stretches((number, self.tensors[number]) for number, _ in offsets)
+            self._bell = Bell(fds[-2], self._memory, cut)
+            for place, (number, start, stop) in enumerate(cut):
+                part = self._slots[number].view(-1)[start:stop]
+                self._stretches.setdefault(number, []).append((place, part))
+        self.take_in(())
 
     @property
     def opened(self) -> set[int]:
@@ -159,14 +170,8 @@ class Mirror:
         """The replica, with everything that has changed since."""
         if run.follow:
             self._pull()
-        with torch.no_grad(), inference(False):
-            self._part_from_source(run.fresh)
-            for number, value in run.fresh.items():
-                tensor = self.tensors[number]
-                if tensor.shape == value.shape:
-                    tensor.data.copy_(value)
-                else:
-                    tensor.data = value.to(tensor.device)
+        if run.fresh:
+            self._renew(run.fresh)
         replica = self.crew.ready()[0]
         if replica is not self._replica:
             self._replica = replica
@@ -179,6 +184,17 @@ class Mirror:
             slots: Any = [SimpleNamespace(module=replica.source_modules[i], name=name) for i, name, _ in run.lent]
             replica.lend(slots, [part for _, _, part in run.lent])
         return replica
+
+    def _renew(self, fresh: Mapping[int, Tensor]) -> None:
+        """Take the values that were sent."""
+        with torch.no_grad(), inference(False):
+            self._part_from_source(fresh)
+            for number, value in fresh.items():
+                tensor = self.tensors[number]
+                if tensor.shape == value.shape:
+                    tensor.data.copy_(value)
+                else:
+                    tensor.data = value.to(tensor.device)
 
     def note_arguments(self, method: str, tensors: Sequence[Tensor]) -> Callable[[], dict[int, Tensor]]:
         """What says, when the call is over, which arguments were written to: their values now, by their numbers.
@@ -235,15 +251,18 @@ class Mirror:
     def report(self, outcome: Outcome) -> Ran:
         """What `forward` changed on the replica, in terms that the other process knows; the replica is put back."""
         replica, crew = self.crew.replicas[0], self.crew
-        numbers = self.numbers()
         ran = Ran()
+        if outcome.written or crew.apart:
+            numbers = self.numbers()
+            ran.written = {numbers[id(source)]: copy.detach().clone() for source, copy in outcome.written}
+            ran.apart = {numbers[id(s)]: made.detach() for s, made in replica.trainable if id(s) in crew.apart}
+        if not outcome.changes:
+            return ran
         ran.sets = [(change.module, change.name, change.new, change.buffer) for change in outcome.changes.attributes]
         places = {id(made): crew.shelf.places.get(id(source)) for source, _, made in replica.cloner.containers}
         for inside in outcome.changes.contents:
             items = list(by_place(inside.container, inside.before.items, inside.after.items))
             ran.contents.append((str(places[id(inside.container)]), inside.after.keys, items))
-        ran.written = {numbers[id(source)]: copy.detach().clone() for source, copy in outcome.written}
-        ran.apart = {numbers[id(s)]: made.detach() for s, made in replica.trainable if id(s) in crew.apart}
         replica.revert(outcome.changes)
         return ran
 
@@ -251,39 +270,65 @@ class Mirror:
         """A backward begins: gradients of these tensors go to their slots as they come."""
         self._wanted = set(wanted)
         self._filled: set[int] = set()
+        if self._bell is not None:
+            self._bell.begin()
 
     def leave(self, number: int, leaf: Tensor) -> None:
         """Put a gradient into its slot as soon as it is there: it is in the cache, and its memory free for the next."""
-        if number not in self._wanted or leaf.grad is None or not self._put(number, leaf.grad):
-            return
-        leaf.grad = None
+        gradient = leaf.grad
+        if gradient is not None and number in self._wanted and self._put(number, gradient):
+            leaf.grad = None
 
     def _put(self, number: int, gradient: Tensor) -> bool:
         slot = self._slots.get(number)
         if slot is None or slot.device != gradient.device or not self._fits(number, gradient):
             return False
-        if number in self._filled:  # a backward inside of the backward brought one before
-            slot.add_(gradient)
-        else:
-            slot.copy_(gradient)
+        if number not in self._filled:
+            if number in self._stretches:
+                self._put_and_ring(number, gradient)
+            else:
+                slot.copy_(gradient)
             self._filled.add(number)
+        elif number in self._stretches:  # a backward inside of the backward brought one before, and it may be read
+            return False
+        else:
+            slot.add_(gradient)
         return True
+
+    def _put_and_ring(self, number: int, gradient: Tensor) -> None:
+        """The other process adds up the first stretches while the next ones are copied."""
+        assert self._bell is not None
+        flat = gradient.reshape(-1)
+        start = 0
+        for place, part in self._stretches[number]:
+            stop = start + part.numel()
+            part.copy_(flat[start:stop])
+            self._bell.ring(place)
+            start = stop
 
     def _fits(self, number: int, gradient: Tensor) -> bool:
         slot = self._slots.get(number)
         return slot is not None and gradient.layout is torch.strided and gradient.dtype == slot.dtype
 
     def hand_in(self, gradients: dict[int, Tensor | None]) -> tuple[list[int], dict[int, Tensor]]:
-        """The backward is over, and left these; says whose gradients lie in slots, and returns those that have none."""
+        """The backward is over, and left these; says whose gradients lie in slots, and returns the others.
+
+        Those are sparse, or they came after a gradient of the same tensor that was rung for.
+        """
         left = {n: g for n, g in gradients.items() if g is not None and not self._put(n, g)}
-        far = [number for number, gradient in left.items() if self._fits(number, gradient)]
+        if not left:
+            filled = sorted(self._filled)
+            self.take_in(())
+            return filled, left
+        far = [n for n, gradient in left.items() if n not in self._filled and self._fits(n, gradient)]
         if far:  # the slots are on the host
             assert isinstance(self._memory, SharedMemory)
             to_host(self._memory, [Piece(self._offsets[number], left.pop(number)) for number in far])
             self._filled.update(far)
-        for number in left.keys() & self._filled:
+        both = {number for number in left.keys() & self._filled if number not in self._stretches}
+        for number in both:
             left[number] = self._slots[number] + left[number]
-        filled = sorted(self._filled - left.keys())
+        filled = sorted(self._filled - both)
         self.take_in(())
         return filled, left
 

@@ -83,6 +83,8 @@ class Table:
     """The number, the bytes and the handle of each block of memory on the worker's device."""
     slots_handle: bytes | None = None
     """Of the memory for gradients, where that lies on the worker's device: then no descriptor comes for it."""
+    bell: bool = False
+    """Whether the worker rings for large gradients; the descriptor for that comes before the last."""
 
 
 @dataclass
@@ -223,6 +225,11 @@ class Ran(Order):
     parted: list[str] = field(default_factory=list)
     """Places of containers that `forward` changed and that each replica needs for itself."""
 
+    def fields(self) -> tuple[Any, ...]:
+        """The output alone, where nothing else is to be said."""
+        values = super().fields()
+        return values if any(values[1:]) else values[:1]
+
 
 @dataclass
 class Back(Order):
@@ -254,5 +261,5 @@ class WentBack(Order):
     present: list[int]
     """Tensors of the table whose gradients lie in their slots."""
     others: dict[int, Tensor]
-    """Gradients that have no slot: sparse ones."""
+    """Gradients that have no slot: sparse ones. Of a tensor that is present too, what came later."""
     drawn: bool = False

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.engines.processes.ahead import Ahead, Late
 from instep.engines.processes.berth import backends
 from instep.engines.processes.call import Call, remember_values
 from instep.engines.processes.context import carried
@@ -160,7 +161,7 @@ class BackwardPart:
             [],
         )
         self._met = Met(part.room, passage)
-        self._box: Box
+        self._box: Box | None = None
 
     def ask(self, desk: Desk) -> None:
         call, back, part = self._call, self._back, self._part
@@ -168,14 +169,22 @@ class BackwardPart:
         back.spent = call.at(desk)
         back.wanted = [number for number in map(call.number_of, self._side.leaves) if number is not None]
         back.call = call.number
-        self._box = desk.ask_backward(back)
+        self._box = desk.ask_backward(back, call.told.bell)
+
+    def expect(self, ahead: Ahead) -> None:
+        """Let gradients be added that lie in slots before the worker answers, if it could be asked."""
+        if self._box is not None:
+            ahead.expect(self._part.index, self._call, self._box.number, self._box.has_any)
 
     def hear(self, desk: Desk) -> WentBack:
+        assert self._box is not None
         fields, _ = desk.talk.take(desk.answer(self._box, self._met))
+        if self._call.told.bell is not None:
+            self._call.told.bell.end()
         return WentBack(*fields)
 
-    def leave(self, went: WentBack) -> None:
-        """Leave the gradients on the stand-in's leaves and inputs."""
+    def leave(self, went: WentBack, late: list[Late]) -> None:
+        """Leave the gradients on the stand-in's leaves and inputs; what came late goes to a list."""
         call, side, host = self._call, self._side, self._host
         if not self._part.keep:
             call.spent.append(self._part.crossings)
@@ -184,8 +193,10 @@ class BackwardPart:
             host.seed(0)
         slots = call.told.gradients(went.present)
         self._passage.hand_over(slots.values())
-        for leaf in side.leaves:
+        for place, leaf in enumerate(side.leaves):
             number = -1 if (known := call.number_of(leaf)) is None else known
+            if number in slots and number in went.others:
+                late.append(Late(self._part.index, place, went.others[number]))
             leaf.grad = _near(leaf, slots[number] if number in slots else went.others.get(number))
         for leaf, number in zip(side.inputs, call.inputs, strict=True):
             leaf.grad = _near(leaf, went.inputs.get(number))

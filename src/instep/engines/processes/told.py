@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from instep.engines.processes.arena import SharedMemory
+from instep.engines.processes.bell import Bell
 from instep.engines.processes.bulk import fetch
 from instep.engines.processes.closures import is_still
 from instep.engines.processes.driver import DeviceMemory
@@ -43,6 +44,8 @@ class Told:
     """The generators that the module holds, in the order of their numbers."""
     variables: list[tuple[CellType, Seen]]
     """The variables of closures that went with it, as they were."""
+    bell: Bell | None
+    """Tells of large gradients that lie in their slots."""
 
     def __post_init__(self) -> None:
         self.new = True

@@ -64,6 +64,10 @@ class Box:
     def put(self, message: Message) -> None:
         self._messages.put(message)
 
+    def has_any(self) -> bool:
+        """Whether a message lies here."""
+        return not self._messages.empty()
+
     def wait(self, seconds: float) -> Message | None:
         """The next message; None where none comes within that time."""
         try:

@@ -36,6 +36,7 @@ from instep.random import RandomState, Streams, threads_can_draw
 from instep.reaching import reach
 from instep.replicas.handed import Noted
 from instep.replicas.replica import Outcome
+from instep.sources import seed_of
 from instep.structure.tree import tensors_in
 
 DROPPED = 8
@@ -181,6 +182,8 @@ class Worker:
     def _release(self, calls: Sequence[int], numbers: Sequence[int]) -> None:
         for call in calls:
             self._calls.pop(call, None)
+        if not numbers:
+            return
         gone = [self._mirrors.pop(number) for number in numbers if number in self._mirrors]
         opened = any(mirror.opened for mirror in gone)
         del gone
@@ -219,6 +222,7 @@ class Worker:
         replica = mirror.ready(run)
         held = mirror.generators(run)
         lone = [generator.get_state() for generator in run.lone]
+        torch.default_generator.manual_seed(seed_of(run.seed, run.index))  # for whoever asks for it by name
         state = RandomState([mirror.device] * run.count, apart=True)
         state.host.fix(run.seed)
         if state.home is not state.host:
@@ -236,33 +240,37 @@ class Worker:
             run.sizes,
             room=Hall(self._talk, message.call),
         )
-        torch.default_generator.manual_seed(state.host.seed(run.index))  # for whoever asks for it by name
-        default = torch.default_generator.get_state()
         outcome = perform(job, run.index)
         if outcome.error is not None:
             mirror.crew.restore()
             raise outcome.error
         ran = self._report(mirror, outcome)
         ran.arguments = written()
-        ran.given = list(noted.changes())
-        _refuse_graphs(ran)
-        # A view: the argument itself would be sent as a word for what the other process has already.
-        ran.made = {i: arguments[i].view_as(arguments[i]) for i in ran.arguments if arguments[i].requires_grad}
+        if run.given:
+            ran.given = list(noted.changes())
+            _refuse_graphs(ran)
+        if ran.arguments:
+            # A view: the argument itself would be sent as a word for what the other process has already.
+            ran.made = {i: arguments[i].view_as(arguments[i]) for i in ran.arguments if arguments[i].requires_grad}
         if leaves and ambient.grad:
             ran.used = _used(ran, leaves, outcome)
-        ran.by_name = not run.in_turn and not torch.equal(torch.default_generator.get_state(), default)
+        ran.by_name = not run.in_turn and state.host.moved()
         streams.settle()
         ran.drawn_home = state.home is not state.host and state.home.drawn
         ran.drawn = state.host.drawn or ran.by_name
-        drawn = [state.add(source).drawn for source, _ in held]
-        split = len(held) - len(run.own)
-        ran.drawn_own = [i for i, moved in enumerate(drawn[split:]) if moved]
-        numbers_drawn = (mirror.generator_number(source) for source, _ in itertools.compress(held[:split], drawn))
-        ran.drawn_held = [number for number in numbers_drawn if number is not None]
-        states = [generator.get_state() for generator in run.lone]
-        ran.moved = {i: now for i, (now, then) in enumerate(zip(states, lone, strict=True)) if not now.equal(then)}
-        parts = {id(t) for t in tensors_in([part for _, _, part in run.lent])}  # state, which forward may write
-        numbers = {id(tensor): i for i, tensor in enumerate(arguments) if id(tensor) not in parts}
+        if held:
+            drawn = [state.add(source).drawn for source, _ in held]
+            split = len(held) - len(run.own)
+            ran.drawn_own = [i for i, moved in enumerate(drawn[split:]) if moved]
+            numbers_drawn = (mirror.generator_number(source) for source, _ in itertools.compress(held[:split], drawn))
+            ran.drawn_held = [number for number in numbers_drawn if number is not None]
+        if lone:
+            states = [generator.get_state() for generator in run.lone]
+            ran.moved = {i: now for i, (now, then) in enumerate(zip(states, lone, strict=True)) if not now.equal(then)}
+        numbers = {id(tensor): i for i, tensor in enumerate(arguments)}
+        if run.lent:  # state, which forward may write
+            for tensor in tensors_in([part for _, _, part in run.lent]):
+                numbers.pop(id(tensor), None)
         known = mirror.numbers()
 
         def describe(tensor: Tensor) -> Tag:
