@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CellType
 
 import torch
@@ -43,6 +43,8 @@ class Told:
     """The generators that the module holds, in the order of their numbers."""
     variables: list[tuple[CellType, Seen]]
     """The variables of closures that went with it, as they were."""
+    pulled: set[int] = field(default_factory=set)
+    """Where in the image lies what the worker copies from it."""
 
     def __post_init__(self) -> None:
         self.new = True
