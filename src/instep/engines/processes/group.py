@@ -104,17 +104,20 @@ class Group:
 
     def broadcast(self, tensor: Tensor) -> None:
         """Every member gets the first one's values; the current stream waits for it, this thread does not."""
-        self._live().broadcast(tensor)
+        self._do("broadcast", tensor)
 
     def reduce(self, tensor: Tensor) -> None:
         """The first member gets the sum over all; the current stream waits for it, this thread does not."""
-        self._live().reduce(tensor)
+        self._do("reduce", tensor)
 
-    def _live(self) -> _Backend:
+    def _do(self, what: str, tensor: Tensor) -> None:
         backend = self._backend
         if backend is None:
             raise Broken(self.over or "the group was not made")
-        return backend
+        try:
+            getattr(backend, what)(tensor)
+        except RuntimeError as error:
+            raise Broken(str(error)) from error
 
     @contextmanager
     def turn(self, ticket: int) -> Iterator[None]:
