@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +120,12 @@ def test_a_group_of_one() -> None:
     assert not listening()
 
 
-def train(model: nn.Module, net: nn.Module, during: Callable[[int, str], None] = lambda *_: None) -> None:
+def train(
+    model: nn.Module, net: nn.Module, during: Callable[[int, str], None] = lambda *_: None, steps: int = 4
+) -> None:
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    for step in range(4):
+    for step in range(steps):
         x = torch.randn(9, 6, device="cuda", dtype=torch.float64)
         during(step, "forward")
         out = model(x)
@@ -198,69 +200,90 @@ def test_an_exception_leaves_the_group() -> None:
         assert home(model).group is group
 
 
-def killed(where: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """A training in which the last worker is killed in a certain moment."""
+PHASES = (
+    "none",
+    "idle before forward",
+    "idle before backward",
+    "in forward",
+    "in backward",
+    "share",
+    "sum",
+    "join",
+    "none",
+)
+BEGINNINGS = {
+    "share": ("forward", "instep.engines.processes.rounds.share"),
+    "sum": ("backward", "instep.engines.processes.homecoming.add_up"),
+    "join": ("forward", "instep.engines.processes.fleet._meet"),
+}
+"""Where this process begins its part of something that all members do together."""
+
+
+def trained(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """A training in which the last worker is killed in a certain moment of each step."""
     torch.manual_seed(0)
     net = mlp().double().cuda()
-    at = {"share": "instep.engines.processes.rounds.share", "sum": "instep.engines.processes.homecoming.add_up"}
     with wrap(net, [0, 0, 0], private=True, probe=False, restarts=10**6) as model:
 
         def kill() -> None:
             os.kill(pids(model)[-1], signal.SIGKILL)
 
+        def kill_at(place: str) -> None:
+            module, _, name = place.rpartition(".")
+            then = getattr(sys.modules[module], name)
+
+            def begin(*args: Any) -> Any:
+                monkeypatch.setattr(place, then)
+                kill()
+                return then(*args)
+
+            monkeypatch.setattr(place, begin)
+
         def during(step: int, phase: str) -> None:
-            if step != 2:
-                return
+            where = phases[step]
             if where == f"idle before {phase}":
                 kill()
             elif where == f"in {phase}":
                 threading.Timer(0.003, kill).start()
-            elif {"share": "forward", "sum": "backward"}.get(where) == phase:
-                module, _, name = at[where].rpartition(".")
-                then = getattr(sys.modules[module], name)
+            elif BEGINNINGS.get(where, ("", ""))[0] == phase:
+                if where == "join":
+                    home(model).group.abort("another one is to be made")
+                kill_at(BEGINNINGS[where][1])
+            if phase == "forward":
+                print(f"step {step}: {where}", round(time.monotonic(), 2))
 
-                def begin(*args: Any) -> Any:
-                    monkeypatch.setattr(at[where], then)
-                    kill()
-                    return then(*args)
-
-                monkeypatch.setattr(at[where], begin)
-
-        train(model, net, during)
-        time.sleep(0.01)
-        model(torch.randn(3, 6).double())
-        assert home(model) is not None
+        train(model, net, during, len(phases))
+        assert "by NCCL" in repr(model)
     return net
 
 
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.timeout(240)
 def test_kills_do_not_change_a_single_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in the middle of a collective, where nobody waits for the one that died for more than a moment."""
-    undisturbed = killed("never", monkeypatch)
-    for where in ("idle before forward", "idle before backward", "in forward", "in backward", "share", "sum"):
-        began = time.monotonic()
-        disturbed = killed(where, monkeypatch)
-        print(where, round(time.monotonic() - began, 2))
-        for mine, theirs in zip(disturbed.parameters(), undisturbed.parameters(), strict=True):
-            assert torch.equal(mine, theirs), where
+    """Also in the middle of what all members do together, where nobody waits for the one that died."""
+    undisturbed = trained(["none"] * len(PHASES), monkeypatch)
+    disturbed = trained(PHASES, monkeypatch)
+    for mine, theirs in zip(disturbed.parameters(), undisturbed.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.usefixtures("nccl")
-def test_everything_at_once() -> None:
-    """Batch normalisation, tensors left on the module, and state, in a group."""
-    torch.manual_seed(0)
-    net = Net().double()
-    plain = copy.deepcopy(net).cuda()
-    x = torch.randn(7, 4).double()
-    with wrap(net, [0, 0, 0], private=True, merge={"penalty": "mean"}) as model:
-        for _ in range(3):
-            for one in (model, plain):
-                one.zero_grad()
-                (one(x.cuda()).square().mean() + 0.1 * one.penalty).backward()
-        assert home(model).group.last > home(model).first
-    for (name, mine), theirs in zip(net.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+def test_everything_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws, batch normalisation, tensors left on the module and state are in a group what they are without."""
+    found = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv("INSTEP_NCCL", switch)
+        torch.manual_seed(0)
+        net = Net().double()
+        with wrap(net, [0, 0, 0], private=True, merge={"penalty": "mean"}) as model:
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+            for _ in range(3):
+                optimizer.zero_grad()
+                (model(torch.randn(7, 4).double()).square().mean() + 0.1 * model.penalty).backward()
+                optimizer.step()
+            assert (home(model) is not None) == (switch == "1")
+        found.append(net.state_dict())
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
 
 
 SCRIPT = """
@@ -271,7 +294,7 @@ fleet.MORE = {rank: {"NCCL_HOSTID": f"instep-{rank}", "NCCL_IB_DISABLE": "1"} fo
 net = torch.nn.Linear(4, 3).cuda()
 model = instep.DataParallel(net, [0, 0], engine="processes", private_copies=True)
 model(torch.randn(6, 4)).sum().backward()
-assert model._instep_engine._fleet.used
+assert "by NCCL" in repr(model)
 print("worker", model._instep_engine._hands.get(1).pid, flush=True)
 """
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,14 +19,17 @@ from torch import Tensor, nn
 import instep
 from instep.engines.processes import fleet
 from instep.engines.processes.group import Broken, Group
-from instep.engines.processes.hands import inside_worker
+from instep.engines.processes.hands import Hands, inside_worker
 from instep.engines.processes.orders import Join
 from instep.engines.processes.variables import FOR_NCCL, Variables
 
 
 @pytest.fixture
-def grouped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def grouped(monkeypatch: pytest.MonkeyPatch, workers: Hands) -> Iterator[None]:
     """Replicas of the CPU are taken for replicas of different GPUs."""
+    for index in (1, 2):
+        if not workers.get(index).alive():
+            workers.replace(index)
     monkeypatch.setattr(fleet, "KIND", "gloo")
     monkeypatch.setattr(fleet, "apart", lambda _: True)
     monkeypatch.setattr("instep.engines.processes.entries.needs_image", lambda _: True)
@@ -76,8 +79,11 @@ def batch(step: int) -> Tensor:
     return x
 
 
-def train(net: nn.Module, model: nn.Module, steps: int = 4, during: Callable[[int, str], None] | None = None) -> None:
-    during = during or (lambda *_: None)
+def nothing(*_: Any) -> None:
+    pass
+
+
+def train(net: nn.Module, model: nn.Module, steps: int = 4, during: Callable[[int, str], None] = nothing) -> None:
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.dtype == torch.float64], 1e-2)
     for step in range(steps):
         during(step, "forward")
@@ -86,7 +92,6 @@ def train(net: nn.Module, model: nn.Module, steps: int = 4, during: Callable[[in
         net.zero_grad()
         out.square().mean().backward()
         optimizer.step()
-    during(steps, "idle")
 
 
 def assert_alike(net: nn.Module, plain: nn.Module) -> None:
@@ -94,11 +99,6 @@ def assert_alike(net: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(net.single.grad, plain.single.grad)
     assert net.unused.grad is None
-
-
-def assert_equal(net: nn.Module, other: nn.Module) -> None:
-    for (name, mine), theirs in zip(net.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.equal(mine, theirs), name
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def plain() -> Net:
     return net
 
 
-@pytest.mark.usefixtures("grouped", "workers")
+@pytest.mark.usefixtures("grouped")
 def test_training_in_a_group(plain: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     net = Net()
@@ -126,45 +126,60 @@ def test_training_in_a_group(plain: Net, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_alike(by_host, plain)
 
 
-def kill(model: instep.DataParallel, index: int) -> None:
-    engine: Any = model._instep_engine
-    os.kill(engine._hands.get(index).pid, signal.SIGKILL)
+PHASES = ("none", "idle", "between", "share", "sum", "none")
+BEGINNINGS = {
+    "share": ("forward", "instep.engines.processes.rounds.share"),
+    "sum": ("backward", "instep.engines.processes.homecoming.add_up"),
+    "idle": ("forward", ""),
+    "between": ("backward", ""),
+}
+"""When a worker is killed: at once, or where this process begins its part of something that all members do together."""
 
 
-@pytest.mark.usefixtures("grouped", "workers")
-@pytest.mark.parametrize("where", ["idle", "between", "share", "sum"])
-def test_a_death_does_not_change_a_single_bit(where: str, plain: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also inside of a collective, where the others wait for the one that died."""
+def disturbed(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Net:
     torch.manual_seed(0)
     net = Net()
-    with wrap(net, 3) as model:
-        at = {"share": "instep.engines.processes.rounds.share", "sum": "instep.engines.processes.homecoming.add_up"}
+    with wrap(net, 3, restarts=100) as model:
+
+        def kill(*_: Any) -> None:
+            engine: Any = model._instep_engine
+            os.kill(engine._hands.get(2).pid, signal.SIGKILL)
 
         def during(step: int, phase: str) -> None:
-            if step == 2 and (where, phase) in (("idle", "forward"), ("between", "backward")):
-                kill(model, 2)
-            if step == 2 and (where, phase) in (("share", "forward"), ("sum", "backward")):
-                monkeypatch.setattr(at[where], dying(model, at[where], monkeypatch))
+            when, place = BEGINNINGS.get(phases[step], ("", ""))
+            if when == phase and place:
+                begin_with(place, kill, monkeypatch)
+            elif when == phase:
+                kill()
 
-        train(net, model, during=during)
-        assert home(model) is not None
-    assert_alike(net, plain)
+        train(net, model, len(phases), during)
+        assert not home(model).group.over
+    return net
 
 
-def dying(model: instep.DataParallel, name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """What a collective begins with here, with the death of a worker before."""
-    module, _, function = name.rpartition(".")
-    then = getattr(sys.modules[module], function)
+def begin_with(place: str, first: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do something before the next call of a function."""
+    module, _, name = place.rpartition(".")
+    then = getattr(sys.modules[module], name)
 
     def begin(*args: Any) -> Any:
-        monkeypatch.setattr(name, then)
-        kill(model, 2)
+        monkeypatch.setattr(place, then)
+        first()
         return then(*args)
 
-    return begin
+    monkeypatch.setattr(place, begin)
 
 
-@pytest.mark.usefixtures("grouped", "workers")
+@pytest.mark.usefixtures("grouped")
+@pytest.mark.timeout(120)
+def test_deaths_do_not_change_a_single_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also inside of a collective, where the others wait for the one that died."""
+    mine, theirs = disturbed(PHASES, monkeypatch), disturbed(["none"] * len(PHASES), monkeypatch)
+    for (name, one), other in zip(mine.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.usefixtures("grouped")
 def test_an_exception_in_a_worker_leaves_the_group(plain: Net) -> None:
     torch.manual_seed(0)
     net = Net()
@@ -181,7 +196,7 @@ def test_an_exception_in_a_worker_leaves_the_group(plain: Net) -> None:
     assert_alike(net, plain)
 
 
-@pytest.mark.usefixtures("grouped", "workers")
+@pytest.mark.usefixtures("grouped")
 def test_a_group_that_cannot_be_made_is_said_once(plain: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "KIND", "none")
     torch.manual_seed(0)
@@ -193,7 +208,7 @@ def test_a_group_that_cannot_be_made_is_said_once(plain: Net, monkeypatch: pytes
     assert_alike(net, plain)
 
 
-@pytest.mark.usefixtures("grouped", "workers")
+@pytest.mark.usefixtures("grouped")
 def test_fewer_samples_than_replicas_and_no_sync() -> None:
     torch.manual_seed(0)
     net = Net()
@@ -209,7 +224,7 @@ def test_fewer_samples_than_replicas_and_no_sync() -> None:
             torch.testing.assert_close(mine.grad.to_dense(), other.grad.to_dense())
 
 
-@pytest.mark.usefixtures("grouped", "workers")
+@pytest.mark.usefixtures("grouped")
 def test_two_wrappers_share_a_group_and_the_last_one_ends_it() -> None:
     one, two = wrap(Net(), 2), wrap(Net(), 2)
     before = threading.active_count()
@@ -259,3 +274,22 @@ def test_a_collective_out_of_turn_ends_the_group() -> None:
     assert "13" in group.over
     with pytest.raises(Broken):
         group.broadcast(x)
+
+
+@pytest.mark.usefixtures("grouped")
+def test_a_new_description_of_a_frozen_module_brings_its_values() -> None:
+    net = Net()
+    with wrap(net, 2) as model:
+        model(batch(0))
+        with model.frozen():
+            net.seen = torch.zeros((), dtype=torch.float64)
+            torch.testing.assert_close(model(batch(0)), net(batch(0)))
+
+
+def test_another_group_of_the_user_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "_told", False)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "cpu:gloo,cuda:nccl")
+    with pytest.warns(UserWarning, match="an NCCL group of its own already"):
+        fleet._tell_of_other_groups()
+    fleet._tell_of_other_groups()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -83,7 +83,7 @@ class ProcessesEngine(SideBySide):
         if refused is not None:
             return f"tensors cross by host memory, because device memory cannot be shared here ({refused})"
         ways = ["CUDA IPC"] * bool(near) + ["host memory"] * (len(near) < len(self.crossing))
-        return f"tensors cross by {' or '.join(ways)}" + ", weights and gradients by NCCL" * self._fleet.used
+        return f"tensors cross by {' or '.join(ways)}{self._fleet.words()}"
 
     def kinds(self) -> list[type[Replica]]:
         return [Replica, *[Shadow] * (len(self._devices) - 1)]
@@ -127,7 +127,7 @@ class ProcessesEngine(SideBySide):
         job.passage = Passage(self._devices)
         # The first replica is in one place at a time. On accelerators a gradient that it takes on its way comes from
         # another thread, which must not wait for this one.
-        with self._lock if self._on_host else nullcontext(), self._sharing(job):
+        with self._lock if self._on_host else self._sharing(job):
             outcomes = self._forward_here(job) if self._is_plain(job) else super().forward(job)
         if job.room.met:
             for replica in job.replicas:

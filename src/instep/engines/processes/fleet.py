@@ -36,8 +36,6 @@ from instep.private import nccl_groups
 from instep.settings import may_use_nccl
 
 KIND = "nccl"
-_FAILURES = 2
-"""Groups that could not be made, one after another, before it is left at that."""
 MORE: dict[int, dict[str, str | None]] = {}
 """By the number of a member: further variables of the environment that it is made in."""
 _generations = itertools.count(1)
@@ -84,25 +82,24 @@ class Fleet:
         self._office, self._devices = office, list(devices)
         self._home: Home | None = None
         self._making = ProcessLock()
-        self._failures = 0
+        self._possible = apart(devices)
         self.refusal = ""
         """Why there is no group, and will be none."""
 
     def fits(self, count: int) -> bool:
         """Whether weights and gradients of a call with so many replicas go through a group."""
-        return (
-            may_use_nccl()
-            and not self.refusal
-            and count == len(self._devices)
-            and apart(self._devices)
-            and (KIND != "nccl" or nccl_groups() is not None)
-            and not inside_replica()  # whoever waits for itself waits for ever
-        )
+        if not self._possible or self.refusal or count != len(self._devices) or not may_use_nccl():
+            return False
+        if KIND == "nccl" and nccl_groups() is None:
+            self._refuse("this torch has none that can be given up when a worker dies")
+            return False
+        return not inside_replica()  # whoever waits for itself waits for ever
 
-    @property
-    def used(self) -> bool:
-        """Whether there is a group."""
-        return self._home is not None and not self._home.group.over
+    def words(self) -> str:
+        """What is to be said of how weights and gradients cross, after how tensors do."""
+        if self._home is not None and not self._home.group.over:
+            return ", weights and gradients by NCCL"
+        return f", weights and gradients too, because NCCL is of no use here ({self.refusal})" if self.refusal else ""
 
     def ready(self, passage: Passage) -> Home | None:
         """The group of the workers that there are now; None where one has just died, or where there can be none."""
@@ -132,16 +129,12 @@ class Fleet:
         tasks += [partial(self._ask_in, home, index, passage) for index in range(1, len(self._devices))]
         try:
             self._office.lease.run(tasks, stop=lambda: home.group.abort("the call was interrupted"))
-        except (Gone, Late, Stuck):
-            return None
         except Exception as error:
-            self._failures += 1
-            if self._failures >= _FAILURES:
+            if not isinstance(error, (Gone, Late, Stuck)) and all(worker.alive() for worker in workers):
                 self._refuse(str(error))
             return None
         finally:
             home.made()
-        self._failures = 0
         with _lock:
             _homes.append(home)
         return home

@@ -83,6 +83,7 @@ class ForwardPart:
         sharing = job.passage.sharing
         run.ticket = 0 if sharing is None else sharing.ticket_for(desk, self._shadow.number, told)
         if not run.ticket:
+            run.follow = run.follow or (told.new and told.image is not None)  # it may have looked there before
             told.renew(job.passage, run.follow)
         run.fresh = told.fresh() if run.follow else {}
         assert run.around is not None

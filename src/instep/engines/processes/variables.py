@@ -19,9 +19,13 @@ FOR_NCCL: dict[str, str | None] = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_DESYNC_DEBUG": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(MEETING_SECONDS),
 }
-"""What NCCL listens on is loopback, nothing else of it listens, and torch ends no process because of a group."""
+"""What NCCL listens on is loopback, nothing else of it listens, and torch ends no process because of a group.
+
+The last but one: torch sleeps four times as long before it lets go of a group that has failed, a minute by default.
+"""
 
 
 class Variables:
