@@ -24,12 +24,16 @@ from instep.engines.processes.orders import Join
 from instep.engines.processes.variables import FOR_NCCL, Variables
 
 
+@pytest.fixture(scope="module")
+def up(workers: Hands) -> None:
+    """Workers that are there before the first test."""
+    workers.get(1)
+    workers.get(2)
+
+
 @pytest.fixture
-def grouped(monkeypatch: pytest.MonkeyPatch, workers: Hands) -> Iterator[None]:
+def grouped(monkeypatch: pytest.MonkeyPatch, up: None) -> Iterator[None]:
     """Replicas of the CPU are taken for replicas of different GPUs."""
-    for index in (1, 2):
-        if not workers.get(index).alive():
-            workers.replace(index)
     monkeypatch.setattr(fleet, "KIND", "gloo")
     monkeypatch.setattr(fleet, "apart", lambda _: True)
     monkeypatch.setattr("instep.engines.processes.entries.needs_image", lambda _: True)
@@ -124,59 +128,6 @@ def test_training_in_a_group(plain: Net, monkeypatch: pytest.MonkeyPatch) -> Non
         train(by_host, model)
         assert home(model) is None
     assert_alike(by_host, plain)
-
-
-PHASES = ("none", "idle", "between", "share", "sum", "none")
-BEGINNINGS = {
-    "share": ("forward", "instep.engines.processes.rounds.share"),
-    "sum": ("backward", "instep.engines.processes.homecoming.add_up"),
-    "idle": ("forward", ""),
-    "between": ("backward", ""),
-}
-"""When a worker is killed: at once, or where this process begins its part of something that all members do together."""
-
-
-def disturbed(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Net:
-    torch.manual_seed(0)
-    net = Net()
-    with wrap(net, 3, restarts=100) as model:
-
-        def kill(*_: Any) -> None:
-            engine: Any = model._instep_engine
-            os.kill(engine._hands.get(2).pid, signal.SIGKILL)
-
-        def during(step: int, phase: str) -> None:
-            when, place = BEGINNINGS.get(phases[step], ("", ""))
-            if when == phase and place:
-                begin_with(place, kill, monkeypatch)
-            elif when == phase:
-                kill()
-
-        train(net, model, len(phases), during)
-        assert not home(model).group.over
-    return net
-
-
-def begin_with(place: str, first: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do something before the next call of a function."""
-    module, _, name = place.rpartition(".")
-    then = getattr(sys.modules[module], name)
-
-    def begin(*args: Any) -> Any:
-        monkeypatch.setattr(place, then)
-        first()
-        return then(*args)
-
-    monkeypatch.setattr(place, begin)
-
-
-@pytest.mark.usefixtures("grouped")
-@pytest.mark.timeout(120)
-def test_deaths_do_not_change_a_single_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also inside of a collective, where the others wait for the one that died."""
-    mine, theirs = disturbed(PHASES, monkeypatch), disturbed(["none"] * len(PHASES), monkeypatch)
-    for (name, one), other in zip(mine.state_dict().items(), theirs.state_dict().values(), strict=True):
-        assert torch.equal(one, other), name
 
 
 @pytest.mark.usefixtures("grouped")
@@ -293,3 +244,56 @@ def test_another_group_of_the_user_is_told_of(monkeypatch: pytest.MonkeyPatch) -
     with pytest.warns(UserWarning, match="an NCCL group of its own already"):
         fleet._tell_of_other_groups()
     fleet._tell_of_other_groups()
+
+
+PHASES = ("none", "idle", "between", "share", "sum", "none")
+BEGINNINGS = {
+    "share": ("forward", "instep.engines.processes.rounds.share"),
+    "sum": ("backward", "instep.engines.processes.homecoming.add_up"),
+    "idle": ("forward", ""),
+    "between": ("backward", ""),
+}
+"""When a worker is killed: at once, or where this process begins its part of something that all members do together."""
+
+
+def disturbed(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Net:
+    torch.manual_seed(0)
+    net = Net()
+    with wrap(net, 3, restarts=100) as model:
+
+        def kill(*_: Any) -> None:
+            engine: Any = model._instep_engine
+            os.kill(engine._hands.get(2).pid, signal.SIGKILL)
+
+        def during(step: int, phase: str) -> None:
+            when, place = BEGINNINGS.get(phases[step], ("", ""))
+            if when == phase and place:
+                begin_with(place, kill, monkeypatch)
+            elif when == phase:
+                kill()
+
+        train(net, model, len(phases), during)
+        assert not home(model).group.over
+    return net
+
+
+def begin_with(place: str, first: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do something before the next call of a function."""
+    module, _, name = place.rpartition(".")
+    then = getattr(sys.modules[module], name)
+
+    def begin(*args: Any) -> Any:
+        monkeypatch.setattr(place, then)
+        first()
+        return then(*args)
+
+    monkeypatch.setattr(place, begin)
+
+
+@pytest.mark.usefixtures("grouped")
+@pytest.mark.timeout(120)
+def test_deaths_do_not_change_a_single_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also inside of a collective, where the others wait for the one that died."""
+    mine, theirs = disturbed(PHASES, monkeypatch), disturbed(["none"] * len(PHASES), monkeypatch)
+    for (name, one), other in zip(mine.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
