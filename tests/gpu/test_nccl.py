@@ -40,7 +40,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available() or nccl_groups() is None, reason="needs a CUDA device and NCCL"),
 ]
 
-HOSTS = {rank: {"NCCL_HOSTID": f"instep-{rank}", "NCCL_IB_DISABLE": "1"} for rank in range(4)}
+PATIENCE = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "10"}
+"""Torch reads it once in a process: every test has the same."""
+HOSTS = {rank: {"NCCL_HOSTID": f"instep-{rank}", "NCCL_IB_DISABLE": "1", **PATIENCE} for rank in range(4)}
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 
 def alone(first: int = 0) -> Group:
-    order = Join("nccl", 0, 1, torch.device("cuda", 0), dict(FOR_NCCL), first)
+    order = Join("nccl", 0, 1, torch.device("cuda", 0), FOR_NCCL | PATIENCE, first)
     group = Group(order, os.memfd_create("store"), os.eventfd(0))
     group.make()
     return group
@@ -249,8 +251,6 @@ def trained(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> nn.Module
                 if where == "join":
                     home(model).group.abort("another one is to be made")
                 kill_at(BEGINNINGS[where][1])
-            if phase == "forward":
-                print(f"step {step}: {where}", round(time.monotonic(), 2))
 
         train(model, net, during, len(phases))
         assert "by NCCL" in repr(model)
@@ -265,6 +265,19 @@ def test_kills_do_not_change_a_single_bit(monkeypatch: pytest.MonkeyPatch) -> No
     disturbed = trained(PHASES, monkeypatch)
     for mine, theirs in zip(disturbed.parameters(), undisturbed.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.timeout(100)
+def test_a_death_as_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another group is made while what is left of the first one still waits for the one that died."""
+    undisturbed = trained(["none"] * 3, monkeypatch)
+    disturbed = trained(["none", "join", "none"], monkeypatch)
+    for mine, theirs in zip(disturbed.parameters(), undisturbed.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    deadline = time.monotonic() + 2 * float(PATIENCE["TORCH_NCCL_NONBLOCKING_TIMEOUT"])
+    while any(thread.name == "instep-group" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 @pytest.mark.usefixtures("nccl")

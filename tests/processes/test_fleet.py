@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.engines.processes import fleet
+from instep.engines.processes import fleet, group
 from instep.engines.processes.group import Broken, Group
 from instep.engines.processes.hands import Hands, inside_worker
 from instep.engines.processes.orders import Join
@@ -246,10 +247,12 @@ def test_another_group_of_the_user_is_told_of(monkeypatch: pytest.MonkeyPatch) -
     fleet._tell_of_other_groups()
 
 
-PHASES = ("none", "idle", "between", "share", "sum", "none")
+PHASES = ("none", "idle", "between", "share", "sum", "join", "none")
+PATIENCE = "instep.engines.processes.group._PATIENCE"
 BEGINNINGS = {
     "share": ("forward", "instep.engines.processes.rounds.share"),
     "sum": ("backward", "instep.engines.processes.homecoming.add_up"),
+    "join": ("forward", "instep.engines.processes.fleet._meet"),
     "idle": ("forward", ""),
     "between": ("backward", ""),
 }
@@ -259,6 +262,7 @@ BEGINNINGS = {
 def disturbed(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Net:
     torch.manual_seed(0)
     net = Net()
+    patience = group._PATIENCE
     with wrap(net, 3, restarts=100) as model:
 
         def kill(*_: Any) -> None:
@@ -268,9 +272,14 @@ def disturbed(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Net:
         def during(step: int, phase: str) -> None:
             when, place = BEGINNINGS.get(phases[step], ("", ""))
             if when == phase and place:
+                if phases[step] == "join":
+                    home(model).group.abort("another one is to be made")
+                    monkeypatch.setattr(PATIENCE, timedelta(seconds=8))  # what is left of it ends after that time
                 begin_with(place, kill, monkeypatch)
             elif when == phase:
                 kill()
+            if phase == "backward":
+                monkeypatch.setattr(PATIENCE, patience)
 
         train(net, model, len(phases), during)
         assert not home(model).group.over
@@ -297,3 +306,6 @@ def test_deaths_do_not_change_a_single_bit(monkeypatch: pytest.MonkeyPatch) -> N
     mine, theirs = disturbed(PHASES, monkeypatch), disturbed(["none"] * len(PHASES), monkeypatch)
     for (name, one), other in zip(mine.state_dict().items(), theirs.state_dict().values(), strict=True):
         assert torch.equal(one, other), name
+    deadline = time.monotonic() + 20
+    while any(thread.name == "instep-group" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.1)

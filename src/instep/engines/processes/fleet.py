@@ -53,6 +53,8 @@ class Home:
         self.workers = list(workers)
         self.users: weakref.WeakSet[Fleet] = weakref.WeakSet()
         self.first = next(_generations) << 32
+        self.lost = False
+        """Whether a worker ended, or did not answer, as the group was made."""
         self.store, self.bell = os.memfd_create("instep-group", os.MFD_CLOEXEC), os.eventfd(0, os.EFD_CLOEXEC)
         self.group = Group(self.order(0, device), os.dup(self.store), os.dup(self.bell))
         self.turn = threading.Lock()
@@ -130,7 +132,7 @@ class Fleet:
         try:
             self._office.lease.run(tasks, stop=lambda: home.group.abort("the call was interrupted"))
         except Exception as error:
-            if not isinstance(error, (Gone, Late, Stuck)) and all(worker.alive() for worker in workers):
+            if not home.lost:
                 self._refuse(str(error))
             return None
         finally:
@@ -158,6 +160,7 @@ class Fleet:
                 box = desk.ask(orders.JOIN, home.order(index, self._devices[index]), (home.store, home.bell))
             desk.answer(box, None)
         except BaseException as error:
+            home.lost = home.lost or isinstance(error, (Gone, Late, Stuck))
             home.group.abort(f"{type(error).__name__}: {error}")
             raise
 
