@@ -196,6 +196,46 @@ def test_two_wrappers_share_a_group_and_the_last_one_ends_it() -> None:
     assert not [thread.name for thread in threading.enumerate() if thread.name in ("instep-bell", "instep-group")]
 
 
+@pytest.mark.usefixtures("grouped")
+def test_an_interruption_in_a_collective(plain: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    torch.manual_seed(0)
+    net = Net()
+    with wrap(net, 3) as model:
+        for place in ("instep.engines.processes.rounds.share", "instep.engines.processes.homecoming.add_up"):
+            begin_with(place, interrupt, monkeypatch)
+            with pytest.raises(KeyboardInterrupt):
+                model(batch(0)).sum().backward()
+            assert all(parameter.grad is None for parameter in net.parameters())
+        net.seen.zero_()
+        train(net, model)
+        assert not home(model).group.over
+    assert_alike(net, plain)
+
+
+@pytest.mark.usefixtures("grouped")
+def test_gradients_twice_of_one_graph_and_of_inputs_alone() -> None:
+    torch.manual_seed(0)
+    net = Net()
+    plain = copy.deepcopy(net)
+    found = []
+    with wrap(net, 3) as model:
+        for one in (model, plain):
+            x = batch(1).requires_grad_()
+            out = one(x)
+            out.sum().backward(retain_graph=True)
+            found.append([*torch.autograd.grad(out.square().sum(), [x], retain_graph=True)])
+            out.square().sum().backward()
+            found[-1].append(x.grad)
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other)
+    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(mine.grad.to_dense(), other.grad.to_dense())
+
+
 def test_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
     monkeypatch.delenv("NCCL_RAS_ENABLE", raising=False)
@@ -247,13 +287,12 @@ def test_another_group_of_the_user_is_told_of(monkeypatch: pytest.MonkeyPatch) -
     fleet._tell_of_other_groups()
 
 
-PHASES = ("none", "idle", "between", "share", "sum", "join", "none")
+PHASES = ("none", "between", "share", "sum", "join", "none")
 PATIENCE = "instep.engines.processes.group._PATIENCE"
 BEGINNINGS = {
     "share": ("forward", "instep.engines.processes.rounds.share"),
     "sum": ("backward", "instep.engines.processes.homecoming.add_up"),
     "join": ("forward", "instep.engines.processes.fleet._meet"),
-    "idle": ("forward", ""),
     "between": ("backward", ""),
 }
 """When a worker is killed: at once, or where this process begins its part of something that all members do together."""

@@ -50,6 +50,7 @@ class Group:
         self.last = order.first
         """The number of the last collective."""
         self._order, self._store, self._bell = order, store, bell
+        self._owner = os.getpid()
         self._lock = threading.Lock()
         self._backend: _Backend | None = None
         self._ended = threading.Event()
@@ -138,7 +139,13 @@ class Group:
             raise Broken(self.over)
 
     def abort(self, why: str) -> None:
-        """Give the group up; whoever waits for it, in any member and on any device, waits no longer."""
+        """Give the group up; whoever waits for it, in any member and on any device, waits no longer.
+
+        In a forked child it is the parent's, and is left alone.
+        """
+        if self._owner != os.getpid():
+            self.over = why
+            return
         with self._lock:
             if self.over:
                 return
@@ -154,7 +161,7 @@ class _Backend:
 
     def __init__(self, store: int) -> None:
         self.group: Any = None
-        self._store, self._owner = store, os.getpid()
+        self._store = store
         _backends.add(self)
 
     def broadcast(self, tensor: Tensor) -> None:

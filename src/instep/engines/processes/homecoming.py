@@ -56,10 +56,12 @@ class Homecoming:
                 back.forget()
 
     def _bring(self) -> None:
+        if not any(back.held for back in self._backs.values()):
+            return
         for _ in range(_TRIES):
-            self._at_desks(self._do_again, self._backs)
-            if not any(back.held for back in self._backs.values()):
-                return
+            lost = [index for index in self._backs if not self._is_there(index)]
+            if lost:
+                self._at_desks(self._do_again, lost)
             home = self._fleet.ready(self._passage) if self._fleet.fits(self._count) else None
             if home is None and not self._fleet.fits(self._count):
                 break
@@ -87,9 +89,8 @@ class Homecoming:
     def _do_again(self, index: int) -> None:
         """Where a worker was replaced, its part of the backward is run again."""
         back = self._backs[index]
-        if not self._is_there(index):
-            back.take_back()
-            back.leave(Asked(self._office, index, back, self._passage, back.near).hear())
+        back.take_back()
+        back.leave(Asked(self._office, index, back, self._passage, back.near).hear())
 
     def _is_there(self, index: int) -> bool:
         """Whether the worker that has kept the gradients is still the replica's."""
@@ -169,8 +170,7 @@ class Homecoming:
                 self._office.give_up(index)
                 raise
         back.keep(False)
-        back.take_back()
-        back.leave(Asked(self._office, index, back, self._passage, back.near).hear())
+        self._do_again(index)
 
 
 def _nothing() -> None:
