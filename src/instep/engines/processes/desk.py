@@ -33,6 +33,7 @@ from instep.engines.processes.told import Told
 from instep.engines.processes.waiting import GLANCE, PASSED_ON, Box, Wait, place_of_script
 from instep.engines.processes.wire import Message
 from instep.errors import EngineError
+from instep.locks import ProcessLock
 from instep.meeting import Meeting, PeerFailed, without_streams
 
 calls = itertools.count(1)
@@ -312,14 +313,16 @@ class Desk:
 
 
 _desks: weakref.WeakKeyDictionary[Worker, Desk] = weakref.WeakKeyDictionary()
+_opening = ProcessLock()
 
 
 def desk_of(worker: Worker) -> Desk:
     """The desk of a worker, which all engines share."""
-    if worker not in _desks:
-        leave_desks()
-        _desks[worker] = Desk(worker)
-    return _desks[worker]
+    with _opening:  # two desks of one worker would hear one another's answers
+        if worker not in _desks:
+            leave_desks()
+            _desks[worker] = Desk(worker)
+        return _desks[worker]
 
 
 def leave_desks() -> None:
