@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
@@ -253,3 +255,45 @@ def global_hooks() -> list[tuple[str, list[Any]]]:
 def function_of(node: Any) -> Any:
     """The `torch.autograd.Function` that a node of a graph belongs to; None for torch's own, or if it is not told."""
     return getattr(node, "_forward_cls", None)
+
+
+def nccl_groups() -> Any:
+    """The class of torch's NCCL groups; None where torch has none, or none that can be given up in the middle."""
+    kind: Any = getattr(torch.distributed, "ProcessGroupNCCL", None) if torch.distributed.is_available() else None
+    return kind if any(hasattr(kind, name) for name in _ABORTS) else None
+
+
+_ABORTS = ("abort", "_abort")
+
+
+def file_store(path: str, size: int) -> Any:
+    """Where the members of a group find one another."""
+    kind: Any = vars(torch.distributed)["FileStore"]
+    return kind(path, size)
+
+
+def make_nccl_group(store: Any, rank: int, size: int, patience: timedelta) -> Any:
+    """A group of its own, beside any other; its communicator is made, without blocking, by the first collective."""
+    kind = nccl_groups()
+    options = kind.Options()
+    options._timeout = patience
+    config: Any = getattr(options, "config", None)
+    if hasattr(config, "blocking"):  # without it, whoever meets nobody waits for ever, in a thread of its own
+        config.blocking = 0
+    return kind(store, rank, size, options)
+
+
+def make_gloo_group(store: Any, rank: int, size: int, patience: timedelta) -> Any:
+    """The same for members on the host, on the loopback interface."""
+    kind: Any = torch.distributed.ProcessGroupGloo
+    options = kind._Options()
+    options._timeout = patience
+    options._devices = [kind.create_device(interface="lo")]
+    return kind(store, rank, size, options)
+
+
+def abort_group(group: Any) -> None:
+    """End what a group is in the middle of; what cannot be told to ends with its connections."""
+    end: Any = next((getattr(group, name) for name in _ABORTS if hasattr(group, name)), None)
+    if end is not None and isinstance(group, nccl_groups() or ()):
+        end()

@@ -12,6 +12,11 @@ def is_quiet() -> bool:
     return os.environ.get("INSTEP_QUIET", "0") not in ("", "0")
 
 
+def may_use_nccl() -> bool:
+    """`INSTEP_NCCL`: 0 to have weights and gradients cross between GPUs by host memory."""
+    return os.environ.get("INSTEP_NCCL", "1") not in ("", "0")
+
+
 def engine_from_environment() -> str | None:
     """`INSTEP_ENGINE`: an engine for every wrapper that does not name one (`serial` to debug)."""
     return os.environ.get("INSTEP_ENGINE") or None

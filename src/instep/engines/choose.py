@@ -67,9 +67,10 @@ def _inside_worker() -> bool:
 def shutdown() -> None:
     """End every replica thread and worker process; wrappers start new ones when they are called again."""
     stop_all()
-    processes: Any = sys.modules.get("instep.engines.processes.hands")
-    if processes is not None:
-        processes.stop_all()
+    for name in ("fleet", "hands"):
+        part: Any = sys.modules.get(f"instep.engines.processes.{name}")
+        if part is not None:
+            part.stop_all()
 
 
 def _check(name: str, what: str) -> None:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Generic, Protocol, TypeVar
 
 from instep.engines.processes.desk import Desk
+from instep.engines.processes.group import Broken
 from instep.engines.processes.hands import Late, Worker, flush_output
 from instep.engines.processes.hold import CannotShare
 from instep.engines.processes.shore import Passage
@@ -48,6 +49,10 @@ class Office(Protocol):
 
     def give_up(self, index: int) -> None:
         """Make way for a new worker after one that does not answer."""
+        ...
+
+    def part(self, worker: Worker | None) -> None:
+        """See to it that nobody waits for a worker that did not take its part in a group."""
         ...
 
 
@@ -97,6 +102,8 @@ class Asked(Generic[T]):
                     self._office.bury(self._index, self._worker, gone)
                 except CannotShare as refused:
                     self._desk.stop_sharing(str(refused))
+                except Broken:  # what it was to get in a group comes otherwise
+                    self._office.part(self._worker)
                 except (Stuck, Late):
                     self._office.give_up(self._index)
                     raise

@@ -35,15 +35,15 @@ def to_host(memory: SharedMemory, pieces: Sequence[Piece]) -> None:
     device = pieces[0].tensor.device
     memory.pin(device)
     with torch.no_grad(), inference(False):
-        for run in _runs(pieces):
+        for run in runs(pieces):
             first, last = run[0], run[-1]
             there = memory.tensor(first.offset, last.end - first.offset)
             if len(run) == 1:
-                _as(there, 0, first.tensor).copy_(first.tensor.detach(), non_blocking=True)
+                part_of(there, 0, first.tensor).copy_(first.tensor.detach(), non_blocking=True)
                 continue
             flat = torch.empty(there.numel(), dtype=torch.uint8, device=device)
             tensors = [piece.tensor.detach() for piece in run]
-            torch._foreach_copy_([_as(flat, p.offset - first.offset, p.tensor) for p in run], tensors)
+            torch._foreach_copy_([part_of(flat, p.offset - first.offset, p.tensor) for p in run], tensors)
             there.copy_(flat, non_blocking=True)
     wait_for(device)
 
@@ -55,15 +55,15 @@ def to_device(memory: SharedMemory, pieces: Sequence[Piece]) -> None:
     device = pieces[0].tensor.device
     memory.pin(device)
     with torch.no_grad(), inference(False):
-        for run in _runs(pieces):
+        for run in runs(pieces):
             first, last = run[0], run[-1]
             there = memory.tensor(first.offset, last.end - first.offset)
             if len(run) == 1:
-                first.tensor.detach().copy_(_as(there, 0, first.tensor), non_blocking=True)
+                first.tensor.detach().copy_(part_of(there, 0, first.tensor), non_blocking=True)
                 continue
             flat = there.to(device, non_blocking=True)
             tensors = [piece.tensor.detach() for piece in run]
-            torch._foreach_copy_(tensors, [_as(flat, p.offset - first.offset, p.tensor) for p in run])
+            torch._foreach_copy_(tensors, [part_of(flat, p.offset - first.offset, p.tensor) for p in run])
     wait_for(device)
 
 
@@ -71,20 +71,20 @@ def fetch(memory: SharedMemory, places: Sequence[tuple[int, Tensor]], device: to
     """New tensors on a device with what lies at places of shared memory, each in the shape of a tensor there."""
     found: dict[int, Tensor] = {}
     memory.pin(device)
-    for run in _runs([Piece(offset, like) for offset, like in places]):
+    for run in runs([Piece(offset, like) for offset, like in places]):
         first, last = run[0], run[-1]
         flat = memory.tensor(first.offset, last.end - first.offset).to(device, non_blocking=True)
-        found.update((p.offset, _as(flat, p.offset - first.offset, p.tensor)) for p in run)
+        found.update((p.offset, part_of(flat, p.offset - first.offset, p.tensor)) for p in run)
     wait_for(device)
     return [found[offset] if like.numel() else torch.empty_like(like, device=device) for offset, like in places]
 
 
-def _as(flat: Tensor, offset: int, like: Tensor) -> Tensor:
+def part_of(flat: Tensor, offset: int, like: Tensor) -> Tensor:
     """A part of some bytes, as a tensor like another."""
     return flat.narrow(0, offset, like.nbytes).view(like.dtype).view(like.shape)
 
 
-def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     """Neighbours in memory that travel together, up to a size; those without numbers stay at home."""
     run: list[Piece] = []
     for piece in sorted((p for p in pieces if p.tensor.numel()), key=lambda p: p.offset):

@@ -116,7 +116,7 @@ class Call:
         state = {told.numbers[key]: value for key, value in self.values.items() if key in told.numbers}
         run = self.run
         told.renew(self, follow=True)
-        run.number, run.follow, run.fresh = shadow.number, True, told.fresh() | state
+        run.number, run.follow, run.fresh, run.ticket = shadow.number, True, told.fresh() | state, 0
         states = {id(self.told.generators[number]): state for number, state in run.generators.items()}
         numbered = [(number, states.get(id(source))) for number, source in enumerate(told.generators)]
         run.generators = {number: state for number, state in numbered if state is not None}

@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -219,7 +220,9 @@ class Desk:
         made = [made for _, made in pairs]
         memory, at, near = shadow.slots, dict(places), shadow.near
         image, loose = listed.image, listed.loose
-        return Told(table, made, slots, loose, memory, at, image, near, self.near, generators, variables, bell)
+        told = Told(table, made, slots, loose, memory, at, image, near, self.near, generators, variables, bell)
+        told.pulled = listed.pulled
+        return told
 
     def _new_slots(self, nbytes: int, device: torch.device) -> SharedMemory | DeviceMemory:
         """Memory for gradients: of the device, where both sides work on it and it has some to give."""
@@ -264,6 +267,13 @@ class Desk:
         """Ask where a backward from some outputs of a call, by their numbers, would meet the other replicas."""
         box = self._box()
         self.talk.say(orders.REACH, box.number, (call, outputs, spent))
+        return box
+
+    def ask(self, kind: str, value: Any, fds: Sequence[int] = ()) -> Box:
+        """Ask for something that has no way of its own."""
+        with self.busy:
+            box = self._box()
+            self.talk.say(kind, box.number, value, fds=fds)
         return box
 
     def _box(self) -> Box:

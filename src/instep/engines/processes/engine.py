@@ -8,8 +8,8 @@ instead, as each replica has one on `threads`: who meets whom, and what becomes 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -24,10 +24,13 @@ from instep.engines.processes.call import Call
 from instep.engines.processes.desk import Desk, desk_of, leave_desks
 from instep.engines.processes.driver import Refused
 from instep.engines.processes.estate import move_in
+from instep.engines.processes.fleet import Fleet
 from instep.engines.processes.gathering import Gathering, here, run_all
 from instep.engines.processes.hands import Hands, Worker
 from instep.engines.processes.hold import allocate
+from instep.engines.processes.homecoming import Homecoming
 from instep.engines.processes.parts import BackwardPart, ForwardPart, NearPart, ReachPart
+from instep.engines.processes.rounds import Sharing
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.shore import Passage
 from instep.engines.processes.wire import Gone
@@ -64,6 +67,7 @@ class ProcessesEngine(SideBySide):
         """The one of the backward that runs."""
         self._ahead = Ahead()
         """The same."""
+        self._fleet = Fleet(self, devices)
 
     def settle_in(self, tensors: Iterable[Tensor]) -> None:
         home = self._devices[0]
@@ -84,7 +88,7 @@ class ProcessesEngine(SideBySide):
         if refused is not None:
             return f"tensors cross by host memory, because device memory cannot be shared here ({refused})"
         ways = ["CUDA IPC"] * bool(near) + ["host memory"] * (len(near) < len(self.crossing))
-        return f"tensors cross by {' or '.join(ways)}"
+        return f"tensors cross by {' or '.join(ways)}{self._fleet.words()}"
 
     def kinds(self) -> list[type[Replica]]:
         return [Replica, *[Shadow] * (len(self._devices) - 1)]
@@ -102,6 +106,7 @@ class ProcessesEngine(SideBySide):
 
     def bury(self, index: int, worker: Worker | None, gone: Gone) -> None:
         why = str(gone) if worker is None else f"the worker of {worker.name} ended: {worker.death()}"
+        self.part(worker)
         self._hands.end(index)
         now = time.monotonic()
         self._deaths = [*(then for then in self._deaths if now - then < WINDOW), now]
@@ -114,7 +119,11 @@ class ProcessesEngine(SideBySide):
             ) from gone
 
     def give_up(self, index: int) -> None:
+        self.part(self._hands.last(index))
         self._hands.end(index)
+
+    def part(self, worker: Worker | None) -> None:
+        self._fleet.lose(worker)
 
     def room_for(self, names: Sequence[str], end: str, **options: Any) -> Gathering:
         return Gathering(names, end, timeout=self.timeout, **options)
@@ -123,13 +132,28 @@ class ProcessesEngine(SideBySide):
         job.passage = Passage(self._devices)
         # The first replica is in one place at a time. On accelerators a gradient that it takes on its way comes from
         # another thread, which must not wait for this one.
-        with self._lock if self._on_host else nullcontext():
+        with self._lock if self._on_host else self._sharing(job):
             outcomes = self._forward_here(job) if self._is_plain(job) else super().forward(job)
         if job.room.met:
             for replica in job.replicas:
                 if isinstance(replica, Shadow):
                     replica.meets.add(job.method)
         return outcomes
+
+    @contextmanager
+    def _sharing(self, job: Job) -> Iterator[None]:
+        """Let the module's tensors come to all workers in their group, where they are one."""
+        in_group = job.follow and not job.streams.in_turn and self._fleet.fits(len(job.replicas))
+        home = self._fleet.ready(job.passage) if in_group else None
+        if home is None:
+            yield
+            return
+        sharing = job.passage.sharing = Sharing(home)
+        try:
+            yield
+        except BaseException:
+            sharing.abandon()
+            raise
 
     def _is_plain(self, job: Job) -> bool:
         """Whether a call is as most are: no meetings that are known of, nothing around it, nobody in turn."""
@@ -168,6 +192,8 @@ class ProcessesEngine(SideBySide):
             asked = Asked(self, index, part, job.passage, part.near)
         except BaseException as error:
             job.room.leave(index, error)
+            if job.passage.sharing is not None:
+                job.passage.sharing.fail("a worker could not be asked")
             if not isinstance(error, Exception):
                 raise
             return partial(Outcome, error=error)
@@ -205,6 +231,10 @@ class ProcessesEngine(SideBySide):
     def differentiate_all(self, parts: Sequence[Part], room: Any) -> None:
         first, *others = parts
         meets = bool(first.crossings) or first.span.streams.in_turn
+        if self._fleet.fits(len(parts)):
+            with Homecoming(self, self._fleet, self._passage, len(parts)) as room.homecoming:
+                super().differentiate_all(parts, room)
+            return
         if meets or not self._on_host or first.span.sides[0].remote is not None:
             super().differentiate_all(parts, room)
             return
@@ -235,6 +265,9 @@ class ProcessesEngine(SideBySide):
         try:
             part.room.enter(part.index)
             back = BackwardPart(call, part, self._passage)
+            homecoming: Homecoming | None = getattr(part.room, "homecoming", None)
+            if homecoming is not None:
+                homecoming.expect(part.index, back)
             asked = Asked(self, part.index, back, self._passage, call.told.near)
             back.expect(self._ahead)
         except BaseException as error:
@@ -274,6 +307,7 @@ class ProcessesEngine(SideBySide):
 
     def close(self) -> None:
         super().close()
+        self._fleet.leave()
         self._hands.close()
         leave_desks()
         self._hands = Hands(self._devices)

@@ -27,6 +27,8 @@ class Entries:
         self.loose: list[int] = []
         self._home = shadow.home
         self._pulls = copies_to(shadow.place)
+        self.pulled: set[int] = set()
+        """Where in the image lies what the worker copies from it."""
         self._storages: dict[int, int] = {}
         dense = [tensor for tensor in tensors if _is_dense(tensor)]
         far = [tensor for tensor in dense if needs_image(tensor) and self._open(tensor) is None]
@@ -46,6 +48,8 @@ class Entries:
         block, offset = self._place(tensor)
         start, size = int(tensor.storage_offset()), tuple(tensor.size())
         pull = self._pulls and block in self.blocks and tensor.device == self._home
+        if pull and self.image is not None and block == self.image.number:
+            self.pulled.add(offset)
         return Spot(block, offset, storage.nbytes(), start, size, tensor.stride(), tensor.dtype, pull)
 
     def _place(self, tensor: Tensor) -> tuple[int, int]:

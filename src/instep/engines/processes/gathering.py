@@ -26,6 +26,8 @@ class Gathering(Room):
     """A room of which it is known whether anybody met there."""
 
     met = False
+    homecoming: Any = None
+    """How gradients of a backward come from all workers at once, if they do."""
     serve: Callable[[], None] | None = None
     """Called before the first replica meets the others for the first time."""
 

@@ -81,6 +81,10 @@ class Hands:
         worker.name = self._name(index)
         return worker
 
+    def last(self, index: int) -> Worker | None:
+        """The worker that `get` gave last."""
+        return self._mine.get(index)
+
     def replace(self, index: int) -> Worker:
         """A new worker instead of the one that `get` gave last; what is left of that one is ended."""
         self.end(index)

@@ -7,7 +7,7 @@ own copies from it what it computes with; one on the host computes with the imag
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,10 @@ class Image:
         """Whether it is of these storages, or of more."""
         known = {offset: piece.tensor.nbytes for (offset, piece) in zip(self.offsets, self._pieces, strict=True)}
         return all(known.get(address) == storage.nbytes for address, storage in storages.items())
+
+    def pieces(self, offsets: Collection[int]) -> list[Piece]:
+        """The storages whose values lie at these places."""
+        return [piece for piece in self._pieces if piece.offset in offsets]
 
     def renew(self, call: object) -> None:
         """Bring it up to the storages' values, once for each call."""

@@ -17,6 +17,7 @@ from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.bell import Bell, stretches
 from instep.engines.processes.bulk import Piece, to_device, to_host
 from instep.engines.processes.driver import DeviceMemory
+from instep.engines.processes.group import Broken
 from instep.engines.processes.hold import open_shared
 from instep.engines.processes.orders import Entry, NewModule, NewValues, Ran, Run, Spot, Table
 from instep.engines.processes.reducers import make_generator
@@ -65,6 +66,8 @@ class Mirror:
         self.tensors = [self._rebuild(entry, table.sent) for entry in table.entries]
         self._slots: dict[int, Tensor] = {}
         self._replica: Replica | None = None
+        self.ticket = 0
+        """What brought the last values of what is copied from common memory; 0 if nothing else did."""
         self._last: _Known | None = None
         self._bell: Bell | None = None
         nbytes, offsets = table.slots
@@ -147,6 +150,10 @@ class Mirror:
         for number, pieces in self._pulls.items():
             to_device(self._blocks[number], pieces)
 
+    def pieces(self) -> list[Piece]:
+        """What is copied from common memory, to which it can come otherwise."""
+        return [piece for pieces in self._pulls.values() for piece in pieces]
+
     def _part_from_source(self, numbers: Iterable[int]) -> None:
         """Give tensors whose values this process is told memory of its own, where theirs is the source's itself.
 
@@ -168,7 +175,9 @@ class Mirror:
 
     def ready(self, run: Run) -> Replica:
         """The replica, with everything that has changed since."""
-        if run.follow:
+        if run.ticket != 0 and run.ticket != self.ticket:
+            raise Broken("the values of the module's tensors did not arrive")
+        if run.follow and not run.ticket:
             self._pull()
         if run.fresh:
             self._renew(run.fresh)
@@ -281,7 +290,7 @@ class Mirror:
 
     def _put(self, number: int, gradient: Tensor) -> bool:
         slot = self._slots.get(number)
-        if slot is None or slot.device != gradient.device or not self._fits(number, gradient):
+        if slot is None or slot.device != gradient.device or not self.fits(number, gradient):
             return False
         if number not in self._filled:
             if number in self._stretches:
@@ -306,7 +315,8 @@ class Mirror:
             self._bell.ring(place)
             start = stop
 
-    def _fits(self, number: int, gradient: Tensor) -> bool:
+    def fits(self, number: int, gradient: Tensor) -> bool:
+        """Whether a gradient is such as its tensor's slot is made for."""
         slot = self._slots.get(number)
         return slot is not None and gradient.layout is torch.strided and gradient.dtype == slot.dtype
 
@@ -320,7 +330,7 @@ class Mirror:
             filled = sorted(self._filled)
             self.take_in(())
             return filled, left
-        far = [n for n, gradient in left.items() if n not in self._filled and self._fits(n, gradient)]
+        far = [n for n, gradient in left.items() if n not in self._filled and self.fits(n, gradient)]
         if far:  # the slots are on the host
             assert isinstance(self._memory, SharedMemory)
             to_host(self._memory, [Piece(self._offsets[number], left.pop(number)) for number in far])

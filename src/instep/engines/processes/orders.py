@@ -13,13 +13,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from instep.reduce import Bucket
+
 # From this process to a worker.
 PLACE, TABLE, MODULE, SET, GLOBALS, FORWARD, BACKWARD, REACH, MET, STOP = (
     "place", "table", "module", "set", "globals", "forward", "backward", "reach", "met", "stop",
 )  # fmt: skip
 DEVICE = "device"
+JOIN, SHARE, SUM, HAND_IN = "join", "share", "sum", "hand in"
 # From a worker to this process.
 MEET, DONE, FAILED = "meet", "done", "failed"
+
+ANSWERED = frozenset((FORWARD, BACKWARD, REACH, DEVICE, JOIN, SUM, HAND_IN))
+"""What somebody waits for an answer to."""
 
 
 @dataclass
@@ -181,6 +187,8 @@ class Run(Order):
     """Whether replicas run one after another, and draw from the default generator itself."""
     gone: tuple[Sequence[int], Sequence[int]] = ((), ())
     """Calls and modules that nobody needs any longer."""
+    ticket: int = 0
+    """The `Share` that brought the values of the module's tensors; 0 where they lie in common memory."""
 
 
 @dataclass
@@ -250,6 +258,8 @@ class Back(Order):
     """Tensors of the table whose gradients are wanted."""
     spent: list[list[int]] = field(default_factory=list)
     """For a forward that was run again: the tokens that backwards of the first one have used up, one after another."""
+    hold: bool = False
+    """Whether gradients stay on the worker's device, until a `Sum`."""
 
 
 @dataclass
@@ -263,3 +273,44 @@ class WentBack(Order):
     others: dict[int, Tensor]
     """Gradients that have no slot: sparse ones. Of a tensor that is present too, what came later."""
     drawn: bool = False
+    held: list[int] = field(default_factory=list)
+    """Tensors of the table whose gradients the worker has kept."""
+
+
+@dataclass
+class Join:
+    """A place in a group of processes, whose store and whose bell are sent along as descriptors."""
+
+    kind: str
+    rank: int
+    size: int
+    device: torch.device
+    variables: dict[str, str | None]
+    """The environment in which the group is made; None for what must not be set."""
+    first: int = 0
+    """The number before that of the first collective: no two collectives of any groups have the same."""
+
+
+@dataclass
+class Share:
+    """The tensors of a module get the values that the first member of the group sends."""
+
+    number: int
+    """The module's."""
+    ticket: int
+    pieces: int
+    nbytes: int
+
+
+@dataclass
+class Sum:
+    """Gradients that were kept are summed over the group; the first member gets the sum."""
+
+    ticket: int
+    call: int
+    """The backward's; 0 for one that had nothing to do."""
+    numbers: list[int | None]
+    """The tensors of the table, in the order of the buckets' indices; None for one that is not known."""
+    sizes: list[int]
+    """Of each in elements."""
+    buckets: list[Bucket]

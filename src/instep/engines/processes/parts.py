@@ -81,7 +81,11 @@ class ForwardPart:
         job, run = self._job, self._run
         job.room.stacks[self._index] = desk.worker.stack
         told = self._told = desk.tell(self._shadow)
-        told.renew(job.passage, run.follow)
+        sharing = job.passage.sharing
+        run.ticket = 0 if sharing is None else sharing.ticket_for(desk, self._shadow.number, told)
+        if not run.ticket:
+            run.follow = run.follow or (told.new and told.image is not None)  # it may have looked there before
+            told.renew(job.passage, run.follow)
         run.fresh = told.fresh() if run.follow else {}
         assert run.around is not None
         run.around.context = carried(job.ambient.context, desk.talk.depot)
@@ -162,8 +166,11 @@ class BackwardPart:
         )
         self._met = Met(part.room, passage)
         self._box: Box | None = None
+        self.held: list[int] = []
+        """The numbers of tensors whose gradients the worker has kept."""
 
     def ask(self, desk: Desk) -> None:
+        self.desk = desk
         call, back, part = self._call, self._back, self._part
         part.room.stacks[part.index] = desk.worker.stack
         back.spent = call.at(desk)
@@ -183,8 +190,52 @@ class BackwardPart:
             self._call.told.bell.end()
         return WentBack(*fields)
 
+    @property
+    def number(self) -> int:
+        """What the worker knows this backward by."""
+        assert self._box is not None
+        return self._box.number
+
+    def keep(self, hold: bool) -> None:
+        """Say whether the worker is to keep the gradients, until they are asked for."""
+        self._back.hold = hold
+
+    def take_back(self) -> None:
+        """What the worker did is lost, and is to be done again."""
+        if not self._part.keep:
+            self._call.spent.pop()
+
+    def leaf(self, place: int) -> Tensor:
+        """What stands here for a tensor that gradients are wanted of."""
+        return self._side.leaves[place]
+
+    @property
+    def near(self) -> bool:
+        """Whether tensors may stay on a device that both processes work on."""
+        return self._call.told.near
+
+    def forget(self) -> None:
+        """Nobody will ask the worker for what it has kept."""
+        if self._back.hold and self._box is not None:
+            self.desk.gone.append(("call", self.number))
+
+    def kept(self) -> dict[int, int]:
+        """By the place of a leaf: the number of its gradient, where the worker has kept that."""
+        numbers = enumerate(map(self._call.number_of, self._side.leaves))
+        held = set(self.held)
+        return {place: number for place, number in numbers if number is not None and number in held}
+
+    def add(self, went: WentBack) -> None:
+        """Leave gradients that were kept before."""
+        slots = self._call.told.gradients(went.present)
+        self._passage.hand_over(slots.values())
+        for place, number in self.kept().items():
+            leaf = self._side.leaves[place]
+            leaf.grad = _near(leaf, slots[number] if number in slots else went.others.get(number))
+
     def leave(self, went: WentBack, late: list[Late]) -> None:
         """Leave the gradients on the stand-in's leaves and inputs; what came late goes to a list."""
+        self.held = went.held
         call, side, host = self._call, self._side, self._host
         if not self._part.keep:
             call.spent.append(self._part.crossings)

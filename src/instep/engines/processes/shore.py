@@ -65,6 +65,8 @@ class Passage:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         """To be made in the caller's thread, when what is to be sent has been queued; the first device is its own."""
         self.device = devices[0]
+        self.sharing: Any = None
+        """How the values of the module's tensors come to all workers at once, if they do."""
         self._stream: Any = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.current_stream(self.device)

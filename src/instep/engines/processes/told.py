@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CellType
 
 import torch
@@ -46,6 +46,8 @@ class Told:
     """The variables of closures that went with it, as they were."""
     bell: Bell | None
     """Tells of large gradients that lie in their slots."""
+    pulled: set[int] = field(default_factory=set)
+    """Where in the image lies what the worker copies from it."""
 
     def __post_init__(self) -> None:
         self.new = True

@@ -21,6 +21,7 @@ from instep.engines.processes.berth import take_device, try_to_open
 from instep.engines.processes.cores import Elsewhere
 from instep.engines.processes.freight import CannotCross, pack_error
 from instep.engines.processes.hold import Hold
+from instep.engines.processes.member import Member
 from instep.engines.processes.mirror import Mirror
 from instep.engines.processes.orders import Back, Ran, Run, WentBack
 from instep.engines.processes.scenery import Scenery
@@ -108,6 +109,7 @@ class Worker:
         self._dropped = 0
         self._scenery = Scenery()
         self._trouble: Exception | None = None
+        self._member = Member(talk, self._mirrors)
         self._answers: dict[str, Callable[[Message], None]] = {
             orders.DEVICE: self._take_device,
             orders.PLACE: self._take_place,
@@ -118,6 +120,7 @@ class Worker:
             orders.FORWARD: self._forward,
             orders.BACKWARD: self._backward,
             orders.REACH: self._reach,
+            **self._member.answers,
         }
 
     def answer(self, message: Message) -> None:
@@ -127,7 +130,7 @@ class Worker:
                 raise self._trouble
             self._answers[message.kind](message)
         except BaseException as error:
-            if message.kind in (orders.FORWARD, orders.BACKWARD, orders.REACH, orders.DEVICE):
+            if message.kind in orders.ANSWERED:
                 self._trouble = None
                 self._fail(message.call, error)
             else:  # nobody waits for an answer to these: the next call gets it
@@ -182,6 +185,7 @@ class Worker:
     def _release(self, calls: Sequence[int], numbers: Sequence[int]) -> None:
         for call in calls:
             self._calls.pop(call, None)
+        self._member.forget(calls)
         if not numbers:
             return
         gone = [self._mirrors.pop(number) for number in numbers if number in self._mirrors]
@@ -330,7 +334,7 @@ class Worker:
         hall = Hall(self._talk, message.call)
         streams, index = held.streams, held.index
         around = streams.backward(index) if mirror.device.type == "cpu" else streams.joint_backward(index)
-        mirror.take_in(back.wanted)
+        mirror.take_in(() if back.hold else back.wanted)
         try:
             in_room(hall, index, side, outputs, grads, back.keep, around)
         except BaseException:
@@ -342,9 +346,11 @@ class Worker:
             for number in back.gradients:
                 del held.outputs[number]
             _spend(side, back.tokens)
-        present, others = mirror.hand_in(dict(zip(back.wanted, take(leaves), strict=True)))
+        gradients = dict(zip(back.wanted, take(leaves), strict=True))
+        kept = self._member.keep(message.call, mirror, gradients) if back.hold else []
+        present, others = mirror.hand_in(gradients)
         inputs = {n: g for n, g in zip(held.inputs, take(side.inputs), strict=True) if g is not None}
-        went = WentBack(inputs, present, others, held.streams.state.host.drawn)
+        went = WentBack(inputs, present, others, held.streams.state.host.drawn, kept)
         wait_for(mirror.device)
         self._talk.say(orders.DONE, message.call, went)
 

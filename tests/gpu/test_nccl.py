@@ -1,0 +1,334 @@
+"""NCCL between worker processes: at world size 1, and with workers that share a GPU and are told that they do not.
+
+NCCL refuses two members on one GPU, unless they seem to be on different hosts: then it connects them by sockets, here
+of the loopback interface. Nothing else differs from GPUs of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep.engines.processes import fleet
+from instep.engines.processes.bulk import Piece
+from instep.engines.processes.flats import add_up, share
+from instep.engines.processes.group import Broken, Group
+from instep.engines.processes.orders import Join
+from instep.engines.processes.variables import FOR_NCCL
+from instep.private import nccl_groups
+from instep.reduce import buckets_of
+
+from ..everything import Net
+from .near_and_private import mlp, pids, wrap
+from .test_processes_cuda_faults import Unlucky
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or nccl_groups() is None, reason="needs a CUDA device and NCCL"),
+]
+
+PATIENCE = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "10"}
+"""Torch reads it once in a process: every test has the same."""
+HOSTS = {rank: {"NCCL_HOSTID": f"instep-{rank}", "NCCL_IB_DISABLE": "1", **PATIENCE} for rank in range(4)}
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch, gpu_workers: Any) -> Iterator[None]:
+    """Replicas that share a GPU are taken for replicas of different GPUs."""
+    monkeypatch.setattr(fleet, "apart", lambda _: True)
+    monkeypatch.setattr(fleet, "MORE", HOSTS)
+    yield
+    fleet.stop_all()
+
+
+def home(model: instep.DataParallel) -> Any:
+    engine: Any = model._instep_engine
+    return engine._fleet._home
+
+
+def listening(pid: int | str = "self") -> set[str]:
+    """The addresses that a process listens on, as the kernel writes them."""
+    inodes = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = os.readlink(fd)
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in inodes:
+                found.add(words[1].partition(":")[0])
+    return found
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+def alone(first: int = 0) -> Group:
+    order = Join("nccl", 0, 1, torch.device("cuda", 0), FOR_NCCL | PATIENCE, first)
+    group = Group(order, os.memfd_create("store"), os.eventfd(0))
+    group.make()
+    return group
+
+
+def test_a_group_of_one() -> None:
+    variables = dict(os.environ)
+    alone().abort("the first one of a process starts threads that stay")
+    descriptors, files = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+    group = alone(first=7)
+    assert dict(os.environ) == variables
+    assert not torch.distributed.is_initialized()
+    tensors = [torch.randn(n, device="cuda").view(torch.uint8) for n in (3, 70, 20_000_000, 1)]
+    expected = [tensor.clone() for tensor in tensors]
+    with group.turn(8):
+        share(group, [Piece(offset, t) for offset, t in zip((0, 64, 384, 80_000_384), tensors, strict=True)])
+    assert all(map(torch.equal, tensors, expected))
+    like = [torch.randn(5, 3), torch.randn(7).bfloat16(), torch.randn(2, 2), torch.randn(9).half(), torch.randn(1)]
+    like = [tensor.cuda() for tensor in like]
+    buckets = buckets_of(like, limit=64)
+    sizes = [tensor.numel() for tensor in like]
+    with group.turn(9):
+        sums = add_up(group, buckets, sizes, dict(enumerate(like[:4])))
+    for bucket, flat in zip(buckets, sums, strict=True):
+        for index, part in zip(bucket.indices, flat.split([sizes[i] for i in bucket.indices]), strict=True):
+            assert torch.equal(part, like[index].flatten() if index < 4 else torch.zeros_like(part))
+    assert listening() <= LOOPBACK
+    group.abort("it is over")
+    with pytest.raises(Broken, match="it is over"):
+        group.broadcast(tensors[0])
+    del group
+    deadline = time.monotonic() + 5
+    while len(os.listdir("/proc/self/fd")) > descriptors and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert set(os.listdir("/dev/shm")) <= files
+    assert not listening()
+
+
+def train(
+    model: nn.Module, net: nn.Module, during: Callable[[int, str], None] = lambda *_: None, steps: int = 4
+) -> None:
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    for step in range(steps):
+        x = torch.randn(9, 6, device="cuda", dtype=torch.float64)
+        during(step, "forward")
+        out = model(x)
+        during(step, "backward")
+        optimizer.zero_grad()
+        out.square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("count", [2, 4])
+def test_weights_and_gradients_in_a_group(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as plain, and as by host memory: with two replicas to the last bit."""
+    torch.manual_seed(0)
+    net = mlp().double().cuda()
+    plain, by_host = copy.deepcopy(net), copy.deepcopy(net)
+    with wrap(net, [0] * count, private=True, probe=False) as model:
+        model(torch.randn(count, 6).double())
+        group = home(model).group
+        with monkeypatch.context() as patch:
+            patch.setattr("instep.engines.processes.image.Image.renew", refuse)
+            patch.setattr("instep.engines.processes.told.fetch", refuse)
+            train(model, net)
+        assert home(model).group is group
+        assert group.last == home(model).first + 9
+        assert "weights and gradients by NCCL" in repr(model)
+        for pid in ("self", *pids(model)):
+            assert listening(pid) <= LOOPBACK
+    train(plain, plain)
+    monkeypatch.setenv("INSTEP_NCCL", "0")
+    with wrap(by_host, [0] * count, private=True, probe=False) as model:
+        train(model, by_host)
+        assert home(model) is None
+    for mine, theirs, host in zip(*(n.parameters() for n in (net, plain, by_host)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(mine, host, rtol=1e-12, atol=1e-12)
+        assert count > 2 or torch.equal(mine, host)
+
+
+def refuse(*_: Any) -> None:
+    raise AssertionError("something went by host memory")
+
+
+@pytest.mark.usefixtures("nccl")
+def test_autocast() -> None:
+    torch.manual_seed(0)
+    net = mlp().cuda()
+    plain = copy.deepcopy(net)
+    x = torch.randn(8, 6, device="cuda")
+    with wrap(net, [0, 0, 0], private=True) as model:
+        for one in (model, plain):
+            with torch.autocast("cuda", torch.bfloat16):
+                out = one(x)
+            assert out.dtype is torch.bfloat16
+            out.float().square().mean().backward()
+        assert home(model).group.last > home(model).first
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_an_exception_leaves_the_group() -> None:
+    net = Unlucky().cuda()
+    with wrap(net, [0, 0], private=True) as model:
+        x = torch.randn(6, 4, device="cuda")
+        model(x)
+        group = home(model).group
+        with pytest.raises(KeyError, match="no luck"):
+            model(torch.cat([x[:3], x[3:] + 200]))
+        torch.testing.assert_close(model(x), net(x))
+        assert home(model).group is group
+
+
+PHASES = (
+    "none",
+    "idle before forward",
+    "idle before backward",
+    "in forward",
+    "in backward",
+    "share",
+    "sum",
+    "join",
+    "none",
+)
+BEGINNINGS = {
+    "share": ("forward", "instep.engines.processes.rounds.share"),
+    "sum": ("backward", "instep.engines.processes.homecoming.add_up"),
+    "join": ("forward", "instep.engines.processes.fleet._meet"),
+}
+"""Where this process begins its part of something that all members do together."""
+
+
+def trained(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """A training in which the last worker is killed in a certain moment of each step."""
+    torch.manual_seed(0)
+    net = mlp().double().cuda()
+    with wrap(net, [0, 0, 0], private=True, probe=False, restarts=10**6) as model:
+
+        def kill() -> None:
+            os.kill(pids(model)[-1], signal.SIGKILL)
+
+        def kill_at(place: str) -> None:
+            module, _, name = place.rpartition(".")
+            then = getattr(sys.modules[module], name)
+
+            def begin(*args: Any) -> Any:
+                monkeypatch.setattr(place, then)
+                kill()
+                return then(*args)
+
+            monkeypatch.setattr(place, begin)
+
+        def during(step: int, phase: str) -> None:
+            where = phases[step]
+            if where == f"idle before {phase}":
+                kill()
+            elif where == f"in {phase}":
+                threading.Timer(0.003, kill).start()
+            elif BEGINNINGS.get(where, ("", ""))[0] == phase:
+                if where == "join":
+                    home(model).group.abort("another one is to be made")
+                kill_at(BEGINNINGS[where][1])
+
+        train(model, net, during, len(phases))
+        assert "by NCCL" in repr(model)
+    return net
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.timeout(240)
+def test_kills_do_not_change_a_single_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the middle of what all members do together, where nobody waits for the one that died."""
+    undisturbed = trained(["none"] * len(PHASES), monkeypatch)
+    disturbed = trained(PHASES, monkeypatch)
+    for mine, theirs in zip(disturbed.parameters(), undisturbed.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.timeout(100)
+def test_a_death_as_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another group is made while what is left of the first one still waits for the one that died."""
+    undisturbed = trained(["none"] * 3, monkeypatch)
+    disturbed = trained(["none", "join", "none"], monkeypatch)
+    for mine, theirs in zip(disturbed.parameters(), undisturbed.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    deadline = time.monotonic() + 2 * float(PATIENCE["TORCH_NCCL_NONBLOCKING_TIMEOUT"])
+    while any(thread.name == "instep-group" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_everything_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws, batch normalisation, tensors left on the module and state are in a group what they are without."""
+    found = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv("INSTEP_NCCL", switch)
+        torch.manual_seed(0)
+        net = Net().double()
+        with wrap(net, [0, 0, 0], private=True, merge={"penalty": "mean"}) as model:
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+            for _ in range(3):
+                optimizer.zero_grad()
+                (model(torch.randn(7, 4).double()).square().mean() + 0.1 * model.penalty).backward()
+                optimizer.step()
+            assert (home(model) is not None) == (switch == "1")
+        found.append(net.state_dict())
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+
+
+SCRIPT = """
+import torch, instep
+from instep.engines.processes import fleet
+fleet.apart = lambda _: True
+fleet.MORE = {rank: {"NCCL_HOSTID": f"instep-{rank}", "NCCL_IB_DISABLE": "1"} for rank in range(4)}
+net = torch.nn.Linear(4, 3).cuda()
+model = instep.DataParallel(net, [0, 0], engine="processes", private_copies=True)
+model(torch.randn(6, 4)).sum().backward()
+assert "by NCCL" in repr(model)
+print("worker", model._instep_engine._hands.get(1).pid, flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "while True: model(torch.randn(6, 4)).sum().backward()"], ids=["ends", "killed"])
+def test_a_parent_that_ends_leaves_nothing(end: str, tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT + end], stdout=subprocess.PIPE, cwd=tmp_path, env=variables
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline().split()[1])
+        if end:
+            time.sleep(0.3)
+            parent.kill()
+        assert parent.wait(20) == (-signal.SIGKILL if end else 0)
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+    assert set(os.listdir("/dev/shm")) <= before
+    assert not list(tmp_path.iterdir())
