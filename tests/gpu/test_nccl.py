@@ -265,6 +265,14 @@ def test_kills_do_not_change_a_single_bit(monkeypatch: pytest.MonkeyPatch) -> No
     disturbed = trained(PHASES, monkeypatch)
     for mine, theirs in zip(disturbed.parameters(), undisturbed.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+    wait_for_meetings()
+
+
+def wait_for_meetings() -> None:
+    """What waits for a member that died before it came ends after a while."""
+    deadline = time.monotonic() + 2 * float(PATIENCE["TORCH_NCCL_NONBLOCKING_TIMEOUT"])
+    while any(thread.name == "instep-group" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 @pytest.mark.usefixtures("nccl")
@@ -275,9 +283,7 @@ def test_a_death_as_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     disturbed = trained(["none", "join", "none"], monkeypatch)
     for mine, theirs in zip(disturbed.parameters(), undisturbed.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    deadline = time.monotonic() + 2 * float(PATIENCE["TORCH_NCCL_NONBLOCKING_TIMEOUT"])
-    while any(thread.name == "instep-group" for thread in threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for_meetings()
 
 
 @pytest.mark.usefixtures("nccl")
