@@ -182,3 +182,17 @@ def test_inductor() -> None:
             for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(mine.grad, other.grad)
     assert graphs() == 2
+
+
+def test_names_are_those_of_the_module() -> None:
+    """What is saved loads into the plain module, and the other way round."""
+    net, other = Net(), Net()
+    with instep.DataParallel(torch.compile(net, backend="eager"), ["cpu"] * 2) as model:  # type: ignore[arg-type]
+        names = list(net.state_dict())
+        assert list(model.state_dict()) == names
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in net.named_parameters()]
+        model.load_state_dict(other.state_dict())
+        torch.testing.assert_close(net.state_dict(), other.state_dict())
+        model.load_state_dict({f"_orig_mod.{name}": torch.zeros_like(v) for name, v in other.state_dict().items()})
+        other.load_state_dict(model.state_dict())
+    assert all(not value.any() for value in other.state_dict().values())

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from instep.errors import WrapError
+from instep.private import uncompiled
 
 Self = TypeVar("Self", bound="Transparent")
 
@@ -147,12 +148,13 @@ class Transparent(nn.Module):
         self.module.zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.state_dict(*args, **kwargs)
+        return uncompiled(self.module).state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As `nn.Module.load_state_dict`; keys may also carry the `module.` of nn.DataParallel and
         DistributedDataParallel or the `_orig_mod.` of torch.compile."""
-        return self.module.load_state_dict(bare_keys(state_dict, self.module), strict=strict, assign=assign)
+        module = uncompiled(self.module)
+        return module.load_state_dict(bare_keys(state_dict, module), strict=strict, assign=assign)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self.module._save_to_state_dict(destination, prefix, keep_vars)
@@ -164,10 +166,10 @@ class Transparent(nn.Module):
         yield from self.module.named_modules(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.module.named_parameters(*args, **kwargs)
+        return uncompiled(self.module).named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.module.named_buffers(*args, **kwargs)
+        return uncompiled(self.module).named_buffers(*args, **kwargs)
 
     register_buffer = _passed_on("register_buffer")
     register_parameter = _passed_on("register_parameter")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
@@ -63,6 +63,15 @@ def anything_compiled() -> bool:
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")
     backends: Any = getattr(frames, "cached_backends", None)
     return frames is not None and (backends is None or any(backend is not None for backend in backends.values()))
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile(module)` stands for, whose names do not begin with `_orig_mod.`; or itself."""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    kind = getattr(frames, "OptimizedModule", None)
+    while kind is not None and isinstance(module, kind):
+        module = module._orig_mod
+    return module
 
 
 def default_device() -> torch.device | None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import scatter_gather
 
 import instep
 
@@ -45,6 +46,22 @@ def train_beside(
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
         assert (mine.grad is None) == (other.grad is None)
     return net, losses
+
+
+class _InPieces:
+    """In the place of torch's own `Scatter`, which copies what it has cut to GPUs: it cuts in the same way."""
+
+    @staticmethod
+    def apply(devices: Sequence[int], _: None, dim: int, tensor: Tensor) -> tuple[Tensor, ...]:
+        return tensor.chunk(len(devices), dim)
+
+
+def torch_scatter(*args: Any, devices: int) -> list[Any]:
+    """The arguments that `nn.DataParallel` calls its replicas with, by torch's own code but for the copying."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scatter_gather, "Scatter", _InPieces)
+        shards, _ = scatter_gather.scatter_kwargs(args, {}, list(range(devices)))
+    return list(shards)
 
 
 @contextmanager

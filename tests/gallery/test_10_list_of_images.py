@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import instep
 from instep.errors import StructureError
 
-from .beside import on_each_engine
+from .beside import on_each_engine, torch_scatter
 
 
 class Sizes(nn.Module):
@@ -25,6 +25,12 @@ class Sizes(nn.Module):
 def detection(count: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     images = [torch.randn(3, 4 + index, 5) for index in range(count)]
     return images, [{"box": torch.randn(index, 4)} for index in range(count)]
+
+
+def test_torch_cuts_every_image_along_its_colours() -> None:
+    images, _ = detection(4)
+    for (cut,), colours in zip(torch_scatter(images, devices=2), (2, 1), strict=True):
+        assert [len(image) for image in cut] == [colours] * 4
 
 
 @on_each_engine

@@ -9,12 +9,18 @@ from torch import Tensor, nn
 import instep
 from instep.errors import StructureError
 
-from .beside import on_each_engine
+from .beside import on_each_engine, torch_scatter
 
 
 class Scored(nn.Module):
     def forward(self, x: Tensor, prototypes: Tensor) -> Tensor:
         return x @ prototypes.T
+
+
+def test_torch_cuts_whatever_is_a_tensor() -> None:
+    x, prototypes = torch.randn(6, 3), torch.randn(4, 3)
+    outputs = [Scored()(*shard) for shard in torch_scatter(x, prototypes, devices=2)]
+    assert [tuple(output.shape) for output in outputs] == [(3, 2), (3, 2)]  # two of the four scores of each sample
 
 
 @on_each_engine

@@ -33,7 +33,8 @@ def test_rows_that_were_selected_follow_one_another(engine: str) -> None:
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, merge={"boxes": "list"}) as model:
         ours, plain = model(x), net(x)
     torch.testing.assert_close(ours["kept"], plain["kept"])
-    assert len(ours["boxes"]) == 7
+    for mine, other in zip(ours["boxes"], plain["boxes"], strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
@@ -45,7 +46,18 @@ def test_shapes_that_cannot_be_joined_are_named(engine: str) -> None:
     ):
         model(x, lengths)
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, merge="pad") as model:
-        assert model(x, lengths).shape == (4, 6, 2)
+        padded = model(x, lengths)
+    whole = net(x, lengths)
+    torch.testing.assert_close(padded[:2], nn.functional.pad(whole[:2, :3], (0, 0, 0, 3)))
+    torch.testing.assert_close(padded[2:], whole[2:])
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, merge="nested") as model:
+        nested = model(x, lengths).unbind()
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, merge="list") as model:
+        parts = model(x, lengths)
+    for sample, row in enumerate(nested):
+        torch.testing.assert_close(row, whole[sample, : 3 if sample < 2 else 6])
+    assert [tuple(part.shape) for part in parts] == [(2, 3, 2), (2, 6, 2)]
+    torch.testing.assert_close(parts[1], whole[2:])
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,22 @@ def statistics_of_the_first_shard(net: nn.BatchNorm1d, x: Tensor, replicas: int)
     first = copy.deepcopy(net)
     first(x.chunk(replicas)[0])
     return first
+
+
+def on_a_rank(rank: int) -> list[float]:
+    """The running mean after two steps of `DistributedDataParallel` on half of the batch."""
+    net = nn.parallel.DistributedDataParallel(nn.BatchNorm1d(1))
+    for _ in range(2):
+        net(torch.arange(8.0)[:, None].chunk(2)[rank])
+    return [float(value) for value in net.module.running_mean]
+
+
+def test_ranks_have_statistics_of_their_own(two_ranks: dict[str, list[Any]]) -> None:
+    plain = nn.BatchNorm1d(1)
+    for _ in range(2):
+        plain(torch.arange(8.0)[:, None])
+    mine, other = (values[0] for values in two_ranks["test_24_batchnorm_statistics"])
+    assert mine < float(plain.running_mean) < other  # of their shards; none has the batch's
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])

@@ -1,6 +1,8 @@
 """Row 26: two forwards and one backward: "modified by an inplace operation", from buffers broadcast in between.
 
-`DistributedDataParallel` writes buffers before each forward, changed or not; here what did not change is not written.
+`DistributedDataParallel` brings the first rank's buffers to the others before each forward, changed or not. That of
+torch 2.13 does so behind autograd's back on the CPU, and goes on; where torch sees the write, it is the error of the
+row. Here what did not change is not written.
 """
 
 from __future__ import annotations

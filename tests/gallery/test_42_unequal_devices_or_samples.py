@@ -9,12 +9,18 @@ from torch import Tensor, nn
 import instep
 from instep.errors import StructureError, WrapError
 
-from .beside import on_each_engine, train_beside
+from .beside import on_each_engine, torch_scatter, train_beside
 
 
 class Sized(nn.Module):
     def forward(self, x: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
         return x, torch.full((len(x),), len(x))
+
+
+def test_torch_cuts_into_equal_counts() -> None:
+    (_, long), (_, short) = torch_scatter(torch.randn(6, 2), torch.tensor([9, 1, 1, 3, 2, 2]), devices=2)
+    assert (len(long), len(short)) == (3, 3)
+    assert (int(long.sum()), int(short.sum())) == (11, 7)
 
 
 @on_each_engine

@@ -9,12 +9,17 @@ from torch import Tensor, nn
 import instep
 from instep.errors import StructureError
 
-from .beside import on_each_engine
+from .beside import on_each_engine, torch_scatter
 
 
 class Both(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.cat([x, y])
+
+
+def test_torch_drops_what_has_no_counterpart() -> None:
+    shards = torch_scatter(torch.randn(8, 2), torch.randn(2, 2), devices=4)
+    assert [(len(x), len(y)) for x, y in shards] == [(2, 1), (2, 1)]  # two replicas, and half of the batch
 
 
 @on_each_engine
