@@ -217,6 +217,7 @@ def test_a_parameter_written_in_a_later_call(engine: str, private: bool) -> None
     options: Any = {"private_copies": private, "probe": False}  # which would see it beforehand
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, **options) as model:
         model(x)
+        model(x)  # values are looked at in the second one too
         before = net.layer.weight.detach().clone()
         net.then = write
         said = ["wrote to the trainable parameter 'layer.weight'", *(UNTOUCHED if private else OVERWRITTEN), "outside"]
@@ -240,6 +241,7 @@ def test_what_a_write_that_does_not_reach_the_module_says(engine: str, then: Cal
     """Other memory for a replica's parameter; a write in another process, on pages of its own."""
     net, x = Net(fine), torch.randn(5, 3)
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, probe=False) as model:
+        model(x)
         model(x)
         before = net.layer.weight.detach().clone()
         net.then = then
@@ -270,6 +272,28 @@ def test_a_parameter_written_through_data_in_another_mode(engine: str, private: 
             assert torch.equal(net.layer.weight, before)
         model.train()
         torch.testing.assert_close(model(x), net.layer(x))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_parameter_written_through_data_from_some_call_on(engine: str) -> None:
+    """No counter moves, and replicas that share memory write more than once: values are looked at ever less often."""
+
+    def decay(net: Net, y: Tensor) -> Tensor:
+        if net.decays:
+            net.layer.weight.data.mul_(0.9)
+        return y
+
+    net, x = Net(decay), torch.randn(5, 3)
+    net.decays = False
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, probe=False) as model:
+        for _ in range(6):
+            model(x)
+        net.decays = True
+        model(x)  # the seventh
+        before = net.layer.weight.detach().clone()
+        with pytest.raises(instep.StateError, match=r"(?s)parameter 'layer\.weight'.*as it was before the call"):
+            model(x)
+        assert torch.equal(net.layer.weight, before)
 
 
 class OwnError(Exception):

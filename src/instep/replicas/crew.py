@@ -76,7 +76,10 @@ class Crew:
         self._edited = False
         """Whether something inside an object that the source holds was changed since the last call."""
         self._watch: Watch | None = None
-        self._first_values: list[Tensor] | None = []
+        self._calls = 0
+        """How many calls were looked at for writes to trainable tensors."""
+        self._values: list[Tensor] = []
+        """What those of the source held before this call; only now and then."""
 
     def ready(self) -> list[Replica]:
         """The replicas, with everything that changed on the source since the last call."""
@@ -94,9 +97,18 @@ class Crew:
         self._renew_links()
         if not self.frozen:
             self._send()
+        self._values = self._keep_values()
         self._writes.begin()
         self._running = True
         return self.replicas
+
+    def _keep_values(self) -> list[Tensor]:
+        """What trainable tensors hold before the first call, and on the CPU before ever fewer of the later ones."""
+        number = self._calls + 1
+        often = number == 1 or self.devices[0].type == "cpu"
+        if not often or number & self._calls or self.ways[0] not in (Way.ALIAS, Way.SHARE):
+            return []
+        return [source.detach().clone() for source, _ in self.replicas[0].trainable]
 
     def is_tied(self) -> bool:
         """Whether a weight that `forward` rewrites is used elsewhere too: only the module itself can run."""
@@ -186,13 +198,15 @@ class Crew:
     def written(self) -> list[Tensor]:
         """Trainable tensors of the source that `forward` wrote to since the replicas were last ready.
 
-        Writes through `.data` move no version counter, so the first call of all is checked by value, and undone.
+        Writes through `.data` move no version counter, so the first call of all, and on the CPU those numbered 2, 4, 8
+        and so on, are checked by value, and undone.
         """
         self.overwritten = []
-        first, self._first_values = self._first_values, None
-        if first:
+        self._calls += 1
+        before, self._values = self._values, []
+        if before:
             sources = [source for source, _ in self.replicas[0].trainable]
-            changed = [pair for pair in zip(sources, first, strict=True) if not equal_tensors(*pair)]
+            changed = [pair for pair in zip(sources, before, strict=True) if not equal_tensors(*pair)]
             with torch.no_grad():
                 for source, value in changed:
                     source.data.copy_(value)
@@ -231,8 +245,6 @@ class Crew:
         self.ways = [Way.LINK if self._apart and way is Way.SHARE else way for way in self._near]
         places = zip(self.devices, self.ways, strict=True)
         self.replicas = [self._replica(index, *place) for index, place in enumerate(places)]
-        if self._first_values is not None and self.ways[0] in (Way.ALIAS, Way.SHARE):
-            self._first_values = [source.detach().clone() for source, _ in self.replicas[0].trainable]
         self._take_stock()
 
     @property
