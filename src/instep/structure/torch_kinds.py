@@ -287,6 +287,12 @@ def _split_sparse(value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def _merge_sparse(parts: Sequence[Tensor]) -> Tensor:
+    if len({part.shape[1:] for part in parts}) > 1:
+        # Where no size was given, torch took the greatest index for it: that of the whole is not known to be that.
+        raise MergeError(
+            f"sparse tensors of shapes {[list(part.shape) for part in parts]} differ beside the batch; give each the "
+            "size of the whole: `torch.sparse_coo_tensor(indices, values, size)`"
+        )
     joined: Tensor = _Join.apply(*parts)  # type: ignore[no-untyped-call]
     return joined
 
