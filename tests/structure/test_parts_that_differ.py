@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -56,3 +58,49 @@ def test_sparse_parts_are_joined_only_if_their_other_dims_agree() -> None:
     parts = [{"a": torch.ones(3, 2).to_sparse()}, {"a": torch.ones(2, 4).to_sparse()}]
     assert "the output 'a': sparse tensors of shapes [[3, 2], [2, 4]]" in refused(parts)
     assert "shapes [[3, 2], [2, 2, 1]]" in refused([torch.ones(3, 2).to_sparse(), torch.ones(2, 2, 1).to_sparse()])
+
+
+# Graphs
+
+
+class Graphs(nn.Module):
+    """Graphs that have something more where a sample is large: a fact of the whole batch on one device."""
+
+    def __init__(self, more: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.more = more
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        data = pytest.importorskip("torch_geometric.data")
+        found = []
+        for row in self.layer(x):
+            graph = data.HeteroData()
+            graph["user"].x = row[None]
+            if bool((x > 100).any()):
+                graph["user" if self.more == "key" else "item"].z = row[None]
+            found.append(graph)
+        return {"graphs": data.Batch.from_data_list(found)}
+
+
+@engines
+@pytest.mark.parametrize("more", ["key", "kind"])
+def test_graphs_with_something_more_are_refused_whichever_part_has_it(engine: str, more: str) -> None:
+    pytest.importorskip("torch_geometric")
+    net = Graphs(more)
+    x = torch.randn(5, 3)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, probe=False) as model:
+        torch.testing.assert_close(model(x)["graphs"]["user"].x, net(x)["graphs"]["user"].x)
+        for sample, where in ((0, "part 0 and not in part 1"), (4, "part 1 and not in part 0")):
+            large = x.clone()
+            large[sample] = 200
+            with pytest.raises(MergeError) as caught:
+                model(large)
+            what = "the attribute 'z' of 'user'" if more == "key" else "the kind of nodes or edges 'item'"
+            assert f"cannot merge the output 'graphs': {what} is in {where}; give it to every graph" in str(
+                caught.value
+            )
+    with instep.DataParallel(net, ["cpu"] * 2, engine="serial") as model:
+        model(x)
+        with pytest.raises(MergeError, match=r"the output 'graphs': .* is in part 1 and not in part 0"):
+            model(large)

@@ -56,3 +56,23 @@ def few(parts: Sequence[Any]) -> str:
     """The first values, for a message."""
     shown = [repr(part.item()) if isinstance(part, Tensor) else repr(part) for part in parts[:4]]
     return ", ".join(shown) + (", ..." if len(parts) > 4 else "")
+
+
+def brief(values: Sequence[Any]) -> str:
+    """The first values of any kind, for a message: what fits in a few words, else what it is and its shape."""
+    return " and ".join(map(_brief, values[:4])) + (", ..." if len(values) > 4 else "")
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, (Tensor, np.ndarray)):
+        small = not getattr(value, "is_nested", False) and np.prod(value.shape) <= 8
+        return repr(value.tolist()) if small else f"a {type(value).__name__} of shape {shape_of(value)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def shape_of(value: Any) -> list[Any]:
+    """The shape of a tensor, for a message; a nested one has a number of rows and of dims."""
+    if getattr(value, "is_nested", False):
+        return [value.size(0), *["*"] * (value.dim() - 1)]
+    return list(getattr(value, "shape", ()))
