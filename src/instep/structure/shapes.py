@@ -72,7 +72,13 @@ def _brief(value: Any) -> str:
 
 
 def shape_of(value: Any) -> list[Any]:
-    """The shape of a tensor, for a message; a nested one has a number of rows and of dims."""
+    """The shape of a tensor, for a message; `*` where the rows of a nested one differ."""
     if getattr(value, "is_nested", False):
-        return [value.size(0), *["*"] * (value.dim() - 1)]
+        sizes = ["*"] * value.dim() if value.layout is torch.strided else value.shape  # the first has none
+        return [value.size(0), *[size if isinstance(size, int) else "*" for size in sizes[1:]]]
     return list(getattr(value, "shape", ()))
+
+
+def layout_of(value: Tensor) -> str:
+    """The class and layout of a tensor, for a message."""
+    return f"{type(value).__name__}, {value.layout}{', nested' if value.is_nested else ''}"

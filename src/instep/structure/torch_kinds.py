@@ -188,6 +188,8 @@ def _split_jagged(value: Any, sizes: Sequence[int]) -> list[Tensor]:
 def _merge_jagged(parts: Sequence[Any]) -> Tensor:
     parts = [part if part.lengths() is None else part.contiguous() for part in parts]
     dim = _ragged_dim(parts[0])
+    if any(_ragged_dim(part) != dim for part in parts):
+        raise MergeError(f"jagged tensors that are ragged in dims {[_ragged_dim(part) for part in parts]}")
     values = torch.cat([part.values() for part in parts], dim - 1)
     whole = _memory("whole", *(_ragged_size(part) for part in parts))
     if not whole:
