@@ -19,6 +19,7 @@ from instep.replicas.ambient import Ambient
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.tensors import Way
 from instep.structure.dims import AUTO
+from instep.structure.fit import own_kind
 from instep.structure.merge import merge
 from instep.structure.split import Parts, apply_plan, plan_value
 from instep.structure.tree import map_tensors
@@ -53,8 +54,13 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0, *, r
     if isinstance(outputs, Parts):
         moved = Parts(moved, outputs.plan)
     else:  # one tensor in several outputs is theirs each time, as torch's gather has it
-        moved = [map_tensors(lambda tensor: tensor.view_as(tensor), output) for output in moved]
+        moved = [map_tensors(_alias, output) for output in moved]
     return merge(moved, merge=rules, dim=dim)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Another tensor of the same data; torch has views of ordinary tensors only."""
+    return tensor.view_as(tensor) if own_kind(tensor) is None else tensor.clone()
 
 
 def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = False) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -121,12 +122,27 @@ WRAPS: list[Wrap] = [
 ]
 
 
+def _nested(size: int, width: int, layout: torch.layout) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says once that this is a prototype
+        return torch.nested.nested_tensor([torch.zeros(1 + row % 3, width) for row in range(size)], layout=layout)
+
+
+ODD: list[Callable[[int, int], Tensor]] = [
+    torch.zeros,
+    lambda size, width: _nested(size, width, torch.strided),
+    lambda size, width: _nested(max(size, 1), width, torch.jagged),  # torch has no empty ones
+    lambda size, width: torch.zeros(size, width).to_sparse(),
+]
+"""Tensors of every layout that is split."""
+
+
 @st.composite
 def misfits(draw: st.DrawFn) -> tuple[dict[str, Any], str, Tensor]:
     """A structure with one leaf that does not fit, and where that is."""
     batch = draw(batches)
     size = draw(st.integers(0, 12).filter(lambda size: size not in (1, batch)))
-    odd = torch.zeros(size, draw(st.integers(0, 3).filter(lambda width: width != batch)))
+    odd = draw(st.sampled_from(ODD))(size, draw(st.integers(0, 3).filter(lambda width: width != batch)))
     value: Any = odd
     keys: list[Any] = []
     for wrap in draw(st.lists(st.sampled_from(WRAPS), max_size=4)):
@@ -143,9 +159,12 @@ def test_what_does_not_fit_is_named(case: tuple[dict[str, Any], str, Tensor], pa
     with pytest.raises(StructureError) as caught:
         split(value, parts)
     message = str(caught.value)
-    assert f"{path!r} (Tensor {list(odd.shape)})" in message
+    size = odd.size(0)
+    what = f"nested {type(odd).__name__} of {size}" if odd.is_nested else f"Tensor {list(odd.shape)}"
+    assert f"{path!r} ({what})" in message
     assert f"does not fit a batch of {len(value['x'])}" in message
-    assert f"its size along dim 0 is {len(odd)}" in message
+    dense = odd.layout is torch.strided and not odd.is_nested
+    assert (f"its size along dim 0 is {size}" if dense else f"it holds {size} samples") in message
     assert f"in_dims={{{path!r}: None}}" in message
 
 

@@ -359,7 +359,7 @@ def test_encodings_that_do_not_fit_each_other(tokenizer: Any) -> None:
     kind = kind_for(tokenizer(TEXTS))
     one, other = (tokenizer(TEXTS[:3], padding=True, return_tensors="pt") for _ in range(2))
     one["scale"], other["scale"] = torch.tensor(2.0), torch.tensor(3.0)
-    with pytest.raises(MergeError, match=r"^`scale` differs between the parts and does not follow the batch$"):
+    with pytest.raises(MergeError, match=r"^`scale` differs between the parts \(2.0 and 3.0\) and does not follow"):
         kind.merge([one, other])
     del one["scale"]
     with pytest.raises(MergeError, match=r"^the items of the parts differ: \[\['input_ids'.*\], \[.*'scale'\]\]$"):

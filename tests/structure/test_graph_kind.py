@@ -244,7 +244,22 @@ def test_a_sparse_or_nested_attribute_says_how_to_store_edges() -> None:
 
 
 UNJOINABLE: dict[str, tuple[Callable[[Any, Any], None], str]] = {
-    "left out of one": (lambda one, two: two.__delattr__("edge_attr"), "^`edge_attr` is not in every part$"),
+    "left out of one": (
+        lambda one, two: two.__delattr__("edge_attr"),
+        "^the attribute 'edge_attr' is in part 0 and not in part 1; give",
+    ),
+    "only in the other": (
+        lambda one, two: one.__delattr__("edge_attr"),
+        "^the attribute 'edge_attr' is in part 1 and not in part 0; ",
+    ),
+    "a member left out": (
+        lambda one, two: one.extra.pop("some"),
+        r"^the member 'some' of `extra` is in part 1 and not in part 0; ",
+    ),
+    "no members": (
+        lambda one, two: setattr(two, "extra", 3),
+        "^`extra` is a list or dictionary in some parts, a single",
+    ),
     "replaced": (
         lambda one, two: setattr(two, "x", two.x[:-1]),
         "^`x` was replaced in a part: its graphs cannot be told$",
@@ -255,7 +270,7 @@ UNJOINABLE: dict[str, tuple[Callable[[Any, Any], None], str]] = {
     ),
     "added, of no graph": (
         lambda one, two: (setattr(one, "scale", torch.tensor(1.0)), setattr(two, "scale", torch.tensor(2.0)))[0],
-        "^`scale` differs between the parts and does not follow the graphs$",
+        r"^`scale` differs between the parts \(1.0 and 2.0\) and does not follow the graphs$",
     ),
 }
 
@@ -268,3 +283,30 @@ def test_parts_that_do_not_fit_each_other(change: Callable[[Any, Any], None], me
     change(one, two)
     with pytest.raises(MergeError, match=message):
         kind.merge([one, two])
+
+
+def two_kinds(count: int, *order: str) -> Any:
+    """Graphs with kinds of nodes in some order, and an edge between each and itself."""
+    data = pytest.importorskip("torch_geometric.data")
+    found = []
+    for _ in range(count):
+        graph = data.HeteroData()
+        for name in order:
+            graph[name].x = torch.full((2, 3), float(len(name)))
+            graph[name, "to", name].edge_index = torch.tensor([[0], [1]])
+        found.append(graph)
+    return data.Batch.from_data_list(found)
+
+
+def test_kinds_of_nodes_and_edges_are_found_by_name() -> None:
+    one, two = two_kinds(3, "user", "thing"), two_kinds(2, "thing", "user")
+    found = kind_for(one).merge([one, two])
+    assert_batches_equal(found, two_kinds(5, "user", "thing"))
+    few, many = two_kinds(3, "user"), two_kinds(2, "user", "thing")
+    for parts, where in (([few, many], "in part 1 and not in part 0"), ([many, few], "in part 0 and not in part 1")):
+        with pytest.raises(MergeError, match=f"^the kind of nodes or edges 'thing' is {where}"):
+            kind_for(one).merge(parts)
+    many["user"].z, few["thing"].x = torch.zeros(4), torch.zeros(0, 3)
+    few["thing", "to", "thing"].edge_index = torch.zeros(2, 0, dtype=torch.long)
+    with pytest.raises(MergeError, match=r"^the attribute 'z' of 'user' is in part 1 and not in part 0"):
+        kind_for(one).merge([few, many])

@@ -38,6 +38,18 @@ one, five = torch.tensor(1.0), torch.tensor(5.0)
 # By name
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_rules_of_numbers_do_not_apply_to_nested_tensors(layout: torch.layout) -> None:
+    parts = [
+        torch.nested.nested_tensor([torch.ones(n, 2) for n in sizes], layout=layout) for sizes in ((2, 1, 3), (4,))
+    ]
+    assert "'it': a mean does not apply to nested" in refused("mean", *parts)
+    for rule in ("sum", "pad"):
+        assert f"the rule {rule!r} does not apply to parts of shapes [[3, '*', " in refused(rule, *parts)
+    assert merged("nested", *parts).size(0) == 4
+
+
 def test_cat() -> None:
     x, y = torch.zeros(2, 3), torch.ones(4, 3)
     assert merged("cat", x, y).shape == (6, 3)

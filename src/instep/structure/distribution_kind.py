@@ -112,6 +112,9 @@ def _split(value: Distribution, sizes: Sequence[int]) -> list[Distribution]:
 
 
 def _merge(parts: Sequence[Distribution]) -> Distribution:
+    if len({(part.batch_shape[1:], part.event_shape) for part in parts}) > 1:
+        shapes = [(list(part.batch_shape), list(part.event_shape)) for part in parts]
+        raise MergeError(f"distributions of other shapes in the parts, of batch and event: {shapes}")
     merged: Distribution = _join(parts, [part.batch_shape[0] for part in parts], 0, type(parts[0]).__name__, {})
     return merged
 
@@ -132,6 +135,8 @@ def _join(parts: Sequence[Any], sizes: Sequence[int], full: int, path: str, seen
         first = parts[0]
     if not (_is_open(first) or isinstance(first, list)):
         return first
+    if isinstance(first, list) and any(len(part) != len(first) for part in parts):
+        raise MergeError(f"{path} has different lengths in the parts: {[len(part) for part in parts]}")
 
     def visit(name: str, _: Any, full: int) -> Any:
         children = _named(parts, name)

@@ -8,7 +8,7 @@ slices and lowering by the increments, joining is the inverse, so both are exact
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from instep.errors import MergeError, StructureError
+from instep.structure.shapes import brief
 from instep.structure.torch_kinds import tensor_kind
 from instep.structure.tree import map_tensors
 from instep.structure.types import Kind, TensorMap
@@ -72,16 +73,21 @@ def _cat_dim(batch: Any, key: str, store: Any) -> CatDim:
     return dim
 
 
-def _members(items: Sequence[_Item]) -> list[tuple[Any, list[_Item]]] | None:
+def _names(item: _Item) -> Sequence[Any] | None:
+    if isinstance(item.value, Mapping):
+        return tuple(item.value)
+    return range(len(item.value)) if isinstance(item.slices, (list, tuple)) else None
+
+
+def _members(key: str, items: Sequence[_Item]) -> list[tuple[Any, list[_Item]]] | None:
     """The members of collated lists or dictionaries, by key, each over all items; None for anything else."""
-    first = items[0]
-    if isinstance(first.value, Mapping):
-        keys: Any = first.value.keys()
-    elif isinstance(first.slices, (list, tuple)):
-        keys = range(len(first.value))
-    else:
+    names = [found for found in map(_names, items) if found is not None]
+    if not names:
         return None
-    return [(key, [_Item(item.value[key], item.slices[key], item.incs[key]) for item in items]) for key in keys]
+    if len(names) < len(items):
+        raise MergeError(f"`{key}` is a list or dictionary in some parts, a single value in others")
+    _refuse_missing(names, "the member", f" of `{key}`")
+    return [(one, [_Item(item.value[one], item.slices[one], item.incs[one]) for item in items]) for one in names[0]]
 
 
 def _regroup(like: Any, keys: Sequence[Any], items: Sequence[_Item]) -> _Item:
@@ -119,7 +125,7 @@ def _cut(batch: Any, start: int, stop: int) -> Any:
 
 
 def _cut_item(key: str, item: _Item, start: int, stop: int, dim: CatDim) -> _Item:
-    members = _members([item])
+    members = _members(key, [item])
     if members is not None:
         cut = [_cut_item(f"{key}.{name}", member[0], start, stop, dim) for name, member in members]
         return _regroup(item.value, [name for name, _ in members], cut)
@@ -221,24 +227,51 @@ def _slices_of_level(batch: Any, store: Any, key: str, value: Any, *, any_level:
 # Joining
 
 
+def _refuse_missing(names: Sequence[Iterable[Any]], what: str, owner: str = "") -> None:
+    """Refuse what some parts have and others lack, by the first such name."""
+    tables = [set(some) for some in names]
+    for name in dict.fromkeys(name for some in names for name in some):
+        having = [index for index, table in enumerate(tables) if name in table]
+        if len(having) < len(tables):
+            lacking = [index for index in range(len(tables)) if index not in having]
+            raise MergeError(
+                f"{what} {name!r}{owner} is in part {having[0]} and not in part {lacking[0]}; give it to every graph "
+                "always, without rows where there is nothing"
+            )
+
+
+def _by_key(batch: Any) -> dict[Any, Any]:
+    """The stores of a batch: one for itself, and one for each kind of nodes and edges."""
+    return {store._key: store for store in batch.stores}
+
+
+def _check_alike(parts: Sequence[Any]) -> None:
+    tables = [_by_key(part) for part in parts]
+    _refuse_missing(tables, "the kind of nodes or edges")
+    for kind in tables[0]:
+        owner = "" if kind is None else f" of {kind!r}"
+        _refuse_missing([table[kind].keys() for table in tables], "the attribute", owner)
+
+
 def _merge(parts: Sequence[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
+    _check_alike(parts)
     first, tables = parts[0], [_tables(part) for part in parts]
     # What the next part is raised by depends on the last graph of this one: its class may have a rule of its own.
     lasts = [part.get_example(part.num_graphs - 1) for part in parts[:-1]]
     new, slices, incs = copy.copy(first), _copy_table(tables[0][0]), _copy_table(tables[0][1])
-    for index, store in enumerate(new.stores):
-        stores = [part.stores[index] for part in parts]
+    for store in new.stores:
+        stores = [_by_key(part)[store._key] for part in parts]
         for key in list(store.keys()):
-            if any(key not in other for other in stores):
-                raise MergeError(f"`{key}` is not in every part")
+            if len({key in _table(table[0], store) for table in tables}) > 1:
+                raise MergeError(f"`{key}` was added after batching in some parts: its graphs cannot be told")
             if key in _table(slices, store):
                 items = [
                     _Item(other[key], _table(table[0], other)[key], _table(table[1], other)[key])
                     for other, table in zip(stores, tables, strict=True)
                 ]
-                rules = [_inc_of(last, last.stores[index], key) for last in lasts]
+                rules = [_inc_of(last, _by_key(last)[store._key], key) for last in lasts]
                 item = _join_items(key, items, rules, _cat_dim(first, key, stores[0]))
                 store[key], _table(slices, store)[key], _table(incs, store)[key] = item
             elif key != "num_nodes":
@@ -264,7 +297,7 @@ def _inc_of(graph: Any, store: Any, key: str) -> Inc:
 
 
 def _join_items(key: str, items: Sequence[_Item], rules: Sequence[Inc], dim: CatDim, *path: Any) -> _Item:
-    members = _members(items)
+    members = _members(key, items)
     if members is not None:
         joined = [_join_items(f"{key}.{name}", member, rules, dim, *path, name) for name, member in members]
         return _regroup(items[0].value, [name for name, _ in members], joined)
@@ -302,7 +335,7 @@ def _join_others(parts: Sequence[Any], stores: Sequence[Any], key: str) -> Any:
     ]
     if any(level is None for level in levels):
         if any(value is not values[0] and not _equal(value, values[0]) for value in values):
-            raise MergeError(f"`{key}` differs between the parts and does not follow the graphs")
+            raise MergeError(f"`{key}` differs between the parts ({brief(values)}) and does not follow the graphs")
         return values[0]
     if isinstance(values[0], Tensor):
         return torch.cat(values, _cat_dim(parts[0], key, stores[0])(values[0]))

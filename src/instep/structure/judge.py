@@ -19,6 +19,7 @@ from instep.structure.compare import apart as how_far
 from instep.structure.compare import by_how_much, in_order, is_sorted, ordinary, plain_alike, same, unsqueezed
 from instep.structure.dims import AUTO, Declared
 from instep.structure.fit import NUMBERS, own_kind
+from instep.structure.joining import join_by_kind
 from instep.structure.merge_messages import across_samples, cannot_merge, unexplained
 from instep.structure.rules import Rule, WeightedBy, rule_for, speaks_of
 from instep.structure.shapes import few
@@ -176,7 +177,7 @@ class _Judging:
         try:
             if not self.trial.numbers or [kind.size(value) for value in values] != list(self.sizes):
                 return
-            joined, whole = list(tensors_in(kind.merge(list(values[:2])))), list(tensors_in(values[2]))
+            joined, whole = list(tensors_in(join_by_kind(kind, list(values[:2])))), list(tensors_in(values[2]))
         except InstepError as error:  # it does not know where its value stood
             self.findings.errors[path] = cannot_merge(path, values[:2], str(error), self.trial.sizes)
             return

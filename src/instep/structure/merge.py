@@ -20,6 +20,7 @@ from instep.structure.fit import (
     is_record_of_samples,
     own_kind,
 )
+from instep.structure.joining import join_by_kind
 from instep.structure.merge_messages import cannot_merge, no_rule_for_type, no_samples, other_entries, two_readings
 from instep.structure.recipe import COLUMN, Miss, Recipe, recipe_for
 from instep.structure.rules import (
@@ -40,6 +41,7 @@ from instep.structure.shapes import (
     is_integer,
     join_along,
     join_as_before,
+    layout_of,
 )
 from instep.structure.sizes_seen import sizes_seen
 from instep.structure.split import Parts, join, undo_plan
@@ -199,7 +201,7 @@ class _Merging:
             check_beside(parts, scene, path)
         verdict = self.found.get(path) if rule is None else None
         own = isinstance(first, Tensor) and first is parts[-1]  # the module's, and whole already
-        if verdict is not None and not own and verdict.fits(parts, scene):
+        if verdict is not None and not own and not any(map(own_kind, parts)) and verdict.fits(parts, scene):
             self._note(path, verdict.words)
             return verdict.merge(parts, scene, path)
         if first is parts[-1] and all(part is first for part in parts):
@@ -313,10 +315,11 @@ class _Merging:
         return torch.cat(list(parts), dim)
 
     def _of_kinds(self, parts: Sequence[Any], kinds: Sequence[Kind | None], scene: Scene, path: Path) -> Any:
-        named = list({kind for kind in kinds if kind is not None})
-        if len(named) > 1:
-            raise cannot_merge(path, parts, "the replicas gave tensors of different layouts", scene.sizes)
-        return self._custom(parts, scene, path, named[0])
+        kind = kinds[0]
+        if kind is None or any(other is not kind for other in kinds):
+            shown = [layout_of(part) for part in parts]
+            raise cannot_merge(path, parts, f"the replicas gave tensors of different layouts, {shown}", scene.sizes)
+        return self._custom(parts, scene, path, kind)
 
     def _arrays(self, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared) -> Any:
         known, shapes = self.dims.get(path), [part.shape for part in parts]
@@ -366,7 +369,7 @@ class _Merging:
             counts = [kind.size(part) for part in parts]
             if counts == list(scene.sizes):
                 self._note(path, "joined by its type's rule")
-                return kind.merge(parts)
+                return join_by_kind(kind, parts)
         except InstepError as error:  # it does not know where its value stood
             raise cannot_merge(path, parts, str(error), scene.sizes) from error
         if all(count is None for count in counts):

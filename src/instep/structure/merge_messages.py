@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from instep.errors import MergeError
+from instep.structure.shapes import shape_of
 from instep.structure.tree import Path, open_node, show_path
 from instep.structure.types import kind_of
 
@@ -20,6 +21,11 @@ def _line(path: Path, rule: str) -> str:
     return f"merge={{{where!r}: {rule}}}" if where else f"merge={rule}"
 
 
+def _is_one_value(part: Any) -> bool:
+    """Whether a part is not a leaf that rules for leaves speak of."""
+    return open_node(part) is not None or kind_of(type(part)) is not None or getattr(part, "is_nested", False)
+
+
 def cannot_merge(
     path: Path,
     parts: Sequence[Any],
@@ -29,9 +35,9 @@ def cannot_merge(
     counts: Sequence[str] = (),
 ) -> MergeError:
     """Parts that could mean several things: what they are, and the rules to choose from."""
-    if any(open_node(part) is not None or kind_of(type(part)) is not None for part in parts):
+    if any(map(_is_one_value, parts)):
         choices = "'list', 'first', 'drop'"
-    elif any(len(getattr(part, "shape", ())) for part in parts):
+    elif any(map(shape_of, parts)):
         choices = "'cat', 'pad', 'nested', 'list', 'unique', 'stack', 'sum', 'mean', 'first', 'drop'"
     else:
         choices = "'mean', 'sum', 'max', 'min', 'stack', 'list', 'first', 'drop'"

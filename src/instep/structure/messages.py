@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from instep.errors import StructureError
+from instep.structure.shapes import shape_of
 from instep.structure.tree import Path, is_sequence, open_node, show_path
 
 SHOWN = 12
@@ -51,7 +52,7 @@ def misfit_message(
         "Write one of:",
         f"  {_line(misfit.path, None)}   # every replica gets it whole (or pass instep.whole(...))",
     ]
-    shape = list(getattr(misfit.value, "shape", ()))
+    shape = shape_of(misfit.value)
     for other, length in enumerate(shape):
         if length == size and other != dim:
             lines.append(f"  {_line(misfit.path, other)}   # its batch is in dim {other}, whose size is {size}")

@@ -17,6 +17,7 @@ from torch import Tensor
 from instep.errors import MergeError, StructureError
 from instep.structure.cache_kind import CACHE
 from instep.structure.graph_kind import GRAPH, GRAPH_BATCH
+from instep.structure.shapes import brief
 from instep.structure.tree import map_tensors, shallow_copy
 from instep.structure.types import Kind, TensorMap, add_kind, add_kind_of
 
@@ -84,7 +85,7 @@ def _join_items(key: str, items: Sequence[Any], sizes: Sequence[int | None]) -> 
     if not all(_follows(item, size) for item, size in zip(items, sizes, strict=True)):
         if all(_equal(first, item) for item in items[1:]):
             return first
-        raise MergeError(f"`{key}` differs between the parts and does not follow the batch")
+        raise MergeError(f"`{key}` differs between the parts ({brief(items)}) and does not follow the batch")
     if isinstance(first, Tensor):
         return torch.cat(list(items))
     if isinstance(first, np.ndarray):

@@ -15,6 +15,7 @@ from torch import Tensor
 from instep.errors import MergeError
 from instep.structure.fit import NUMBERS, own_kind
 from instep.structure.messages import summary
+from instep.structure.shapes import shape_of
 from instep.structure.tree import Path, is_sequence, open_node, show_path
 from instep.structure.weights import Weight
 
@@ -179,7 +180,7 @@ def apply_rule(rule: Rule, parts: Sequence[Any], scene: Scene, path: Path, dim: 
     try:
         merged = _tensors(name, argument, [torch.as_tensor(part) for part in parts], dim)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        shapes = [list(part.shape) for part in parts]
+        shapes = [shape_of(part) for part in parts]
         raise MergeError(f"{where}: the rule {name!r} does not apply to parts of shapes {shapes}: {error}") from error
     return merged.numpy() if isinstance(parts[0], np.ndarray) else merged
 
@@ -248,11 +249,8 @@ def _weighted(parts: Sequence[Any], weights: Sequence[Any], where: str) -> Any:
     """Sum of weight times value over sum of weights; a part of weight 0 does not count, even where it is NaN."""
     parts = _alike(parts)
     numbers = all(isinstance(part, NUMBERS) for part in parts)
-    if (
-        not numbers
-        and not all(isinstance(part, Tensor) for part in parts)
-        and not all(isinstance(part, np.ndarray) for part in parts)
-    ):
+    dense = all(isinstance(part, Tensor) and not part.is_nested for part in parts)
+    if not numbers and not dense and not all(isinstance(part, np.ndarray) for part in parts):
         raise MergeError(f"{where}: a mean does not apply to {summary(parts[0])}.")
     if not numbers and len({tuple(part.shape) for part in parts}) > 1:
         raise MergeError(

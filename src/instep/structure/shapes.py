@@ -56,3 +56,29 @@ def few(parts: Sequence[Any]) -> str:
     """The first values, for a message."""
     shown = [repr(part.item()) if isinstance(part, Tensor) else repr(part) for part in parts[:4]]
     return ", ".join(shown) + (", ..." if len(parts) > 4 else "")
+
+
+def brief(values: Sequence[Any]) -> str:
+    """The first values of any kind, for a message: what fits in a few words, else what it is and its shape."""
+    return " and ".join(map(_brief, values[:4])) + (", ..." if len(values) > 4 else "")
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, (Tensor, np.ndarray)):
+        small = not getattr(value, "is_nested", False) and np.prod(value.shape) <= 8
+        return repr(value.tolist()) if small else f"a {type(value).__name__} of shape {shape_of(value)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def shape_of(value: Any) -> list[Any]:
+    """The shape of a tensor, for a message; `*` where the rows of a nested one differ."""
+    if getattr(value, "is_nested", False):
+        sizes = ["*"] * value.dim() if value.layout is torch.strided else value.shape  # the first has none
+        return [value.size(0), *[size if isinstance(size, int) else "*" for size in sizes[1:]]]
+    return list(getattr(value, "shape", ()))
+
+
+def layout_of(value: Tensor) -> str:
+    """The class and layout of a tensor, for a message."""
+    return f"{type(value).__name__}, {value.layout}{', nested' if value.is_nested else ''}"

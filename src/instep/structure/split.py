@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instep.errors import MergeError, StructureError
+from instep.errors import InstepError, MergeError, StructureError
 from instep.structure.dims import AUTO
+from instep.structure.joining import join_by_kind
 from instep.structure.marks import Shards, Whole
+from instep.structure.merge_messages import cannot_merge
 from instep.structure.messages import cannot_cut
 from instep.structure.plan import Cutter, Planner, SplitPlan
 from instep.structure.roles import Column, Custom, Cut, Inside, Keep, Ready, Role
@@ -127,7 +129,11 @@ def uncut(role: Role, parts: Sequence[Any], path: Path = ()) -> Any:
     if isinstance(role, Column):
         return join(parts)
     if isinstance(role, Custom):
-        return role.kind.merge(parts)
+        try:
+            return join_by_kind(role.kind, parts)
+        except InstepError as error:  # it does not know where its value stood
+            sizes = [role.kind.size(part) or 0 for part in parts]
+            raise cannot_merge(path, parts, str(error), sizes) from error
     if isinstance(role, Ready):
         return Shards(parts)
     return parts[0]

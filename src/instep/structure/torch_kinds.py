@@ -188,6 +188,8 @@ def _split_jagged(value: Any, sizes: Sequence[int]) -> list[Tensor]:
 def _merge_jagged(parts: Sequence[Any]) -> Tensor:
     parts = [part if part.lengths() is None else part.contiguous() for part in parts]
     dim = _ragged_dim(parts[0])
+    if any(_ragged_dim(part) != dim for part in parts):
+        raise MergeError(f"jagged tensors that are ragged in dims {[_ragged_dim(part) for part in parts]}")
     values = torch.cat([part.values() for part in parts], dim - 1)
     whole = _memory("whole", *(_ragged_size(part) for part in parts))
     if not whole:
@@ -287,6 +289,12 @@ def _split_sparse(value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def _merge_sparse(parts: Sequence[Tensor]) -> Tensor:
+    if len({part.shape[1:] for part in parts}) > 1:
+        # Where no size was given, torch took the greatest index for it: that of the whole is not known to be that.
+        raise MergeError(
+            f"sparse tensors of shapes {[list(part.shape) for part in parts]} differ beside the batch; give each the "
+            "size of the whole: `torch.sparse_coo_tensor(indices, values, size)`"
+        )
     joined: Tensor = _Join.apply(*parts)  # type: ignore[no-untyped-call]
     return joined
 
