@@ -24,7 +24,7 @@ FLOORS = [
     {"batchnorm", "bridge", "collectives", "hooks", "meeting", "pieces", "reaching", "user_hooks"},
     {"engines"},
     {"attempt", "attempt_backward", "crossing", "given", "known", "precision", "probe"},
-    {"accept", "explain", "face", "functional", "loader", "loss", "options", "parallel", "together"},
+    {"accept", "explain", "face", "functional", "loader", "loss", "named", "options", "parallel", "together"},
     {"check", "doctor"},
     {"__init__"},
     {"demo", "report", "cli", "__main__"},
