@@ -97,3 +97,19 @@ def test_the_target_of_a_loss_has_a_name() -> None:
         pytest.raises(instep.StructureError, match="Did you mean 'target'"),
     ):
         model(X, target)
+
+
+def test_explain_says_which_rules_name_no_output() -> None:
+    class Outputs(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"loss": x.mean(), "aux": {"rows": x, "top": x.max()}}
+
+    rules = {"loss": "mean", "aux.top": "max", "aux.tops": "max", "*.row": "cat", "aux*": "cat"}
+    dims = {"aux.rows": 0, "rowz": 0}
+    with instep.DataParallel(Outputs(), ["cpu"] * 2, engine="serial", merge=rules, out_dims=dims) as model:
+        assert "names none" not in str(model.explain(X))  # nothing is known yet
+        model(X)
+        said = str(model.explain(X))
+    unused = [line.strip() for line in said.splitlines() if "names none of them" in line]
+    expected = ("merge={'aux.tops'", "merge={'*.row'", "out_dims={'rowz'")
+    assert unused == [f"{words}: ...}} names none of them" for words in expected]
