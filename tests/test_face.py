@@ -286,6 +286,11 @@ def test_it_refuses_to_be_copied_to_devices(model: instep.DataParallel, monkeypa
 def test_it_refuses_to_be_wrapped(model: instep.DataParallel, tmp_path: object) -> None:
     with pytest.raises(instep.WrapError, match=r"torch\.nn\.DataParallel: both would split"):
         nn.DataParallel(instep.DataParallel(Net(), ["cpu"] * 2))(torch.randn(4, 3))
+    model(torch.randn(4, 3))
+    for _ in range(2):  # at any call, not at the first alone
+        with pytest.raises(instep.WrapError, match=r"torch\.nn\.DataParallel: both would split"):
+            nn.DataParallel(model)(torch.randn(4, 3))
+    model(torch.randn(4, 3))
     store = torch.distributed.FileStore(f"{tmp_path}/store", 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -15,8 +15,8 @@ from instep.attempt_backward import functions_in
 from instep.bridge import Backward, Notes, Side, Span, bridge, enter, leaves_below
 from instep.devices import move
 from instep.engines.protocol import Engine, Job
-from instep.errors import BridgeError
 from instep.given import Given, refuse_change
+from instep.pieces import pieces, whole
 from instep.random import Streams
 from instep.replicas.ambient import Ambient
 from instep.replicas.carry import Slot
@@ -153,8 +153,6 @@ class Crossing:
         written = [way.written(outcome.made) for way, outcome in zip(ways, outcomes, strict=True)]
         if not any(found) and not any(written):
             return
-        if any(outcome.remote is not None for outcome in outcomes):
-            _refuse_loose(found)
         self.retains = any(tensor.retains_grad for outputs in found for tensor in outputs)
         for pairs, outputs in zip(written, found, strict=True):
             known = set(map(id, outputs))
@@ -162,9 +160,11 @@ class Crossing:
         self._leave_out(ways, outcomes, found)
         trainable = [replica.trainable for replica in self.replicas]
         sources, leaves = _connected(trainable, found)
+        remote = [outcome.remote is not None for outcome in outcomes]
+        across = [pieces(outputs, remote=far) for outputs, far in zip(found, remote, strict=True)]
         sides = [
-            Side(mine, way.leaves, _pieces(outputs), replica.tensors.guard, replica.name, outcome.seat, outcome.remote)
-            for mine, way, outputs, replica, outcome in zip(leaves, ways, found, self.replicas, outcomes, strict=True)
+            Side(mine, way.leaves, crossing, replica.tensors.guard, replica.name, outcome.seat, outcome.remote)
+            for mine, way, crossing, replica, outcome in zip(leaves, ways, across, self.replicas, outcomes, strict=True)
         ]
         span = Span(cast(Backward, self.engine), sides, sources, self.streams)
         for way in ways:
@@ -180,8 +180,8 @@ class Crossing:
         shards = [shard for way in ways for shard in way.outside]
         made = iter(bridge(span, *sources, *shards))
         bases = []
-        for pairs, outcome, outputs in zip(written, outcomes, found, strict=True):
-            table = {id(t): _nested(made, t.size(0)) if _is_loose(t) else next(made) for t in outputs}
+        for pairs, outcome, outputs, far in zip(written, outcomes, found, remote, strict=True):
+            table = {id(t): whole(t, made, remote=far) for t in outputs}
             _replace(outcome, table)
             bases += [_write(shard, table[id(inner)]) for shard, inner in pairs]
         if bases:
@@ -206,29 +206,6 @@ def _own_tensors(output: Any, sources: Mapping[int, Tensor]) -> Any:
     if any(id(tensor) in sources for tensor in tensors_in(output)):
         return map_tensors(lambda tensor: sources.get(id(tensor), tensor), output)
     return output
-
-
-def _is_loose(tensor: Tensor) -> bool:
-    """Whether a tensor has no sizes, which torch's own bookkeeping of a node of ours asks for."""
-    return tensor.is_nested and tensor.layout is torch.strided
-
-
-def _refuse_loose(found: Sequence[Sequence[Tensor]]) -> None:
-    if any(_is_loose(tensor) for outputs in found for tensor in outputs):
-        raise BridgeError(
-            "forward returns a nested tensor that needs a gradient, which does not come back from another process.\n"
-            "Make it with layout=torch.jagged, return a list of tensors, or use DataParallel(..., engine='threads')."
-        )
-
-
-def _pieces(outputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """What crosses the bridge: every tensor, and of a nested one its components."""
-    return [piece for tensor in outputs for piece in (tensor.unbind() if _is_loose(tensor) else (tensor,))]
-
-
-def _nested(pieces: Iterator[Tensor], count: int) -> Tensor:
-    nested: Tensor = torch.nested.as_nested_tensor([next(pieces) for _ in range(count)])
-    return nested
 
 
 @dataclass

@@ -38,6 +38,10 @@ class CannotCross(EngineError):
     """Something cannot be sent to, or rebuilt in, another process; the message says where it is and what to do."""
 
 
+class NoWayBack(CannotCross, BridgeError):
+    """An output needs a gradient that does not come back from another process; the message names its place."""
+
+
 class WorkerFailure(EngineError):
     """A worker process died and its part of a step cannot be run again; the message says what ended it."""
 

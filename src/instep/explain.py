@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -30,12 +31,14 @@ class Explanation:
     """What the probe did for the last call."""
     unmerged: str = "known after the first call"
     """What is said of outputs where none were merged."""
+    unused: tuple[str, ...] = ()
+    """What was said of outputs that the last call did not have."""
 
     def __str__(self) -> str:
         lines = [self.heading, "inputs:" if self.inputs else "inputs: none"]
         lines += _aligned(self.inputs)
         if self.outputs:
-            lines += ["outputs, as they were merged last:", *_aligned(self.outputs)]
+            lines += ["outputs, as they were merged last:", *_aligned(self.outputs), *self.unused]
         else:
             lines.append(f"outputs: {self.unmerged}")
         if self.trial:
@@ -76,7 +79,7 @@ def explain(
     if plan.parts == 1:
         return Explanation(heading, tuple(rows), (), unmerged=_RETURNED)
     outputs = tuple((show_path(path) or "(output)", _why(path, what, merger)) for path, what in merger.seen.items())
-    return Explanation(heading, tuple(rows), outputs, trial)
+    return Explanation(heading, tuple(rows), outputs, trial, unused=tuple(_unused(merger)))
 
 
 def explain_alone(names: Sequence[str], values: Sequence[Any], device: torch.device) -> Explanation:
@@ -92,6 +95,16 @@ def _why(path: Path, what: str, merger: Merger) -> str:
     if verdict is None:
         return what
     return f"{what} (the probe)" if verdict.words == what else f"{what} (the probe: {verdict.words})"
+
+
+def _unused(merger: Merger) -> Iterator[str]:
+    """Rules and dims for outputs that were not there; a mistake, or outputs of other calls."""
+    places = {show_path(path[:depth]) for path in merger.seen for depth in range(len(path) + 1)}
+    dims = merger.out_dims if isinstance(merger.out_dims, Mapping) else {}
+    for option, patterns in (("merge", merger.named), ("out_dims", dims)):
+        for pattern in patterns:
+            if not any(fnmatchcase(place, str(pattern)) for place in places):
+                yield f"  {option}={{{pattern!r}: ...}} names none of them"
 
 
 def _whole_rows(value: Any, path: Path) -> Iterator[tuple[str, str, str]]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from instep.devices import DeviceLike
 from instep.errors import StructureError, WrapError
 from instep.loss import Loss, WithLoss
+from instep.named import check_names
 from instep.probe import Probe
 from instep.structure.dims import AUTO, dims_by_name
 from instep.structure.merge import Merger
@@ -59,6 +60,7 @@ class Method:
             merge = "sum" if self._loss.summed else merge
         self.parameters, self.rest = _parameter_names(getattr(module, name))
         names = self.parameters if self._loss is None else [*self.parameters, TARGET]
+        self._check_names(module, name, options)
         in_dims = dims_by_name(options.in_dims, names, self.rest)
         self.planner = Planner(replicas, options.dim, in_dims, options.min_shard, options.shares)
         self.merger = Merger.of(merge, options.out_dims, options.dim)
@@ -68,6 +70,14 @@ class Method:
             self.probe = Probe(self.runs, judged, options.min_shard, adds_up="sum", check=self._loss.check)
         elif options.probe:
             self.probe = Probe(self.runs, self.merger, options.min_shard)
+
+    def _check_names(self, module: nn.Module, method: str, options: Options) -> None:
+        """Refuse names of `in_dims` and `place` that no argument can have."""
+        target = None if self._loss is None else TARGET if isinstance(self._loss.target, int) else self._loss.target
+        extra = [target] if isinstance(target, str) else []
+        for option, table in (("in_dims", options.in_dims), ("place", options.place)):
+            if isinstance(table, Mapping):
+                check_names(option, table, module, method, options.methods, extra)
 
     def name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """The names and values of the arguments of a call."""

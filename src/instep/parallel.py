@@ -151,7 +151,6 @@ class DataParallel(Transparent, Wrapper):
         self._instep_alone = len(devices) == 1
         self._instep_stays = devices[0].type == self._instep_output.type == "cpu" and not options.place
         self._instep_methods: dict[str, Method] = {}
-        self._instep_called = False
         self._choose(choose(options.engine, devices))
 
     def _choose(self, choice: Choice) -> None:
@@ -193,9 +192,7 @@ class DataParallel(Transparent, Wrapper):
 
     @untraced
     def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if not self._instep_called:
-            refuse_outer_wrapper()
-            self._instep_called = True
+        refuse_outer_wrapper()
         if self._instep_alone or inside_replica() or self._is_lazy() or follows_one_thread():
             return self._alone(method, args, kwargs)
         if self._instep_together.is_hooked():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import instep
 from instep.errors import MergeError, StructureError
 from instep.structure import optional_kinds, torch_kinds
 from instep.structure.tree import map_tensors, tensors_in
@@ -310,3 +311,33 @@ def test_kinds_of_nodes_and_edges_are_found_by_name() -> None:
     few["thing", "to", "thing"].edge_index = torch.zeros(2, 0, dtype=torch.long)
     with pytest.raises(MergeError, match=r"^the attribute 'z' of 'user' is in part 1 and not in part 0"):
         kind_for(one).merge([few, many])
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["bare", "in a dictionary"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_graphs_that_are_not_as_many_as_the_samples(inside: bool, count: int) -> None:
+    class Rows(nn.Module):
+        def forward(self, x: Tensor, b: Any) -> Tensor:
+            return x
+
+    def given(number: int) -> Any:
+        return {"in": graphs(number)} if inside else graphs(number)
+
+    where, x = "b.in" if inside else "b", torch.randn(5, 3)
+    with instep.DataParallel(Rows(), ["cpu"] * 2, engine="serial") as model:
+        for call in (model, model.explain, model):
+            with pytest.raises(instep.StructureError) as error:
+                call(x, given(count))
+            text = str(error.value)
+            assert f"'{where}' (list of {count}) does not fit a batch of 5: it has {count} entries, and each" in text
+            assert f"in_dims={{'{where}': None}}" in text
+            assert f"in_dims={{'{where}': 'samples'}}" in text
+        torch.testing.assert_close(model(x, given(5)), x)
+        assert "one entry a sample" in str(model.explain(x, given(5)))
+    with instep.DataParallel(Rows(), ["cpu"] * 2, engine="serial", in_dims={where: None}) as model:
+        torch.testing.assert_close(model(x, given(count)), x)
+    with (
+        instep.DataParallel(Rows(), ["cpu"] * 2, engine="serial", in_dims={"b": 0}) as model,
+        pytest.raises(instep.StructureError, match=rf"'{where}' \(list of {count}\) does not fit a batch of 5"),
+    ):
+        model(x, given(count))

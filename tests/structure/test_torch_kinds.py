@@ -324,11 +324,3 @@ def test_nested_outputs_bring_gradients_back(engine: str) -> None:
             loss.backward()
             found.append([nested.detach().to_padded_tensor(0.0), *[p.grad.clone() for p in net.parameters()]])
     torch.testing.assert_close(*found)
-
-
-def test_nested_outputs_do_not_come_back_from_another_process() -> None:
-    with (
-        instep.DataParallel(Loose(), ["cpu"] * 2, engine="processes") as model,
-        pytest.raises(instep.errors.BridgeError, match="jagged"),
-    ):
-        model(torch.randn(4, 2, 3))

@@ -64,6 +64,12 @@ def own_kind(value: Any) -> Kind | None:
     return tensor_kind(value) if kind is None and isinstance(value, Tensor) else kind
 
 
+def is_one_sample(value: Any) -> bool:
+    """Whether a value is one sample by its type, whatever it holds."""
+    kind = own_kind(value)
+    return kind is not None and kind.one_sample
+
+
 def measured(kind: Kind, value: Any, path: Path) -> int | None:
     """How many samples a value with a rule of its own holds; its rule does not know where it stands."""
     try:
@@ -248,6 +254,8 @@ class _Fitting:
                 self.result.doubts.append(two_readings(value, path, spec.batch_dim))
             return self._read(path, "column", Column())
         assert inside is not None
+        if any(map(is_one_sample, value)):
+            raise Misfit(path, value, f"it has {len(value)} entries, and each is one sample")
         if batched or any(holds_tensors(child) for child in node.children):
             return self._read(path, "inside", inside)
         del self.result.leaves[before[0] :]
@@ -257,7 +265,7 @@ class _Fitting:
         """A dim speaks of the tensors inside; without any, of the entries themselves."""
         sliceable = isinstance(value, list) or is_record_of_samples(value)
         if spec.is_dim and sliceable and not any(holds_tensors(child) for child in node.children):
-            if len(value) == self.batch or not spec.inherited:
+            if len(value) == self.batch or not spec.inherited or any(map(is_one_sample, value)):
                 return self._column(value, path)
             return Keep(f"a {type(value).__name__} of {len(value)}, no tensors")
         return self._inside(node, path, spec)

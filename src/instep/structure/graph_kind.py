@@ -385,4 +385,4 @@ def _no_merge(parts: Sequence[Any]) -> Any:
 
 
 GRAPH_BATCH = Kind(_size, _split, _merge, _map)
-GRAPH = Kind(_no_size, _no_split, _no_merge, _map)
+GRAPH = Kind(_no_size, _no_split, _no_merge, _map, one_sample=True)

@@ -29,6 +29,8 @@ class Kind:
     """A new value in which each tensor `t` is `fn(t)`; must visit the tensors in a fixed order."""
     move: Callable[[Any, Any], Any] | None = None
     """The value on another device, where mapping each tensor would not do."""
+    one_sample: bool = False
+    """Whether a value is never more than one sample: a list of them is a list of samples."""
 
 
 _by_type: dict[type, Kind] = {}

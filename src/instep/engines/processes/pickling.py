@@ -35,6 +35,7 @@ from instep.engines.processes.cannot import CannotCross
 from instep.engines.processes.closures import look_at
 from instep.engines.processes.reducers import contents, has_plain_memory, reducer_for, set_attributes, settled
 from instep.engines.processes.spaces import ABSENT, Seen, Spaces, attributes_of, seen
+from instep.pieces import is_jagged, jagged_parts, make_jagged
 
 _IN_BAND = 4096
 
@@ -121,7 +122,8 @@ class _Packing:
     def _tensor(self, tensor: Tensor) -> Any:
         kind = type(tensor)
         if not has_plain_memory(tensor):
-            return NotImplemented
+            with_graph = tensor.requires_grad and is_jagged(tensor)
+            return (make_jagged, jagged_parts(tensor)) if with_graph else NotImplemented
         place = len(self.tensors)
         self.tensors.append(tensor)
         own = None if kind is Tensor or kind is nn.Parameter else kind

@@ -24,6 +24,7 @@ from instep.engines.processes.hold import Hold
 from instep.engines.processes.member import Member
 from instep.engines.processes.mirror import Mirror
 from instep.engines.processes.orders import Back, Ran, Run, WentBack
+from instep.engines.processes.reducers import has_plain_memory
 from instep.engines.processes.scenery import Scenery
 from instep.engines.processes.shore import Shore, wait_for
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Tag, Talk, as_sent, by_value
@@ -33,6 +34,7 @@ from instep.engines.side_by_side import in_room
 from instep.engines.tasks import as_replica
 from instep.errors import EngineError
 from instep.meeting import without_streams
+from instep.pieces import is_jagged, refuse_lost
 from instep.random import RandomState, Streams, threads_can_draw
 from instep.reaching import reach
 from instep.replicas.handed import Noted
@@ -276,6 +278,9 @@ class Worker:
             for tensor in tensors_in([part for _, _, part in run.lent]):
                 numbers.pop(id(tensor), None)
         known = mirror.numbers()
+        if ambient.grad:
+            kept = [ran.sets, ran.contents]
+            refuse_lost(ran.output, kept, lambda t: has_plain_memory(t) or is_jagged(t) or id(t) in known)
 
         def describe(tensor: Tensor) -> Tag:
             if id(tensor) in numbers:
