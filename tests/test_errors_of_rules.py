@@ -268,7 +268,7 @@ TWO_SIZES = [
 ]
 
 UNJOINED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "an encoding": (encoding, "`scale` differs between the parts and does not follow the batch"),
+    "an encoding": (encoding, ") and does not follow the batch"),
     "a cache": (
         lambda y: cache(y, lengths=2),
         "pad the inputs to one length, or leave the cache out of the outputs",
@@ -280,7 +280,7 @@ UNJOINED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     ),
     "graphs": (
         lambda y: graphs(y.detach(), scale=y.detach().sum()),
-        "`scale` differs between the parts and does not follow the graphs",
+        ") and does not follow the graphs",
     ),
 }
 

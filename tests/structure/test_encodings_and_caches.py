@@ -304,6 +304,11 @@ UNJOINABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"table": {"b": 1}},
         r"^HandMade\.table has different keys in the parts: \[\['a'\], \['b'\]\]$",
     ),
+    "attributes": (
+        {},
+        {"state": torch.zeros(2, 1, 3)},
+        r"^HandMade has different attributes in the parts: \[\['keys'\], \['keys', 'state'\]\]$",
+    ),
     "lengths of lists": (
         {"layers": [{"seen": [1, 2]}]},
         {"layers": [{"seen": [1]}]},

@@ -136,6 +136,8 @@ def _join(name: str, parts: Sequence[Any], sizes: Sequence[int], path: str, seen
             _join(name, column, sizes, f"{path}.{i}", seen) for i, column in enumerate(zip(*parts, strict=True))
         )
     if _is_open(first):
+        if any(vars(part).keys() != vars(first).keys() for part in parts):
+            raise MergeError(f"{path} has different attributes in the parts: {[list(vars(part)) for part in parts]}")
         new = shallow_copy(first)
         for key in vars(first):
             new.__dict__[key] = _join(key, [vars(part)[key] for part in parts], sizes, f"{path}.{key}", seen)
