@@ -194,7 +194,8 @@ def test_parts_that_are_not_alike_are_named_with_both_sides(engine: str) -> None
             _, usual, odd = ODD[name]
             for sample, sides in ((0, (odd, usual)), (4, (usual, odd))):
                 stream, calls = torch.get_rng_state(), net.calls.clone()
-                with pytest.raises(MergeError) as caught:
+                # Some of these do not come back from a worker with a gradient, which is another error.
+                with torch.set_grad_enabled(engine != "processes"), pytest.raises(MergeError) as caught:
                     model(_with_large(x, sample), name)
                 message = str(caught.value)
                 assert f"cannot merge the output 'out.{name}': " in message
