@@ -78,8 +78,8 @@ class Crew:
         self._watch: Watch | None = None
         self._calls = 0
         """How many calls were looked at for writes to trainable tensors."""
-        self._values: list[Tensor] = []
-        """What those of the source held before this call; only now and then."""
+        self._values: list[tuple[Tensor, Tensor]] = []
+        """Those of the source, with what they held before this call; only now and then."""
 
     def ready(self) -> list[Replica]:
         """The replicas, with everything that changed on the source since the last call."""
@@ -102,13 +102,16 @@ class Crew:
         self._running = True
         return self.replicas
 
-    def _keep_values(self) -> list[Tensor]:
-        """What trainable tensors hold before the first call, and on the CPU before ever fewer of the later ones."""
+    def _keep_values(self) -> list[tuple[Tensor, Tensor]]:
+        """What weights hold before the first call, and on the CPU before ever fewer of the later ones.
+
+        A tensor that an earlier call left on the module is none: what becomes of it is state.
+        """
         number = self._calls + 1
         often = number == 1 or self.devices[0].type == "cpu"
         if not often or number & self._calls or self.ways[0] not in (Way.ALIAS, Way.SHARE):
             return []
-        return [source.detach().clone() for source, _ in self.replicas[0].trainable]
+        return [(source, source.detach().clone()) for source, _ in self.replicas[0].trainable if source.is_leaf]
 
     def is_tied(self) -> bool:
         """Whether a weight that `forward` rewrites is used elsewhere too: only the module itself can run."""
@@ -205,8 +208,7 @@ class Crew:
         self._calls += 1
         before, self._values = self._values, []
         if before:
-            sources = [source for source, _ in self.replicas[0].trainable]
-            changed = [pair for pair in zip(sources, before, strict=True) if not equal_tensors(*pair)]
+            changed = [pair for pair in before if not equal_tensors(*pair)]
             with torch.no_grad():
                 for source, value in changed:
                     source.data.copy_(value)
