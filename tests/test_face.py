@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -273,54 +272,6 @@ def test_without_an_accelerator_the_default_is_the_module_itself(net: Net) -> No
     if torch.cuda.is_available():
         pytest.skip("there is an accelerator")
     assert instep.DataParallel(net)._instep_devices == [torch.device("cpu")]
-
-
-def test_it_refuses_to_be_copied_to_devices(model: instep.DataParallel, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = sys.modules["torch.nn.parallel.replicate"]  # what it does with two GPUs, but for the copies themselves
-    monkeypatch.setattr(there, "_broadcast_coalesced_reshape", lambda tensors, devices, detach=False: [tensors] * 2)
-    assert len(nn.parallel.replicate(model.module, [0, 1])) == 2
-    with pytest.raises(instep.WrapError, match=r"torch\.nn\.DataParallel: both would split"):
-        nn.parallel.replicate(model, [0, 1])
-
-
-def test_it_refuses_to_be_wrapped(model: instep.DataParallel, tmp_path: object) -> None:
-    with pytest.raises(instep.WrapError, match=r"torch\.nn\.DataParallel: both would split"):
-        nn.DataParallel(instep.DataParallel(Net(), ["cpu"] * 2))(torch.randn(4, 3))
-    model(torch.randn(4, 3))
-    for _ in range(2):  # at any call, not at the first alone
-        with pytest.raises(instep.WrapError, match=r"torch\.nn\.DataParallel: both would split"):
-            nn.DataParallel(model)(torch.randn(4, 3))
-    model(torch.randn(4, 3))
-    store = torch.distributed.FileStore(f"{tmp_path}/store", 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        with pytest.raises(instep.WrapError, match="DistributedDataParallel: both would split"):
-            nn.parallel.DistributedDataParallel(model)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_it_refuses_what_cannot_be_wrapped() -> None:
-    with pytest.raises(instep.WrapError, match=r"wraps an nn\.Module, not a int"):
-        instep.DataParallel(3)
-    with pytest.raises(instep.WrapError, match=r"wrapped by DataParallel already.*model\.module"):
-        instep.DataParallel(nn.DataParallel(Net()))
-    with pytest.raises(instep.WrapError, match="device_ids is empty: name at least one device, or leave it out"):
-        instep.DataParallel(Net(), [])
-    with pytest.raises(instep.WrapError, match="on_unmerged_state='shrug'"):
-        instep.DataParallel(Net(), ["cpu"], on_unmerged_state="shrug")
-    with pytest.raises(instep.EngineError, match="engine='rocket' is no engine: write one of auto, serial, threads"):
-        instep.DataParallel(Net(), ["cpu"], engine="rocket")
-    with pytest.raises(instep.MergeError, match="there is no merge rule 'average'"):
-        instep.DataParallel(Net(), ["cpu"] * 2, merge={"loss": "average"})(torch.randn(4, 3))
-    with pytest.raises(instep.StateError, match=r"state=\{.steps.: .add.\}"):
-        instep.DataParallel(Net(), ["cpu"] * 2, state={"steps": "add"})
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_script_module_is_refused() -> None:
-    with pytest.raises(instep.WrapError, match="ScriptModule"):
-        instep.DataParallel(torch.jit.script(nn.Linear(2, 2)))
 
 
 def test_explain_tells_what_happens_to_each_leaf(model: instep.DataParallel) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 FILES = (
     "test_04_mean_of_means",
     "test_24_batchnorm_statistics",
+    "test_47_uncommon_parameters",
     "test_27_the_module_itself",
     "test_45_same_dropout_mask",
     "test_46_contrastive_loss",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,17 @@ def test_complex_parameters_and_buffers_that_need_a_gradient(engine: str) -> Non
     torch.testing.assert_close(net.phase.grad, plain.phase.grad)
     torch.testing.assert_close(net.offset.grad, plain.offset.grad)
     assert net.offset.grad is not None
+
+
+def on_a_rank(rank: int) -> list[float]:
+    """The gradient of a buffer under `DistributedDataParallel`, on a rank's half of the batch."""
+    net = nn.parallel.DistributedDataParallel(Complex())
+    net(torch.full((2, 3), 1.0 + rank)).sum(0).mul(1.0 + rank).sum().backward()
+    return [float(value) for value in net.module.offset.grad]
+
+
+def test_ranks_do_not_add_up_the_gradients_of_buffers(two_ranks: dict[str, list[Any]]) -> None:
+    assert two_ranks["test_47_uncommon_parameters"] == [[2.0] * 3, [4.0] * 3]  # and nobody has the mean of both
 
 
 @on_each_engine

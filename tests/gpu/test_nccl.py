@@ -32,6 +32,8 @@ from instep.private import nccl_groups
 from instep.reduce import buckets_of
 
 from ..everything import Net
+from ..meddling import begin_with
+from ..system import assert_gone, sockets_of, wait_for_threads
 from .near_and_private import mlp, pids, wrap
 from .test_processes_cuda_faults import Unlucky
 
@@ -61,14 +63,7 @@ def home(model: instep.DataParallel) -> Any:
 
 def listening(pid: int | str = "self") -> set[str]:
     """The addresses that a process listens on, as the kernel writes them."""
-    inodes = set()
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            target = os.readlink(fd)
-        except OSError:
-            continue
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
+    inodes = sockets_of(pid)
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
@@ -230,17 +225,6 @@ def trained(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> nn.Module
         def kill() -> None:
             os.kill(pids(model)[-1], signal.SIGKILL)
 
-        def kill_at(place: str) -> None:
-            module, _, name = place.rpartition(".")
-            then = getattr(sys.modules[module], name)
-
-            def begin(*args: Any) -> Any:
-                monkeypatch.setattr(place, then)
-                kill()
-                return then(*args)
-
-            monkeypatch.setattr(place, begin)
-
         def during(step: int, phase: str) -> None:
             where = phases[step]
             if where == f"idle before {phase}":
@@ -250,7 +234,7 @@ def trained(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> nn.Module
             elif BEGINNINGS.get(where, ("", ""))[0] == phase:
                 if where == "join":
                     home(model).group.abort("another one is to be made")
-                kill_at(BEGINNINGS[where][1])
+                begin_with(BEGINNINGS[where][1], kill, monkeypatch)
 
         train(model, net, during, len(phases))
         assert "by NCCL" in repr(model)
@@ -270,9 +254,7 @@ def test_kills_do_not_change_a_single_bit(monkeypatch: pytest.MonkeyPatch) -> No
 
 def wait_for_meetings() -> None:
     """What waits for a member that died before it came ends after a while."""
-    deadline = time.monotonic() + 2 * float(PATIENCE["TORCH_NCCL_NONBLOCKING_TIMEOUT"])
-    while any(thread.name == "instep-group" for thread in threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for_threads("instep-group", 2 * float(PATIENCE["TORCH_NCCL_NONBLOCKING_TIMEOUT"]))
 
 
 @pytest.mark.usefixtures("nccl")
@@ -332,9 +314,4 @@ def test_a_parent_that_ends_leaves_nothing(end: str, tmp_path: Path) -> None:
             time.sleep(0.3)
             parent.kill()
         assert parent.wait(20) == (-signal.SIGKILL if end else 0)
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists()
-    assert set(os.listdir("/dev/shm")) <= before
-    assert not list(tmp_path.iterdir())
+    assert_gone(pid, before, tmp_path)

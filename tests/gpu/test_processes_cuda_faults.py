@@ -23,6 +23,7 @@ from instep.engines.processes.driver import DeviceMemory, Refused
 from instep.engines.processes.hands import inside_worker
 
 from ..everything import Net
+from ..system import assert_gone
 from .near_and_private import each_way, mlp, pids, wrap
 
 pytestmark = [
@@ -90,12 +91,7 @@ def test_a_parent_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
         pid = int(parent.stdout.readline().split()[1])
         time.sleep(0.3)
         parent.kill()
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists()
-    assert set(os.listdir("/dev/shm")) <= before
-    assert not list(tmp_path.iterdir())
+    assert_gone(pid, before, tmp_path)
 
 
 class Greedy(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
+from ..system import sockets_of
 
 SCRIPT = """
 import os, torch, instep
@@ -64,28 +67,20 @@ with tempfile.TemporaryDirectory() as folder:
 assert total.tolist() == [1, 1, 1]
 """
 
-SOCKETS = """
-from pathlib import Path
-def sockets(pid):
-    inodes = set()
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            target = os.readlink(fd)
-        except OSError:
-            continue
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
-    return inodes
+SOCKETS = (
+    f"from pathlib import Path\n{inspect.getsource(sockets_of)}"
+    + """
 worker = model._instep_engine._hands.get(1).pid
-held = sockets(os.getpid()) | sockets(worker)
+held = sockets_of(os.getpid()) | sockets_of(worker)
 tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6", "udp", "udp6")]
 listening = [line for table in tables for line in table]
 assert not [line for line in listening if line.split()[9] in held], listening
 named = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-held = sockets(worker)  # ours have no name to join by; CUDA's driver has one of its own
+held = sockets_of(worker)  # ours have no name to join by; CUDA's driver has one of its own
 assert not [words for words in named if words[6] in held and len(words) > 7 and "@cuda" not in words[7]], named
 assert not [name for name in os.listdir("/dev/shm") if "instep" in name]
 """
+)
 
 
 def run(folder: Path, *command: str, code: str = "") -> str:

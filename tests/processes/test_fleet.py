@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,9 @@ from instep.engines.processes.group import Broken, Group
 from instep.engines.processes.hands import Hands, inside_worker
 from instep.engines.processes.orders import Join
 from instep.engines.processes.variables import FOR_NCCL, Variables
+
+from ..meddling import begin_with
+from ..system import wait_for_threads
 
 
 @pytest.fixture(scope="module")
@@ -325,19 +327,6 @@ def disturbed(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Net:
     return net
 
 
-def begin_with(place: str, first: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do something before the next call of a function."""
-    module, _, name = place.rpartition(".")
-    then = getattr(sys.modules[module], name)
-
-    def begin(*args: Any) -> Any:
-        monkeypatch.setattr(place, then)
-        first()
-        return then(*args)
-
-    monkeypatch.setattr(place, begin)
-
-
 @pytest.mark.usefixtures("grouped")
 @pytest.mark.timeout(120)
 def test_deaths_do_not_change_a_single_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,6 +334,4 @@ def test_deaths_do_not_change_a_single_bit(monkeypatch: pytest.MonkeyPatch) -> N
     mine, theirs = disturbed(PHASES, monkeypatch), disturbed(["none"] * len(PHASES), monkeypatch)
     for (name, one), other in zip(mine.state_dict().items(), theirs.state_dict().values(), strict=True):
         assert torch.equal(one, other), name
-    deadline = time.monotonic() + 20
-    while any(thread.name == "instep-group" for thread in threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for_threads("instep-group", 20)

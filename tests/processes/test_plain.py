@@ -104,6 +104,7 @@ TWICE: list[int] = [1]
         a_cycle(),
         deep(40),
         list(range(1000)),
+        [[(n,)] for n in range(40)],
     ],
     ids=lambda value: type(value).__name__,
 )

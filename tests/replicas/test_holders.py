@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import instep
-
 
 class Ordered(nn.Module):
     """What was used last is kept at the end, as in a cache."""
@@ -157,29 +155,6 @@ def test_what_a_holder_holds_is_the_plain_modules(wrap: Callable[..., Any], make
             assert repr(held) == repr(plain.held)
     assert net.held is held
     assert type(held) is type(plain.held)
-
-
-@pytest.mark.parametrize("engine", ["serial", "threads"])
-def test_an_argument_with_slots_is_not_written(engine: str) -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-
-        def forward(self, x: Tensor, given: Any) -> Tensor:
-            given.calls += 1.0
-            out: Tensor = self.layer(x) * given.calls
-            return out
-
-    class Given:
-        __slots__ = ("calls",)
-
-    given = Given()
-    given.calls = 0.0  # type: ignore[attr-defined]
-    wrapped = instep.DataParallel(Counts(), ["cpu"] * 2, engine=engine)
-    with wrapped as model, pytest.raises(instep.StructureError, match="forward changes the argument 'given'"):
-        model(torch.randn(5, 3), given)
-    assert given.calls == 0.0  # type: ignore[attr-defined]
 
 
 class Keeps(nn.Module):

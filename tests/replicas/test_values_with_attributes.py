@@ -61,6 +61,15 @@ class Exact(float):
     calls: float
 
 
+class Slotted:
+    """No number at all, and no dictionary."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0.0
+
+
 class Row(tuple[float, ...]):
     """A tuple with attributes."""
 
@@ -297,7 +306,7 @@ def test_values_that_differ_in_their_attributes_are_not_equal(
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-@pytest.mark.parametrize("make", [lambda: Level("low"), lambda: Word("w"), exact, lambda: Row((1.0, 2.0))])
+@pytest.mark.parametrize("make", [lambda: Level("low"), lambda: Word("w"), exact, lambda: Row((1.0, 2.0)), Slotted])
 def test_an_argument_is_not_written(engine: str, make: Callable[[], Any]) -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
@@ -312,5 +321,5 @@ def test_an_argument_is_not_written(engine: str, make: Callable[[], Any]) -> Non
     given = make()
     wrapped = instep.DataParallel(Counts(), ["cpu"] * 2, engine=engine)
     with wrapped as model, pytest.raises(instep.StructureError, match="forward changes the argument 'given'"):
-        model(torch.randn(5, 3), instep.whole(given))
+        model(torch.randn(5, 3), given if make is Slotted else instep.whole(given))
     assert given.calls == 0.0

@@ -15,8 +15,8 @@ from torch import Tensor
 from instep.engines.processes.reducers import has_plain_memory
 
 _SCALARS = frozenset({type(None), bool, int, float, str})
-_DEEPEST, _LONGEST = 16, 64
-"""Beyond that C code is quicker."""
+_DEEPEST, _LONGEST, _MOST = 16, 64, 64
+"""Levels, entries of one container, and containers and tensors: beyond that C code is quicker."""
 
 
 class _NotPlain(Exception):
@@ -47,13 +47,14 @@ def _stripped(value: Any, tensors: list[Tensor], seen: dict[int, Any], depth: in
     if kind is tuple:
         if not value:
             return value
+        seen.setdefault(id(value))
     elif (kind is not list and kind is not dict) or id(value) in seen:  # one list in two places stays one
         raise _NotPlain
     else:
         seen[id(value)] = None
         if not value:
             return kind()
-    if len(value) > _LONGEST or depth > _DEEPEST:
+    if len(value) > _LONGEST or len(seen) > _MOST or depth > _DEEPEST:
         raise _NotPlain
     below = depth + 1
     if kind is dict:
