@@ -22,6 +22,7 @@ from instep.engines.processes.group import Broken, Group
 from instep.engines.processes.hands import Hands, inside_worker
 from instep.engines.processes.orders import Join
 from instep.engines.processes.variables import FOR_NCCL, Variables
+from instep.errors import WorkerFailure
 
 from ..meddling import begin_with
 from ..system import wait_for_threads
@@ -290,7 +291,6 @@ def test_another_group_of_the_user_is_told_of(monkeypatch: pytest.MonkeyPatch) -
 
 
 PHASES = ("none", "between", "share", "sum", "join", "none")
-PATIENCE = "instep.engines.processes.group._PATIENCE"
 BEGINNINGS = {
     "share": ("forward", "instep.engines.processes.rounds.share"),
     "sum": ("backward", "instep.engines.processes.homecoming.add_up"),
@@ -300,27 +300,24 @@ BEGINNINGS = {
 """When a worker is killed: at once, or where this process begins its part of something that all members do together."""
 
 
+def kill(model: instep.DataParallel) -> None:
+    engine: Any = model._instep_engine
+    os.kill(engine._hands.get(2).pid, signal.SIGKILL)
+
+
 def disturbed(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Net:
     torch.manual_seed(0)
     net = Net()
-    patience = group._PATIENCE
     with wrap(net, 3, restarts=100) as model:
-
-        def kill(*_: Any) -> None:
-            engine: Any = model._instep_engine
-            os.kill(engine._hands.get(2).pid, signal.SIGKILL)
 
         def during(step: int, phase: str) -> None:
             when, place = BEGINNINGS.get(phases[step], ("", ""))
             if when == phase and place:
                 if phases[step] == "join":
                     home(model).group.abort("another one is to be made")
-                    monkeypatch.setattr(PATIENCE, timedelta(seconds=8))  # what is left of it ends after that time
-                begin_with(place, kill, monkeypatch)
+                begin_with(place, lambda: kill(model), monkeypatch)
             elif when == phase:
-                kill()
-            if phase == "backward":
-                monkeypatch.setattr(PATIENCE, patience)
+                kill(model)
 
         train(net, model, len(phases), during)
         assert not home(model).group.over
@@ -331,7 +328,24 @@ def disturbed(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Net:
 @pytest.mark.timeout(120)
 def test_deaths_do_not_change_a_single_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also inside of a collective, where the others wait for the one that died."""
+    monkeypatch.setattr(group, "_PATIENCE", timedelta(seconds=8))  # what is left of a group ends after that time
     mine, theirs = disturbed(PHASES, monkeypatch), disturbed(["none"] * len(PHASES), monkeypatch)
     for (name, one), other in zip(mine.state_dict().items(), theirs.state_dict().values(), strict=True):
         assert torch.equal(one, other), name
+    wait_for_threads("instep-group", 20)
+
+
+@pytest.mark.usefixtures("grouped")
+@pytest.mark.timeout(120)
+def test_too_many_deaths_as_a_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count as any others do, and the next call is none of theirs."""
+    monkeypatch.setattr(group, "_PATIENCE", timedelta(seconds=2))
+    net = Net()
+    with wrap(net, 3, restarts=0) as model:
+        begin_with("instep.engines.processes.fleet._meet", lambda: kill(model), monkeypatch)
+        with pytest.raises(WorkerFailure, match=r"(?s)SIGKILL.*death number 1"):
+            model(batch(0))
+        assert net.seen == 0
+        assert model(batch(0)).shape == (7, 3)
+        assert not home(model).group.over
     wait_for_threads("instep-group", 20)

@@ -31,6 +31,7 @@ from instep.engines.processes.variables import FOR_NCCL
 from instep.engines.processes.waiting import Stuck
 from instep.engines.processes.wire import Gone
 from instep.engines.tasks import inside_replica
+from instep.errors import WorkerFailure
 from instep.locks import ProcessLock
 from instep.private import nccl_groups
 from instep.settings import may_use_nccl
@@ -55,6 +56,8 @@ class Home:
         self.first = next(_generations) << 32
         self.lost = False
         """Whether a worker ended, or did not answer, as the group was made."""
+        self.failure: WorkerFailure | None = None
+        """That too many have ended by then."""
         self.store, self.bell = os.memfd_create("instep-group", os.MFD_CLOEXEC), os.eventfd(0, os.EFD_CLOEXEC)
         self.group = Group(self.order(0, device), os.dup(self.store), os.dup(self.bell))
         self.turn = threading.Lock()
@@ -104,7 +107,10 @@ class Fleet:
         return f", weights and gradients too, because NCCL is of no use here ({self.refusal})" if self.refusal else ""
 
     def ready(self, passage: Passage) -> Home | None:
-        """The group of the workers that there are now; None where one has just died, or where there can be none."""
+        """The group of the workers that there are now; None where one has just died, or where there can be none.
+
+        One that died makes way for another: who calls this again gets the group of those that there are then.
+        """
         with self._making:
             try:
                 workers = [self._office.worker(index)[0] for index in range(1, len(self._devices))]
@@ -132,6 +138,8 @@ class Fleet:
         try:
             self._office.lease.run(tasks, stop=lambda: home.group.abort("the call was interrupted"))
         except Exception as error:
+            if home.failure is not None:
+                raise home.failure from None
             if not home.lost:
                 self._refuse(str(error))
             return None
@@ -151,6 +159,7 @@ class Fleet:
 
     def _ask_in(self, home: Home, index: int, passage: Passage) -> None:
         """Have a worker take its place in a group."""
+        worker: Worker | None = None
         try:
             worker, desk = self._office.worker(index)
             if worker is not home.workers[index - 1]:
@@ -162,7 +171,15 @@ class Fleet:
         except BaseException as error:
             home.lost = home.lost or isinstance(error, (Gone, Late, Stuck))
             home.group.abort(f"{type(error).__name__}: {error}")
+            if isinstance(error, Gone) and worker is home.workers[index - 1]:
+                self._bury(home, index, error)
             raise
+
+    def _bury(self, home: Home, index: int, gone: Gone) -> None:
+        try:
+            self._office.bury(index, home.workers[index - 1], gone)
+        except WorkerFailure as failure:
+            home.failure = failure
 
     def lose(self, worker: Worker | None) -> None:
         """A worker is no more, or does not answer: nobody waits for it in a collective."""
