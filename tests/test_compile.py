@@ -160,6 +160,17 @@ def test_one_replica_is_compiled_as_the_module_would_be() -> None:
     assert graphs() == 1
 
 
+def test_one_replica_is_one_graph_with_the_wrapper_around_it() -> None:
+    net = Net()
+    model = instep.DataParallel(net, ["cpu"])
+    compiled = torch.compile(model, backend=BACKEND, fullgraph=True)
+    x = torch.randn(3, 4)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), net(x))
+    assert graphs() == 1
+    torch.testing.assert_close(torch.compile(model, backend=BACKEND)(instep.whole(x)), net(x))
+
+
 def test_a_full_graph_is_refused_with_the_way_out() -> None:
     with instep.DataParallel(Net(), ["cpu"] * 2) as model:
         compiled = torch.compile(model, backend=BACKEND, fullgraph=True)

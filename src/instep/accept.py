@@ -32,20 +32,22 @@ def accept(module: nn.Module) -> nn.Module:
     return module
 
 
-_DEPTHS = (6, 7)
-"""How far up nn.DataParallel's forward would be: beyond three calls of ours and two or three of torch's."""
+_OUTER = nn.DataParallel.forward.__code__
+_CALLS_OF_TORCH = (3, 4)
+"""How far up from ours nn.DataParallel's forward would be: torch makes two or three calls in between."""
 
 
-def refuse_outer_wrapper() -> None:
+def refuse_outer_wrapper(ours: int) -> None:
     """Being called by nn.DataParallel means that the batch was split once already.
 
     Where torch finds one device or none it only passes the batch through; what would go wrong elsewhere is said there
-    too. It is asked at every call, so only the frames are looked at in which nn.DataParallel would be.
+    too. It is asked at every call, so only the frames are looked at in which nn.DataParallel would be, which is so many
+    calls of ours away, and those of torch.
     """
-    for depth in _DEPTHS:
+    for calls in _CALLS_OF_TORCH:
         try:
-            frame = sys._getframe(depth)
+            frame = sys._getframe(ours + calls)
         except ValueError:  # nobody is that far up
             return
-        if frame.f_code is nn.DataParallel.forward.__code__:
+        if frame.f_code is _OUTER:
             raise WrapError(GIVEN_TO_DATA_PARALLEL)

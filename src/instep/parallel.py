@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.compiler import is_compiling
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from instep.accept import accept, refuse_outer_wrapper
@@ -41,6 +42,9 @@ from instep.structure.dims import AUTO
 from instep.structure.marks import bare
 from instep.structure.merge import Merger
 from instep.together import Together
+
+_FROM_FORWARD, _FROM_RUN = 1, 3
+"""How many calls of ours there are from `forward` on, where it is asked who called it."""
 
 
 class DataParallel(Transparent, Wrapper):
@@ -150,6 +154,7 @@ class DataParallel(Transparent, Wrapper):
         self._instep_output = devices[0] if options.output_device is None else device_of(options.output_device)
         self._instep_alone = len(devices) == 1
         self._instep_stays = devices[0].type == self._instep_output.type == "cpu" and not options.place
+        self._instep_bare = self._instep_alone and self._instep_stays
         self._instep_methods: dict[str, Method] = {}
         self._choose(choose(options.engine, devices))
 
@@ -184,6 +189,10 @@ class DataParallel(Transparent, Wrapper):
         self._instep_lock = ProcessLock(self._instep_crew.discard)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._instep_bare:  # nothing is split, nothing moves: the compiler sees through it
+            if not is_compiling():
+                refuse_outer_wrapper(_FROM_FORWARD)
+            return self.module(*bare(args), **bare(kwargs))
         return self._run("forward", args, kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +201,7 @@ class DataParallel(Transparent, Wrapper):
 
     @untraced
     def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        refuse_outer_wrapper()
+        refuse_outer_wrapper(_FROM_RUN)
         if self._instep_alone or inside_replica() or self._is_lazy() or follows_one_thread():
             return self._alone(method, args, kwargs)
         if self._instep_together.is_hooked():
