@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.reduce import add_up, buckets_of, gather, send
+from instep.reduce import add_up, buckets_of, free_to_use, gather, send
 
 
 class Shared(nn.Module):
@@ -56,7 +56,8 @@ def test_sums_go_where_the_first_gradients_are_if_nobody_else_has_their_memory()
     alone, both = torch.ones(4), torch.ones(4, 2)
     views = [both[:, 0], both.view(8)]
     more = [torch.full_like(gradient, 2.0) for gradient in (alone, *views)]
-    sums = add_up([[alone, *views], more], into_first=True)
+    columns = [[alone, *views], more]
+    sums = add_up(columns, free_to_use(columns[0]))
     assert sums[0] is alone
     assert torch.equal(alone, torch.full((4,), 3.0))
     assert torch.equal(both, torch.ones(4, 2))

@@ -146,7 +146,8 @@ class Bridge(torch.autograd.Function):
 
 # torch leaves `Function.apply` without types.
 enter = cast(Callable[..., tuple[Tensor, ...]], Entry.apply)
-bridge = cast(Callable[..., tuple[Tensor, ...]], Bridge.apply)
+# What `apply` does besides is for transforms of `torch.func`, under which no call comes here.
+bridge = cast(Callable[..., tuple[Tensor, ...]], super(torch.autograd.Function, Bridge).apply)
 
 
 def live(side: Side, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:

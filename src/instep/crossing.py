@@ -103,7 +103,8 @@ class Crossing:
             )
         )
         for outcome in outcomes:
-            self._give_back(outcome, names, [values[:count] for values in entered])
+            if outcome.given:
+                self._give_back(outcome, names, [values[:count] for values in entered])
         self.hooks = range(first, RemovableHandle.next_id)
         for replica, outcome in zip(self.replicas, outcomes, strict=True):
             outcome.output = _own_tensors(outcome.output, replica.tensors.sources)

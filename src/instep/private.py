@@ -105,6 +105,17 @@ def storage_users(tensor: Tensor) -> int:
     return sys.maxsize if ask is None else int(ask(storage._cdata)) - 1  # the storage's own object is one
 
 
+_run_graph: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
+
+
+def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor], keep: bool) -> None:
+    """As `torch.autograd.backward`, for gradients that autograd itself has made: they need not be looked at again."""
+    if _run_graph is None or any(type(output) is not Tensor for output in outputs):
+        torch.autograd.backward(outputs, gradients, retain_graph=keep)
+    else:
+        _run_graph(tuple(outputs), tuple(gradients), keep, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def is_batched(gradient: Tensor) -> bool:
     """Whether a gradient is many at once, as `is_grads_batched=True` makes them."""
     return bool(_functorch.is_legacy_batchedtensor(gradient))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -95,16 +95,19 @@ def are_alike(one: Tensor | None, other: Tensor | None) -> bool:
     return one.dtype == other.dtype
 
 
-def add_up(columns: Sequence[Sequence[Tensor | None]], *, into_first: bool = False) -> list[Tensor | None]:
+def free_to_use(gradients: Sequence[Tensor | None]) -> set[int]:
+    """The places of gradients, just off a backward, that sums can be made in: no other tensor has their memory."""
+    return {place for place, gradient in enumerate(gradients) if gradient is not None and alone(gradient)}
+
+
+def add_up(columns: Sequence[Sequence[Tensor | None]], into: Collection[int] = ()) -> list[Tensor | None]:
     """The sum over replicas of each gradient, in the order of the replicas; None where no replica has one.
 
-    No gradient is written to: autograd may have left one tensor in several places. With `into_first`, those of the
-    first replica are just off a backward and nobody else's, and where no other tensor has their memory it is used for
-    the sums: no new pages have to be had.
+    No gradient is written to, for autograd may have left one tensor in several places; but for those of the first
+    replica that are `into`, in whose memory the sums are made: no new pages have to be had.
     """
     total = list(columns[0])
-    # Sums of ours, which later columns may be added into.
-    own = {index for index, gradient in enumerate(total) if into_first and gradient is not None and alone(gradient)}
+    own = set(into)  # sums of ours, which later columns may be added into
     if len(columns) == 2 and total and len(own) in (0, len(total)) and all(map(are_alike, *columns)):
         one, other = (cast(list[Tensor], list(column)) for column in columns)
         if not own:

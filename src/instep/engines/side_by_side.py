@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +22,9 @@ from instep.engines.room import BACKWARD, FORWARD, Room, run_here
 from instep.engines.tasks import inside_replica
 from instep.locks import ProcessLock, surely
 from instep.meeting import attend
-from instep.private import accumulates
+from instep.private import accumulates, run_backward
 from instep.reaching import Reach, needed_tokens, reach
-from instep.reduce import add_up, gather
+from instep.reduce import add_up, free_to_use, gather
 from instep.replicas.replica import Outcome, Replica
 
 _SPREAD_BYTES = 2**22
@@ -184,11 +184,14 @@ class SideBySide:
         around = streams.backward(part.index) if self._on_host else streams.joint_backward(part.index)
         in_room(part.room, part.index, side, part.outputs, part.gradients, part.keep, around)
 
-    def _sum(self, columns: Sequence[Gradients]) -> Gradients:
-        """The sum over replicas on the source's device; a large one is spread over the replica threads."""
+    def _sum(self, columns: Sequence[Gradients], into: Collection[int] | None = None) -> Gradients:
+        """The sum over replicas on the source's device; a large one is spread over the replica threads.
+
+        `into` are the places of the first ones that it can be made in, where that is known.
+        """
         chunks = _chunks(columns[0], len(columns)) if self._on_host else []
         if len(chunks) < 2:
-            return add_up(columns, into_first=True)
+            return add_up(columns, free_to_use(columns[0]) if into is None else into)
         parts = self.lease.run([partial(_add_chunk, columns, *chunk) for chunk in chunks])
         return [gradient for part in parts for gradient in part]
 
@@ -243,7 +246,7 @@ def _backward(
         try:
             for side in sides:
                 side.guard.set(True)
-            torch.autograd.backward(outputs, grads, retain_graph=keep)
+            run_backward(outputs, grads, keep)
         except BaseException as error:
             if len(sides) == 1:
                 raised_in(sides[0].name, error)
@@ -282,7 +285,7 @@ def _tokens(side: Side) -> list[Tensor]:
 
 def _add_chunk(columns: Sequence[Gradients], start: int, stop: int) -> Gradients:
     with torch.no_grad():
-        return add_up([column[start:stop] for column in columns], into_first=True)
+        return add_up([column[start:stop] for column in columns], free_to_use(columns[0][start:stop]))
 
 
 def _chunks(column: Gradients, count: int) -> list[tuple[int, int]]:

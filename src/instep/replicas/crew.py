@@ -76,6 +76,8 @@ class Crew:
         self._edited = False
         """Whether something inside an object that the source holds was changed since the last call."""
         self._watch: Watch | None = None
+        self._ahead: Changes | None = None
+        """What was found by looking ahead of a call."""
         self._calls = 0
         """How many calls were looked at for writes to trainable tensors."""
         self._values: list[tuple[Tensor, Tensor]] = []
@@ -83,7 +85,7 @@ class Crew:
 
     def ready(self) -> list[Replica]:
         """The replicas, with everything that changed on the source since the last call."""
-        changes = self.changes()
+        changes, self._ahead = self.changes() if self._ahead is None else self._ahead, None
         if changes.structure:
             self._make()
         elif changes:
@@ -175,6 +177,14 @@ class Crew:
     def done(self) -> None:
         """The call is over: what changes from now on is the user's doing."""
         self._running = False
+
+    def look_ahead(self) -> None:
+        """Look for changes now: `ready` does not have to, if it is known by then that there were no more."""
+        self._ahead = self.changes()
+
+    def look_again(self) -> None:
+        """What was found by looking ahead may no longer be all."""
+        self._ahead = None
 
     def changes(self) -> Changes:
         """What changed on the source since the last call, apart from values."""

@@ -17,8 +17,9 @@ from torch import Tensor
 from instep.bridge import Gradients, Side
 from instep.engines.processes.bell import LEAST, Bell, Stretch
 from instep.engines.processes.call import Call
+from instep.engines.processes.cores import stay_awake
 from instep.errors import EngineError
-from instep.reduce import alone, are_alike
+from instep.reduce import are_alike
 
 _QUIET, _SHARE = 10.0, 0.1
 """Seconds without a ring, or a part of the time that a worker has, after which the answers are waited for."""
@@ -82,6 +83,8 @@ class Ahead:
         self._sums: dict[int, _Sum] = {}
         """By the place of a weight."""
         self.late: list[Late] = []
+        self.into: set[int] | None = None
+        """The places of this process's own gradients that the others can be added to, once that is known."""
 
     def expect(self, replica: int, call: Call, number: int, answered: Callable[[], bool]) -> None:
         """A worker was asked for its part of the backward, and may ring while it works on it."""
@@ -107,7 +110,7 @@ class Ahead:
         ready: deque[tuple[int, Stretch]] = deque()
         last, quiet = time.monotonic(), min(_QUIET, *(_SHARE * worker.call.desk.timeout for worker in self._workers))
         while waiting:
-            events = poll.poll(0 if ready else _MOMENT)
+            events = poll.poll(0) if ready else stay_awake(poll) or poll.poll(_MOMENT)
             for fd, _ in events:
                 if fd in ringing:
                     ready.extend((ringing[fd], stretch) for stretch in self._workers[ringing[fd]].bell.heard())
@@ -125,7 +128,7 @@ class Ahead:
         sums: dict[int, _Sum] = {}
         for place, leaf in enumerate(sides[0].leaves):
             own = leaf.grad
-            if own is None or not alone(own) or own.nbytes < LEAST:
+            if own is None or place not in (self.into or ()) or own.nbytes < LEAST:
                 continue
             numbers = [worker.call.number_of(sides[worker.replica].leaves[place]) for worker in self._workers]
             known = zip(self._workers, numbers, strict=True)

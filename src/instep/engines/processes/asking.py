@@ -5,6 +5,7 @@ So one thread can ask every worker, run a replica of its own meanwhile, and hear
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Generic, Protocol, TypeVar
 
@@ -89,6 +90,11 @@ class Asked(Generic[T]):
             if isinstance(error, (Stuck, Late)):
                 self._office.give_up(self._index)
             raise
+
+    def meanwhile(self, do: Callable[[Desk], None]) -> None:
+        """Do something before the answer is waited for, if the worker could be asked."""
+        if self._gone is None:
+            do(self._desk)
 
     def hear(self) -> T:
         """The answer."""

@@ -3,20 +3,50 @@
 Whoever is woken by a message is put on the core of the one who sent it, unless another core is idle: the kernel takes
 it that the sender is about to wait. Here the sender goes on working. So a message says where it was sent from, and a
 worker that waits for the next one stays away from there meanwhile, and moves if it meets the sender all the same.
+
+A core that went to sleep wakes up late, and the next message of a step is never far: where there is a core for each
+process, a thread that has nothing else to do stays awake for it, as those of OpenMP do, but not for long.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
+import threading
+import time
 from collections.abc import Collection
+from functools import lru_cache
 
+AWAKE = 0.002
+"""Seconds for which one waits awake."""
+_here = threading.local()
 _getcpu = getattr(ctypes.CDLL(None), "sched_getcpu", None)
 
 
 def this_core() -> int:
     """The core that this thread runs on; -1 where the system does not say."""
     return -1 if _getcpu is None else int(_getcpu())
+
+
+def watch_for(processes: int) -> None:
+    """Let this thread wait awake if there is a core for each of so many processes; 0 for no longer."""
+    _here.awake = 0 < processes <= _cores()
+
+
+@lru_cache(maxsize=1)
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def stay_awake(poll: select.poll) -> list[tuple[int, int]]:
+    """What a poll finds before it is time to sleep, which it is at once for threads that others may wait for."""
+    if not getattr(_here, "awake", False):
+        return []
+    until = time.monotonic() + AWAKE
+    while not (found := poll.poll(0)) and time.monotonic() < until:
+        os.sched_yield()  # whoever else wants this core
+    return found
 
 
 class Elsewhere:

@@ -8,7 +8,7 @@ instead, as each replica has one on `threads`: who meets whom, and what becomes 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import itemgetter
@@ -37,11 +37,11 @@ from instep.engines.processes.wire import Gone
 from instep.engines.protocol import Job, perform, raise_first
 from instep.engines.room import FORWARD, Room
 from instep.engines.side_by_side import Part, SideBySide
-from instep.engines.tasks import inside_replica
+from instep.engines.tasks import be_inside, inside_replica
 from instep.errors import EngineError, WorkerFailure
 from instep.private import saves_as_usual
 from instep.reaching import Reach
-from instep.reduce import add_up
+from instep.reduce import add_up, free_to_use
 from instep.replicas.replica import Outcome, Replica
 
 WINDOW = 60.0
@@ -170,11 +170,25 @@ class ProcessesEngine(SideBySide):
     def _forward_here(self, job: Job) -> list[Outcome]:
         room = job.room = self.room_for([replica.name for replica in job.replicas], FORWARD)
 
-        def run() -> list[Outcome]:
-            ends = [self._begin(job, index) for index in range(1, len(job.replicas))]
-            return run_all(room, lambda: self.lease, partial(perform, job, 0), ends)
+        later: list[Callable[[], None]] = []
 
-        outcomes = here(run, len(job.replicas))
+        def run() -> list[Outcome]:  # workers are told of the threads that a replica has here
+            ends = [self._begin(job, index, later) for index in range(1, len(job.replicas))]
+            return run_all(room, lambda: self.lease, own, ends)
+
+        def own() -> Outcome:
+            outcome = perform(job, 0)
+            for meanwhile in later:
+                meanwhile()
+            return outcome
+
+        mine = torch.get_num_threads()
+
+        def restore() -> None:  # the rest is set by whoever called this
+            be_inside(False)
+            torch.set_num_threads(mine)
+
+        outcomes = here(run, len(job.replicas), restore)
         raise_first(job.replicas, outcomes)
         return outcomes
 
@@ -182,14 +196,15 @@ class ProcessesEngine(SideBySide):
         if not isinstance(job.replicas[index], Shadow):
             return perform(job, index)
         with job.passage.enter():
-            return self._begin(job, index)()
+            return self._begin(job, index, [])()
 
-    def _begin(self, job: Job, index: int) -> Callable[[], Outcome]:
-        """Ask for one replica's part of a forward; what this returns waits for it."""
+    def _begin(self, job: Job, index: int, later: list[Callable[[], None]]) -> Callable[[], Outcome]:
+        """Ask for one replica's part of a forward; what this returns waits for it. What it notes can be done before."""
         try:
             job.room.enter(index)
             part = ForwardPart(job, index)
             asked = Asked(self, index, part, job.passage, part.near)
+            later.append(partial(asked.meanwhile, part.meanwhile))
         except BaseException as error:
             job.room.leave(index, error)
             if job.passage.sharing is not None:
@@ -245,6 +260,7 @@ class ProcessesEngine(SideBySide):
 
         def own() -> None:
             self.differentiate(first)
+            self._ahead.into = free_to_use([leaf.grad for leaf in first.span.sides[0].leaves])
             if not self._holding and not room.met:
                 self._ahead.work(first.span.sides)
 
@@ -288,12 +304,13 @@ class ProcessesEngine(SideBySide):
             part.room.leave(part.index, failure)
             failure = None  # its traceback holds this frame
 
-    def _sum(self, columns: Sequence[Gradients]) -> Gradients:
+    def _sum(self, columns: Sequence[Gradients], into: Collection[int] | None = None) -> Gradients:
         """The sum over replicas, in memory of its own: the next backward writes to the workers' slots again."""
         done = self._ahead.finish(columns)
         rest = [[g for place, g in enumerate(column) if place not in done] for column in columns] if done else columns
         slots = {id(gradient) for column in rest[1:] for gradient in column}
-        sums = iter([g.clone() if g is not None and id(g) in slots else g for g in super()._sum(rest)])
+        into = None if done else self._ahead.into
+        sums = iter([g.clone() if g is not None and id(g) in slots else g for g in super()._sum(rest, into)])
         total = [done[place] if place in done else next(sums) for place in range(len(columns[0]))]
         for _, place, gradient in sorted(self._ahead.late, key=itemgetter(0)):
             total[place] = add_up([[total[place]], [gradient]])[0]

@@ -14,6 +14,7 @@ import torch
 
 from instep.engines.bearings import Bearings
 from instep.engines.pool import Lease
+from instep.engines.processes.cores import watch_for
 from instep.engines.room import Room
 from instep.engines.tasks import be_inside
 from instep.locks import surely
@@ -79,20 +80,25 @@ def _alone(end: Callable[[], T]) -> list[T]:
     return [end()]
 
 
-def here(run: Callable[[], T], count: int) -> T:
-    """Do something in this thread as a replica does, with a replica's share of the cores of `count` replicas."""
+def here(run: Callable[[], T], count: int, restore: Callable[[], object] | None = None) -> T:
+    """Do something in this thread as a replica does, with a replica's share of the cores of `count` replicas.
+
+    If it fails or is interrupted, `restore` sets what is not as it was; without it, all that a replica may have set is.
+    """
     mine = torch.get_num_threads()
     share = max(1, mine // count)
-    before = Bearings()
+    restore = restore or Bearings().restore
     try:
         if share != mine:
             torch.set_num_threads(share)
         be_inside(True)
+        watch_for(count)
         result = run()
+        watch_for(0)
         be_inside(False)
         if share != mine:
             torch.set_num_threads(mine)
     except BaseException:  # no context manager: an interruption could come on the way to it
-        surely(before.restore)
+        surely(restore, partial(watch_for, 0))
         raise
     return result

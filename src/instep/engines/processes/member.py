@@ -71,7 +71,7 @@ class Member:
         mirror, kept = self._kept.pop(call)
         present, others = mirror.hand_in(dict(kept))
         wait_for(mirror.device)
-        self._talk.say(orders.DONE, message.call, WentBack({}, present, others))
+        self._talk.say(orders.DONE, message.call, WentBack(present, others=others))
 
     def _in(self) -> Group:
         if self._group is None:

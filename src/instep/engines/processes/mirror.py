@@ -40,6 +40,8 @@ class _Known:
         self.numbers = {id(tensor): n for both in (tensors, self.counterparts) for n, tensor in enumerate(both)}
 
 
+LARGE = 64 * 1024
+"""Gradients of so many bytes go to their slots as they come; smaller ones at the end, all at once."""
 LOOKS = 3
 """The calls of a method in which writes are looked for that no version tells of."""
 
@@ -180,14 +182,16 @@ class Mirror:
         if run.follow and not run.ticket:
             self._pull()
         if run.fresh:
+            self.crew.look_again()
             self._renew(run.fresh)
         replica = self.crew.ready()[0]
         if replica is not self._replica:
             self._replica = replica
             places = {id(tensor): number for number, tensor in enumerate(self.tensors)}
             for source, leaf in replica.trainable:
-                # Python's collector does not see what such a hook holds: held by it, nothing here would ever go.
-                leaf.register_post_accumulate_grad_hook(partial(_leave, weakref.ref(self), places[id(source)]))
+                if source.nbytes >= LARGE:
+                    # Python's collector does not see what such a hook holds: held by it, nothing here would ever go.
+                    leaf.register_post_accumulate_grad_hook(partial(_leave, weakref.ref(self), places[id(source)]))
         replica.name = f"replica {run.index} on {self.device}"
         if run.lent:
             slots: Any = [SimpleNamespace(module=replica.source_modules[i], name=name) for i, name, _ in run.lent]
@@ -289,9 +293,9 @@ class Mirror:
             leaf.grad = None
 
     def _put(self, number: int, gradient: Tensor) -> bool:
-        slot = self._slots.get(number)
-        if slot is None or slot.device != gradient.device or not self.fits(number, gradient):
+        if not self._is_for(number, gradient):
             return False
+        slot = self._slots[number]
         if number not in self._filled:
             if number in self._stretches:
                 self._put_and_ring(number, gradient)
@@ -303,6 +307,21 @@ class Mirror:
         else:
             slot.add_(gradient)
         return True
+
+    def _put_small(self, gradients: dict[int, Tensor]) -> list[int]:
+        """Put the small ones into their slots, all at once; says which those were."""
+        small = [
+            number
+            for number, gradient in gradients.items()
+            if number not in self._filled and self._is_for(number, gradient) and gradient.nbytes < LARGE
+        ]
+        if small:
+            torch._foreach_copy_([self._slots[n] for n in small], [gradients[n] for n in small])
+            self._filled.update(small)
+        return small
+
+    def _is_for(self, number: int, gradient: Tensor) -> bool:
+        return self.fits(number, gradient) and self._slots[number].device == gradient.device
 
     def _put_and_ring(self, number: int, gradient: Tensor) -> None:
         """The other process adds up the first stretches while the next ones are copied."""
@@ -325,7 +344,9 @@ class Mirror:
 
         Those are sparse, or they came after a gradient of the same tensor that was rung for.
         """
-        left = {n: g for n, g in gradients.items() if g is not None and not self._put(n, g)}
+        here = {n: g for n, g in gradients.items() if g is not None}
+        put = self._put_small(here)
+        left = {n: g for n, g in here.items() if n not in put and not self._put(n, g)}
         if not left:
             filled = sorted(self._filled)
             self.take_in(())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,10 +144,19 @@ class Surroundings:
 
 
 class Order:
-    """A message that goes as the bare values of its fields: both sides know what they are asked for in what order."""
+    """A message that goes as the bare values of its fields: both sides know what they are asked for in what order.
+
+    Those at the end that say nothing are left out, so what is seldom said comes last.
+    """
+
+    ALWAYS: ClassVar[int] = 0
+    """How many are said whatever they are."""
 
     def fields(self) -> tuple[Any, ...]:
-        return tuple(self.__dict__.values())
+        values = list(self.__dict__.values())
+        while len(values) > self.ALWAYS and not values[-1]:
+            values.pop()
+        return tuple(values)
 
 
 @dataclass
@@ -155,27 +164,30 @@ class Run(Order):
     """One replica's part of a forward."""
 
     PATHS: ClassVar = {"args": "argument ", "kwargs": "argument "}
+    ALWAYS: ClassVar[int] = 9
 
     number: int
     method: str
     args: list[Any]
-    kwargs: dict[str, Any]
     index: int
     sizes: list[int]
     count: int
-    around: Surroundings | None
-    """None for the same as in the message before."""
     follow: bool
-    fetch: bool
-    """Whether arguments lie on the host, from where the worker brings them to its device."""
     seed: int
     """What the streams of the call are seeded by."""
     home_seed: int
     """What those of accelerators are seeded by."""
-    generators: dict[int, Tensor]
+    gone: tuple[Sequence[int], Sequence[int]] = ((), ())
+    """Calls and modules that nobody needs any longer."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    around: Surroundings | None = None
+    """None for the same as in the message before."""
+    fetch: bool = False
+    """Whether arguments lie on the host, from where the worker brings them to its device."""
+    generators: dict[int, Tensor] = field(default_factory=dict)
     """The states of the generators that the module holds, by their numbers."""
-    lent: list[tuple[int, str, Any]]
-    fresh: dict[int, Tensor]
+    lent: list[tuple[int, str, Any]] = field(default_factory=list)
+    fresh: dict[int, Tensor] = field(default_factory=dict)
     """Values of tensors of the table that lie in no common memory."""
     given: list[tuple[int, ...]] = field(default_factory=list)
     """The ways to what lies among the arguments and is the caller's own, to be looked at for changes."""
@@ -185,10 +197,14 @@ class Run(Order):
     """Generators among the arguments that no other replica was given: the caller's own are drawn from."""
     in_turn: bool = False
     """Whether replicas run one after another, and draw from the default generator itself."""
-    gone: tuple[Sequence[int], Sequence[int]] = ((), ())
-    """Calls and modules that nobody needs any longer."""
     ticket: int = 0
     """The `Share` that brought the values of the module's tensors; 0 where they lie in common memory."""
+
+
+class Output(NamedTuple):
+    """A `Ran` of which nothing but the output was said."""
+
+    output: Any
 
 
 @dataclass
@@ -196,6 +212,7 @@ class Ran(Order):
     """What one replica's part of a forward came to."""
 
     PATHS: ClassVar = {"output": "the output of forward", "given": "what forward put into an argument"}
+    ALWAYS: ClassVar[int] = 1
 
     output: Any = None
     structure: bool = False
@@ -233,29 +250,26 @@ class Ran(Order):
     parted: list[str] = field(default_factory=list)
     """Places of containers that `forward` changed and that each replica needs for itself."""
 
-    def fields(self) -> tuple[Any, ...]:
-        """The output alone, where nothing else is to be said."""
-        values = super().fields()
-        return values if any(values[1:]) else values[:1]
-
 
 @dataclass
 class Back(Order):
     """One replica's part of a backward."""
 
+    ALWAYS: ClassVar[int] = 3
+
     call: int
     """The number of the forward that it belongs to."""
     gradients: dict[int, Tensor]
     """By the number of an output's tensor."""
-    keep: bool
-    tokens: list[int]
-    arguments: list[int]
-    """Arguments that the caller wrote to since the forward."""
-    sources: list[int]
-    """Tensors of the source that were written to since."""
     seed: int
-    wanted: list[int]
+    wanted: list[int] = field(default_factory=list)
     """Tensors of the table whose gradients are wanted."""
+    keep: bool = False
+    tokens: list[int] = field(default_factory=list)
+    arguments: list[int] = field(default_factory=list)
+    """Arguments that the caller wrote to since the forward."""
+    sources: list[int] = field(default_factory=list)
+    """Tensors of the source that were written to since."""
     spent: list[list[int]] = field(default_factory=list)
     """For a forward that was run again: the tokens that backwards of the first one have used up, one after another."""
     hold: bool = False
@@ -266,11 +280,11 @@ class Back(Order):
 class WentBack(Order):
     """What one replica's part of a backward came to."""
 
-    inputs: dict[int, Tensor]
-    """Gradients of arguments, by their numbers."""
-    present: list[int]
+    present: list[int] = field(default_factory=list)
     """Tensors of the table whose gradients lie in their slots."""
-    others: dict[int, Tensor]
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    """Gradients of arguments, by their numbers."""
+    others: dict[int, Tensor] = field(default_factory=dict)
     """Gradients that have no slot: sparse ones. Of a tensor that is present too, what came later."""
     drawn: bool = False
     held: list[int] = field(default_factory=list)

@@ -15,7 +15,7 @@ from instep.engines.processes.call import Call, remember_values
 from instep.engines.processes.context import carried
 from instep.engines.processes.desk import Desk, Met
 from instep.engines.processes.freight import CannotCross
-from instep.engines.processes.orders import Back, Ran, Run, Surroundings, WentBack
+from instep.engines.processes.orders import Back, Output, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.shore import Passage
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Rebuild, Tag, as_sent
@@ -46,21 +46,12 @@ class ForwardPart:
         args, kwargs = job.arguments[index]
         random = job.streams.state
         self._run = Run(
-            shadow.number,
-            job.method,
-            args,
-            kwargs,
-            index,
-            list(job.sizes),
-            len(job.replicas),
-            _surroundings(job.ambient, shadow),
-            follow,
-            shadow.fetched,
-            random.host.number,
-            random.home.number,
-            {},
-            lent,
-            {},
+            *(shadow.number, job.method, args, index, list(job.sizes), len(job.replicas), follow),
+            *(random.host.number, random.home.number),
+            kwargs=kwargs,
+            around=_surroundings(job.ambient, shadow),
+            fetch=shadow.fetched,
+            lent=lent,
         )
         self._mine = handed_to(args, kwargs, job.theirs)
         self._run.given = [one.steps for one in self._mine]
@@ -71,6 +62,7 @@ class ForwardPart:
         self._told: Told
         self._box: Box
         self._arguments: list[Tensor]
+        self._call: Call | None = None
 
     @property
     def near(self) -> bool:
@@ -91,21 +83,46 @@ class ForwardPart:
         run.around.context = carried(job.ambient.context, desk.talk.depot)
         run.generators = {number: source.get_state() for number, source in enumerate(told.generators)}
         self._box, self._arguments = desk.ask_forward(run)
+        self._call = None
 
-    def hear(self, desk: Desk) -> tuple[Desk, Ran, list[Tensor]]:
+    def meanwhile(self, desk: Desk) -> None:
+        """After the first replica has run, and before the answer is there: do what does not depend on that."""
+        if self._job.ambient.grad:
+            self._call = self._new_call(desk)
+
+    def _new_call(self, desk: Desk) -> Call:
+        shadow = self._shadow
+        made_by = shadow.name, shadow.recipe, shadow.source_modules, shadow.look
+        return Call(self._box.number, desk, self._told, *made_by, self._run, self._met, self._arguments)
+
+    def hear(self, desk: Desk) -> tuple[Desk, Ran | Output, list[Tensor]]:
         try:
             answer = desk.answer(self._box, self._met)
         except Exception:
             desk.say_again(self._run)
             raise
         fields, tensors = desk.talk.take(answer, _rebuild(self._arguments, self._told.counterparts))
-        return desk, Ran(*fields), tensors
+        return desk, Ran(*fields) if len(fields) > 1 else Output(*fields), tensors
 
-    def outcome(self, desk: Desk, ran: Ran, tensors: list[Tensor]) -> Outcome:
+    def outcome(self, desk: Desk, ran: Ran | Output, tensors: list[Tensor]) -> Outcome:
         """What the worker did, on its stand-in."""
         job, shadow, told, run, arguments = self._job, self._shadow, self._told, self._run, self._arguments
         self._met.end()
         shadow.stale = shadow.stale or bool(run.lent)  # the worker's replica holds a part, not what the module has
+        outcome = self._apply(desk, ran) if isinstance(ran, Ran) else Outcome(output=ran.output)
+        needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
+        if job.ambient.grad and needing:
+            call = outcome.remote = self._call or self._new_call(desk)
+            call.outputs, call.inputs = needing, _numbers(job.inputs[self._index], arguments)
+        if isinstance(ran, Ran):
+            if outcome.remote is not None:
+                outcome.remote.spoilt = bool(ran.arguments or ran.given or ran.moved)
+            remember_values(shadow.source_modules[0], [told.table[number] for number in ran.written])
+        return outcome
+
+    def _apply(self, desk: Desk, ran: Ran) -> Outcome:
+        """Do here what the worker's replica did there, besides its output."""
+        arguments = self._arguments
         if ran.wrote:
             desk.talk.depot.forget()
             raise CannotCross(
@@ -115,19 +132,12 @@ class ForwardPart:
         self._note_draws(ran)
         for i, value in ran.arguments.items():
             arguments[i].data.copy_(value)
-        outcome = _outcome(shadow, told, ran)
+        outcome = _outcome(self._shadow, self._told, ran)
         outcome.made = {id(arguments[i]): tensor for i, tensor in ran.made.items()}
         outcome.used = {id(arguments[i]) for i in ran.used}
         outcome.given = [
             Change(self._mine[n], self._were[n], from_places(self._were[n], *news)) for n, *news in ran.given
         ]
-        needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
-        if job.ambient.grad and needing:
-            inputs = _numbers(job.inputs[self._index], arguments)
-            made_by = shadow.name, shadow.recipe, shadow.source_modules, shadow.look
-            outcome.remote = Call(self._box.number, desk, told, *made_by, run, self._met, arguments, needing, inputs)
-            outcome.remote.spoilt = bool(ran.arguments or ran.given or ran.moved)
-        remember_values(shadow.source_modules[0], [told.table[number] for number in ran.written])
         return outcome
 
     def _note_draws(self, ran: Ran) -> None:
@@ -157,15 +167,16 @@ class BackwardPart:
         self._back = Back(
             call.number,
             {call.outputs[id(o)]: g for o, g in zip(part.outputs, part.gradients, strict=True)},
-            part.keep,
-            part.crossings,
-            given,
-            sources,
             self._host.number,
-            [],
+            keep=part.keep,
+            tokens=part.crossings,
+            arguments=given,
+            sources=sources,
         )
         self._met = Met(part.room, passage)
         self._box: Box | None = None
+        self._numbers: list[int | None] = []
+        """What the worker knows the leaves by."""
         self.held: list[int] = []
         """The numbers of tensors whose gradients the worker has kept."""
 
@@ -174,7 +185,8 @@ class BackwardPart:
         call, back, part = self._call, self._back, self._part
         part.room.stacks[part.index] = desk.worker.stack
         back.spent = call.at(desk)
-        back.wanted = [number for number in map(call.number_of, self._side.leaves) if number is not None]
+        self._numbers = [call.number_of(leaf) for leaf in self._side.leaves]
+        back.wanted = [number for number in self._numbers if number is not None]
         back.call = call.number
         self._box = desk.ask_backward(back, call.told.bell)
 
@@ -221,7 +233,7 @@ class BackwardPart:
 
     def kept(self) -> dict[int, int]:
         """By the place of a leaf: the number of its gradient, where the worker has kept that."""
-        numbers = enumerate(map(self._call.number_of, self._side.leaves))
+        numbers = enumerate(self._numbers)
         held = set(self.held)
         return {place: number for place, number in numbers if number is not None and number in held}
 
@@ -244,11 +256,15 @@ class BackwardPart:
             host.seed(0)
         slots = call.told.gradients(went.present)
         self._passage.hand_over(slots.values())
-        for place, leaf in enumerate(side.leaves):
-            number = -1 if (known := call.number_of(leaf)) is None else known
-            if number in slots and number in went.others:
-                late.append(Late(self._part.index, place, went.others[number]))
-            leaf.grad = _near(leaf, slots[number] if number in slots else went.others.get(number))
+        for place, (leaf, number) in enumerate(zip(side.leaves, self._numbers, strict=True)):
+            if number is None:
+                leaf.grad = None
+            elif number not in slots:
+                leaf.grad = _near(leaf, went.others.get(number))
+            else:
+                leaf.grad = _near(leaf, slots[number])
+                if number in went.others:
+                    late.append(Late(self._part.index, place, went.others[number]))
         for leaf, number in zip(side.inputs, call.inputs, strict=True):
             leaf.grad = _near(leaf, went.inputs.get(number))
 
@@ -369,7 +385,7 @@ def _outcome(shadow: Shadow, told: Told, ran: Ran) -> Outcome:
             contents.append(Inside(container, before, after))
             put(container, after)
     with torch.no_grad():
-        for source, held in shadow.trainable:
+        for source, held in shadow.trainable if ran.apart else ():
             if told.numbers.get(id(source)) in ran.apart:
                 held.data.copy_(ran.apart[told.numbers[id(source)]])
     written = shadow.write({id(told.table[number]): value for number, value in ran.written.items()})

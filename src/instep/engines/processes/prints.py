@@ -48,11 +48,7 @@ class Printed:
                 if end:
                     self._show(target, bytes(waiting[:end]).decode("utf-8", "replace"))
                     del waiting[:end]
-
-    def has_begun(self) -> bool:
-        """Whether the beginning of a line was read and not shown."""
-        with self._lock:
-            return any(waiting for _, waiting in self._streams.values())
+                (_begun.add if waiting else _begun.discard)(fd)
 
     @staticmethod
     def _read(fd: int) -> bytes:
@@ -93,6 +89,7 @@ class Printed:
         self.close_write_ends()
         for fd in list(self._streams):
             del self._streams[fd]
+            _begun.discard(fd)
             os.close(fd)
 
 
@@ -124,6 +121,8 @@ class _Reader(threading.Thread):
 
 
 _open: dict[int, Printed] = {}
+_begun: set[int] = set()
+"""Pipes of which the beginning of a line was read and not shown."""
 _reader: _Reader | None = None
 
 
@@ -131,6 +130,7 @@ def _in_child() -> None:
     """A forked child has no reader, and what workers print is its parent's."""
     global _reader
     _open.clear()
+    _begun.clear()
     if _reader is not None:
         _reader.close()
         _reader = None
@@ -176,9 +176,8 @@ def flush_output() -> None:
     A worker lets out what it printed before it sends a message: after its answer has come, this shows all of it.
     """
     with _lock:
+        if _reader is None or (not _begun and not _reader.epoll.poll(0)):
+            return
         printing = list(dict.fromkeys(_open.values()))
-        news = _reader is not None and bool(_reader.epoll.poll(0))
-    if not news and not any(printed.has_begun() for printed in printing):
-        return
     for printed in printing:
         printed.drain(partial=True)

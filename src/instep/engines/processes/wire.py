@@ -19,12 +19,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
 
 from instep.engines.processes.arena import ALIGNMENT, NOWHERE, Inbox, Outbox, Place, aligned
-from instep.engines.processes.cores import Elsewhere, this_core
+from instep.engines.processes.cores import Elsewhere, stay_awake, this_core
 from instep.engines.processes.looks import GRAIN, address, data_of, look, pack, read_looks, unpack
 from instep.engines.processes.shore import Shore, wait_for
 from instep.errors import EngineError
@@ -85,10 +86,6 @@ class _Header(NamedTuple):
     """Bytes in the ring."""
     place: Place
     core: int
-
-    def pack(self) -> bytes:
-        flags, fds, kind, *numbers, place, core = self
-        return _HEADER.pack(_MAGIC, _VERSION, flags, fds, kind.encode("ascii"), *numbers, *place, core)
 
     @classmethod
     def unpack(cls, frame: bytearray, length: int, fds: int) -> _Header:
@@ -178,15 +175,21 @@ class Line:
         self, kind: str, call: int, body: bytes, tensors: Sequence[Tensor], fds: Sequence[int], timeout: float | None
     ) -> None:
         looks = b"".join(map(look, tensors))
-        sized = [(tensor, tensor.nbytes) for tensor in tensors]
-        large = [pair for pair in sized if pair[1] > SMALL]
         text = looks + body
-        page = [text, bytes(-len(text) % GRAIN), *(data_of(*pair) for pair in sized if pair[1] <= SMALL)]
+        page, large = [text, bytes(-len(text) % GRAIN)], []
+        used, afar = 0, None
+        for tensor in tensors:
+            nbytes = tensor.nbytes
+            if nbytes <= SMALL:
+                page.append(data_of(tensor, nbytes))
+            else:
+                large.append((tensor, nbytes))
+                used += aligned(nbytes)
+            if tensor.device.type != "cpu":
+                afar = tensor.device
         payload = sum(map(len, page))
-        used = sum(aligned(nbytes) for _, nbytes in large)
         flags = _ELSEWHERE if payload > FRAME else 0
         place, length = NOWHERE, 0
-        afar = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
         if used or flags:
             length = used + (payload if flags else 0)
             place, block = self._outbox.reserve(length, afar)
@@ -197,11 +200,11 @@ class Line:
         # Only a frame that says where it lies may bring the ring.
         if place is not NOWHERE and (ring := self._outbox.to_announce()) is not None:
             flags, fds = flags | _RING_COMES, [ring, *fds]
-        header = _Header(
-            *(flags, len(fds), _kind(kind), call, len(tensors), len(looks), len(body), payload, length, place),
-            this_core(),
+        lengths = len(tensors), len(looks), len(body), payload, length
+        header = _HEADER.pack(
+            *(_MAGIC, _VERSION, flags, len(fds), _kind(kind), call, *lengths, *place, this_core()),
         )
-        self._post([header.pack(), *page], fds, timeout)
+        self._post([header, *page], fds, timeout)
         self.moved += _HEADER.size + used + payload
 
     def _post(self, frame: Sequence[bytes], fds: Sequence[int], timeout: float | None) -> None:
@@ -246,6 +249,8 @@ class Line:
                 return self._open(length, fds, flags)
 
     def _wait(self, deadline: float | None) -> list[tuple[int, int]]:
+        if found := stay_awake(self._poll):
+            return found
         if self.elsewhere is None:
             return self._poll.poll(_left(deadline))
         try:
@@ -255,8 +260,10 @@ class Line:
             self.elsewhere.rise()
 
     def _take(self) -> tuple[int, list[int], int]:
-        fds = array.array("i")
         length, extra, flags, _ = self._sock.recvmsg_into([self._buffer], _FDS_ROOM, _TAKING)
+        if not extra:
+            return length, [], flags
+        fds = array.array("i")
         for level, kind, data in extra:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
@@ -324,10 +331,11 @@ class Line:
         return Gone("the other side closed the line") if isinstance(error, ConnectionError) else error
 
 
-def _kind(word: str) -> str:
+@lru_cache(maxsize=64)
+def _kind(word: str) -> bytes:
     if not 0 < len(word) <= 16:
         raise EngineError(f"{word!r} is no kind of message: give a word of 1 to 16 letters.")
-    return word
+    return word.encode("ascii")
 
 
 def _deadline(timeout: float | None) -> float | None:

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +17,9 @@ from instep.bridge import Side, enter, leaves_below, take
 from instep.devices import move
 from instep.engines.processes import orders
 from instep.engines.processes.berth import take_device, try_to_open
-from instep.engines.processes.cores import Elsewhere
+from instep.engines.processes.cores import Elsewhere, watch_for
 from instep.engines.processes.freight import CannotCross, pack_error
+from instep.engines.processes.hall import Hall
 from instep.engines.processes.hold import Hold
 from instep.engines.processes.member import Member
 from instep.engines.processes.mirror import Mirror
@@ -33,7 +33,6 @@ from instep.engines.protocol import Job, perform
 from instep.engines.side_by_side import in_room
 from instep.engines.tasks import as_replica
 from instep.errors import EngineError
-from instep.meeting import without_streams
 from instep.pieces import is_jagged, refuse_lost
 from instep.random import RandomState, Streams, threads_can_draw
 from instep.reaching import reach
@@ -55,6 +54,7 @@ def main(line: Line) -> None:
     with as_replica():
         while (message := line.receive()) is not None and message.kind != orders.STOP:
             worker.answer(message)
+            worker.look_ahead()
 
 
 @dataclass
@@ -74,32 +74,6 @@ class Held:
     index: int
 
 
-class Hall:
-    """Where this replica meets the others: in the process that started it."""
-
-    joint = False
-
-    def __init__(self, talk: Talk, call: int) -> None:
-        self._talk = talk
-        self._call = call
-
-    def enter(self, index: int) -> None:
-        """It is this replica's turn: nobody asks it otherwise."""
-
-    def leave(self, index: int, error: BaseException | None = None) -> None:
-        """The others hear of it by the answer."""
-
-    def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
-        self._talk.say(orders.MEET, self._call, (index, label, without_streams(payload)))
-        message = self._talk.line.receive()
-        if message is None or message.kind != orders.MET or message.call != self._call:
-            raise EngineError("the line to the other replicas brought something else than their answer.")
-        (payloads, error), _ = self._talk.take(message)
-        if error is not None:
-            raise error
-        return list(payloads)
-
-
 class Worker:
     """Everything that a worker has: modules, and calls whose graphs are still needed."""
 
@@ -111,6 +85,8 @@ class Worker:
         self._dropped = 0
         self._scenery = Scenery()
         self._trouble: Exception | None = None
+        self._last: Mirror | None = None
+        """The module of the last message, if that was a call: what the next one begins with was done for it already."""
         self._member = Member(talk, self._mirrors)
         self._answers: dict[str, Callable[[Message], None]] = {
             orders.DEVICE: self._take_device,
@@ -127,11 +103,14 @@ class Worker:
 
     def answer(self, message: Message) -> None:
         """Do what one message asks for; whatever fails is the answer to it."""
+        if message.kind != orders.FORWARD:
+            self._look_again()
         try:
             if message.kind == orders.FORWARD and self._trouble is not None:
                 raise self._trouble
             self._answers[message.kind](message)
         except BaseException as error:
+            self._look_again()
             if message.kind in orders.ANSWERED:
                 self._trouble = None
                 self._fail(message.call, error)
@@ -205,6 +184,22 @@ class Worker:
             self._dropped = 0
             gc.collect()
 
+    def look_ahead(self) -> None:
+        """After a call, whose answer is on its way: what the next one begins with, so that nobody waits for that."""
+        if self._last is None:
+            return
+        try:
+            self._scenery.look_ahead()
+            self._last.crew.look_ahead()
+        except Exception:  # then the next call says so
+            self._look_again()
+
+    def _look_again(self) -> None:
+        if self._last is not None:
+            self._last.crew.look_again()
+            self._scenery.look_again()
+            self._last = None
+
     def _forward(self, message: Message) -> None:
         leaves: dict[int, Tensor] = {}
         place = itertools.count()
@@ -213,14 +208,18 @@ class Worker:
             made, number = as_sent(tag, tensor), next(place)
             if made.requires_grad:
                 leaves[number] = made
-                (made,) = enter(made)
+                with torch.enable_grad():
+                    (made,) = enter(made)
             return made
 
-        with torch.enable_grad():
-            fields, arguments = self._talk.take(message, let_in)
-            run = Run(*fields)
-            mirror = self._mirrors[run.number]
-            if run.fetch:
+        fields, arguments = self._talk.take(message, let_in)
+        run = Run(*fields)
+        mirror = self._mirrors[run.number]
+        if mirror is not self._last:
+            self._look_again()
+        watch_for(run.count)
+        if run.fetch:
+            with torch.enable_grad():
                 run.args = [move(value, mirror.device) for value in run.args]
                 run.kwargs = {name: move(value, mirror.device) for name, value in run.kwargs.items()}
         self._release(*run.gone)
@@ -235,7 +234,7 @@ class Worker:
             state.home.fix(run.home_seed)
         streams = Streams(state, [held] * run.count, own=threads_can_draw(), in_turn=run.in_turn)
         written = mirror.note_arguments(run.method, arguments)
-        noted = Noted([*run.args, *run.kwargs.values()], run.given)
+        noted = Noted([*run.args, *run.kwargs.values()], run.given) if run.given else None
         job = Job(
             [replica] * run.count,
             [(run.args, run.kwargs)] * run.count,
@@ -252,7 +251,7 @@ class Worker:
             raise outcome.error
         ran = self._report(mirror, outcome)
         ran.arguments = written()
-        if run.given:
+        if noted is not None:
             ran.given = list(noted.changes())
             _refuse_graphs(ran)
         if ran.arguments:
@@ -278,8 +277,9 @@ class Worker:
             for tensor in tensors_in([part for _, _, part in run.lent]):
                 numbers.pop(id(tensor), None)
         known = mirror.numbers()
-        if ambient.grad:
-            kept = [ran.sets, ran.contents]
+        kept = [ran.sets, ran.contents]
+        alone = type(ran.output) is Tensor and has_plain_memory(ran.output)  # as most are
+        if ambient.grad and (any(kept) or not alone):
             refuse_lost(ran.output, kept, lambda t: has_plain_memory(t) or is_jagged(t) or id(t) in known)
 
         def describe(tensor: Tensor) -> Tag:
@@ -295,6 +295,7 @@ class Worker:
             self._calls[message.call] = Held(
                 mirror, side, list(leaves), outputs, arguments, mirror.counterparts(), streams, run.index
             )
+        self._last = mirror
 
     def _report(self, mirror: Mirror, outcome: Outcome) -> Ran:
         """What a forward did, in terms that the other process knows."""
@@ -347,17 +348,18 @@ class Worker:
             take([*leaves, *side.inputs])
             raise
         held.streams.settle()
-        if not back.keep:
-            for number in back.gradients:
-                del held.outputs[number]
-            _spend(side, back.tokens)
         gradients = dict(zip(back.wanted, take(leaves), strict=True))
         kept = self._member.keep(message.call, mirror, gradients) if back.hold else []
         present, others = mirror.hand_in(gradients)
         inputs = {n: g for n, g in zip(held.inputs, take(side.inputs), strict=True) if g is not None}
-        went = WentBack(inputs, present, others, held.streams.state.host.drawn, kept)
+        went = WentBack(present, inputs, others, held.streams.state.host.drawn, kept)
         wait_for(mirror.device)
         self._talk.say(orders.DONE, message.call, went)
+        if not back.keep:
+            for number in back.gradients:
+                del held.outputs[number]
+            _spend(side, back.tokens)
+        self._last = mirror
 
     def _reach(self, message: Message) -> None:
         """Where a backward from some outputs would meet the other replicas."""

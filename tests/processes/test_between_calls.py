@@ -1,0 +1,157 @@
+"""What a worker does before it is asked, how it waits, and what is left out of what it says."""
+
+from __future__ import annotations
+
+import select
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.engines.processes import cores
+from instep.engines.processes.hands import Hands
+from instep.engines.processes.orders import Back, Ran, Run, WentBack
+
+
+@pytest.fixture(scope="module", autouse=True)
+def up(workers: Hands) -> None:
+    """A worker that is there before the first test."""
+    workers.get(1)
+
+
+def wrap(net: nn.Module) -> instep.DataParallel:
+    return instep.DataParallel(net, ["cpu"] * 2, engine="processes", probe=False)
+
+
+class Scaled(nn.Module):
+    """Reads an attribute, and changes a setting of the whole process when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor, careless: bool = False) -> Tensor:
+        y = self.layer(x) * self.scale + torch.zeros(()).dtype.itemsize
+        if careless:
+            torch.set_default_dtype(torch.float64)
+        return y
+
+
+def test_changes_reach_a_worker_that_has_looked_ahead() -> None:
+    one, two = Scaled(), Scaled()
+    x = torch.randn(6, 4)
+    with wrap(one) as first, wrap(two) as second:
+        for scale in (2.0, 3.0, 5.0):
+            for net, model in ((one, first), (two, second)):
+                torch.testing.assert_close(model(x), net(x))
+            one.scale = scale  # the worker was asked for the other module in between
+            torch.testing.assert_close(first(x), one(x))
+            one.scale = -scale
+            output = first(x)
+            output.sum().backward()
+            torch.testing.assert_close(output, one(x))
+        one.layer = nn.Linear(4, 2)
+        torch.testing.assert_close(first(x), one(x))
+
+
+def test_settings_that_forward_left_behind_are_set_again() -> None:
+    net, x = Scaled(), torch.randn(6, 4)
+    try:
+        with wrap(net) as model:
+            for _ in range(3):
+                whole = net(x)
+                torch.testing.assert_close(model(x, careless=True), whole)
+                torch.set_default_dtype(torch.float32)
+                torch.testing.assert_close(model(x), whole)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Threads(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_full((len(x),), torch.get_num_threads())
+
+
+def test_each_replica_has_its_share_of_the_threads() -> None:
+    mine = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        with wrap(Threads()) as model:
+            assert [model(torch.randn(2, 1)).tolist() for _ in range(3)] == [[2.0, 2.0]] * 3
+            assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(mine)
+
+
+class Gives(nn.Module):
+    """Gives back what it holds, whatever that is."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Tensor) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize("value", [None, 0, 0.0, False, "", (), [], {}], ids=repr)
+def test_an_output_that_says_nothing_comes_back(value: Any) -> None:
+    with wrap(Gives(value)) as model:
+        got = model(torch.randn(4, 2))
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_what_says_nothing_is_left_out() -> None:
+    assert WentBack([1, 2]).fields() == ([1, 2],)
+    assert WentBack().fields() == ()
+    assert WentBack([], {}, {}, drawn=True).fields() == ([], {}, {}, True)
+    assert Ran(output=[]).fields() == ([],)
+    assert Ran(output=0, refused=[3]).fields()[0] == 0
+    assert Back(0, {}, 0).fields() == (0, {}, 0)
+    run = Run(1, "forward", [], 1, [2, 2], 2, False, 0, 0)
+    assert Run(*run.fields()) == run
+    run.ticket = 7
+    assert Run(*run.fields()) == run
+
+
+class Poll:
+    """Finds something at its last look."""
+
+    def __init__(self, looks: int) -> None:
+        self.left = looks
+
+    def poll(self, _: int) -> list[tuple[int, int]]:
+        self.left -= 1
+        return [] if self.left else [(7, select.POLLIN)]
+
+
+def test_a_thread_waits_awake_only_where_there_is_a_core_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        for processes in (0, cores._cores() + 1):
+            cores.watch_for(processes)
+            asleep: Any = Poll(1)
+            assert cores.stay_awake(asleep) == []
+            assert asleep.left == 1
+        cores.watch_for(1)
+        monkeypatch.setattr(cores, "AWAKE", 60.0)
+        awake: Any = Poll(3)
+        assert cores.stay_awake(awake) == [(7, select.POLLIN)]
+        monkeypatch.setattr(cores, "AWAKE", 0.0)
+        awake = Poll(3)
+        assert cores.stay_awake(awake) == []
+        assert awake.left == 2
+    finally:
+        cores.watch_for(0)
+
+
+def test_a_call_leaves_no_thread_awake() -> None:
+    with wrap(nn.Linear(4, 3)) as model:
+        model(torch.randn(6, 4)).sum().backward()
+        assert not getattr(cores._here, "awake", False)
+        with pytest.raises(RuntimeError):
+            model(torch.randn(6, 5))
+        assert not getattr(cores._here, "awake", False)
