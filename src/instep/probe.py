@@ -138,6 +138,11 @@ class Probe:
         ready = attempt.batch < 2 or any(has_role(Ready, role) for role in plan.roles)
         return ready or adds_up(attempt, source, device, self.last.found)
 
+    def is_new(self) -> bool:
+        """Whether the graph of a call like the last one was not looked at yet; it is from now on."""
+        before, self.last.looked = self.last.looked, True
+        return not before
+
     def recall(self, plan: SplitPlan, values: Sequence[Any], kind: int) -> Known | None:
         """What is known about such a call, if one was tried."""
         known = self._known(plan, values, kind)

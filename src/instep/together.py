@@ -68,6 +68,8 @@ class Together:
         """The methods and modes in which hooks are put on tensors."""
         self._one_backward_on_two = self.engine.joint and len({device.type for device in self.devices}) > 1
         """Whether one backward works on an accelerator and on the CPU, at the same time."""
+        self._clear = -1
+        """The stock of modules on which no hooks were found when this call began."""
         self._mixing: set[Any] = set()
         """Those in which a backward of the user's own looks at more than one sample, a gradient is asked for, or one
         backward for all replicas would recompute with numbers of another."""
@@ -154,14 +156,6 @@ class Together:
         self._mixing.add(self._manner(call))
         return True
 
-    def _is_new(self, call: Call) -> bool:
-        """Whether the graph of such a call was not looked at yet."""
-        probe = call.known.probe
-        if probe is None or probe.last.looked or not torch.is_grad_enabled():
-            return False
-        probe.last.looked = True
-        return True
-
     def _mixes(self, call: Call, functions: Sequence[str], carried: Sequence[Slot]) -> bool:
         """Whether a backward of the user's own gives parts of a batch other gradients than the whole."""
         probe, plan = call.known.probe, call.plan
@@ -208,9 +202,11 @@ class Together:
         crew, plan = self.crew, call.plan
         replicas = crew.ready()[: plan.parts]
         # Modules that are not registered are known by now.
-        if crew.is_tied() or self.is_hooked() or self._is_asking(call) or self._manner(call) in self._mixing:
+        hooked = crew.made != self._clear and self.is_hooked()
+        manner = self._manner(call)
+        if crew.is_tied() or hooked or self._is_asking(call) or manner in self._mixing:
             return self._on_source(call)
-        if self._manner(call) in self._hooking:
+        if manner in self._hooking:
             return self._with_hooks(call)
         carried, verdict = self.settler.carry.found(
             self.module, replicas[0].source_modules, plan.sizes, crew.shelf.places, crew.kinds.now, rehearsal
@@ -248,9 +244,12 @@ class Together:
         streams.settle()
         merged = call.known.whole(self._merge(call, outputs, inputs, carried))
         rewritten = crew.rewritten(plan.parts)
-        with self.settler.given(inputs):
-            crew.settled(outcomes)
-            crew.changed = self.settler.settle(self.module, replicas, outcomes, plan.sizes, crew.shelf.places)
+        changed = any(outcome.changes or outcome.written for outcome in outcomes)
+        if changed:
+            with self.settler.given(inputs):
+                crew.settled(outcomes)
+                self.settler.settle(self.module, replicas, outcomes, plan.sizes, crew.shelf.places)
+        crew.changed = changed
         for weight, rows in rewritten:
             weight.data.copy_(rows)
         return merged
@@ -298,7 +297,7 @@ class Together:
         shared = len(replicas) > 1 and is_shared(call.plan, call.values)
         given = Given(call.plan, call.values) if shared else None
         crossing = Crossing(engine, replicas, runs, ambient, crew.behind, streams, sizes, carried, given)
-        crossing.look = self._is_new(call)
+        crossing.look = call.known.probe is not None and torch.is_grad_enabled() and call.known.probe.is_new()
         if engine.far and len(replicas) > 1:
             crossing.theirs = ids_in(call.values)
         read = times_read() if self._one_backward_on_two else 0
@@ -389,7 +388,9 @@ class Together:
         """Whether hooks of the user's are there that are to see whole batches."""
         if self.options.hooks != "whole":
             return False
-        found = self.hooks.find(self.crew.modules, self.crew.made)
+        made = self.crew.made
+        found = self.hooks.find(self.crew.modules, made)
         if found is not None:
             self.hooks.tell(found)
+        self._clear = made if found is None else -1
         return found is not None

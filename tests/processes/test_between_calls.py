@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import time
 from typing import Any
 
 import pytest
@@ -68,6 +69,30 @@ def test_settings_that_forward_left_behind_are_set_again() -> None:
                 torch.testing.assert_close(model(x), whole)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+class Dawdles(nn.Module):
+    """Meets the others; the first replica takes its time after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) + instep.all_reduce(x.sum())
+        if instep.replica().index == 0:
+            time.sleep(0.3)
+        return y
+
+
+def test_a_worker_that_is_heard_before_the_first_replica_is_done() -> None:
+    """It must not be told that nobody needs what it keeps for the backward."""
+    net, x = Dawdles(), torch.randn(6, 4)
+    with wrap(net) as model:
+        first = model(x)
+        model(x)
+        first.sum().backward()
+    torch.testing.assert_close(net.layer.weight.grad, x.sum(0).expand(3, 4))
 
 
 class Threads(nn.Module):

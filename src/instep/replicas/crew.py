@@ -230,7 +230,7 @@ class Crew:
 
     def discard(self) -> None:
         """Make the replicas anew at the next call: after a failure nobody knows what they hold."""
-        self._watch = None
+        self._watch = self._ahead = None
         self.replicas = []
 
     def _apply(self, changes: Changes) -> None:

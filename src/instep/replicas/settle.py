@@ -82,13 +82,8 @@ class Settler:
         outcomes: Sequence[Outcome],
         sizes: Sequence[int],
         places: Mapping[int, Place],
-    ) -> bool:
-        """Set on the source what `forward` changed, and say whether that was anything.
-
-        `places` says where each container of the source is.
-        """
-        if not any(outcome.changes or outcome.written for outcome in outcomes):
-            return False
+    ) -> None:
+        """Set on the source what `forward` changed; `places` says where each container of the source is."""
         modules = replicas[0].source_modules
         names = module_names(source, modules)
         writes = [
@@ -99,7 +94,6 @@ class Settler:
         surely(*writes)  # all or none: an interruption in between would leave the state of no call
         for replica, outcome in zip(replicas, outcomes, strict=True):
             replica.revert(outcome.changes)
-        return True
 
     def _attributes(
         self,

@@ -51,7 +51,7 @@ class Versions:
 
 @dataclass(eq=False)
 class Call:
-    """What is kept of a call until nobody can ask for its gradient any longer.
+    """What is kept of a call until nobody can ask for its gradient any longer: then its worker may forget it too.
 
     It does not hold the stand-in that it was made with: that leads to tensors which earlier calls left on the module,
     and so to these calls.
@@ -91,10 +91,14 @@ class Call:
     def __post_init__(self) -> None:
         weakref.finalize(self, self.desk.gone.append, ("call", self.number))
         self._sources = self.told.sources
-        self._given = Versions(self.arguments)
-        self._module = Versions(self.told.counterparts)
+        self.note()
         self._again: Shadow | None = None  # held: a worker forgets the module of a stand-in that is gone
         keep(self.modules[0], self)
+
+    def note(self) -> None:
+        """What is written to the arguments and to the module from now on comes after the forward."""
+        self._given = Versions(self.arguments)
+        self._module = Versions(self.told.counterparts)
 
     def number_of(self, leaf: Tensor) -> int | None:
         """The number that the worker knows a leaf of the stand-in by; None for one that it was not told of."""

@@ -178,7 +178,7 @@ class ProcessesEngine(SideBySide):
 
         def own() -> Outcome:
             outcome = perform(job, 0)
-            for meanwhile in later:
+            for meanwhile in () if room.met else later:  # otherwise threads of their own hear the workers already
                 meanwhile()
             return outcome
 

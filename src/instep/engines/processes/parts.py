@@ -114,9 +114,10 @@ class ForwardPart:
         if job.ambient.grad and needing:
             call = outcome.remote = self._call or self._new_call(desk)
             call.outputs, call.inputs = needing, _numbers(job.inputs[self._index], arguments)
+            if isinstance(ran, Ran):
+                call.note()  # what was written just now is the call's own
+                call.spoilt = bool(ran.arguments or ran.given or ran.moved)
         if isinstance(ran, Ran):
-            if outcome.remote is not None:
-                outcome.remote.spoilt = bool(ran.arguments or ran.given or ran.moved)
             remember_values(shadow.source_modules[0], [told.table[number] for number in ran.written])
         return outcome
 

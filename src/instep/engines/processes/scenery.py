@@ -20,26 +20,13 @@ class Scenery:
 
     def __init__(self) -> None:
         self._threads = 0
-        self._stands = False
-        """Whether all is as the last call wants it."""
 
     def set_up(self, around: Surroundings | None) -> Ambient:
         """Set what is the whole process's, also what the last call has changed of it; returns what is the call's."""
         if around is not None:
-            self._around, self._ambient, self._stands = around, _ambient(around), False
-        if not self._stands:
-            self._set(self._around)
-        self._stands = False
-        return self._ambient
-
-    def look_ahead(self) -> None:
-        """A call is over: set again what it has changed. Nothing else runs before the next one."""
+            self._around, self._ambient = around, _ambient(around)
         self._set(self._around)
-        self._stands = True
-
-    def look_again(self) -> None:
-        """Something else ran all the same."""
-        self._stands = False
+        return self._ambient
 
     def _set(self, around: Surroundings) -> None:
         if torch.get_default_dtype() != around.dtype:

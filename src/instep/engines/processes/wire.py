@@ -185,7 +185,7 @@ class Line:
             else:
                 large.append((tensor, nbytes))
                 used += aligned(nbytes)
-            if tensor.device.type != "cpu":
+            if afar is None and tensor.device.type != "cpu":
                 afar = tensor.device
         payload = sum(map(len, page))
         flags = _ELSEWHERE if payload > FRAME else 0

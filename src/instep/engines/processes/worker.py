@@ -189,7 +189,6 @@ class Worker:
         if self._last is None:
             return
         try:
-            self._scenery.look_ahead()
             self._last.crew.look_ahead()
         except Exception:  # then the next call says so
             self._look_again()
@@ -197,7 +196,6 @@ class Worker:
     def _look_again(self) -> None:
         if self._last is not None:
             self._last.crew.look_again()
-            self._scenery.look_again()
             self._last = None
 
     def _forward(self, message: Message) -> None:
