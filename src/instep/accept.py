@@ -41,8 +41,9 @@ def refuse_outer_wrapper(ours: int) -> None:
     """Being called by nn.DataParallel means that the batch was split once already.
 
     Where torch finds one device or none it only passes the batch through; what would go wrong elsewhere is said there
-    too. It is asked at every call, so only the frames are looked at in which nn.DataParallel would be, which is so many
-    calls of ours away, and those of torch.
+    too. It is asked at every call (but of one replica on the CPU that is being compiled, which has frames of another
+    kind), so only the frames are looked at in which nn.DataParallel would be: so many calls of ours away, and those of
+    torch.
     """
     for calls in _CALLS_OF_TORCH:
         try:

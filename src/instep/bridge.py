@@ -146,7 +146,8 @@ class Bridge(torch.autograd.Function):
 
 # torch leaves `Function.apply` without types.
 enter = cast(Callable[..., tuple[Tensor, ...]], Entry.apply)
-# What `apply` does besides is for transforms of `torch.func`, under which no call comes here.
+# What `apply` does besides is for transforms of `torch.func`: no call comes here under one, and tensors that one has
+# left behind are no parameters or shards that a gradient could be wanted for.
 bridge = cast(Callable[..., tuple[Tensor, ...]], super(torch.autograd.Function, Bridge).apply)
 
 

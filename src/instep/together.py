@@ -68,8 +68,8 @@ class Together:
         """The methods and modes in which hooks are put on tensors."""
         self._one_backward_on_two = self.engine.joint and len({device.type for device in self.devices}) > 1
         """Whether one backward works on an accelerator and on the CPU, at the same time."""
-        self._clear = -1
-        """The stock of modules on which no hooks were found when this call began."""
+        self._unhooked = -1
+        """The number of the crew's stock of modules on which no hooks were found when this call began."""
         self._mixing: set[Any] = set()
         """Those in which a backward of the user's own looks at more than one sample, a gradient is asked for, or one
         backward for all replicas would recompute with numbers of another."""
@@ -202,7 +202,7 @@ class Together:
         crew, plan = self.crew, call.plan
         replicas = crew.ready()[: plan.parts]
         # Modules that are not registered are known by now.
-        hooked = crew.made != self._clear and self.is_hooked()
+        hooked = crew.made != self._unhooked and self.is_hooked()
         manner = self._manner(call)
         if crew.is_tied() or hooked or self._is_asking(call) or manner in self._mixing:
             return self._on_source(call)
@@ -392,5 +392,5 @@ class Together:
         found = self.hooks.find(self.crew.modules, made)
         if found is not None:
             self.hooks.tell(found)
-        self._clear = made if found is None else -1
+        self._unhooked = made if found is None else -1
         return found is not None

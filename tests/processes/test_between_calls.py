@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 import select
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,7 +159,7 @@ class Poll:
 
 def test_a_thread_waits_awake_only_where_there_is_a_core_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
-        for processes in (0, cores._cores() + 1):
+        for processes in (0, len(os.sched_getaffinity(0)) + 1):
             cores.watch_for(processes)
             asleep: Any = Poll(1)
             assert cores.stay_awake(asleep) == []
@@ -169,8 +172,22 @@ def test_a_thread_waits_awake_only_where_there_is_a_core_for_each(monkeypatch: p
         awake = Poll(3)
         assert cores.stay_awake(awake) == []
         assert awake.left == 2
+        cores.watch_for(0)
+        monkeypatch.setattr(cores, "_quota", lambda: 0.5)
+        cores.watch_for(1)
+        assert cores.stay_awake(asleep) == []
     finally:
         cores.watch_for(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("max 100000", math.inf), ("150000 100000", 1.5), ("200000", 2.0), ("-1", math.inf), ("", math.inf)],
+)
+def test_the_share_of_a_container(text: str, found: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "limit").write_text(text)
+    monkeypatch.setattr(cores, "_QUOTAS", (str(tmp_path / "none"), str(tmp_path / "limit")))
+    assert cores._quota.__wrapped__() == found
 
 
 def test_a_call_leaves_no_thread_awake() -> None:

@@ -11,6 +11,7 @@ process, a thread that has nothing else to do stays awake for it, as those of Op
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import select
 import threading
@@ -20,6 +21,7 @@ from functools import lru_cache
 
 AWAKE = 0.002
 """Seconds for which one waits awake."""
+_QUOTAS = ("/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
 _here = threading.local()
 _getcpu = getattr(ctypes.CDLL(None), "sched_getcpu", None)
 
@@ -31,16 +33,25 @@ def this_core() -> int:
 
 def watch_for(processes: int) -> None:
     """Let this thread wait awake if there is a core for each of so many processes; 0 for no longer."""
-    _here.awake = 0 < processes <= _cores()
+    _here.awake = 0 < processes <= min(len(os.sched_getaffinity(0)), _quota())
 
 
 @lru_cache(maxsize=1)
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+def _quota() -> float:
+    """The cores that a container's share of the time comes to: whoever wakes for nothing uses that up."""
+    for place in _QUOTAS:
+        try:
+            with open(place) as file:
+                limit, *period = file.read().split()
+            if limit not in ("max", "-1"):
+                return float(limit) / float(period[0] if period else 100_000)
+        except (OSError, ValueError):  # there is none, or it is written otherwise
+            continue
+    return math.inf
 
 
 def stay_awake(poll: select.poll) -> list[tuple[int, int]]:
-    """What a poll finds before it is time to sleep, which it is at once for threads that others may wait for."""
+    """What a poll finds before it is time to sleep; that is at once in threads that do not `watch_for` anything."""
     if not getattr(_here, "awake", False):
         return []
     until = time.monotonic() + AWAKE

@@ -39,6 +39,7 @@ from instep.engines.room import FORWARD, Room
 from instep.engines.side_by_side import Part, SideBySide
 from instep.engines.tasks import be_inside, inside_replica
 from instep.errors import EngineError, WorkerFailure
+from instep.locks import ProcessLock
 from instep.private import saves_as_usual
 from instep.reaching import Reach
 from instep.reduce import add_up, free_to_use
@@ -61,6 +62,7 @@ class ProcessesEngine(SideBySide):
         self.restarts = restarts
         self._hands = Hands(devices)
         self._deaths: list[float] = []
+        self._counting = ProcessLock()
         self.crossing: dict[int, str | None] = {}
         """By the index of a replica: why its tensors leave the device to cross (see `Desk.sharing`)."""
         self._passage: Passage
@@ -108,10 +110,13 @@ class ProcessesEngine(SideBySide):
         why = str(gone) if worker is None else f"the worker of {worker.name} ended: {worker.death()}"
         self.part(worker)
         self._hands.end(index)
-        now = time.monotonic()
-        self._deaths = [*(then for then in self._deaths if now - then < WINDOW), now]
-        if len(self._deaths) > self.restarts:
-            self._deaths = []
+        with self._counting:
+            now = time.monotonic()
+            self._deaths = [*(then for then in self._deaths if now - then < WINDOW), now]
+            too_many = len(self._deaths) > self.restarts
+            if too_many:
+                self._deaths = []
+        if too_many:
             raise WorkerFailure(
                 f"{why}\n"
                 f"That was death number {self.restarts + 1} within {WINDOW:.0f} seconds, so the step is not tried "
@@ -170,16 +175,16 @@ class ProcessesEngine(SideBySide):
     def _forward_here(self, job: Job) -> list[Outcome]:
         room = job.room = self.room_for([replica.name for replica in job.replicas], FORWARD)
 
-        later: list[Callable[[], None]] = []
+        meanwhile: list[Callable[[], None]] = []
 
         def run() -> list[Outcome]:  # workers are told of the threads that a replica has here
-            ends = [self._begin(job, index, later) for index in range(1, len(job.replicas))]
+            ends = [self._begin(job, index, meanwhile) for index in range(1, len(job.replicas))]
             return run_all(room, lambda: self.lease, own, ends)
 
         def own() -> Outcome:
             outcome = perform(job, 0)
-            for meanwhile in () if room.met else later:  # otherwise threads of their own hear the workers already
-                meanwhile()
+            for do in () if room.met else meanwhile:  # otherwise threads of their own hear the workers already
+                do()
             return outcome
 
         mine = torch.get_num_threads()
@@ -198,13 +203,13 @@ class ProcessesEngine(SideBySide):
         with job.passage.enter():
             return self._begin(job, index, [])()
 
-    def _begin(self, job: Job, index: int, later: list[Callable[[], None]]) -> Callable[[], Outcome]:
-        """Ask for one replica's part of a forward; what this returns waits for it. What it notes can be done before."""
+    def _begin(self, job: Job, index: int, meanwhile: list[Callable[[], None]]) -> Callable[[], Outcome]:
+        """Ask for one replica's part of a forward; what this returns waits for it, and what it notes can come first."""
         try:
             job.room.enter(index)
             part = ForwardPart(job, index)
             asked = Asked(self, index, part, job.passage, part.near)
-            later.append(partial(asked.meanwhile, part.meanwhile))
+            meanwhile.append(partial(asked.meanwhile, part.meanwhile))
         except BaseException as error:
             job.room.leave(index, error)
             if job.passage.sharing is not None:

@@ -189,7 +189,7 @@ class Mirror:
             self._replica = replica
             places = {id(tensor): number for number, tensor in enumerate(self.tensors)}
             for source, leaf in replica.trainable:
-                if source.nbytes >= LARGE:
+                if _is_dense(source) and source.nbytes >= LARGE:
                     # Python's collector does not see what such a hook holds: held by it, nothing here would ever go.
                     leaf.register_post_accumulate_grad_hook(partial(_leave, weakref.ref(self), places[id(source)]))
         replica.name = f"replica {run.index} on {self.device}"

@@ -164,7 +164,7 @@ class Run(Order):
     """One replica's part of a forward."""
 
     PATHS: ClassVar = {"args": "argument ", "kwargs": "argument "}
-    ALWAYS: ClassVar[int] = 9
+    ALWAYS: ClassVar[int] = 10
 
     number: int
     method: str

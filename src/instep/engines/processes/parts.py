@@ -86,7 +86,7 @@ class ForwardPart:
         self._call = None
 
     def meanwhile(self, desk: Desk) -> None:
-        """After the first replica has run, and before the answer is there: do what does not depend on that."""
+        """After the first replica has run, and before anybody hears the answer: do what does not depend on that."""
         if self._job.ambient.grad:
             self._call = self._new_call(desk)
 
@@ -100,6 +100,7 @@ class ForwardPart:
             answer = desk.answer(self._box, self._met)
         except Exception:
             desk.say_again(self._run)
+            self._call = None  # the traceback leads here
             raise
         fields, tensors = desk.talk.take(answer, _rebuild(self._arguments, self._told.counterparts))
         return desk, Ran(*fields) if len(fields) > 1 else Output(*fields), tensors

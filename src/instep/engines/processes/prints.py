@@ -43,12 +43,14 @@ class Printed:
         """Show all that has been printed by now; with `partial` also the beginning of a line."""
         with self._lock:
             for fd, (target, waiting) in list(self._streams.items()):
+                _begun.add(fd)
                 waiting += self._read(fd)
                 end = len(waiting) if partial else waiting.rfind(b"\n") + 1
                 if end:
                     self._show(target, bytes(waiting[:end]).decode("utf-8", "replace"))
                     del waiting[:end]
-                (_begun.add if waiting else _begun.discard)(fd)
+                if not waiting:
+                    _begun.discard(fd)
 
     @staticmethod
     def _read(fd: int) -> bytes:
@@ -122,7 +124,7 @@ class _Reader(threading.Thread):
 
 _open: dict[int, Printed] = {}
 _begun: set[int] = set()
-"""Pipes of which the beginning of a line was read and not shown."""
+"""Pipes that are being read, or of which the beginning of a line was read and not shown."""
 _reader: _Reader | None = None
 
 
@@ -176,7 +178,8 @@ def flush_output() -> None:
     A worker lets out what it printed before it sends a message: after its answer has come, this shows all of it.
     """
     with _lock:
-        if _reader is None or (not _begun and not _reader.epoll.poll(0)):
+        # In this order: what is no longer in a pipe is being read by somebody.
+        if _reader is None or not (_reader.epoll.poll(0) or _begun):
             return
         printing = list(dict.fromkeys(_open.values()))
     for printed in printing:

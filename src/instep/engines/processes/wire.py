@@ -25,7 +25,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from instep.engines.processes.arena import ALIGNMENT, NOWHERE, Inbox, Outbox, Place, aligned
-from instep.engines.processes.cores import Elsewhere, stay_awake, this_core
+from instep.engines.processes.cores import AWAKE, Elsewhere, stay_awake, this_core
 from instep.engines.processes.looks import GRAIN, address, data_of, look, pack, read_looks, unpack
 from instep.engines.processes.shore import Shore, wait_for
 from instep.errors import EngineError
@@ -249,13 +249,14 @@ class Line:
                 return self._open(length, fds, flags)
 
     def _wait(self, deadline: float | None) -> list[tuple[int, int]]:
-        if found := stay_awake(self._poll):
+        left = _left(deadline)
+        if (left is None or left > 1000 * AWAKE) and (found := stay_awake(self._poll)):
             return found
         if self.elsewhere is None:
-            return self._poll.poll(_left(deadline))
+            return self._poll.poll(left)
         try:
             self.elsewhere.rest()
-            return self._poll.poll(_left(deadline))
+            return self._poll.poll(left)
         finally:
             self.elsewhere.rise()
 

@@ -276,8 +276,8 @@ class Worker:
                 numbers.pop(id(tensor), None)
         known = mirror.numbers()
         kept = [ran.sets, ran.contents]
-        alone = type(ran.output) is Tensor and has_plain_memory(ran.output)  # as most are
-        if ambient.grad and (any(kept) or not alone):
+        plain = type(ran.output) is Tensor and has_plain_memory(ran.output)  # as most are
+        if ambient.grad and (any(kept) or not plain):
             refuse_lost(ran.output, kept, lambda t: has_plain_memory(t) or is_jagged(t) or id(t) in known)
 
         def describe(tensor: Tensor) -> Tag:
@@ -293,7 +293,8 @@ class Worker:
             self._calls[message.call] = Held(
                 mirror, side, list(leaves), outputs, arguments, mirror.counterparts(), streams, run.index
             )
-        self._last = mirror
+        # After a backward, if there will be one: it may change the module.
+        self._last = None if message.call in self._calls else mirror
 
     def _report(self, mirror: Mirror, outcome: Outcome) -> Ran:
         """What a forward did, in terms that the other process knows."""
