@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import select
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import instep
 from instep.engines.processes import cores
 from instep.engines.processes.hands import Hands
 from instep.engines.processes.orders import Back, Ran, Run, WentBack
+from instep.engines.processes.prints import Printed, flush_output
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -197,3 +199,30 @@ def test_a_call_leaves_no_thread_awake() -> None:
         with pytest.raises(RuntimeError):
             model(torch.randn(6, 5))
         assert not getattr(cores._here, "awake", False)
+
+
+def test_output_that_somebody_is_just_reading_is_shown_before_the_call_returns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+    read = Printed._read
+
+    def slowly(fd: int) -> bytes:
+        data = read(fd)
+        if data and not reading.is_set():  # it is no longer in the pipe, and not shown yet
+            reading.set()
+            assert go_on.wait(60)
+        return data
+
+    monkeypatch.setattr(Printed, "_read", staticmethod(slowly))
+    printed = Printed(lambda: "a worker")
+    try:
+        os.write(printed.write_ends[0], b"hello\n")
+        assert reading.wait(60)
+        later = threading.Timer(0.1, go_on.set)
+        later.start()
+        flush_output()
+        assert capsys.readouterr().out == "[a worker] hello\n"
+        later.join()
+    finally:
+        printed.close()
