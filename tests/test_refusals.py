@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import instep
 
@@ -69,3 +69,24 @@ def test_it_refuses_what_cannot_be_wrapped() -> None:
 def test_a_script_module_is_refused() -> None:
     with pytest.raises(instep.WrapError, match="ScriptModule"):
         instep.DataParallel(torch.jit.script(nn.Linear(2, 2)))
+
+
+class Mixes(nn.Module):
+    """A weight that is sparse itself, and not only its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.eye(4).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.mix, x.t()).t()
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+def test_weights_that_are_sparse(engine: str) -> None:
+    net, x = Mixes(), torch.randn(6, 4)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        with pytest.raises(instep.WrapError, match=r"'mix' is a torch\.sparse_coo tensor"):
+            model(x)
+        net.mix.requires_grad_(False)
+        torch.testing.assert_close(model(x), net(x))

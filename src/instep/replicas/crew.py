@@ -251,6 +251,7 @@ class Crew:
                 f"the module was moved to {now} after it was wrapped for {home}.\n"
                 f"Wrap it anew: instep.DataParallel(model, device_ids=[...])."
             )
+        _refuse_sparse(self.source)
         if self._settle_in is not None:
             self._settle_in([*self.source.parameters(), *self.source.buffers()])
         self._apart = renormed_weights(self.source.modules())
@@ -335,3 +336,14 @@ def _way(near: bool, joint: bool) -> Way:
     if joint:
         return Way.SHARE if near else Way.LINK
     return Way.ALIAS if near else Way.PRIVATE
+
+
+def _refuse_sparse(source: nn.Module) -> None:
+    """`WrapError` for a weight that is sparse itself; gradients may be."""
+    for name, parameter in source.named_parameters():
+        if parameter.requires_grad and parameter.layout is not torch.strided:
+            raise WrapError(
+                f"the parameter {name!r} is a {parameter.layout} tensor, which gets new memory whenever it changes: "
+                f"replicas would lose sight of it.\n"
+                f"Keep its values as a dense parameter, and make it sparse in forward."
+            )
