@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -22,6 +23,9 @@ import instep
 from instep.engines.processes.hands import Hands
 
 SECONDS_TO_END = 2.0
+
+# A shell that starts the suite in the background has it ignore Ctrl-C, which tests send to themselves and to others.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Set by pytest for every phase, by torch when it first needs its compiler or CUDA, and by scikit-learn on import.
 FOREIGN_VARIABLES = frozenset(

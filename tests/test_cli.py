@@ -64,17 +64,6 @@ def test_demo_proves_trains_counts_and_saves(tmp_path: Path) -> None:
     Reader().load_state_dict(torch.load(tmp_path / "weights" / "demo.pt", weights_only=True, map_location="cpu"))
 
 
-def errors_at_the_end_of(process: subprocess.Popen[str]) -> str:
-    """What an interrupted program leaves. Python drops an interruption that comes in a finalizer: one presses again."""
-    for _ in range(3):
-        try:
-            return process.communicate(timeout=PATIENCE / 4)[1]
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-    process.kill()
-    raise AssertionError("it cannot be interrupted")
-
-
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal as a terminal does")
 def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
     with start("demo", "--steps", "1000000", folder=tmp_path) as process:
@@ -86,7 +75,7 @@ def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
             assert line
         finally:
             process.send_signal(signal.SIGINT)
-        err = errors_at_the_end_of(process)
+        _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert "interrupted" in err
     assert "Traceback" not in err
