@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -99,6 +100,7 @@ def test_threads_that_come_to_a_worker_at_once_find_one_desk(monkeypatch: pytest
             super().__init__(worker)
 
     monkeypatch.setattr("instep.engines.processes.desk.Desk", Opened)
+    monkeypatch.setattr("instep.engines.processes.desk._desks", weakref.WeakKeyDictionary())  # some test may have one
     model = wrap(nn.Linear(4, 3))
     worker = model._instep_engine._hands.get(1)
     with ThreadPoolExecutor(3) as pool:

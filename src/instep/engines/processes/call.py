@@ -28,27 +28,6 @@ Attribute = tuple[nn.Module, str, bool]
 """A module, the name of an attribute, and whether it is a buffer."""
 
 
-_version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
-
-
-class Versions:
-    """Tensors as they were written to when this was made; those of inference mode have no such counter."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = [(n, tensor) for n, tensor in enumerate(tensors) if not tensor.is_inference()]
-        self._then = self._read()
-
-    def _read(self) -> list[int]:
-        return [_version(tensor) for _, tensor in self._tensors]
-
-    def moved(self) -> list[int]:
-        """The places of those that were written to since."""
-        now = self._read()
-        if now == self._then:
-            return []
-        return [n for (n, _), then, later in zip(self._tensors, self._then, now, strict=True) if then != later]
-
-
 @dataclass(eq=False)
 class Call:
     """What is kept of a call until nobody can ask for its gradient any longer: then its worker may forget it too.
@@ -197,3 +176,24 @@ def _set(key: Attribute, value: Any) -> None:
         holder.pop(name, None)
     else:
         holder[name] = value
+
+
+_version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
+
+
+class Versions:
+    """Tensors as they were written to when this was made; those of inference mode have no such counter."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [(n, tensor) for n, tensor in enumerate(tensors) if not tensor.is_inference()]
+        self._then = self._read()
+
+    def _read(self) -> list[int]:
+        return [_version(tensor) for _, tensor in self._tensors]
+
+    def moved(self) -> list[int]:
+        """The places of those that were written to since."""
+        now = self._read()
+        if now == self._then:
+            return []
+        return [n for (n, _), then, later in zip(self._tensors, self._then, now, strict=True) if then != later]

@@ -37,7 +37,7 @@ from instep.engines.processes.wire import Gone
 from instep.engines.protocol import Job, perform, raise_first
 from instep.engines.room import FORWARD, Room
 from instep.engines.side_by_side import Part, SideBySide
-from instep.engines.tasks import be_inside, inside_replica
+from instep.engines.tasks import inside_replica
 from instep.errors import EngineError, WorkerFailure
 from instep.locks import ProcessLock
 from instep.private import saves_as_usual
@@ -187,13 +187,7 @@ class ProcessesEngine(SideBySide):
                 do()
             return outcome
 
-        mine = torch.get_num_threads()
-
-        def restore() -> None:  # the rest is set by whoever called this
-            be_inside(False)
-            torch.set_num_threads(mine)
-
-        outcomes = here(run, len(job.replicas), restore)
+        outcomes = here(run, len(job.replicas), looked_after=True)
         raise_first(job.replicas, outcomes)
         return outcomes
 

@@ -80,14 +80,15 @@ def _alone(end: Callable[[], T]) -> list[T]:
     return [end()]
 
 
-def here(run: Callable[[], T], count: int, restore: Callable[[], object] | None = None) -> T:
+def here(run: Callable[[], T], count: int, *, looked_after: bool = False) -> T:
     """Do something in this thread as a replica does, with a replica's share of the cores of `count` replicas.
 
-    If it fails or is interrupted, `restore` sets what is not as it was; without it, all that a replica may have set is.
+    If it fails or is interrupted, what it may have set is set back; only what this function has, where the rest is
+    `looked_after` by whoever called it.
     """
     mine = torch.get_num_threads()
     share = max(1, mine // count)
-    restore = restore or Bearings().restore
+    back = [partial(be_inside, False), partial(torch.set_num_threads, mine)] if looked_after else [Bearings().restore]
     try:
         if share != mine:
             torch.set_num_threads(share)
@@ -99,6 +100,6 @@ def here(run: Callable[[], T], count: int, restore: Callable[[], object] | None 
         if share != mine:
             torch.set_num_threads(mine)
     except BaseException:  # no context manager: an interruption could come on the way to it
-        surely(restore, partial(watch_for, 0))
+        surely(*back, partial(watch_for, 0))
         raise
     return result
