@@ -137,7 +137,7 @@ def test_nothing_grows_over_a_thousand_calls() -> None:
         step(1000)
         gc.collect()
         assert len(gc.get_objects()) - before < 50
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads
 
 
 class Meeting(nn.Module):

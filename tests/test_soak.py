@@ -86,7 +86,7 @@ def test_nothing_grows(engine: str) -> None:
     assert count - before[0] < 20
     assert len(uses) == (3 if engine == "processes" else 1)
     for then, now in zip(before[1], uses, strict=True):
-        assert now.threads == then.threads
+        assert now.threads <= then.threads  # fewer, where one that another test had left came to its end
         assert now.files <= then.files + 4 * DROPPED  # so many modules a worker lets go at a time, with four each
         assert now.memory - then.memory < 24 * MEBIBYTE
     assert net.calls > CALLS // 2
