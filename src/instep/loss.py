@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -235,13 +235,19 @@ def _known(criterion: Any) -> Any:
             return None
     if not isinstance(criterion, nn.Module):
         made = _FUNCTIONS.get(criterion) if getattr(criterion, "__hash__", None) else None
-        return made() if made is not None else None
+        return _as_it_comes(made) if made is not None else None
     if criterion._forward_hooks or criterion._forward_pre_hooks:
         return None
     for cls in (*_BY_CLASS, *_BY_ELEMENT, *_BY_SAMPLE):
         if isinstance(criterion, cls) and type(criterion).forward is cls.forward:
             return criterion
     return None
+
+
+@cache
+def _as_it_comes(loss: type[nn.Module]) -> nn.Module:
+    """A loss without arguments, made once: it is asked for several times a call, and only copies of it are changed."""
+    return loss()
 
 
 def _divisor(criterion: Any, output: Tensor, target: Tensor) -> Any:
