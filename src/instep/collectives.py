@@ -20,6 +20,7 @@ from torch import Tensor
 from instep.compiled import meets
 from instep.errors import CollectiveError
 from instep.meeting import OUTSIDE, Position, Seat, alone, seat, share
+from instep.structure.shapes import is_dense
 from instep.structure.tree import Path, map_tensors, open_node, show_path, tensors_in
 from instep.structure.types import kind_of
 
@@ -222,7 +223,7 @@ def _check_dtypes(value: Any, op: str) -> None:
 
 def _refuse_kinds(value: Any, path: Path, verb: str) -> None:
     """Packed, nested and sparse tensors, graphs and the like have rules for a batch, and none for this."""
-    plain = not isinstance(value, Tensor) or (value.layout is torch.strided and not value.is_nested)
+    plain = not isinstance(value, Tensor) or is_dense(value)
     if not plain or (kind_of(type(value)) is not None and not isinstance(value, (Tensor, np.ndarray))):
         raise CollectiveError(
             f"{verb}: {_at(path)} is a {type(value).__name__} of a layout of its own; give the plain tensors in it."

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -25,6 +24,7 @@ from instep.replicas.handed import handed
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.tensors import Way
 from instep.replicas.watch import Changes, Inside
+from instep.structure.shapes import is_dense
 from instep.structure.tree import map_tensors, tensors_in
 
 
@@ -273,7 +273,7 @@ def _owner(shard: Tensor) -> Tensor:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    return type(tensor) is Tensor and is_dense(tensor)
 
 
 def _own_memory(values: Sequence[Any], notes: Notes, copies: list[tuple[Tensor, Tensor]]) -> list[Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from instep.private import look_alike
+from instep.structure.shapes import is_dense
 
 _pointer = torch._C.TensorBase.data_ptr
 _shape = torch._C.TensorBase.size
@@ -27,7 +28,7 @@ class Lay:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = list(tensors)
-        self._memory = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_nested]
+        self._memory = list(filter(is_dense, tensors))
         self._pointers = list(map(_pointer, self._memory))
         self._metadata = self._read()
         self._look_alike = look_alike(self._memory)

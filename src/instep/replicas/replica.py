@@ -22,6 +22,7 @@ from instep.replicas.equal import equal_tensors
 from instep.replicas.handed import Change
 from instep.replicas.tensors import Tensors, Way, shared_storages
 from instep.replicas.watch import MISSING, NOTHING, Changes, Set, Watch
+from instep.structure.shapes import is_dense
 from instep.structure.tree import map_tensors, tensors_in
 
 Pair = tuple[Tensor, Tensor]
@@ -174,7 +175,7 @@ class Replica:
             return
         stale = [pair for pair in self.tensors.state if not self._known_equal(*pair)]
         with inference(False), torch.no_grad():
-            alike = [(s, c) for s, c in stale if s.shape == c.shape and s.dtype == c.dtype and _is_dense(s)]
+            alike = [(s, c) for s, c in stale if s.shape == c.shape and s.dtype == c.dtype and is_dense(s)]
             if alike:
                 torch._foreach_copy_([copy.data for _, copy in alike], [source.detach() for source, _ in alike])
             done = {id(copy) for _, copy in alike}
@@ -244,10 +245,6 @@ def _refuse_zero_grad(*_: Any, **__: Any) -> None:
         "zero_grad() was called inside forward: gradients belong to the module, and replicas have none of their own.\n"
         "Call it outside, before backward()."
     )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 @dataclass

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from instep.errors import BridgeError
 from instep.modes import inference
+from instep.structure.shapes import is_dense
 
 
 class Guard:
@@ -85,7 +86,7 @@ def shared_storages(modules: Iterable[nn.Module]) -> set[int]:
         for tensor in table.values()
         if isinstance(tensor, Tensor) and not tensor.requires_grad
     }
-    dense = [t for t in held.values() if t.layout is torch.strided and not t.is_nested and type(t) in _DENSE]
+    dense = [t for t in held.values() if is_dense(t) and type(t) in _DENSE]
     count = Counter(tensor.untyped_storage().data_ptr() for tensor in dense if not tensor.is_meta)
     return {address for address, number in count.items() if number > 1 and address}
 
@@ -174,7 +175,7 @@ class Tensors:
 
     def _copied(self, source: Tensor) -> Tensor:
         """Its values here; where tensors of the source are views of one storage, they are views of one copy."""
-        if source.layout is not torch.strided or source.is_nested or not self.views:
+        if not is_dense(source) or not self.views:
             return source.detach().to(self.device, copy=True)
         storage = source.untyped_storage()
         if storage.data_ptr() not in self.views:

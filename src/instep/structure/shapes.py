@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is numbers in strided memory: not sparse, not nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def is_integer(part: Tensor) -> bool:
     """Whether a tensor holds whole numbers; booleans are none."""
     return not (part.is_floating_point() or part.is_complex() or part.dtype is torch.bool)

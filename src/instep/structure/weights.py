@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.structure.shapes import is_dense
 from instep.structure.tree import Path, is_sequence, open_node, show_path
 
 LABELS = ("labels", "label", "targets", "target")
@@ -164,7 +165,7 @@ def counts_in(inputs: Mapping[str, Any], size: int) -> list[Count]:
 
 def has_rows(value: Tensor, size: int) -> bool:
     """Whether the first dim of an ordinary tensor holds so many samples; a nested one has no sizes to ask for."""
-    return not value.is_nested and value.layout is torch.strided and value.ndim > 0 and value.shape[0] == size
+    return is_dense(value) and value.ndim > 0 and value.shape[0] == size
 
 
 def best_window(inputs: Mapping[str, Any], batch: int, sizes: Sequence[int], rivals: Sequence[Any] = ()) -> int:

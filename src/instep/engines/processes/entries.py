@@ -13,6 +13,7 @@ from instep.engines.processes.estate import locate
 from instep.engines.processes.image import image_of, needs_image
 from instep.engines.processes.orders import Entry, Spot
 from instep.engines.processes.shadow import Shadow
+from instep.structure.shapes import is_dense
 
 
 class Entries:
@@ -30,13 +31,13 @@ class Entries:
         self.pulled: set[int] = set()
         """Where in the image lies what the worker copies from it."""
         self._storages: dict[int, int] = {}
-        dense = [tensor for tensor in tensors if _is_dense(tensor)]
+        dense = [tensor for tensor in tensors if _has_data(tensor)]
         far = [tensor for tensor in dense if needs_image(tensor) and self._open(tensor) is None]
         self.image = image_of(shadow.source_modules[0], far)
         self.entries = [self._entry(number, tensor) for number, tensor in enumerate(tensors)]
 
     def _entry(self, number: int, tensor: Tensor) -> Entry:
-        spot = self._spot(tensor) if _is_dense(tensor) else None
+        spot = self._spot(tensor) if _has_data(tensor) else None
         if spot is None or not spot.block:
             self.loose.append(number)
         value = tensor.detach() if spot is None else None
@@ -85,5 +86,5 @@ def copies_to(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+def _has_data(tensor: Tensor) -> bool:
+    return is_dense(tensor) and not tensor.is_meta

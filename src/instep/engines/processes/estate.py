@@ -18,6 +18,7 @@ from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.driver import DeviceMemory
 from instep.modes import inference
 from instep.private import storage_users
+from instep.structure.shapes import is_dense
 
 _ALIGNED = 64
 _HOST = torch.device("cpu")
@@ -109,8 +110,7 @@ def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
 def _can_move(tensor: Tensor) -> bool:
     return (
         type(tensor) in (Tensor, nn.Parameter)
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
+        and is_dense(tensor)
         and not tensor.is_inference()
         and tensor.is_leaf
         and tensor.untyped_storage().nbytes() > 0

@@ -28,6 +28,7 @@ from instep.replicas.crew import Crew
 from instep.replicas.equal import equal_tensors
 from instep.replicas.handed import by_place
 from instep.replicas.replica import Outcome, Pair, Replica
+from instep.structure.shapes import is_dense
 
 
 class _Known:
@@ -162,12 +163,12 @@ class Mirror:
         Memory of an accelerator that was opened is not copied on write.
         """
         for number in numbers:
-            address = self.tensors[number].untyped_storage().data_ptr() if _is_dense(self.tensors[number]) else 0
+            address = self.tensors[number].untyped_storage().data_ptr() if is_dense(self.tensors[number]) else 0
             if not any(storage.data_ptr() == address for storage in self._source_storages()):
                 continue
             whole = torch.empty(0, dtype=torch.uint8, device=self.device)
             own = whole.set_(self.tensors[number].untyped_storage()).clone().untyped_storage()
-            for tensor in filter(_is_dense, self.tensors):
+            for tensor in filter(is_dense, self.tensors):
                 if tensor.untyped_storage().data_ptr() == address:
                     view = torch.empty(0, dtype=tensor.dtype, device=self.device)
                     tensor.data = view.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -189,7 +190,7 @@ class Mirror:
             self._replica = replica
             places = {id(tensor): number for number, tensor in enumerate(self.tensors)}
             for source, leaf in replica.trainable:
-                if _is_dense(source) and source.nbytes >= LARGE:
+                if is_dense(source) and source.nbytes >= LARGE:
                     # Python's collector does not see what such a hook holds: held by it, nothing here would ever go.
                     leaf.register_post_accumulate_grad_hook(partial(_leave, weakref.ref(self), places[id(source)]))
         replica.name = f"replica {run.index} on {self.device}"
@@ -368,10 +369,6 @@ def _leave(mirror: weakref.ref[Mirror], number: int, leaf: Tensor) -> None:
     there = mirror()
     if there is not None:
         there.leave(number, leaf)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def slot_of(memory: SharedMemory | DeviceMemory, offset: int, tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from instep.engines.processes.closures import is_still
 from instep.engines.processes.driver import DeviceMemory
 from instep.engines.processes.image import Image
 from instep.engines.processes.spaces import Seen
+from instep.structure.shapes import is_dense
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Told:
         """By the id of what stands for it here: the id of each tensor."""
         self._all_near = all(slot.device == self.table[number].device for number, slot in self.slots.items())
         self._marks = _marks(self.table)
-        self._dense = [t for t in self.table if t.layout is torch.strided and not t.is_nested]
+        self._dense = list(filter(is_dense, self.table))
         self._pointers = list(map(_pointer, self._dense))
 
     def moved(self) -> bool:

@@ -18,6 +18,7 @@ from instep.devices import move
 from instep.engines.processes import orders
 from instep.engines.processes.berth import take_device, try_to_open
 from instep.engines.processes.cores import Elsewhere, watch_for
+from instep.engines.processes.draws import Draws
 from instep.engines.processes.freight import CannotCross, pack_error
 from instep.engines.processes.hall import Hall
 from instep.engines.processes.hold import Hold
@@ -34,11 +35,10 @@ from instep.engines.side_by_side import in_room
 from instep.engines.tasks import as_replica
 from instep.errors import EngineError
 from instep.pieces import is_jagged, refuse_lost
-from instep.random import RandomState, Streams, threads_can_draw
+from instep.random import Streams, threads_can_draw
 from instep.reaching import reach
 from instep.replicas.handed import Noted
 from instep.replicas.replica import Outcome
-from instep.sources import seed_of
 from instep.structure.tree import tensors_in
 
 DROPPED = 8
@@ -199,19 +199,7 @@ class Worker:
             self._last = None
 
     def _forward(self, message: Message) -> None:
-        leaves: dict[int, Tensor] = {}
-        place = itertools.count()
-
-        def let_in(tag: Tag, tensor: Tensor | None) -> Tensor:
-            made, number = as_sent(tag, tensor), next(place)
-            if made.requires_grad:
-                leaves[number] = made
-                with torch.enable_grad():
-                    (made,) = enter(made)
-            return made
-
-        fields, arguments = self._talk.take(message, let_in)
-        run = Run(*fields)
+        run, arguments, leaves = self._take_run(message)
         mirror = self._mirrors[run.number]
         if mirror is not self._last:
             self._look_again()
@@ -223,14 +211,7 @@ class Worker:
         self._release(*run.gone)
         ambient = self._scenery.set_up(run.around)
         replica = mirror.ready(run)
-        held = mirror.generators(run)
-        lone = [generator.get_state() for generator in run.lone]
-        torch.default_generator.manual_seed(seed_of(run.seed, run.index))  # for whoever asks for it by name
-        state = RandomState([mirror.device] * run.count, apart=True)
-        state.host.fix(run.seed)
-        if state.home is not state.host:
-            state.home.fix(run.home_seed)
-        streams = Streams(state, [held] * run.count, own=threads_can_draw(), in_turn=run.in_turn)
+        draws = Draws(run, mirror)
         written = mirror.note_arguments(run.method, arguments)
         noted = Noted([*run.args, *run.kwargs.values()], run.given) if run.given else None
         job = Job(
@@ -239,7 +220,7 @@ class Worker:
             run.method,
             ambient,
             run.follow,
-            streams,
+            draws.streams,
             run.sizes,
             room=Hall(self._talk, message.call),
         )
@@ -257,19 +238,36 @@ class Worker:
             ran.made = {i: arguments[i].view_as(arguments[i]) for i in ran.arguments if arguments[i].requires_grad}
         if leaves and ambient.grad:
             ran.used = _used(ran, leaves, outcome)
-        ran.by_name = not run.in_turn and state.host.moved()
-        streams.settle()
-        ran.drawn_home = state.home is not state.host and state.home.drawn
-        ran.drawn = state.host.drawn or ran.by_name
-        if held:
-            drawn = [state.add(source).drawn for source, _ in held]
-            split = len(held) - len(run.own)
-            ran.drawn_own = [i for i, moved in enumerate(drawn[split:]) if moved]
-            numbers_drawn = (mirror.generator_number(source) for source, _ in itertools.compress(held[:split], drawn))
-            ran.drawn_held = [number for number in numbers_drawn if number is not None]
-        if lone:
-            states = [generator.get_state() for generator in run.lone]
-            ran.moved = {i: now for i, (now, then) in enumerate(zip(states, lone, strict=True)) if not now.equal(then)}
+        draws.note(ran)
+        outputs = self._say(message.call, run, ran, mirror, arguments, grad=ambient.grad)
+        if outputs and ambient.grad:
+            side = Side([], list(leaves.values()), [], replica.tensors.guard, replica.name, outcome.seat)
+            self._calls[message.call] = Held(
+                mirror, side, list(leaves), outputs, arguments, mirror.counterparts(), draws.streams, run.index
+            )
+        # After a backward, if there will be one: it may change the module.
+        self._last = None if message.call in self._calls else mirror
+
+    def _take_run(self, message: Message) -> tuple[Run, list[Tensor], dict[int, Tensor]]:
+        """What a forward is asked for with: the order, the tensors of its arguments, and leaves for some of those."""
+        leaves: dict[int, Tensor] = {}
+        place = itertools.count()
+
+        def let_in(tag: Tag, tensor: Tensor | None) -> Tensor:
+            made, number = as_sent(tag, tensor), next(place)
+            if made.requires_grad:
+                leaves[number] = made
+                with torch.enable_grad():
+                    (made,) = enter(made)
+            return made
+
+        fields, arguments = self._talk.take(message, let_in)
+        return Run(*fields), arguments, leaves
+
+    def _say(
+        self, call: int, run: Run, ran: Ran, mirror: Mirror, arguments: Sequence[Tensor], *, grad: bool
+    ) -> dict[int, Tensor]:
+        """Answer what a forward came to; the tensors of the answer that need a gradient, by their numbers."""
         numbers = {id(tensor): i for i, tensor in enumerate(arguments)}
         if run.lent:  # state, which forward may write
             for tensor in tensors_in([part for _, _, part in run.lent]):
@@ -277,7 +275,7 @@ class Worker:
         known = mirror.numbers()
         kept = [ran.sets, ran.contents]
         plain = type(ran.output) is Tensor and has_plain_memory(ran.output)  # as most are
-        if ambient.grad and (any(kept) or not plain):
+        if grad and (any(kept) or not plain):
             refuse_lost(ran.output, kept, lambda t: has_plain_memory(t) or is_jagged(t) or id(t) in known)
 
         def describe(tensor: Tensor) -> Tag:
@@ -286,15 +284,8 @@ class Worker:
             return (SOURCE, known[id(tensor)]) if id(tensor) in known else by_value(tensor)
 
         wait_for(mirror.device)
-        sent = self._talk.say(orders.DONE, message.call, ran, describe, what="the output of forward")
-        outputs = {i: t for i, t in enumerate(sent) if t.requires_grad and id(t) not in known}
-        if outputs and ambient.grad:
-            side = Side([], list(leaves.values()), [], replica.tensors.guard, replica.name, outcome.seat)
-            self._calls[message.call] = Held(
-                mirror, side, list(leaves), outputs, arguments, mirror.counterparts(), streams, run.index
-            )
-        # After a backward, if there will be one: it may change the module.
-        self._last = None if message.call in self._calls else mirror
+        sent = self._talk.say(orders.DONE, call, ran, describe, what="the output of forward")
+        return {i: t for i, t in enumerate(sent) if t.requires_grad and id(t) not in known}
 
     def _report(self, mirror: Mirror, outcome: Outcome) -> Ran:
         """What a forward did, in terms that the other process knows."""
