@@ -20,7 +20,7 @@ _pointer = torch._C.TensorBase.data_ptr
 _shape = torch._C.TensorBase.size
 _stride = torch._C.TensorBase.stride
 _needs_gradient = attrgetter("requires_grad")
-_version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
+_version = attrgetter("_version")
 
 
 class Lay:

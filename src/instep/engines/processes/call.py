@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from instep.engines.processes.desk import Desk, Met
@@ -178,9 +177,6 @@ def _set(key: Attribute, value: Any) -> None:
         holder[name] = value
 
 
-_version = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
-
-
 class Versions:
     """Tensors as they were written to when this was made; those of inference mode have no such counter."""
 
@@ -189,7 +185,7 @@ class Versions:
         self._then = self._read()
 
     def _read(self) -> list[int]:
-        return [_version(tensor) for _, tensor in self._tensors]
+        return [tensor._version for _, tensor in self._tensors]
 
     def moved(self) -> list[int]:
         """The places of those that were written to since."""
