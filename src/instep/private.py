@@ -98,11 +98,14 @@ def follows_one_thread() -> bool:
     )
 
 
+_storage_users: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+
 def storage_users(tensor: Tensor) -> int:
     """How many tensors use a tensor's storage; more than there can be where torch does not say."""
-    ask: Any = getattr(torch._C, "_storage_Use_Count", None)
-    storage: Any = tensor.untyped_storage()
-    return sys.maxsize if ask is None else int(ask(storage._cdata)) - 1  # the storage's own object is one
+    if _storage_users is None:
+        return sys.maxsize
+    return int(_storage_users(tensor.untyped_storage()._cdata)) - 1  # the storage's own object is one
 
 
 _run_graph: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)

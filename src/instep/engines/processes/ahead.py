@@ -126,11 +126,12 @@ class Ahead:
     def _begin(self, sides: Sequence[Side]) -> dict[int, _Sum]:
         """The larger ones of this process's own gradients that slots can be added to."""
         sums: dict[int, _Sum] = {}
+        rows = [worker.call.numbers_of(sides[worker.replica].leaves) for worker in self._workers]
         for place, leaf in enumerate(sides[0].leaves):
             own = leaf.grad
             if own is None or place not in (self.into or ()) or own.nbytes < LEAST:
                 continue
-            numbers = [worker.call.number_of(sides[worker.replica].leaves[place]) for worker in self._workers]
+            numbers = [row[place] for row in rows]
             known = zip(self._workers, numbers, strict=True)
             pairs = [(w, n) for w, n in known if n is not None and n in w.bell.spans]
             slots = [worker.call.told.slots[number] for worker, number in pairs]

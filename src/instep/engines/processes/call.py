@@ -78,9 +78,10 @@ class Call:
         self._given = Versions(self.arguments)
         self._module = Versions(self.told.counterparts)
 
-    def number_of(self, leaf: Tensor) -> int | None:
-        """The number that the worker knows a leaf of the stand-in by; None for one that it was not told of."""
-        return self.told.numbers.get(self._sources.get(id(leaf), -1))
+    def numbers_of(self, leaves: Sequence[Tensor]) -> list[int | None]:
+        """The numbers that the worker knows leaves of the stand-in by; None for one that it was not told of."""
+        sources, numbers = self._sources, self.told.numbers
+        return [numbers.get(sources.get(id(leaf), -1)) for leaf in leaves]
 
     def written(self) -> tuple[list[int], list[int]]:
         """The arguments, and the tensors of the module, that were written to since the forward."""

@@ -187,7 +187,7 @@ class BackwardPart:
         call, back, part = self._call, self._back, self._part
         part.room.stacks[part.index] = desk.worker.stack
         back.spent = call.at(desk)
-        self._numbers = [call.number_of(leaf) for leaf in self._side.leaves]
+        self._numbers = call.numbers_of(self._side.leaves)
         back.wanted = [number for number in self._numbers if number is not None]
         back.call = call.number
         self._box = desk.ask_backward(back, call.told.bell)
