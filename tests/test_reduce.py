@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.reduce import add_up, buckets_of, free_to_use, gather, send
+from instep.reduce import WORTH_IT, add_up, buckets_of, free_to_use, gather, send
 
 
 class Shared(nn.Module):
@@ -17,10 +17,10 @@ class Shared(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.p, self.q = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
+        self.p, self.q = (nn.Parameter(torch.randn(3 * WORTH_IT // 8)) for _ in range(2))  # large ones
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.p.view(3, 2) + self.q.view(3, 2))
+        return x @ (self.p.view(3, -1) + self.q.view(3, -1))
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
@@ -39,12 +39,12 @@ def test_the_callers_gradient_is_not_written_to() -> None:
     class Returns(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.p = nn.Parameter(torch.zeros(4))
+            self.p = nn.Parameter(torch.zeros(WORTH_IT))
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.p.view(1, 4).expand(len(x), 4)
+            return self.p.view(1, -1).expand(len(x), -1)
 
-    gradient = torch.randn(2, 4)
+    gradient = torch.randn(2, WORTH_IT)
     before = gradient.clone()
     with instep.DataParallel(Returns(), ["cpu"] * 2) as model:
         model(torch.zeros(2, 1)).backward(gradient)
@@ -53,14 +53,15 @@ def test_the_callers_gradient_is_not_written_to() -> None:
 
 
 def test_sums_go_where_the_first_gradients_are_if_nobody_else_has_their_memory() -> None:
-    alone, both = torch.ones(4), torch.ones(4, 2)
-    views = [both[:, 0], both.view(8)]
+    alone, both, small = torch.ones(WORTH_IT), torch.ones(WORTH_IT, 2), torch.ones(4)
+    views = [both[:, 0], both.view(-1), small]
     more = [torch.full_like(gradient, 2.0) for gradient in (alone, *views)]
     columns = [[alone, *views], more]
     sums = add_up(columns, free_to_use(columns[0]))
     assert sums[0] is alone
-    assert torch.equal(alone, torch.full((4,), 3.0))
-    assert torch.equal(both, torch.ones(4, 2))
+    assert torch.equal(alone, torch.full((WORTH_IT,), 3.0))
+    assert torch.equal(both, torch.ones(WORTH_IT, 2))
+    assert torch.equal(small, torch.ones(4))  # not worth the question
     assert all(torch.equal(total, torch.full_like(total, 3.0)) for total in sums if total is not None)
 
 

@@ -13,6 +13,8 @@ from instep.modes import inference
 from instep.private import storage_users
 
 BUCKET_BYTES = 64 * 2**20
+WORTH_IT = 64 * 2**10
+"""Bytes of a gradient from which on new memory for a sum costs more than to ask whether its own can be used."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,9 @@ def are_alike(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def free_to_use(gradients: Sequence[Tensor | None]) -> set[int]:
-    """The places of gradients, just off a backward, that sums can be made in: no other tensor has their memory."""
-    return {place for place, gradient in enumerate(gradients) if gradient is not None and alone(gradient)}
+    """The places of large gradients, just off a backward, that sums can be made in: nobody else has their memory."""
+    large = (place for place, gradient in enumerate(gradients) if gradient is not None and gradient.nbytes >= WORTH_IT)
+    return {place for place in large if alone(cast(Tensor, gradients[place]))}
 
 
 def add_up(columns: Sequence[Sequence[Tensor | None]], into: Collection[int] = ()) -> list[Tensor | None]:
@@ -108,12 +111,9 @@ def add_up(columns: Sequence[Sequence[Tensor | None]], into: Collection[int] = (
     """
     total = list(columns[0])
     own = set(into)  # sums of ours, which later columns may be added into
-    if len(columns) == 2 and total and len(own) in (0, len(total)) and all(map(are_alike, *columns)):
+    if len(columns) == 2 and total and all(map(are_alike, *columns)):
         one, other = (cast(list[Tensor], list(column)) for column in columns)
-        if not own:
-            return list(torch._foreach_add(one, other))
-        torch._foreach_add_(one, other)
-        return total
+        return _two(one, other, own)
     for column in columns[1:]:
         dense: list[tuple[int, Tensor, Tensor]] = []
         for index, gradient in enumerate(column):
@@ -135,6 +135,18 @@ def add_up(columns: Sequence[Sequence[Tensor | None]], into: Collection[int] = (
             for (index, _, _), value in zip(fresh, sums, strict=True):
                 total[index] = value
                 own.add(index)
+    return total
+
+
+def _two(one: list[Tensor], other: list[Tensor], own: Collection[int]) -> list[Tensor | None]:
+    """The sums of two replicas' gradients, all dense."""
+    if own:
+        torch._foreach_add_([one[place] for place in own], [other[place] for place in own])
+    fresh = [place for place in range(len(one)) if place not in own] if own else range(len(one))
+    sums = torch._foreach_add([one[place] for place in fresh], [other[place] for place in fresh]) if fresh else ()
+    total: list[Tensor | None] = list(one)
+    for place, value in zip(fresh, sums, strict=True):
+        total[place] = value
     return total
 
 
