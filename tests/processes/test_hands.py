@@ -28,9 +28,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 
 @pytest.fixture(scope="module")
 def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hands]:
-    """Three workers, started in a folder where a file has the name of a module of the standard library."""
+    """Three workers, started in a folder where files have the names of modules of the standard library and others."""
     folder = tmp_path_factory.mktemp("folder")
-    (folder / "random.py").write_text("raise SystemExit('hijacked')")
+    for name in ("random", "numpy", "torch", "typing_extensions", "cloudpickle", "sympy"):
+        (folder / f"{name}.py").write_text("raise SystemExit('hijacked')")
     (folder / "lies_in_the_working_folder.py").write_text("")
     hands.stop_all()  # those of other tests run another main
     held = Hands([CPU] * 4)
@@ -76,12 +77,35 @@ def test_it_comes_up_in_isolation(team: Hands, tmp_path: Path) -> None:
     assert not hands.inside_worker()
 
 
-def test_the_path_keeps_its_order_and_the_library_comes_before_the_folder() -> None:
+def test_the_path_keeps_its_order_and_the_working_folder_comes_last() -> None:
     library = str(Path(os.__file__).parent)
     path = ["", "/a", library, f"{library}/lib-dynload", "/site", "src", ""]
-    wanted = ["/a", library, f"{library}/lib-dynload", "/here", "/here/src", "/site"]
+    wanted = ["/a", library, f"{library}/lib-dynload", "/site", "/here", "/here/src"]
     assert boot.import_path(path, "/here") == wanted
     assert boot.import_path(["/a", library], "/here") == ["/a", library]
+
+
+def test_what_was_imported_from_the_working_folder_is_found_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sympy.py").write_text("mine = True")  # the name of something that is installed
+    (tmp_path / "wholly_mine").mkdir()
+    (tmp_path / "wholly_mine" / "__init__.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.delitem(sys.modules, "sympy", raising=False)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    import sympy
+    import wholly_mine  # noqa: F401
+
+    assert sympy.mine
+    found = boot.imported_from(sys.path, str(tmp_path))
+    assert found == {"sympy": str(tmp_path), "wholly_mine": str(tmp_path)}
+    monkeypatch.setattr(boot.Local, "entries", found)
+    assert boot.Local.find_spec("sympy").origin == str(tmp_path / "sympy.py")
+    assert boot.Local.find_spec("numpy") is None
+    assert boot.Local.find_spec("sympy.core", ["elsewhere"]) is None
+    assert boot.imported_from(sys.path[1:], str(tmp_path)) == {}
 
 
 def test_what_it_prints_before_its_answer_is_shown_before_it(team: Hands, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 The worker runs this file by itself, before it can import the package: nothing but the standard library here. It is
 started in isolation (`-I`), so that neither the working folder nor a variable decides what it imports; the parent's
-import path is set afterwards, with the standard library before the working folder.
+import path is set afterwards, with the working folder last, and what the parent has imported from there before all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any
+from importlib.machinery import PathFinder
+from typing import Any, ClassVar
 
 LONGEST = 128 * 1024
 """Bytes of the first frame at most."""
@@ -58,6 +59,7 @@ def first_frame(main: str, instep: str, fds: dict[str, int]) -> bytes:
     """What a worker has to know before it can import anything."""
     said = {
         "path": import_path(sys.path, os.getcwd()),
+        "local": imported_from(sys.path, os.getcwd()),
         "instep": instep,
         "argv": sys.argv[:1],
         "recursion": sys.getrecursionlimit(),
@@ -68,17 +70,49 @@ def first_frame(main: str, instep: str, fds: dict[str, int]) -> bytes:
 
 
 def import_path(path: list[str], folder: str) -> list[str]:
-    """An import path for another process, the standard library before anything that depends on the working folder.
+    """An import path for another process, with what depends on the working folder last.
 
-    An empty or relative entry means the folder that one happens to be in: a `random.py` that lies there must not
-    become the worker's `random`.
+    An empty or relative entry means the folder that one happens to be in: a `random.py` or a `numpy.py` that lies there
+    must not become the worker's.
     """
-    library = os.path.dirname(os.__file__)
-    own = {library, os.path.join(library, "lib-dynload")}
-    fixed = [entry for entry in path if os.path.isabs(entry)]
-    local = [os.path.normpath(os.path.join(folder, entry)) for entry in path if not os.path.isabs(entry)]
-    after = max((number for number, entry in enumerate(fixed, 1) if entry in own), default=len(fixed))
-    return [*fixed[:after], *dict.fromkeys(local), *fixed[after:]]
+    return [*(entry for entry in path if os.path.isabs(entry)), *_local(path, folder)]
+
+
+def _local(path: list[str], folder: str) -> list[str]:
+    """The entries of an import path that depend on the working folder."""
+    entries = (os.path.normpath(os.path.join(folder, entry)) for entry in path if not os.path.isabs(entry))
+    return list(dict.fromkeys(entries))
+
+
+def imported_from(path: list[str], folder: str) -> dict[str, str]:
+    """By name: the modules that this process has imported from there, and where exactly they lie.
+
+    These the worker takes from there too, whatever else has their names.
+    """
+    local = set(_local(path, folder))
+    found: dict[str, str] = {}
+    for name, module in list(sys.modules.items()) if local else ():
+        origin = getattr(getattr(module, "__spec__", None), "origin", None)
+        if "." in name or not isinstance(origin, str):
+            continue
+        entry, file = os.path.split(origin)
+        entry = os.path.dirname(entry) if file == "__init__.py" else entry
+        if entry in local:
+            found[name] = entry
+    return found
+
+
+class Local:
+    """Finds in a worker what its parent has imported from the working folder."""
+
+    entries: ClassVar[dict[str, str]] = {}
+    """By the name of a module: where it lies."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+        """What an import asks every finder."""
+        entry = cls.entries.get(name) if path is None else None
+        return None if entry is None else PathFinder.find_spec(name, [entry], target)
 
 
 def boot(fd: int) -> None:
@@ -141,6 +175,9 @@ def _run(said: dict[str, Any], sock: socket.socket) -> None:
     sys.argv[:] = said["argv"]
     sys.setrecursionlimit(said["recursion"])
     _import_package(said["instep"])
+    local: Any = importlib.import_module("instep.engines.processes.boot").Local  # not this file's: it is run by itself
+    local.entries.update(said["local"])
+    sys.meta_path.insert(0, local)
     wire: Any = importlib.import_module("instep.engines.processes.wire")
     hands: Any = importlib.import_module("instep.engines.processes.hands")
     hands.enter_worker()

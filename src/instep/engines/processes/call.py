@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from instep.engines.processes.desk import Desk, Met
 from instep.engines.processes.orders import Run
 from instep.engines.processes.shadow import Shadow, keep, outstanding
+from instep.engines.processes.talk import of_answer
 from instep.engines.processes.told import Told
 from instep.errors import WorkerFailure
+from instep.replicas.equal import equal_tensors
 from instep.replicas.watch import MISSING, STRUCTURE, Changes
 from instep.structure.tree import map_tensors
 
@@ -49,6 +51,8 @@ class Call:
     arguments: list[Tensor]
     outputs: dict[int, int] = field(default_factory=dict)
     """By the id of an output's tensor here: its number."""
+    looked: dict[int, int] = field(default_factory=dict)
+    """By the number of an output's tensor: its version when it came."""
     inputs: list[int] = field(default_factory=list)
     """The numbers of the arguments that a gradient is wanted for."""
     before: dict[Attribute, Any] = field(default_factory=dict)
@@ -94,26 +98,24 @@ class Call:
             self.before.setdefault(key, _alone(change.old))
         self.exact = self.exact and not changes.structure and not changes.contents
 
-    def at(self, desk: Desk) -> list[list[int]]:
-        """See to it that a worker has the graph; the tokens of it that were used up already and are there again."""
+    def at(self, desk: Desk, outputs: Sequence[Tensor]) -> list[list[int]]:
+        """See to it that a worker has the graph; the tokens of it that were used up already and are there again.
+
+        The `outputs` are those that somebody has got of the forward.
+        """
         if desk is self.desk:
             return []
-        self._again_at(desk)
+        self._again_at(desk, outputs)
         return self.spent
 
-    def _again_at(self, desk: Desk) -> None:
+    def _again_at(self, desk: Desk, outputs: Sequence[Tensor]) -> None:
         """Run the forward again on a worker that does not have its graph."""
         given, sources = self.written()
         look = self.look()
         self.remember(STRUCTURE if look is None else look())
         spoilt = self.spoilt or bool(given)
         if spoilt or sources or not self.exact or not self._same_structure():
-            what = "weights" if sources else "arguments" if spoilt else "module"
-            raise WorkerFailure(
-                f"the worker of {self.name} died between a forward and its backward, and the {what} changed since, so "
-                f"that its part cannot be run again exactly.\n"
-                f"Call backward() before the module is changed, or run the step again."
-            )
+            raise self._lost("weights" if sources else "arguments" if spoilt else "module")
         with self._as_before():
             shadow = self._again = self.recipe()
             told = desk.tell(shadow)
@@ -125,9 +127,29 @@ class Call:
         numbered = [(number, states.get(id(source))) for number, source in enumerate(told.generators)]
         run.generators = {number: state for number, state in numbered if state is not None}
         box, _ = desk.ask_forward(run)
-        desk.answer(box, self.met)
+        _, tensors = desk.talk.take(desk.answer(box, self.met), of_answer(self.arguments, told.counterparts))
+        if not all(self._is_again(output, tensors) for output in outputs):
+            desk.gone.append(("call", box.number))
+            raise self._lost("weights, or something else that it reads,")
         self.number, self.desk, self.told = box.number, desk, told
         weakref.finalize(self, desk.gone.append, ("call", box.number))
+
+    def _is_again(self, output: Tensor, tensors: Sequence[Tensor]) -> bool:
+        """Whether an output came out the same: writes that move no version (`.data`, fused optimizers) show in that.
+
+        One that the caller has written to since says nothing.
+        """
+        number = self.outputs[id(output)]
+        if output._version != self.looked[number]:
+            return True
+        return number < len(tensors) and equal_tensors(output, tensors[number].to(output.device))
+
+    def _lost(self, what: str) -> WorkerFailure:
+        return WorkerFailure(
+            f"the worker of {self.name} died between a forward and its backward, and the {what} changed since, so "
+            f"that its part cannot be run again exactly.\n"
+            f"Call backward() before the module is changed, or run the step again."
+        )
 
     def _same_structure(self) -> bool:
         known = set(map(id, self.modules))

@@ -18,7 +18,7 @@ from instep.engines.processes import orders
 from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.bell import Bell, board_bytes, new_bell, stretches
 from instep.engines.processes.berth import berth
-from instep.engines.processes.boot import import_path
+from instep.engines.processes.boot import import_path, imported_from
 from instep.engines.processes.driver import DeviceMemory, Refused
 from instep.engines.processes.entries import Entries
 from instep.engines.processes.estate import layout
@@ -36,6 +36,7 @@ from instep.engines.processes.wire import Message
 from instep.errors import EngineError
 from instep.locks import ProcessLock
 from instep.meeting import Meeting, PeerFailed, without_streams
+from instep.replicas.names import module_names
 
 calls = itertools.count(1)
 
@@ -94,7 +95,7 @@ class Desk:
         self._leaving: list[DeviceMemory] = []
         """The same, of stand-ins that it was told to forget."""
         self._place: Any = None
-        """The folder, the import path and the environment that the worker was told."""
+        """The folder, the import path, the environment and the number of modules when the worker was told of them."""
         self.timeout = math.inf
         """Seconds without a word from the worker, after which it is given up."""
         self._around: Surroundings | None = None
@@ -147,25 +148,41 @@ class Desk:
         """Tell the worker what it does not know yet of a module."""
         place = place_of_script()
         if place != self._place:
-            self._place = place[0], list(place[1]), dict(place[2])
-            self.talk.say(orders.PLACE, 0, (place[0], import_path(place[1], place[0]), dict(os.environ)))
-        update = self.talk.depot.stale_globals()
-        if update is not None:
-            self.worker.line.send(orders.GLOBALS, 0, update.body, [tensor.detach() for tensor in update.tensors])
+            folder, path, variables, modules = place
+            self._place = folder, list(path), dict(variables), modules
+            said = folder, import_path(path, folder), imported_from(path, folder), dict(os.environ)
+            self.talk.say(orders.PLACE, 0, said)
+        self._tell_globals()
         told: Told | None = shadow.told.get(self)
         if told is None:
             weakref.finalize(shadow, self.gone.append, ("module", shadow.number))
         if told is None or shadow.stale or told.opened != self.near or told.moved():
             told = shadow.told[self] = self._tell_module(shadow)
         elif shadow.sets:
-            sets = [(change.module, change.name, change.new) for change in shadow.sets]
-            known = set(map(id, told.generators))
-            more = [source for source, _ in shadow.cloner.generators if id(source) not in known]
-            news: Any = NewValues(sets, more)
-            self.talk.say(orders.SET, shadow.number, news, what="attributes")
-            told.generators += more
+            self._tell_sets(shadow, told)
         shadow.stale, shadow.sets = False, []
         return told
+
+    def _tell_sets(self, shadow: Shadow, told: Told) -> None:
+        """Tell the worker of attributes that were set, and of nothing else."""
+        known = set(map(id, told.generators))
+        more = [source for source, _ in shadow.cloner.generators if id(source) not in known]
+        modules = shadow.source_modules
+        names = module_names(modules[0], modules)
+        values: dict[str, Any] = {}
+        for change in shadow.sets:
+            prefix = names[change.module]
+            name = f"{prefix}.{change.name}" if prefix else change.name
+            values[f"{name} ({len(values)})" if name in values else name] = change.new
+        news: Any = NewValues([(change.module, change.name) for change in shadow.sets], values, more)
+        self.talk.say(orders.SET, shadow.number, news)
+        told.generators += more
+
+    def _tell_globals(self) -> None:
+        """Tell the worker what changed of the script's globals that it reads."""
+        update = self.talk.depot.stale_globals()
+        if update is not None:
+            self.worker.line.send(orders.GLOBALS, 0, update.body, [tensor.detach() for tensor in update.tensors])
 
     def _gone(self) -> tuple[list[int], list[int]]:
         """Calls and modules that the worker may forget."""
@@ -256,7 +273,8 @@ class Desk:
         self.gone.extend([*(("call", n) for n in run.gone[0]), *(("module", n) for n in run.gone[1])])
 
     def ask_backward(self, back: Back, bell: Bell | None = None) -> Box:
-        """Ask for one replica's part of a backward."""
+        """Ask for one replica's part of a backward, which sees the globals as they are by then."""
+        self._tell_globals()
         box = self._box()
         if bell is not None:
             bell.listen(box.number, self._heard)

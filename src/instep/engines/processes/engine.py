@@ -183,6 +183,7 @@ class ProcessesEngine(SideBySide):
 
         def own() -> Outcome:
             outcome = perform(job, 0)
+            _raise_interruption(outcome.error)
             for do in () if room.met else meanwhile:  # otherwise threads of their own hear the workers already
                 do()
             return outcome
@@ -219,6 +220,7 @@ class ProcessesEngine(SideBySide):
             return outcome()
         except BaseException as error:
             failure = error
+            _raise_interruption(error)
             return Outcome(error=error)
         finally:
             room.leave(index, failure)
@@ -331,3 +333,9 @@ class ProcessesEngine(SideBySide):
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def _raise_interruption(error: BaseException | None) -> None:
+    """Nobody waits for the other replicas after an interruption."""
+    if error is not None and not isinstance(error, Exception):
+        raise error

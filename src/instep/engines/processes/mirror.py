@@ -145,7 +145,7 @@ class Mirror:
         """Set attributes of the module, which its replica then follows."""
         self._generators += news.generators
         modules = self.crew.ready()[0].source_modules
-        for index, name, value in news.sets:
+        for (index, name), value in zip(news.places, news.values.values(), strict=True):
             modules[index].__dict__[name] = value
 
     def _pull(self) -> None:

@@ -115,8 +115,12 @@ class NewModule:
 class NewValues:
     """Attributes that were set since, and nothing else."""
 
-    sets: list[tuple[int, str, Any]]
-    """The module's index, the name and the value."""
+    PATHS: ClassVar = {"values": "attribute "}
+
+    places: list[tuple[int, str]]
+    """The module's index and the name of each."""
+    values: dict[str, Any]
+    """In the same order, by what they are called from the outermost module on."""
     generators: list[torch.Generator]
     """Generators in them, whose places come after those that are known."""
 

@@ -18,7 +18,7 @@ from instep.engines.processes.freight import CannotCross
 from instep.engines.processes.orders import Back, Output, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.shore import Passage
-from instep.engines.processes.talk import ARGUMENT, SOURCE, Rebuild, Tag, as_sent
+from instep.engines.processes.talk import of_answer
 from instep.engines.processes.told import Told
 from instep.engines.processes.waiting import Box
 from instep.engines.protocol import Job
@@ -102,7 +102,7 @@ class ForwardPart:
             desk.say_again(self._run)
             self._call = None  # the traceback leads here
             raise
-        fields, tensors = desk.talk.take(answer, _rebuild(self._arguments, self._told.counterparts))
+        fields, tensors = desk.talk.take(answer, of_answer(self._arguments, self._told.counterparts))
         return desk, Ran(*fields) if len(fields) > 1 else Output(*fields), tensors
 
     def outcome(self, desk: Desk, ran: Ran | Output, tensors: list[Tensor]) -> Outcome:
@@ -115,6 +115,7 @@ class ForwardPart:
         if job.ambient.grad and needing:
             call = outcome.remote = self._call or self._new_call(desk)
             call.outputs, call.inputs = needing, _numbers(job.inputs[self._index], arguments)
+            call.looked = {number: tensors[number]._version for number in needing.values()}
             if isinstance(ran, Ran):
                 call.note()  # what was written just now is the call's own
                 call.spoilt = bool(ran.arguments or ran.given or ran.moved)
@@ -186,7 +187,7 @@ class BackwardPart:
         self.desk = desk
         call, back, part = self._call, self._back, self._part
         part.room.stacks[part.index] = desk.worker.stack
-        back.spent = call.at(desk)
+        back.spent = call.at(desk, part.outputs)
         self._numbers = call.numbers_of(self._side.leaves)
         back.wanted = [number for number in self._numbers if number is not None]
         back.call = call.number
@@ -276,12 +277,13 @@ class ReachPart:
 
     def __init__(self, call: Call, outputs: Sequence[Tensor]) -> None:
         self._call = call
-        self._numbers = [call.outputs[id(output)] for output in outputs]
+        self._outputs = outputs
         self._box: Box
 
     def ask(self, desk: Desk) -> None:
-        spent = self._call.at(desk)
-        self._box = desk.ask_reach(self._call.number, self._numbers, spent)
+        call = self._call
+        spent = call.at(desk, self._outputs)
+        self._box = desk.ask_reach(call.number, [call.outputs[id(output)] for output in self._outputs], spent)
 
     def hear(self, desk: Desk) -> Reach:
         found, _ = desk.talk.take(desk.answer(self._box, self._call.met))
@@ -326,19 +328,6 @@ def _numbers(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int
             "process.\nUse DataParallel(..., engine='threads')."
         )
     return [places[id(tensor)] for tensor in tensors]
-
-
-def _rebuild(arguments: Sequence[Tensor], counterparts: Sequence[Tensor]) -> Rebuild:
-    """The tensors of an answer: arguments and tensors of the module as they are here, the others as they were sent."""
-
-    def rebuild(tag: Tag, tensor: Tensor | None) -> Tensor:
-        if tag[0] == ARGUMENT:
-            return arguments[tag[1]]
-        if tag[0] == SOURCE:
-            return counterparts[tag[1]]
-        return as_sent(tag, tensor)
-
-    return rebuild
 
 
 def _near(leaf: Tensor, gradient: Tensor | None) -> Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import types
 import zlib
 from collections.abc import Iterable, Mapping
@@ -14,11 +16,16 @@ import torch
 from torch import Tensor
 
 from instep.engines.processes.by_value import new_module
-from instep.engines.processes.reducers import is_plain
+from instep.engines.processes.reducers import has_plain_memory, is_plain
 
 ABSENT, _NEVER = object(), object()
 _PARTS_AT_MOST = 2000
-_BY_IDENTITY = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device)
+_READ_AT_MOST = 2**20
+"""Bytes of a tensor whose values are looked at."""
+_BY_IDENTITY = (
+    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device),
+    logging.Logger,  # one of its name in every process, which notes for itself what it has been asked
+)
 _ABOUT = ("__name__", "__package__", "__path__", "__file__")
 _NOT_WATCHED = {"__dict__", "__weakref__", "__doc__", "__abstractmethods__", "_abc_impl", "__annotations__"}
 _NOT_WATCHED |= {"__dataclass_fields__", "__dataclass_params__", "__match_args__", "__parameters__", "__slots__"}
@@ -46,8 +53,9 @@ def seen(value: Any) -> Seen:
 def look_of(value: Any) -> Any:
     """Something that compares equal as long as a value has not changed in place; None where it cannot change.
 
-    Containers and objects are looked into up to a number of parts, tensors by their version, arrays by a checksum.
-    Beyond that number, a value counts as changed only when its name is bound to another.
+    Containers and objects are looked into up to a number of parts, tensors by their version and, up to a size, by a
+    checksum as arrays are: writes through `.data`, and those of fused optimizers, move no version. Beyond that number,
+    a value counts as changed only when its name is bound to another.
     """
     if is_plain(value) or isinstance(value, _BY_IDENTITY) or value is ABSENT:
         return None
@@ -72,7 +80,7 @@ def _look(value: Any, left: list[int], inside: dict[int, Any]) -> Any:
         return id(value)
     inside[id(value)] = value
     if isinstance(value, Tensor):
-        return id(value), -1 if value.is_inference() else value._version
+        return id(value), -1 if value.is_inference() else value._version, _values(value)
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
             return id(value), tuple(_look(held, left, inside) for held in value.ravel().tolist())
@@ -88,6 +96,15 @@ def _look(value: Any, left: list[int], inside: dict[int, Any]) -> Any:
     if isinstance(attributes, dict):
         parts += [(name, _look(held, left, inside)) for name, held in attributes.items()]
     return tuple(parts)
+
+
+def _values(tensor: Tensor) -> int | None:
+    """A checksum of a tensor's values, where they lie in one piece and are not too many. No operation is run for it."""
+    if tensor.device.type != "cpu" or not has_plain_memory(tensor) or not tensor.is_contiguous():
+        return None
+    if not 0 < tensor.nbytes <= _READ_AT_MOST:
+        return None
+    return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def _checksum(array: Any) -> int:

@@ -38,6 +38,19 @@ def as_sent(tag: Tag, tensor: Tensor | None) -> Tensor:
     return tensor.requires_grad_() if tag[1] else tensor
 
 
+def of_answer(arguments: Sequence[Tensor], counterparts: Sequence[Tensor]) -> Rebuild:
+    """The tensors of an answer: arguments and tensors of the module as they are here, the others as they were sent."""
+
+    def rebuild(tag: Tag, tensor: Tensor | None) -> Tensor:
+        if tag[0] == ARGUMENT:
+            return arguments[tag[1]]
+        if tag[0] == SOURCE:
+            return counterparts[tag[1]]
+        return as_sent(tag, tensor)
+
+    return rebuild
+
+
 class Talk:
     """One end of a line, with what is known there of classes and functions that have crossed it."""
 

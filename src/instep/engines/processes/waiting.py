@@ -76,10 +76,10 @@ class Box:
             return None
 
 
-def place_of_script() -> tuple[str, list[str], Any]:
-    """The folder, the import path and the environment of this process; the last as it lies there, which is quicker."""
+def place_of_script() -> tuple[str, list[str], Any, int]:
+    """The folder, the import path, the environment (as it lies there, which is quicker) and the number of modules."""
     try:
         folder = os.getcwd()
     except OSError:  # somebody has removed it
         folder = os.sep
-    return folder, sys.path, getattr(os.environ, "_data", os.environ)
+    return folder, sys.path, getattr(os.environ, "_data", os.environ), len(sys.modules)
