@@ -65,6 +65,24 @@ def test_sums_go_where_the_first_gradients_are_if_nobody_else_has_their_memory()
     assert all(torch.equal(total, torch.full_like(total, 3.0)) for total in sums if total is not None)
 
 
+def test_large_gradients_with_the_conjugate_bit_add_up() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(WORTH_IT // 8, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.w.conj()
+
+    net = Turned()
+    plain = copy.deepcopy(net)
+    x = torch.randn(3, WORTH_IT // 8, dtype=torch.complex64)
+    with instep.DataParallel(net, ["cpu"] * 2) as model:
+        model(x).abs().square().sum().backward()
+    plain(x).abs().square().sum().backward()
+    torch.testing.assert_close(net.w.grad, plain.w.grad)
+
+
 def test_missing_gradients_count_as_zero() -> None:
     one, two = torch.ones(2), torch.full((2,), 2.0)
     sums = add_up([[None, one, None], [two, two, None], [None, one, None]])

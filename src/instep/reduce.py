@@ -152,5 +152,7 @@ def _two(one: list[Tensor], other: list[Tensor], own: Collection[int]) -> list[T
 
 def alone(gradient: Tensor) -> bool:
     """Whether no other tensor has a gradient's memory, and each of its elements has its own."""
-    dense = type(gradient) is Tensor and gradient.layout is torch.strided and gradient.is_contiguous()
-    return dense and not gradient.is_inference() and storage_users(gradient) == 1
+    if type(gradient) is not Tensor or gradient.layout is not torch.strided or not gradient.is_contiguous():
+        return False
+    lazy = gradient.is_conj() or gradient.is_neg()  # nothing is added to such in place
+    return not lazy and not gradient.is_inference() and storage_users(gradient) == 1

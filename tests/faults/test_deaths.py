@@ -107,15 +107,30 @@ def test_too_many_deaths_are_a_failure_that_says_what_happened() -> None:
         assert torch.equal(value, before[name])
 
 
-def test_a_death_after_the_weights_have_changed_is_a_failure() -> None:
+def _add(net: nn.Linear) -> None:
+    with torch.no_grad():
+        net.weight.add_(1)
+
+
+def _add_past_the_version(net: nn.Linear) -> None:
+    net.weight.data.add_(1)
+
+
+def _step(net: nn.Linear) -> None:
+    net.weight.grad = torch.ones_like(net.weight)
+    torch.optim.SGD(net.parameters(), 0.5, fused=True).step()  # moves no version either
+    net.weight.grad = None
+
+
+@pytest.mark.parametrize("change", [_add, _add_past_the_version, _step])
+def test_a_death_after_the_weights_have_changed_is_a_failure(change: Callable[[nn.Linear], None]) -> None:
     net = nn.Linear(4, 3)
     with wrap(net) as model:
         out = model(batch())
-        with torch.no_grad():
-            net.weight.add_(1)
+        change(net)
         os.kill(pids(model)[0], signal.SIGKILL)
-        with pytest.raises((WorkerFailure, RuntimeError), match=r"weights changed since|modified by an inplace"):
-            out.sum().backward()
+        with pytest.raises((WorkerFailure, RuntimeError), match=r"weights.* changed since|modified by an inplace"):
+            out.square().sum().backward()
         assert net.weight.grad is None
         x = batch()
         torch.testing.assert_close(model(x), net(x))
@@ -231,6 +246,35 @@ def test_an_interruption_comes_at_once_and_the_next_call_gives_its_own_answer() 
         for _ in range(3):
             x = batch()
             torch.testing.assert_close(model(x), net(x))
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("slow", [(0, 1), (1, 2)])
+def test_an_interruption_waits_for_no_other_replica(slow: tuple[int, ...]) -> None:
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+            self.slow: tuple[int, ...] = ()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if instep.replica().index in self.slow:
+                time.sleep(3)
+            y: Tensor = self.layer(x)
+            return y
+
+    net = Slow()
+    with wrap(net, 3, probe=False) as model:
+        model(batch())
+        net.slow = slow
+        threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            model(batch())
+        assert time.monotonic() - start < 2
+        net.slow = ()
+        x = batch()
+        torch.testing.assert_close(model(x), net(x))
 
 
 @pytest.mark.usefixtures("workers")

@@ -46,6 +46,7 @@ CHANGES = {
     "attribute of an object": "args.depth = 3",
     "array": "mask[0] = 2",
     "tensor": "table.add_(1)",
+    "tensor, past its version": "table.data.add_(1)",
     "function redefined": "def helper(): return ('new', TEMP, SETTINGS)",
     "function that needs more": "extra = [1]\ndef helper(): return extra, np.float64(2)",
     "class redefined": "class Scale: by = 2",
@@ -153,6 +154,24 @@ def forward(x):
     assert there.__globals__["CACHE"] == []
     at_home.COUNT = 5
     assert line.follow(), "they are still looked after"
+
+
+def test_a_logger_may_note_what_it_was_asked() -> None:
+    at_home, line = (
+        script("""
+import logging
+logger = logging.getLogger("instep.tests")
+def forward():
+    logger.info("a batch")
+    return logger.name
+"""),
+        Line(),
+    )
+    there = line.there(at_home.forward)
+    at_home.logger._cache.clear()
+    assert there() == "instep.tests"
+    assert line.away.written_globals() == []
+    assert not line.follow()
 
 
 def test_globals_of_an_imported_module_are_its_own() -> None:

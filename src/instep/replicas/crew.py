@@ -198,6 +198,10 @@ class Crew:
             self._stock_shelf()
         return self._watch.look()
 
+    def since(self) -> Changes | None:
+        """The same; None where nobody has watched, after a failure or when the replicas were given up."""
+        return None if self._watch is None else self.changes()
+
     @property
     def apart(self) -> Mapping[int, Tensor]:
         """By their ids, trainable weights that `forward` itself rewrites: each replica has its own."""
@@ -283,7 +287,7 @@ class Crew:
         self.shelf = Shelf(modules, module_names(self.source, modules), first.cloner)
         owned = [str(self.shelf.places[key]) for key in self._own if key in self.shelf.places]
         for replica in self.replicas:
-            replica.owned, replica.places, replica.look = owned, self.shelf.places, weakref.WeakMethod(self.changes)
+            replica.owned, replica.places, replica.look = owned, self.shelf.places, weakref.WeakMethod(self.since)
 
     def _note_writes(self) -> None:
         pairs = [pair for replica in self.replicas for pair in replica.trainable]

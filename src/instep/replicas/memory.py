@@ -78,3 +78,34 @@ class Writes:
 def _counter(source: Tensor, held: Tensor) -> int:
     """A name for the version counter of what a replica holds."""
     return id(source) if held.data_ptr() == source.data_ptr() else id(held)
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may have memory in common."""
+    (start, stop), (first, last) = _stretch(one), _stretch(other)
+    return max(start, first) < min(stop, last)
+
+
+def _stretch(tensor: Tensor) -> tuple[int, int]:
+    """The memory from a tensor's first element to the end of its last; none for one without such memory."""
+    if not is_dense(tensor) or not tensor.numel():
+        return 0, 0
+    steps = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
+
+
+def once_each(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of which those that are the same memory, read the same way, are one tensor.
+
+    A batch that was given twice has become two views of it. Those that need a gradient stay two: each gets its own.
+    """
+    if sum(type(value) is Tensor for value in (*args, *kwargs.values())) < 2:
+        return args, kwargs
+    known: dict[Any, Tensor] = {}
+
+    def one(value: Any) -> Any:
+        if type(value) is not Tensor or value.requires_grad or not is_dense(value) or not value.numel():
+            return value
+        return known.setdefault((value.data_ptr(), value.shape, value.stride(), value.dtype), value)
+
+    return [one(value) for value in args], {name: one(value) for name, value in kwargs.items()}

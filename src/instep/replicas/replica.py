@@ -73,7 +73,7 @@ class Replica:
         """By their ids, copies that `forward` was seen to write without moving a version counter."""
         self.owned: list[str] = []
         """The places of containers that each replica has for itself because `forward` changes them."""
-        self.look: Callable[[], Callable[[], Changes] | None] = _nowhere
+        self.look: Callable[[], Callable[[], Changes | None] | None] = _nowhere
         """What says what has changed on the source since its replicas were last ready, as long as that exists."""
         self.places: Mapping[int, Any] = {}
         """By the id of a container of the source: where it is."""

@@ -96,6 +96,10 @@ class Asked(Generic[T]):
         if self._gone is None:
             do(self._desk)
 
+    def is_answer(self, error: BaseException) -> bool:
+        """Whether an error is what the worker has answered, and did not come to be here."""
+        return self._desk.failed == id(error)
+
     def hear(self) -> T:
         """The answer."""
         with self._alone:

@@ -22,7 +22,7 @@ from instep.engines.processes.talk import of_answer
 from instep.engines.processes.told import Told
 from instep.errors import WorkerFailure
 from instep.replicas.equal import equal_tensors
-from instep.replicas.watch import MISSING, STRUCTURE, Changes
+from instep.replicas.watch import MISSING, Changes
 from instep.structure.tree import map_tensors
 
 Attribute = tuple[nn.Module, str, bool]
@@ -44,7 +44,7 @@ class Call:
     recipe: Callable[[], Shadow]
     """Makes a stand-in of the module as it is then."""
     modules: list[nn.Module]
-    look: Callable[[], Callable[[], Changes] | None]
+    look: Callable[[], Callable[[], Changes | None] | None]
     """What says what has changed on the module since its replicas were last ready, as long as that exists."""
     run: Run
     met: Met
@@ -112,7 +112,11 @@ class Call:
         """Run the forward again on a worker that does not have its graph."""
         given, sources = self.written()
         look = self.look()
-        self.remember(STRUCTURE if look is None else look())
+        changes = None if look is None else look()
+        if changes is not None:
+            self.remember(changes)
+        elif not all(map(self._is_as_it_came, outputs)):  # nobody has watched: only the outputs tell of changes
+            self.exact = False
         spoilt = self.spoilt or bool(given)
         if spoilt or sources or not self.exact or not self._same_structure():
             raise self._lost("weights" if sources else "arguments" if spoilt else "module")
@@ -140,13 +144,16 @@ class Call:
         One that the caller has written to since says nothing.
         """
         number = self.outputs[id(output)]
-        if output._version != self.looked[number]:
+        if not self._is_as_it_came(output):
             return True
         return number < len(tensors) and equal_tensors(output, tensors[number].to(output.device))
 
+    def _is_as_it_came(self, output: Tensor) -> bool:
+        return output._version == self.looked[self.outputs[id(output)]]
+
     def _lost(self, what: str) -> WorkerFailure:
         return WorkerFailure(
-            f"the worker of {self.name} died between a forward and its backward, and the {what} changed since, so "
+            f"the worker of {self.name} ended between a forward and its backward, and the {what} changed since, so "
             f"that its part cannot be run again exactly.\n"
             f"Call backward() before the module is changed, or run the step again."
         )

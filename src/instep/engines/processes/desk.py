@@ -102,6 +102,8 @@ class Desk:
         """Those of the last forward."""
         self._heard = 0
         """The number of what the worker was last heard to work on."""
+        self.failed = 0
+        """The id of the error that was heard last."""
         self.gone: deque[tuple[str, int]] = deque()
         """Calls and stand-ins that nobody needs any longer; finalizers only put them here."""
 
@@ -182,7 +184,11 @@ class Desk:
         """Tell the worker what changed of the script's globals that it reads."""
         update = self.talk.depot.stale_globals()
         if update is not None:
-            self.worker.line.send(orders.GLOBALS, 0, update.body, [tensor.detach() for tensor in update.tensors])
+            try:
+                self.worker.line.send(orders.GLOBALS, 0, update.body, [tensor.detach() for tensor in update.tensors])
+            except BaseException:
+                self.talk.depot.forget()  # nobody has what was packed
+                raise
 
     def _gone(self) -> tuple[list[int], list[int]]:
         """Calls and modules that the worker may forget."""
@@ -256,7 +262,7 @@ class Desk:
         run.gone = self._gone()
         if around is None or around.context or around.saved_hooks is not None:
             self._around = None  # values of the user's are sent again, and not compared
-        elif around == self._around:
+        elif around == self._around and len(self._boxes) == 1:  # another call may fail before it has set them up
             run.around = None
         try:
             tensors = self.talk.say(orders.FORWARD, box.number, run, what="arguments")
@@ -336,7 +342,11 @@ class Desk:
                 self.talk.say(orders.MET, message.call, met.exchange(*asked))
             elif message.kind == orders.FAILED:
                 self._around = None  # it may not have come to that
-                raise unpack_error(Parcel(message.body, message.tensors), self.talk.depot)
+                error = unpack_error(Parcel(message.body, message.tensors), self.talk.depot)
+                self.failed = id(error)
+                if isinstance(error, (EngineError, MemoryError)):
+                    self.talk.depot.forget()  # it may not have what was sent with it
+                raise error
             elif message.kind == orders.DONE:
                 self._leaving.clear()  # it has read all that was said before
                 return message

@@ -212,15 +212,16 @@ class ProcessesEngine(SideBySide):
             if not isinstance(error, Exception):
                 raise
             return partial(Outcome, error=error)
-        return partial(self._end, job.room, index, lambda: part.outcome(*asked.hear()))
+        return partial(self._end, job.room, index, part, asked)
 
-    def _end(self, room: Room, index: int, outcome: Callable[[], Outcome]) -> Outcome:
+    def _end(self, room: Room, index: int, part: ForwardPart, asked: Asked[Any]) -> Outcome:
         failure: BaseException | None = None
         try:
-            return outcome()
+            return part.outcome(*asked.hear())
         except BaseException as error:
             failure = error
-            _raise_interruption(error)
+            if not asked.is_answer(error):
+                _raise_interruption(error)
             return Outcome(error=error)
         finally:
             room.leave(index, failure)

@@ -29,6 +29,7 @@ from instep.reaching import Reach
 from instep.replicas.ambient import Ambient
 from instep.replicas.contents import contents_of, put
 from instep.replicas.handed import Change, from_places, handed_to
+from instep.replicas.memory import once_each, overlap
 from instep.replicas.replica import Outcome
 from instep.replicas.watch import MISSING, STRUCTURE, Changes, Inside, Set
 
@@ -43,7 +44,7 @@ class ForwardPart:
         shadow.unwrite()
         follow, shadow.behind = job.follow or shadow.behind, False
         lent, shadow.lent = shadow.lent, []
-        args, kwargs = job.arguments[index]
+        args, kwargs = once_each(*job.arguments[index])
         random = job.streams.state
         self._run = Run(
             *(shadow.number, job.method, args, index, list(job.sizes), len(job.replicas), follow),
@@ -134,6 +135,7 @@ class ForwardPart:
             )
         self._note_draws(ran)
         for i, value in ran.arguments.items():
+            _refuse_shared(arguments, i)
             arguments[i].data.copy_(value)
         outcome = _outcome(self._shadow, self._told, ran)
         outcome.made = {id(arguments[i]): tensor for i, tensor in ran.made.items()}
@@ -328,6 +330,15 @@ def _numbers(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int
             "process.\nUse DataParallel(..., engine='threads')."
         )
     return [places[id(tensor)] for tensor in tensors]
+
+
+def _refuse_shared(arguments: Sequence[Tensor], written: int) -> None:
+    """`CannotCross` for a tensor that `forward` wrote to in a worker, where another argument does not see that."""
+    if any(overlap(other, arguments[written]) for n, other in enumerate(arguments) if n != written):
+        raise CannotCross(
+            "forward writes to an argument that shares its memory with another one; in a worker process they are two.\n"
+            "Pass a copy of one of them (x.clone()), or write engine='threads'."
+        )
 
 
 def _near(leaf: Tensor, gradient: Tensor | None) -> Tensor | None:

@@ -82,7 +82,11 @@ class Talk:
         tags = [describe(tensor) for tensor in parcel.tensors]
         sent = [tensor.detach() for tensor, tag in zip(parcel.tensors, tags, strict=True) if tag[0] == VALUE]
         sent, cargo = (sent, None) if self.hold is None else self.hold.load(sent)
-        self.line.send(kind, call, pickle.dumps((tags, parcel.body, cargo), 5), sent, fds)
+        try:
+            self.line.send(kind, call, pickle.dumps((tags, parcel.body, cargo), 5), sent, fds)
+        except BaseException:
+            self.depot.forget()  # nobody has what was packed
+            raise
         return parcel.tensors
 
     def _say_plain(

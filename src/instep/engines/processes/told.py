@@ -15,7 +15,8 @@ from instep.engines.processes.bulk import fetch
 from instep.engines.processes.closures import is_still
 from instep.engines.processes.driver import DeviceMemory
 from instep.engines.processes.image import Image
-from instep.engines.processes.spaces import Seen
+from instep.engines.processes.spaces import Seen, seen
+from instep.replicas.memory import Lay
 from instep.structure.shapes import is_dense
 
 
@@ -57,16 +58,18 @@ class Told:
         """By the id of what stands for it here: the id of each tensor."""
         self._all_near = all(slot.device == self.table[number].device for number, slot in self.slots.items())
         self._marks = _marks(self.table)
-        self._dense = list(filter(is_dense, self.table))
-        self._pointers = list(map(_pointer, self._dense))
+        self._weights = [tensor for tensor in self.table if is_dense(tensor) and tensor.requires_grad]
+        self._pointers = list(map(_pointer, self._weights))
+        self._state = Lay([tensor for tensor in self.table if not tensor.requires_grad])
 
     def moved(self) -> bool:
         """Whether a tensor was given other memory, something was set on one, or a closure reads something else."""
-        if list(map(_pointer, self._dense)) != self._pointers:
+        # How weights are read is looked at before every call; of the rest, it is here.
+        if list(map(_pointer, self._weights)) != self._pointers or not self._state.holds():
             return True
         if not all(is_still(cell, before) for cell, before in self.variables):
             return True
-        return any(tensor.__dict__ for tensor in self.table) and self._marks != _marks(self.table)
+        return any(map(_is_marked_anew, self.table, self._marks))
 
     def renew(self, call: object, follow: bool) -> None:
         """Let the worker find the values that tensors have now, in this call; where it need not, only at first."""
@@ -95,6 +98,14 @@ class Told:
 _pointer = torch._C.TensorBase.data_ptr
 
 
-def _marks(tensors: Sequence[Tensor]) -> list[dict[str, int]]:
-    """What is set on each tensor, by identity."""
-    return [{name: id(value) for name, value in tensor.__dict__.items()} for tensor in tensors]
+def _marks(tensors: Sequence[Tensor]) -> list[dict[str, Seen]]:
+    """What is set on each tensor, as it is now."""
+    return [{name: seen(value) for name, value in tensor.__dict__.items()} for tensor in tensors]
+
+
+def _is_marked_anew(tensor: Tensor, marks: dict[str, Seen]) -> bool:
+    """Whether other things are set on a tensor, or what is set was changed."""
+    found = tensor.__dict__
+    if not found and not marks:
+        return False
+    return found.keys() != marks.keys() or not all(marks[name].still(value) for name, value in found.items())
