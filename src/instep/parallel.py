@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from instep.devices import (
     place,
     stays_on_host,
 )
-from instep.engines.choose import Choice, choose, instead, start
+from instep.engines.choose import Choice, choose, inside_worker, instead, start
 from instep.engines.protocol import Engine
 from instep.engines.tasks import inside_replica
 from instep.errors import CannotCross, WrapError
@@ -330,7 +331,10 @@ class DataParallel(Transparent, Wrapper):
     def __setstate__(self, state: dict[str, Any]) -> None:
         Transparent.__init__(self, state["module"])
         self.__dict__.update(state["hooks"])
-        self._set_up(state["options"])
+        options: Options = state["options"]
+        if options.engine == "processes" and inside_worker():  # part of a module that was sent to this one
+            options = replace(options, engine="threads")
+        self._set_up(options)
 
 
 def _weakly(method: Any) -> Callable[..., Any]:

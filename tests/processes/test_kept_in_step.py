@@ -237,3 +237,40 @@ def test_a_lock_that_is_set_later_is_named() -> None:
         net[0].guard = threading.Lock()
         with pytest.raises(CannotCross, match=r"attribute '?0\.guard'? \(a _thread\.lock\)"):
             model(torch.randn(6, 4))
+
+
+class Holds(nn.Module):
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.held = held
+
+    def forward(self, x: Tensor, more: Any = None) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y
+
+
+def test_what_went_wrong_with_one_module_is_no_business_of_another() -> None:
+    x = torch.randn(6, 4)
+    with wrap(nn.Linear(4, 2)) as good, wrap(Holds(Picky())) as bad:
+        good(x)
+        with pytest.raises(CannotCross, match="lock"):  # after the module, which the worker could not rebuild
+            bad(x, more=threading.Lock())
+        torch.testing.assert_close(good(x), good.module(x))
+        with pytest.raises(CannotCross, match="could not be rebuilt"):
+            bad(x)
+
+
+def test_a_wrapper_inside_of_what_a_worker_runs() -> None:
+    x = torch.randn(7, 4)
+    inner = wrap(nn.Linear(4, 4))
+    outer = nn.Sequential(inner, nn.Linear(4, 2))
+    with wrap(outer) as model:
+        output = model(x)
+        torch.testing.assert_close(output, outer(x))
+        output.sum().backward()
+        mine = [p.grad for p in outer.parameters()]
+        outer.zero_grad()
+        nn.Sequential(inner.module, outer[1])(x).sum().backward()
+        torch.testing.assert_close(mine, [p.grad for p in outer.parameters()])
+    inner.close()

@@ -38,7 +38,7 @@ def choose(asked: str, devices: Sequence[torch.device]) -> Choice:
     if len(devices) == 1:
         return Choice("serial", "one device needs no parallel engine")
     several = len({device for device in devices if device.type == "cuda"})
-    if several > 1 and sys.platform == "linux" and not _inside_worker():
+    if several > 1 and sys.platform == "linux" and not inside_worker():
         return Choice("processes", f"{several} accelerators are kept busy by as many interpreters", by_rule=True)
     return Choice("threads", f"{len(devices)} replicas in one process need no pickling and no start-up", by_rule=True)
 
@@ -59,7 +59,8 @@ def start(choice: Choice, devices: Sequence[torch.device], restarts: int = 3, ti
     return SerialEngine() if choice.name == "serial" else ThreadsEngine(devices, timeout=timeout)
 
 
-def _inside_worker() -> bool:
+def inside_worker() -> bool:
+    """Whether this process is a worker, which starts none of its own."""
     hands: Any = sys.modules.get("instep.engines.processes.hands")
     return hands is not None and bool(hands.inside_worker())
 

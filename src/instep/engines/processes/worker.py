@@ -30,11 +30,11 @@ from instep.engines.processes.reducers import has_plain_memory
 from instep.engines.processes.scenery import Scenery
 from instep.engines.processes.shore import Shore, wait_for
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Tag, Talk, as_sent, by_value
+from instep.engines.processes.troubles import Troubles
 from instep.engines.processes.wire import Line, Message
 from instep.engines.protocol import Job, perform
 from instep.engines.side_by_side import in_room
 from instep.engines.tasks import as_replica
-from instep.errors import EngineError
 from instep.pieces import is_jagged, refuse_lost
 from instep.random import Streams, threads_can_draw
 from instep.reaching import reach
@@ -85,7 +85,7 @@ class Worker:
         self._calls: dict[int, Held] = {}
         self._dropped = 0
         self._scenery = Scenery()
-        self._trouble: Exception | None = None
+        self._troubles = Troubles()
         self._last: Mirror | None = None
         """The module of the last message, if that was a call: what the next one begins with was done for it already."""
         self._member = Member(talk, self._mirrors)
@@ -107,17 +107,13 @@ class Worker:
         if message.kind != orders.FORWARD:
             self._look_again()
         try:
-            if message.kind == orders.FORWARD and self._trouble is not None:
-                raise self._trouble
             self._answers[message.kind](message)
         except BaseException as error:
             self._look_again()
             if message.kind in orders.ANSWERED:
-                self._trouble = None
                 self._fail(message.call, error)
             else:  # nobody waits for an answer to these: the next call gets it
-                # The first one: what follows may fail for want of what it did not bring.
-                self._trouble = self._trouble or (error if isinstance(error, Exception) else EngineError(repr(error)))
+                self._troubles.note(message.call, error)
 
     def _fail(self, call: int, error: BaseException) -> None:
         if isinstance(error, torch.OutOfMemoryError):
@@ -146,6 +142,7 @@ class Worker:
         importlib.invalidate_caches()
 
     def _take_table(self, message: Message) -> None:
+        self._troubles.forget([message.call])
         table, _ = self._talk.take(message)
         self._tables[table.number] = Mirror(table, message.fds)
 
@@ -172,6 +169,7 @@ class Worker:
         self._member.forget(calls)
         if not numbers:
             return
+        self._troubles.forget(numbers)
         gone = [self._mirrors.pop(number) for number in numbers if number in self._mirrors]
         opened = any(mirror.opened for mirror in gone)
         del gone
@@ -202,7 +200,13 @@ class Worker:
             self._last = None
 
     def _forward(self, message: Message) -> None:
-        run, arguments, leaves = self._take_run(message)
+        try:
+            run, arguments, leaves = self._take_run(message)
+        except Exception as error:
+            raise self._troubles.first() or error from None
+        trouble = self._troubles.of(run.number)
+        if trouble is not None:
+            raise trouble
         mirror = self._mirrors[run.number]
         if mirror is not self._last:
             self._look_again()
