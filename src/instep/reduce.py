@@ -99,8 +99,7 @@ def are_alike(one: Tensor | None, other: Tensor | None) -> bool:
 
 def free_to_use(gradients: Sequence[Tensor | None]) -> set[int]:
     """The places of large gradients, just off a backward, that sums can be made in: nobody else has their memory."""
-    large = (place for place, gradient in enumerate(gradients) if gradient is not None and gradient.nbytes >= WORTH_IT)
-    return {place for place in large if alone(cast(Tensor, gradients[place]))}
+    return {place for place, gradient in enumerate(gradients) if gradient is not None and _is_free(gradient)}
 
 
 def add_up(columns: Sequence[Sequence[Tensor | None]], into: Collection[int] = ()) -> list[Tensor | None]:
@@ -150,9 +149,11 @@ def _two(one: list[Tensor], other: list[Tensor], own: Collection[int]) -> list[T
     return total
 
 
-def alone(gradient: Tensor) -> bool:
-    """Whether no other tensor has a gradient's memory, and each of its elements has its own."""
-    if type(gradient) is not Tensor or gradient.layout is not torch.strided or not gradient.is_contiguous():
+def _is_free(gradient: Tensor) -> bool:
+    """Whether a gradient is large, nobody else has its memory, and each of its elements has its own."""
+    if type(gradient) is not Tensor or gradient.layout is not torch.strided or gradient.nbytes < WORTH_IT:
+        return False
+    if not gradient.is_contiguous():
         return False
     lazy = gradient.is_conj() or gradient.is_neg()  # nothing is added to such in place
     return not lazy and not gradient.is_inference() and storage_users(gradient) == 1
