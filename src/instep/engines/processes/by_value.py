@@ -129,7 +129,7 @@ def names_read(code: types.CodeType) -> tuple[str, ...]:
 
 def submodules_read(code: types.CodeType, values: Iterable[Any]) -> list[str]:
     """The modules that code reaches as attributes of packages (`torch.nn.functional`): they have to be imported too."""
-    words = _words(code)
+    words = words_in(code)
 
     def under(package: str) -> Iterator[str]:
         for word in words:
@@ -141,8 +141,9 @@ def submodules_read(code: types.CodeType, values: Iterable[Any]) -> list[str]:
     return sorted({name for package in packages for name in under(package) if importable(name)})
 
 
-def _words(code: types.CodeType) -> set[str]:
-    nested = (_words(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+def words_in(code: types.CodeType) -> set[str]:
+    """The names that code, and the code nested in it, has for globals and attributes."""
+    nested = (words_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return set(code.co_names).union(*nested)
 
 

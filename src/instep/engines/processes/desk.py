@@ -19,6 +19,7 @@ from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.bell import Bell, board_bytes, new_bell, stretches
 from instep.engines.processes.berth import berth
 from instep.engines.processes.boot import import_path, imported_from
+from instep.engines.processes.constants import Constants
 from instep.engines.processes.driver import DeviceMemory, Refused
 from instep.engines.processes.entries import Entries
 from instep.engines.processes.estate import layout
@@ -163,6 +164,7 @@ class Desk:
         elif shadow.sets:
             self._tell_sets(shadow, told)
         shadow.stale, shadow.sets = False, []
+        told.constants.check()
         return told
 
     def _tell_sets(self, shadow: Shadow, told: Told) -> None:
@@ -244,7 +246,7 @@ class Desk:
         memory, at, near = shadow.slots, dict(places), shadow.near
         image, loose = listed.image, listed.loose
         told = Told(table, made, slots, loose, memory, at, image, near, self.near, generators, variables, bell)
-        told.pulled = listed.pulled
+        told.pulled, told.constants = listed.pulled, Constants(shadow.source_modules)
         return told
 
     def _new_slots(self, nbytes: int, device: torch.device) -> SharedMemory | DeviceMemory:

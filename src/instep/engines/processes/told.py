@@ -13,6 +13,7 @@ from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.bell import Bell
 from instep.engines.processes.bulk import fetch
 from instep.engines.processes.closures import is_still
+from instep.engines.processes.constants import Constants
 from instep.engines.processes.driver import DeviceMemory
 from instep.engines.processes.image import Image
 from instep.engines.processes.spaces import Seen, seen
@@ -50,6 +51,8 @@ class Told:
     """Tells of large gradients that lie in their slots."""
     pulled: set[int] = field(default_factory=set)
     """Where in the image lies what the worker copies from it."""
+    constants: Constants = field(default_factory=lambda: Constants(()))
+    """Those of imported modules that the worker reads for itself."""
 
     def __post_init__(self) -> None:
         self.new = True

@@ -1,0 +1,121 @@
+"""Globals of imported modules, which a worker imports for itself."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.engines.choose import Choice
+from instep.engines.processes.constants import Constants, _literals_in
+from instep.engines.processes.hands import Hands
+from instep.errors import CannotCross
+
+from .lines import script
+
+SETTINGS = """
+SCALE = 1.5
+SHAPE: tuple[int, int] = (2, 3)
+OTHER = [1]
+COUNT = 0
+TWICE = 1
+TWICE = 2
+MAYBE = None
+if SCALE > 1:
+    MAYBE = 1
+MADE = SCALE * 2
+
+def scaled(x):
+    return x * SCALE
+
+def count():
+    global COUNT
+    COUNT += 1
+
+class Layer:
+    SCALE = 7
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module that a worker can import."""
+    (tmp_path / "settings_of_mine.py").write_text(SETTINGS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "settings_of_mine", raising=False)
+    yield importlib.import_module("settings_of_mine")
+    sys.modules.pop("settings_of_mine")
+
+
+def test_what_a_file_gives_its_names(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text(SETTINGS)
+    assert _literals_in(str(tmp_path / "one.py")) == {"SCALE": 1.5, "SHAPE": (2, 3)}
+    assert _literals_in(str(tmp_path / "none.py")) == _literals_in(None) == {}
+
+
+SCRIPT = """
+import torch, settings_of_mine
+from torch import nn
+from settings_of_mine import scaled
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+    def forward(self, x):
+        return self.scale(self.layer(x))
+
+class ByAttribute(Reads):
+    def scale(self, y):
+        return y * settings_of_mine.SCALE
+
+class ByFunction(Reads):
+    def scale(self, y):
+        return scaled(y)
+
+class ByFunctionOfTheModule(Reads):
+    @staticmethod
+    def scale(y):
+        return settings_of_mine.scaled(y)
+"""
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("name", ["ByAttribute", "ByFunction", "ByFunctionOfTheModule"])
+def test_a_constant_that_was_set_is_named(name: str, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    net: nn.Module = getattr(script(SCRIPT), name)()
+    x = torch.randn(5, 4)
+    with instep.DataParallel(net, ["cpu"] * 2, engine="processes", probe=False) as model:
+        torch.testing.assert_close(model(x), net(x))
+        settings.COUNT, settings.TWICE = 5, 5  # nobody reads those
+        torch.testing.assert_close(model(x), net(x))
+        settings.SCALE = 2.0
+        with pytest.raises(CannotCross, match=r"settings_of_mine\.SCALE.* is 2\.0 by now; there it is 1\.5"):
+            model(x)
+        del settings.SCALE
+        with pytest.raises((CannotCross, NameError, AttributeError), match="SCALE"):
+            model(x)
+        settings.SCALE = 1.5
+        torch.testing.assert_close(model(x), net(x))
+    monkeypatch.setattr("instep.parallel.choose", lambda *_: Choice("processes", "of the rule", by_rule=True))
+    settings.SCALE = 3.0
+    with instep.DataParallel(net, ["cpu"] * 2, probe=False) as model:
+        with pytest.warns(UserWarning, match=r"goes on with threads: .*SCALE"):
+            out = model(x)
+        torch.testing.assert_close(out, net(x))
+
+
+class Plain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x)
+
+
+def test_nothing_is_read_of_torch(workers: Hands) -> None:
+    assert workers is not None
+    assert Constants([nn.Linear(2, 2), nn.TransformerEncoderLayer(4, 2), Plain()])._read == []
