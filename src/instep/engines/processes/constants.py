@@ -2,7 +2,7 @@
 
 A worker imports a module for itself. Where a script has set one of its globals (`settings.SCALE = 2`), that shows by
 what the file gives the name: a number, a text, or a tuple of such. Names that a file binds more than once, or that a
-function there may bind, say nothing.
+function there may bind, say nothing; and files that were installed are not read, for few set anything in those.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from instep.errors import CannotCross
 _MISSING = object()
 _FUNCTIONS_AT_MOST = 2000
 _NOT_OURS = {"torch", "instep", "builtins", *sys.stdlib_module_names}
+_INSTALLED = ("site-packages", "dist-packages")
 _literals: WeakKeyDictionary[types.ModuleType, dict[str, Any]] = WeakKeyDictionary()
 
 
@@ -55,7 +56,7 @@ class Constants:
 
 def _methods(classes: Iterable[type]) -> Iterator[types.FunctionType]:
     for cls in classes:
-        if cls.__module__.partition(".")[0] in _NOT_OURS:
+        if not _is_ours(cls.__module__):
             continue
         for held in list(vars(cls).values()):
             function = held.fget if isinstance(held, property) else getattr(held, "__func__", held)
@@ -76,21 +77,25 @@ def _read_by(functions: Iterable[types.FunctionType]) -> Iterator[Constant]:
             yield from _in(own, names_read(function.__code__))
         for module in [value for value in named if isinstance(value, types.ModuleType)]:
             yield from _in(module, words)
-            if module.__name__.partition(".")[0] not in _NOT_OURS:
+            if _is_ours(module.__name__):
                 named += [vars(module)[word] for word in words if word in vars(module)]
         for value in named:
-            if isinstance(value, types.FunctionType) and id(value) not in seen and _is_ours(value):
+            if isinstance(value, types.FunctionType) and id(value) not in seen and _is_ours(value.__module__):
                 seen.add(id(value))
                 pending.append(value)
 
 
-def _is_ours(function: types.FunctionType) -> bool:
-    return (function.__module__ or "builtins").partition(".")[0] not in _NOT_OURS
+def _is_ours(module: str | None) -> bool:
+    """Whether a module, by its name, is part of what the user has written."""
+    if module is None or module.partition(".")[0] in _NOT_OURS:
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return not isinstance(file, str) or not any(word in file for word in _INSTALLED)
 
 
 def _in(module: types.ModuleType, names: Iterable[str]) -> Iterator[Constant]:
     """Those of some names that are constants of a module which a worker imports."""
-    if module.__name__.partition(".")[0] in _NOT_OURS or not importable(module.__name__):
+    if not _is_ours(module.__name__) or not importable(module.__name__):
         return
     if module not in _literals:
         _literals[module] = _literals_in(getattr(module, "__file__", None))
