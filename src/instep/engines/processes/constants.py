@@ -89,7 +89,7 @@ def _is_ours(module: str | None) -> bool:
     """Whether a module, by its name, is part of what the user has written."""
     if module is None or module.partition(".")[0] in _NOT_OURS:
         return False
-    file = getattr(sys.modules.get(module), "__file__", None)
+    file = None if module == "__main__" else getattr(sys.modules.get(module), "__file__", None)
     return not isinstance(file, str) or not any(word in file for word in _INSTALLED)
 
 
