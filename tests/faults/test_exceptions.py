@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import instep
 from instep.engines.processes.hands import inside_worker
 
 
@@ -118,6 +119,40 @@ class Raises(nn.Module):
                 self.deed()
             y.register_hook(lambda _: self.deed and self.deed())
         return y
+
+
+class Slow(nn.Module):
+    """One replica takes long, and another one fails at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.deeds: dict[int, str] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        deed = self.deeds.get(instep.replica().index)
+        if deed == "sleep":
+            time.sleep(3)
+        elif deed == "fail":
+            raise KeyError("no luck")
+        y: Tensor = self.layer(x)
+        return y
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("deeds", [{1: "sleep", 2: "fail"}, {1: "fail", 2: "sleep"}], ids=["before", "after"])
+def test_an_exception_does_not_wait_for_a_worker_that_takes_long(wrap: Any, deeds: dict[int, str]) -> None:
+    net = Slow()
+    model = wrap(net, 3, engine="processes", hooks="per_replica", probe=False)
+    x = torch.randn(7, 4)
+    model(x).sum().backward()
+    net.deeds = deeds
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="no luck"):
+        model(x)
+    assert time.monotonic() - start < 2
+    net.deeds = {}
+    torch.testing.assert_close(model(x), net(x))
 
 
 @pytest.mark.usefixtures("workers")

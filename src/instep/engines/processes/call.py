@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from instep.engines.processes.desk import Desk, Met
+from instep.engines.processes.desk import Desk
+from instep.engines.processes.met import Met
 from instep.engines.processes.orders import Run
 from instep.engines.processes.shadow import Shadow, keep, outstanding
 from instep.engines.processes.talk import of_answer

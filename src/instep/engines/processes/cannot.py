@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from instep.engines.processes.by_value import by_name, names_read
 from instep.engines.processes.reducers import stays_home
 from instep.errors import CannotCross
+from instep.replicas.memory import overlap
 
-__all__ = ["CannotCross", "Culprit", "Step", "find", "refusal"]
+__all__ = ["CannotCross", "Culprit", "Step", "find", "refusal", "refuse_shared"]
 
 _TRIALS_AT_MOST = 2000
 
@@ -181,3 +182,12 @@ def _type_name(thing: Any) -> str:
     kind = type(thing)
     short = kind.__module__ in ("builtins", "__main__")
     return kind.__qualname__ if short else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def refuse_shared(arguments: Sequence[Tensor], written: int) -> None:
+    """`CannotCross` for a tensor that `forward` wrote to in a worker, where another argument does not see that."""
+    if any(overlap(other, arguments[written]) for n, other in enumerate(arguments) if n != written):
+        raise CannotCross(
+            "forward writes to an argument that shares its memory with another one; in a worker process they are two.\n"
+            "Pass a copy of one of them (x.clone()), or write engine='threads'."
+        )

@@ -26,54 +26,20 @@ from instep.engines.processes.estate import layout
 from instep.engines.processes.freight import Parcel, unpack_error
 from instep.engines.processes.hands import Worker
 from instep.engines.processes.hold import Hold, allocate
+from instep.engines.processes.met import Met
 from instep.engines.processes.mirror import slot_of
 from instep.engines.processes.orders import Back, Berth, NewModule, NewValues, Run, Surroundings, Table
 from instep.engines.processes.shadow import Shadow
-from instep.engines.processes.shore import Passage
 from instep.engines.processes.talk import SOURCE, Tag, Talk, by_value
 from instep.engines.processes.told import Told
 from instep.engines.processes.waiting import GLANCE, PASSED_ON, Box, Wait, place_of_script
 from instep.engines.processes.wire import Message
 from instep.errors import EngineError
 from instep.locks import ProcessLock
-from instep.meeting import Meeting, PeerFailed, without_streams
+from instep.meeting import PeerFailed
 from instep.replicas.names import module_names
 
 calls = itertools.count(1)
-
-
-class Met:
-    """What one replica met the others for in a call, and what came of it: a worker that begins again is told that."""
-
-    def __init__(self, room: Meeting, passage: Passage) -> None:
-        self._room: Meeting | None = room
-        self._passage = passage
-        self._answers: list[Any] = []
-        self._told = 0
-
-    def begin(self) -> None:
-        """The call begins, or begins again."""
-        self._told = 0
-
-    def end(self) -> None:
-        """Nobody is met any longer: the answers are all that there is."""
-        self._room = None
-
-    def exchange(self, index: int, label: str, payload: Any) -> Any:
-        """What the replicas brought, or why they did not come."""
-        if self._told < len(self._answers):
-            answer = self._answers[self._told]
-        elif self._room is None:
-            answer = None, EngineError(f"a forward that was run again came to {label}, where it had not been before.")
-        else:
-            try:
-                answer = list(map(without_streams, self._room.exchange(index, label, payload))), None
-                self._passage.catch_up()
-            except Exception as error:
-                answer = None, error
-            self._answers.append(answer)
-        self._told += 1
-        return answer
 
 
 class Desk:
@@ -307,14 +273,21 @@ class Desk:
         self._boxes[box.number] = box
         return box
 
-    def _listen(self, box: Box) -> Message | None:
+    def has_failed(self, box: Box) -> bool:
+        """Whether the answer to a question is there, and says that it failed."""
+        message = self._listen(box, 0) if orders.FAILED not in box.kinds else None
+        if message is not None:
+            box.put(message)
+        return orders.FAILED in box.kinds
+
+    def _listen(self, box: Box, seconds: float = GLANCE) -> Message | None:
         """The next message for a box, if one comes soon; what comes for others is put into theirs."""
         if not self.busy.acquire(blocking=False):  # another thread listens, or asks
             return box.wait(PASSED_ON)
         try:
             message = box.wait(0)
             if message is None:
-                message = self.worker.line.receive(GLANCE)
+                message = self.worker.line.receive(seconds)
             if message is not None:
                 self._heard = max(self._heard, message.call)
             if message is None or message.call == box.number:
@@ -337,12 +310,16 @@ class Desk:
             message = self._listen(box)
             if message is None:
                 wait.look()
+                on_host = self.talk.hold is None and self.worker.line.shore is None
+                if on_host and met is not None and met.somebody_failed():
+                    raise PeerFailed("another replica failed, and this one was not waited for.")
                 continue
             wait = Wait(self.worker, self.timeout)
             if message.kind == orders.MEET and met is not None:
                 asked, _ = self.talk.take(message)
                 self.talk.say(orders.MET, message.call, met.exchange(*asked))
             elif message.kind == orders.FAILED:
+                box.kinds.add(message.kind)
                 self._around = None  # it may not have come to that
                 error = unpack_error(Parcel(message.body, message.tensors), self.talk.depot)
                 self.failed = id(error)

@@ -32,6 +32,15 @@ class Gathering(Room):
     serve: Callable[[], None] | None = None
     """Called before the first replica meets the others for the first time."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.glances: list[Callable[[], bool]] = []
+        """Each says of one worker whether it has answered that it failed."""
+
+    def somebody_failed(self) -> bool:
+        """Whether a worker has failed, so that the others need not be waited for."""
+        return any(glance() for glance in self.glances)
+
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
         self.met = True
         if index == 0 and self.serve is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import Tensor
 from instep.engines.processes.ahead import Ahead, Late
 from instep.engines.processes.berth import backends
 from instep.engines.processes.call import Call, remember_values
+from instep.engines.processes.cannot import refuse_shared
 from instep.engines.processes.context import carried
-from instep.engines.processes.desk import Desk, Met
+from instep.engines.processes.desk import Desk
 from instep.engines.processes.freight import CannotCross
+from instep.engines.processes.met import Met
 from instep.engines.processes.orders import Back, Output, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.shore import Passage
@@ -29,7 +32,7 @@ from instep.reaching import Reach
 from instep.replicas.ambient import Ambient
 from instep.replicas.contents import contents_of, put
 from instep.replicas.handed import Change, from_places, handed_to
-from instep.replicas.memory import once_each, overlap
+from instep.replicas.memory import once_each
 from instep.replicas.replica import Outcome
 from instep.replicas.watch import MISSING, STRUCTURE, Changes, Inside, Set
 
@@ -83,8 +86,9 @@ class ForwardPart:
         assert run.around is not None
         run.around.context = carried(job.ambient.context, desk.talk.depot)
         run.generators = {number: source.get_state() for number, source in enumerate(told.generators)}
-        self._box, self._arguments = desk.ask_forward(run)
-        self._call = None
+        box, self._arguments = desk.ask_forward(run)
+        self._box, self._call = box, None
+        self._met.watch(partial(desk.has_failed, box))
 
     def meanwhile(self, desk: Desk) -> None:
         """After the first replica has run, and before anybody hears the answer: do what does not depend on that."""
@@ -135,7 +139,7 @@ class ForwardPart:
             )
         self._note_draws(ran)
         for i, value in ran.arguments.items():
-            _refuse_shared(arguments, i)
+            refuse_shared(arguments, i)
             arguments[i].data.copy_(value)
         outcome = _outcome(self._shadow, self._told, ran)
         outcome.made = {id(arguments[i]): tensor for i, tensor in ran.made.items()}
@@ -194,6 +198,7 @@ class BackwardPart:
         back.wanted = [number for number in self._numbers if number is not None]
         back.call = call.number
         self._box = desk.ask_backward(back, call.told.bell)
+        self._met.watch(partial(desk.has_failed, self._box))
 
     def expect(self, ahead: Ahead) -> None:
         """Let gradients be added that lie in slots before the worker answers, if it could be asked."""
@@ -330,15 +335,6 @@ def _numbers(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int
             "process.\nUse DataParallel(..., engine='threads')."
         )
     return [places[id(tensor)] for tensor in tensors]
-
-
-def _refuse_shared(arguments: Sequence[Tensor], written: int) -> None:
-    """`CannotCross` for a tensor that `forward` wrote to in a worker, where another argument does not see that."""
-    if any(overlap(other, arguments[written]) for n, other in enumerate(arguments) if n != written):
-        raise CannotCross(
-            "forward writes to an argument that shares its memory with another one; in a worker process they are two.\n"
-            "Pass a copy of one of them (x.clone()), or write engine='threads'."
-        )
 
 
 def _near(leaf: Tensor, gradient: Tensor | None) -> Tensor | None:

@@ -60,8 +60,11 @@ class Box:
     def __init__(self, number: int) -> None:
         self.number = number
         self._messages: SimpleQueue[Message] = SimpleQueue()
+        self.kinds: set[str] = set()
+        """The kinds of messages that were put here."""
 
     def put(self, message: Message) -> None:
+        self.kinds.add(message.kind)
         self._messages.put(message)
 
     def has_any(self) -> bool:
