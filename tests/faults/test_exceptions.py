@@ -140,7 +140,7 @@ class Slow(nn.Module):
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("deeds", [{1: "sleep", 2: "fail"}, {1: "fail", 2: "sleep"}], ids=["before", "after"])
+@pytest.mark.parametrize("deeds", [{1: "sleep", 2: "fail"}, {1: "fail", 2: "sleep"}, {0: "fail", 1: "sleep"}], ids=str)
 def test_an_exception_does_not_wait_for_a_worker_that_takes_long(wrap: Any, deeds: dict[int, str]) -> None:
     net = Slow()
     model = wrap(net, 3, engine="processes", hooks="per_replica", probe=False)

@@ -184,6 +184,7 @@ class ProcessesEngine(SideBySide):
         def own() -> Outcome:
             outcome = perform(job, 0)
             _raise_interruption(outcome.error)
+            room.lost = outcome.error is not None
             for do in () if room.met else meanwhile:  # otherwise threads of their own hear the workers already
                 do()
             return outcome

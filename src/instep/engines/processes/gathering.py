@@ -34,12 +34,14 @@ class Gathering(Room):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.lost = False
+        """Whether a replica that was heard has failed."""
         self.glances: list[Callable[[], bool]] = []
         """Each says of one worker whether it has answered that it failed."""
 
     def somebody_failed(self) -> bool:
-        """Whether a worker has failed, so that the others need not be waited for."""
-        return any(glance() for glance in self.glances)
+        """Whether a replica has failed, so that the others need not be waited for."""
+        return self.lost or any(glance() for glance in self.glances)
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
         self.met = True
@@ -65,7 +67,7 @@ def run_all(
         try:
             results.extend(part())
         except Exception as error:
-            errors[number] = error
+            errors[number], room.lost = error, True
 
     try:
         take(0, lambda: [first()])
