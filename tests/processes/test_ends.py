@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-SECONDS = 2.0
+from .exits import SECONDS, there
+
 FROM_TORCH = ("pymp-", "torch_")
 """What DataLoader itself leaves behind when a script is killed."""
 
@@ -50,13 +51,6 @@ model(x)
 """
 
 
-def is_there(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm to look at")
 def test_nothing_is_left_of_a_script_that_ends_in_a_call(tmp_path: Path) -> None:
     ways = {"error": signal.SIGUSR2, "exit": signal.SIGUSR2, "term": signal.SIGTERM, "kill": signal.SIGKILL}
@@ -85,13 +79,13 @@ def test_nothing_is_left_of_a_script_that_ends_in_a_call(tmp_path: Path) -> None
             worker, *others = map(int, process.stdout.readline().split())
             loaders += others
             time.sleep(0.5)  # until it is in the call
-            assert is_there(worker)
+            assert there(worker)
             process.send_signal(number)
             process.wait(20)
             deadline = time.monotonic() + SECONDS
-            while is_there(worker) and time.monotonic() < deadline:
+            while there(worker) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert not is_there(worker), way
+            assert not there(worker), way
         codes = {way: process.returncode for way, process in scripts.items()}
         assert codes == {"error": 1, "exit": 5, "term": -signal.SIGTERM, "kill": -signal.SIGKILL}
         left = [*os.listdir(tmp_path), *(set(os.listdir("/dev/shm")) - shared)]

@@ -103,6 +103,18 @@ def test_a_batch_that_is_given_twice_is_one() -> None:
         torch.testing.assert_close(model(x, other=x), net(mine, other=mine))
 
 
+class Apart(nn.Module):
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        return one - other
+
+
+def test_memory_that_is_read_in_two_ways_is_two() -> None:
+    x = torch.randn(7, 4, dtype=torch.complex64)
+    with wrap(Apart()) as model:
+        torch.testing.assert_close(model(x, x.conj()), x - x.conj())
+        torch.testing.assert_close(model(x.imag, x.conj().imag), x.imag - x.conj().imag)
+
+
 def test_a_write_to_memory_that_another_argument_shares_in_part_is_refused() -> None:
     net, x = Writes(), torch.randn(7, 8)
     with wrap(net) as model, pytest.raises(CannotCross, match=r"shares its memory with another one.*\n.*clone"):

@@ -106,6 +106,7 @@ def once_each(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[
     def one(value: Any) -> Any:
         if type(value) is not Tensor or value.requires_grad or not is_dense(value) or not value.numel():
             return value
-        return known.setdefault((value.data_ptr(), value.shape, value.stride(), value.dtype), value)
+        read_as = value.shape, value.stride(), value.dtype, value.device, value.is_conj(), value.is_neg()
+        return known.setdefault((value.data_ptr(), *read_as), value)
 
     return [one(value) for value in args], {name: one(value) for name, value in kwargs.items()}
