@@ -33,7 +33,7 @@ from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.talk import SOURCE, Tag, Talk, by_value
 from instep.engines.processes.told import Told
 from instep.engines.processes.waiting import GLANCE, PASSED_ON, Box, Wait, place_of_script
-from instep.engines.processes.wire import Message
+from instep.engines.processes.wire import Garbled, Gone, Message
 from instep.errors import EngineError
 from instep.locks import ProcessLock
 from instep.meeting import PeerFailed
@@ -287,7 +287,7 @@ class Desk:
         try:
             message = box.wait(0)
             if message is None:
-                message = self.worker.line.receive(seconds)
+                message = self._receive(seconds)
             if message is not None:
                 self._heard = max(self._heard, message.call)
             if message is None or message.call == box.number:
@@ -300,6 +300,13 @@ class Desk:
             return None
         finally:
             self.busy.release()
+
+    def _receive(self, seconds: float) -> Message | None:
+        try:
+            return self.worker.line.receive(seconds)
+        except Garbled as error:  # nothing that it says can be relied on
+            self.worker.kill(f"it was ended, for what it sent is none of ours: {error}")
+            raise Gone(f"{self.worker.name} was ended") from error
 
     def answer(self, box: Box, met: Met | None) -> Message:
         """What a worker answers; until it does, it may ask to meet the other replicas."""

@@ -233,12 +233,12 @@ class Worker:
             self.wait_end(time.monotonic() + _STOP_SECONDS)
         self.kill()
 
-    def kill(self) -> None:
+    def kill(self, why: str = "ended by this process") -> None:
         """End it, with whatever it has started itself, and collect it. A forked child ends nothing of its parent's."""
         if not self.own() or _started.pop(self.pid, None) is None:
             return
         if self.alive():
-            self._death = "ended by this process"
+            self._death = why
         else:
             self.death()
         with suppress(ProcessLookupError, PermissionError):

@@ -1,0 +1,173 @@
+"""Every fault in every replica, in forward and in backward: each says what it is, and then the training goes on.
+
+One training run meets all of them, each at a step of its own. A step that failed is taken again, and at the end every
+weight is, bit for bit, that of a run which nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import stat
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.errors import WorkerFailure
+
+REPLICAS = 3
+ERRORS: dict[str, tuple[type[BaseException], str] | None] = {
+    "kill": None,  # the step is run again by itself
+    "garbage": None,
+    "raise": (ZeroDivisionError, "no luck"),
+    "hang": (WorkerFailure, "has not answered"),
+    "interrupt": (KeyboardInterrupt, ".*"),
+    "unpicklable": (instep.EngineError, "extra"),
+    "write": (instep.StateError, r"last\.weight"),
+}
+IN_WORKERS = {"kill", "garbage", "hang", "unpicklable"}
+IN_FORWARD = {"unpicklable", "write"}
+
+
+class Fault(NamedTuple):
+    """What goes wrong, in which replica, and when."""
+
+    kind: str
+    replica: int
+    phase: str
+
+    def file(self, folder: Path) -> Path:
+        """What has the fault happen, once."""
+        return folder / f"{self.kind}-{self.replica}-{self.phase}"
+
+
+def faults() -> list[Fault]:
+    """Each kind in each replica and phase that it can be in; which step each one comes at is drawn."""
+    every = [
+        Fault(kind, replica, phase)
+        for kind in ERRORS
+        for replica in range(1 if kind in IN_WORKERS else 0, REPLICAS)
+        for phase in (["forward"] if kind in IN_FORWARD else ["forward", "backward"])
+    ]
+    random.Random(0).shuffle(every)
+    return every
+
+
+def send_garbage() -> None:
+    """Into every socket of this process, one of which is a worker's line."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the folder's own descriptor, or a side that is only read
+            if stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                os.write(int(name), b"no frame of ours")
+
+
+class Faulty(nn.Module):
+    """Draws and weights; a replica that finds its fault in the folder has it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.first, self.drop, self.last = nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        replica = instep.replica().index
+        h = self.drop(torch.tanh(self.first(x)))
+        self.meet(replica, "forward")
+        if h.requires_grad:
+            h.register_hook(lambda _: self.meet(replica, "backward"))
+        out = self.last(h)
+        return {"out": out, "extra": threading.Lock() if self.has("unpicklable", replica, "forward") else None}
+
+    def has(self, kind: str, replica: int, phase: str) -> bool:
+        try:
+            Fault(kind, replica, phase).file(self.folder).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def meet(self, replica: int, phase: str) -> None:
+        if self.has("kill", replica, phase):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.has("garbage", replica, phase):
+            send_garbage()
+        if self.has("raise", replica, phase):
+            raise ZeroDivisionError("no luck")
+        if self.has("hang", replica, phase):
+            time.sleep(1000)
+        if self.has("interrupt", replica, phase):
+            os.kill(os.getppid() if replica else os.getpid(), signal.SIGINT)
+            time.sleep(0.3)  # it arrives meanwhile
+        if self.has("write", replica, phase):
+            with torch.no_grad():
+                self.last.weight.mul_(0.5)
+
+
+def take_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    torch.default_generator.manual_seed(step)
+    optimizer.zero_grad()
+    model(torch.randn(7, 4).double())["out"].square().mean().backward()
+    optimizer.step()
+
+
+def train(folder: Path, plan: list[Fault | None]) -> Faulty:
+    torch.default_generator.manual_seed(0)
+    net = Faulty(folder).double()
+    options: dict[str, Any] = {"hooks": "per_replica", "restarts": 10**6, "timeout": 2, "merge": {"extra": "first"}}
+    with instep.DataParallel(net, ["cpu"] * REPLICAS, engine="processes", **options) as model:
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for step, fault in enumerate(plan):
+            if fault is not None:
+                fail(model, optimizer, step, fault)
+            if fault is None or ERRORS[fault.kind] is not None:
+                take_step(model, optimizer, step)
+    return net
+
+
+def fail(model: Any, optimizer: torch.optim.Optimizer, step: int, fault: Fault) -> None:
+    """A step with a fault in it, which leaves every weight as it was if it is an error."""
+    fault.file(model.folder).touch()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    error = ERRORS[fault.kind]
+    if error is None:
+        take_step(model, optimizer, step)
+    else:
+        with pytest.raises(error[0], match=error[1]) as caught:
+            take_step(model, optimizer, step)
+        if fault.kind not in ("interrupt", "unpicklable", "write"):
+            said = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", ()))
+            assert f"replica {fault.replica}" in said, fault
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), (fault, name)
+    assert not fault.file(model.folder).exists(), f"{fault} was not met"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:.*has not answered:UserWarning")
+@pytest.mark.usefixtures("workers", "one_core")
+def test_a_run_that_meets_every_fault_ends_as_one_that_meets_none(tmp_path: Path) -> None:
+    plan = [None, *faults(), None]
+    disturbed, undisturbed = train(tmp_path, plan), train(tmp_path, [None] * len(plan))
+    for (name, mine), theirs in zip(disturbed.state_dict().items(), undisturbed.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.usefixtures("workers")
+def test_garbage_where_none_may_end_is_a_failure_that_names_it(tmp_path: Path) -> None:
+    net = Faulty(tmp_path).double()
+    options: dict[str, Any] = {"hooks": "per_replica", "restarts": 0, "merge": {"extra": "first"}}
+    with instep.DataParallel(net, ["cpu"] * 2, engine="processes", **options) as model:
+        x = torch.randn(7, 4).double()
+        model(x)
+        Fault("garbage", 1, "forward").file(tmp_path).touch()
+        with pytest.raises(WorkerFailure, match=r"replica 1 on cpu[\s\S]*none of ours"):
+            model(x)
+        torch.testing.assert_close(model.eval()(x)["out"], net(x)["out"])
