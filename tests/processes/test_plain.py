@@ -145,3 +145,21 @@ def test_a_step_leaves_nothing_that_only_the_collector_finds(kind: type) -> None
             assert gc.collect() == 0
         finally:
             gc.enable()
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("fails", [False, True], ids=["", "after-a-failure"])
+def test_graphs_that_are_kept_do_not_send_a_call_the_long_way(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    net = nn.Linear(4, 3)
+    with instep.DataParallel(net, ["cpu"] * 2, engine="processes") as model:
+        kept = [model(torch.randn(6, 4)) for _ in range(2)]
+        if fails:
+            with pytest.raises(RuntimeError, match="shapes"):
+                model(torch.randn(6, 5))
+            kept.append(model(torch.randn(6, 4)))
+        monkeypatch.setattr("instep.engines.processes.depot.Depot.pack_fields", None)
+        x = torch.randn(6, 4)
+        out = model(x)
+        out.sum().backward()
+        torch.testing.assert_close(out, net(x))
+        assert all(output.requires_grad for output in kept)

@@ -54,6 +54,7 @@ class Desk:
         self.busy = threading.RLock()
         """Held by whoever speaks or listens."""
         self._boxes: weakref.WeakValueDictionary[int, Box] = weakref.WeakValueDictionary()
+        """Of questions that have no answer yet."""
         self._settled = False
         self.sharing: str | None = None
         """Why tensors cannot stay on the device that both sides work on; empty if they can, None before it is known."""
@@ -327,6 +328,7 @@ class Desk:
                 self.talk.say(orders.MET, message.call, met.exchange(*asked))
             elif message.kind == orders.FAILED:
                 box.kinds.add(message.kind)
+                self._boxes.pop(box.number, None)
                 self._around = None  # it may not have come to that
                 error = unpack_error(Parcel(message.body, message.tensors), self.talk.depot)
                 self.failed = id(error)
@@ -334,6 +336,7 @@ class Desk:
                     self.talk.depot.forget()  # it may not have what was sent with it
                 raise error
             elif message.kind == orders.DONE:
+                self._boxes.pop(box.number, None)  # graphs may hold it for long
                 self._leaving.clear()  # it has read all that was said before
                 return message
             else:
