@@ -229,9 +229,19 @@ class Package(NamedTuple):
     note: Any
 
 
-def without_streams(payload: Any) -> Any:
-    """What is brought to a meeting by a replica of another process, whose streams are its own."""
-    return payload._replace(streams={}) if isinstance(payload, Package) else payload
+Bare = tuple[dict[int, Row], dict[int, list[bool]], Any]
+"""A package as it goes to another process, whose streams are its own: rows, which of them need a gradient, the note."""
+
+
+def to_bare(package: Package, to: int | None = None) -> Bare:
+    """A package for another process; of its rows only those that are for one replica, where that is said."""
+    rows = package.rows if to is None else {peer: row for peer, row in package.rows.items() if peer == to}
+    return rows, package.needed, package.note
+
+
+def from_bare(rows: dict[int, Row], needed: dict[int, list[bool]], note: Any) -> Package:
+    """A package that came from another process."""
+    return Package(rows, needed, {}, note)
 
 
 def _swap(

@@ -7,7 +7,7 @@ from typing import Any
 from instep.engines.processes import orders
 from instep.engines.processes.talk import Talk
 from instep.errors import EngineError
-from instep.meeting import without_streams
+from instep.meeting import from_bare, to_bare
 
 
 class Hall:
@@ -26,11 +26,11 @@ class Hall:
         """The others hear of it by the answer."""
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
-        self._talk.say(orders.MEET, self._call, (index, label, without_streams(payload)))
+        self._talk.say(orders.MEET, self._call, (index, label, to_bare(payload)))
         message = self._talk.line.receive()
         if message is None or message.kind != orders.MET or message.call != self._call:
             raise EngineError("the line to the other replicas brought something else than their answer.")
         (payloads, error), _ = self._talk.take(message)
         if error is not None:
             raise error
-        return list(payloads)
+        return [from_bare(*payload) for payload in payloads]

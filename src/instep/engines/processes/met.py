@@ -7,7 +7,7 @@ from typing import Any
 
 from instep.engines.processes.shore import Passage
 from instep.errors import EngineError
-from instep.meeting import Meeting, without_streams
+from instep.meeting import Bare, Meeting, from_bare, to_bare
 
 
 class Met:
@@ -38,7 +38,7 @@ class Met:
         asked: Any = getattr(self._room, "somebody_failed", None)
         return asked is not None and bool(asked())
 
-    def exchange(self, index: int, label: str, payload: Any) -> Any:
+    def exchange(self, index: int, label: str, payload: Bare) -> Any:
         """What the replicas brought, or why they did not come."""
         if self._told < len(self._answers):
             answer = self._answers[self._told]
@@ -46,7 +46,8 @@ class Met:
             answer = None, EngineError(f"a forward that was run again came to {label}, where it had not been before.")
         else:
             try:
-                answer = list(map(without_streams, self._room.exchange(index, label, payload))), None
+                packages = self._room.exchange(index, label, from_bare(*payload))
+                answer = [to_bare(package, index) for package in packages], None
                 self._passage.catch_up()
             except Exception as error:
                 answer = None, error
