@@ -6,6 +6,7 @@ Everything is decided before anything is written, so that a `StateError` leaves 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from instep.replicas.state_rules import StateRule, apply_state_rule, is_count, k
 from instep.replicas.watch import MISSING
 from instep.structure.merge import Merger
 from instep.structure.rules import rule_for
-from instep.structure.shapes import follow
+from instep.structure.shapes import follow, is_dense
 from instep.structure.tree import map_tensors, tensors_in
 from instep.structure.verdicts import Verdicts
 
@@ -47,7 +48,8 @@ class Settler:
     """The rules of outputs, for tensors that `forward` left on the module."""
     unmerged: str = "error"
     usual: Callable[[nn.Module, str], StateRule | None] | None = None
-    """The rule for state that torch's own layers keep, by its path, where the user gave none and replicas differ."""
+    """The rule for state that torch's own layers keep, by its path, where the user gave none and replicas differ; where
+    they do not, it is theirs."""
     readings: dict[str, str] = field(default_factory=dict)
     """What lists that grew turned out to be: one entry a sample, or not."""
     mergers: dict[str, Merger] = field(default_factory=dict)
@@ -65,6 +67,7 @@ class Settler:
 
     def __post_init__(self) -> None:
         self.carry = Carry(self.rules)
+        self._looked_up: tuple[weakref.ref[Replica], Owners] | None = None
 
     @contextmanager
     def given(self, inputs: Sequence[Mapping[str, Any]]) -> Iterator[None]:
@@ -84,10 +87,8 @@ class Settler:
         places: Mapping[int, Place],
     ) -> None:
         """Set on the source what `forward` changed; `places` says where each container of the source is."""
-        modules = replicas[0].source_modules
-        names = module_names(source, modules)
         writes = [
-            *self._attributes(modules, names, replicas, outcomes, sizes),
+            *self._attributes(source, replicas, outcomes, sizes),
             *self._tensors(source, replicas, outcomes, sizes, places),
             *self._contents(replicas, outcomes, sizes, places),
         ]
@@ -96,16 +97,15 @@ class Settler:
             replica.revert(outcome.changes)
 
     def _attributes(
-        self,
-        modules: list[nn.Module],
-        names: list[str],
-        replicas: Sequence[Replica],
-        outcomes: Sequence[Outcome],
-        sizes: Sequence[int],
+        self, source: nn.Module, replicas: Sequence[Replica], outcomes: Sequence[Outcome], sizes: Sequence[int]
     ) -> list[Write]:
         """Attributes and buffers that `forward` set to another object."""
         tables = [{(c.module, c.name): c for c in outcome.changes.attributes} for outcome in outcomes]
-        origins = [replica.cloner.origins() for replica in replicas] if any(tables) else []
+        if not any(tables):
+            return []
+        modules = replicas[0].source_modules
+        names = module_names(source, modules)
+        origins = [replica.cloner.origins() for replica in replicas]
         writes = []
         for key in dict.fromkeys(key for table in tables for key in table):
             index, name = key
@@ -135,18 +135,26 @@ class Settler:
     ) -> list[Write]:
         """State tensors that `forward` wrote in place."""
         touched = {id(pair[0]): pair[0] for outcome in outcomes for pair in outcome.written}
+        if not touched:
+            return []
         copies = [{id(original): copy for original, copy in replica.tensors.state} for replica in replicas]
-        writes, owners = [], Owners(source)
+        pairs, owners = [], self._owners_for(source, replicas[0])
         for key, original in touched.items():
             values = [table[key] for table in copies]
             owner = owners.of(original)
             place = Place(owner.path) if owner.module is not None else _place_inside(original, replicas[0], places)
             known = known_rule(owner.module, owner.name)
-            if known is None and self.usual is not None and not all(equal(value, values[0]) for value in values):
-                known = self.usual(source, owner.path)
-            merged = self.merge(place, original, values, sizes, known)
-            writes.append(_copier(original, merged))
-        return writes
+            usual = self.usual(source, owner.path) if known is None and self.usual is not None else None
+            if usual is not None:
+                known = "first" if all(equal(value, values[0]) for value in values[1:]) else usual
+            pairs.append((original, self.merge(place, original, values, sizes, known)))
+        return [partial(_copy_all, pairs)]
+
+    def _owners_for(self, source: nn.Module, replica: Replica) -> Owners:
+        """Who holds the tensors of the source, as long as its replicas are the same: so long nobody else does."""
+        if self._looked_up is None or self._looked_up[0]() is not replica:
+            self._looked_up = weakref.ref(replica), Owners(source)
+        return self._looked_up[1]
 
     def _contents(
         self,
@@ -365,15 +373,17 @@ def _setter(holder: dict[str, Any], name: str, value: Any) -> Write:
     return write
 
 
-def _copier(original: Tensor, value: Tensor) -> Write:
-    def write() -> None:
-        with torch.no_grad(), inference(False):
-            if original.shape == value.shape:
-                original.data.copy_(value)
-            else:
+def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Give tensors of the source their values, without moving their version counters."""
+    with torch.no_grad(), inference(False):
+        alike = [(original, value) for original, value in pairs if original.shape == value.shape and is_dense(original)]
+        if alike:
+            torch._foreach_copy_([original.data for original, _ in alike], [value.detach() for _, value in alike])
+        for original, value in pairs:
+            if original.shape != value.shape:
                 original.data = value.to(original.device, original.dtype, copy=True)
-
-    return write
+            elif not is_dense(original):
+                original.data.copy_(value)
 
 
 def _same_numbers(values: Sequence[Any]) -> bool:
