@@ -66,8 +66,8 @@ def tokens() -> Tensor:
     return torch.randint(512, (32, 64))
 
 
-def images() -> Tensor:
-    return torch.randn(32, 3, 32, 32)
+def images(count: int = 32) -> Tensor:
+    return torch.randn(count, 3, 32, 32)
 
 
 def rows(count: int, width: int) -> Tensor:

@@ -14,7 +14,8 @@ CASES = {
     "MLP, width 4096, batch 32": Case(partial(mlp, 4096), partial(rows, 32, 4096)),
     "MLP, width 1024, batch 64": Case(partial(mlp, 1024), partial(rows, 64, 1024)),
     "transformer, with_loss": Case(Attention, tokens, with_loss=True),
-    "conv net": Case(conv_net, images),
+    "conv net, batch 128": Case(conv_net, partial(images, 128)),
+    "conv net, batch 32": Case(conv_net, images),
 }
 
 if __name__ == "__main__":

@@ -313,3 +313,32 @@ def test_a_layer_that_forward_freezes(pair: Maker) -> None:
             train(pair(Freezes), lambda n: normal(n, 3), squares)
         return
     train(pair(Freezes), lambda n: normal(n, 3), squares)
+
+
+class Counts(nn.Module):
+    """Counts what it sees, in two buffers that are written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        self.total += x.detach().sum(0)
+        y: Tensor = self.layer(x)
+        return y
+
+
+def test_buffers_that_are_set_anew_between_calls(pair: Maker) -> None:
+    both = pair(Counts, state={"seen": "sum", "total": "sum"})
+    for step in range(5):
+        x = normal(7, 4)
+        outputs = [module(x) for module in both]
+        assert_same(outputs[1], outputs[0], 1e-12, "output")
+        assert_same(both.model.state_dict(), both.plain.state_dict(), 1e-12, f"state after step {step}")
+        for module in (both.plain, both.model.module):
+            module.seen = torch.zeros((), dtype=torch.float64)
+            if step % 2:  # the one has the other's place, and maybe its memory
+                module.total, module.seen = torch.zeros(4, dtype=torch.float64), module.seen.clone()

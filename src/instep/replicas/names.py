@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -35,22 +35,42 @@ def module_names(source: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
 
 
 class Owners:
-    """Who holds each tensor of a source module; looked up in one pass when it is first asked."""
+    """Who holds each tensor of a source module; looked up in one pass when it is first asked, and again after `renew`
+    for one that is not where it was."""
 
     def __init__(self, source: nn.Module) -> None:
         self._source = source
-        self._known: dict[int, Owner] | None = None
+        self._known: dict[int, Owner] = {}
+        self._fresh = False
+
+    def renew(self) -> None:
+        """Tensors may have come and gone since."""
+        self._fresh = False
 
     def of(self, tensor: Tensor) -> Owner:
-        if self._known is None:
-            self._known = {}
-            for prefix, module in self._source.named_modules():
-                for table in (module._parameters, module._buffers, module.__dict__):
-                    for name, value in table.items():
-                        if isinstance(value, Tensor):
-                            path = f"{prefix}.{name}" if prefix else name
-                            self._known.setdefault(id(value), Owner(module, name, path))
-        return self._known.get(id(tensor), _NOBODY)
+        owner = self._known.get(id(tensor), _NOBODY)
+        if not self._fresh and not _holds(owner, tensor):
+            self._known, self._fresh = dict(self._look()), True
+            owner = self._known.get(id(tensor), _NOBODY)
+        return owner
+
+    def _look(self) -> Iterator[tuple[int, Owner]]:
+        seen: set[int] = set()
+        for prefix, module in self._source.named_modules():
+            for table in _tables(module):
+                for name, value in table.items():
+                    if isinstance(value, Tensor) and id(value) not in seen:
+                        seen.add(id(value))
+                        yield id(value), Owner(module, name, f"{prefix}.{name}" if prefix else name)
+
+
+def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return module._parameters, module._buffers, module.__dict__
+
+
+def _holds(owner: Owner, tensor: Tensor) -> bool:
+    """Whether a tensor still is where it was, and not another one whose id was its own."""
+    return owner.module is not None and any(table.get(owner.name) is tensor for table in _tables(owner.module))
 
 
 def trainable_written(source: nn.Module, written: Sequence[Tensor], overwritten: Sequence[Tensor] = ()) -> StateError:

@@ -151,9 +151,10 @@ class Settler:
         return [partial(_copy_all, pairs)]
 
     def _owners_for(self, source: nn.Module, replica: Replica) -> Owners:
-        """Who holds the tensors of the source, as long as its replicas are the same: so long nobody else does."""
+        """Who holds the tensors of the source; as long as its replicas are the same, modules keep their names."""
         if self._looked_up is None or self._looked_up[0]() is not replica:
             self._looked_up = weakref.ref(replica), Owners(source)
+        self._looked_up[1].renew()
         return self._looked_up[1]
 
     def _contents(

@@ -1,0 +1,82 @@
+"""What a layer of batch normalisation costs in a step, on the plain module and on two replicas of each engine.
+
+Sides run in turns in one process; every number is a median over rounds, of a network with many such layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+import instep
+
+Sides = dict[str, Callable[[Tensor], Tensor]]
+
+
+def network(layers: int) -> nn.Module:
+    blocks: list[nn.Module] = []
+    for number in range(layers):
+        blocks += [nn.Conv2d(8 if number else 3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def one_step(model: Callable[[Tensor], Tensor], x: Tensor) -> tuple[float, float]:
+    """Seconds of a forward and of its backward."""
+    wait(x.device)
+    start = time.perf_counter()
+    output = model(x).sum()
+    wait(x.device)
+    middle = time.perf_counter()
+    output.backward()
+    wait(x.device)
+    return middle - start, time.perf_counter() - middle
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--layers", type=int, default=20)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")  # what sync_batchnorm=False says
+    torch.set_num_threads(1)
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, {device}, {arguments.layers} layers\n")
+    x = torch.randn(8, 3, 16, 16, device=device)
+    with ExitStack() as stack:
+        sides: Sides = {"plain": network(arguments.layers).to(device)}
+        for engine in ("threads", "processes"):
+            for synced in (True, False):
+                net = network(arguments.layers).to(device)
+                options = {"engine": engine, "sync_batchnorm": synced}
+                model = stack.enter_context(instep.DataParallel(net, [device] * 2, **options))
+                sides[engine if synced else f"{engine}, each shard"] = model
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+        for turn in range(arguments.rounds + 10):
+            for name, model in sides.items():
+                spent = one_step(model, x)
+                if turn >= 10:  # the first ones warm up
+                    taken[name].append(spent)
+    print(f"{'':24}{'forward':>10}{'backward':>10}{'more a layer':>14}")
+    plain = 0.0
+    for name, spent in taken.items():
+        forward, backward = (statistics.median(column) * 1e3 for column in zip(*spent, strict=True))
+        plain = plain or forward + backward
+        more = (forward + backward - plain) / arguments.layers
+        print(f"{name:24}{forward:>7.1f} ms{backward:>7.1f} ms{more:>11.2f} ms")
+
+
+if __name__ == "__main__":
+    main()
