@@ -1,4 +1,4 @@
-"""Every fault in every replica, in forward and in backward: each says what it is, and then the training goes on.
+"""Every fault but kills, in each replica, in forward and backward: it says what it is, and then the training goes on.
 
 One training run meets all of them, each at a step of its own. A step that failed is taken again, and at the end every
 weight is, bit for bit, that of a run which nothing disturbed.
@@ -25,15 +25,14 @@ from instep.errors import WorkerFailure
 
 REPLICAS = 3
 ERRORS: dict[str, tuple[type[BaseException], str] | None] = {
-    "kill": None,  # the step is run again by itself
-    "garbage": None,
+    "garbage": None,  # the step is run again by itself, as after a kill
     "raise": (ZeroDivisionError, "no luck"),
     "hang": (WorkerFailure, "has not answered"),
     "interrupt": (KeyboardInterrupt, ".*"),
     "unpicklable": (instep.EngineError, "extra"),
     "write": (instep.StateError, r"last\.weight"),
 }
-ENDS_WORKER = {"kill", "garbage", "hang"}
+ENDS_WORKER = {"garbage", "hang"}
 IN_WORKERS = {*ENDS_WORKER, "unpicklable"}
 IN_FORWARD = {"unpicklable", "write"}
 
@@ -99,8 +98,6 @@ class Faulty(nn.Module):
         return True
 
     def meet(self, replica: int, phase: str) -> None:
-        if self.has("kill", replica, phase):
-            os.kill(os.getpid(), signal.SIGKILL)
         if self.has("garbage", replica, phase):
             send_garbage()
         if self.has("raise", replica, phase):
