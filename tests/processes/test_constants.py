@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from pathlib import Path
@@ -119,3 +120,18 @@ class Plain(nn.Module):
 def test_nothing_is_read_of_torch(workers: Hands) -> None:
     assert workers is not None
     assert Constants([nn.Linear(2, 2), nn.TransformerEncoderLayer(4, 2), Plain()])._read == []
+
+
+def test_a_file_is_read_while_other_threads_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11 fails then, now and then; here it fails twice."""
+    file, parse, failures = tmp_path / "of_mine.py", ast.parse, [SystemError("depth"), SystemError("depth")]
+    file.write_text("SCALE = 2\n")
+
+    def fails_twice(text: bytes) -> ast.Module:
+        if failures:
+            raise failures.pop()
+        return parse(text)
+
+    monkeypatch.setattr(ast, "parse", fails_twice)
+    assert _literals_in(str(file)) == {"SCALE": 2}
+    assert not failures

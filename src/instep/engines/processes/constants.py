@@ -18,12 +18,15 @@ from torch import nn
 
 from instep.engines.processes.by_value import importable, names_read, words_in
 from instep.errors import CannotCross
+from instep.locks import ProcessLock
 
 _MISSING = object()
 _FUNCTIONS_AT_MOST = 2000
+_TRIES = 10
 _NOT_OURS = {"torch", "instep", "builtins", *sys.stdlib_module_names}
 _INSTALLED = ("site-packages", "dist-packages")
 _literals: WeakKeyDictionary[types.ModuleType, dict[str, Any]] = WeakKeyDictionary()
+_reading = ProcessLock()
 
 
 class Constant(NamedTuple):
@@ -97,9 +100,10 @@ def _in(module: types.ModuleType, names: Iterable[str]) -> Iterator[Constant]:
     """Those of some names that are constants of a module which a worker imports."""
     if not _is_ours(module.__name__) or not importable(module.__name__):
         return
-    if module not in _literals:
-        _literals[module] = _literals_in(getattr(module, "__file__", None))
-    known = _literals[module]
+    with _reading:
+        if module not in _literals:
+            _literals[module] = _literals_in(getattr(module, "__file__", None))
+        known = _literals[module]
     yield from (Constant(module, name, known[name]) for name in names if name in known)
 
 
@@ -107,8 +111,8 @@ def _literals_in(file: str | None) -> dict[str, Any]:
     """What a file gives the names that it binds once, to a literal that cannot change."""
     try:
         with open(file or "", "rb") as source:
-            tree = ast.parse(source.read())
-    except (OSError, SyntaxError, ValueError):  # no source of its own
+            tree = _parse(source.read())
+    except (OSError, SyntaxError, ValueError, SystemError):  # no source of its own
         return {}
     found: dict[str, Any] = {}
     unsure = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
@@ -126,6 +130,20 @@ def _literals_in(file: str | None) -> dict[str, Any]:
         else:
             unsure.add(node.name)
     return {name: value for name, value in found.items() if name not in unsure and value is not _MISSING}
+
+
+def _parse(text: bytes) -> ast.Module:
+    """The syntax tree of a text.
+
+    Python 3.11 counts how deep it is in a tree for all threads together, and fails (SystemError) where another thread
+    parses something meanwhile. Ours take turns; the program may have others.
+    """
+    for _ in range(_TRIES - 1):
+        try:
+            return ast.parse(text)
+        except SystemError:
+            continue
+    return ast.parse(text)
 
 
 def _literal(node: ast.expr | None) -> Any:
