@@ -123,7 +123,7 @@ def take_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
 def train(folder: Path, plan: list[Fault | None]) -> Faulty:
     torch.default_generator.manual_seed(0)
     net = Faulty(folder).double()
-    options: dict[str, Any] = {"hooks": "per_replica", "restarts": 10**6, "timeout": 2, "merge": {"extra": "first"}}
+    options: dict[str, Any] = {"hooks": "per_replica", "restarts": 10**6, "timeout": 4, "merge": {"extra": "first"}}
     with instep.DataParallel(net, ["cpu"] * REPLICAS, engine="processes", **options) as model:
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         for step, fault in enumerate(plan):
