@@ -113,9 +113,10 @@ def test_a_lock_is_taken_and_given_back_without_a_line_of_python() -> None:
 
 def test_an_interruption_while_tasks_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas that have begun their backward do not wait for one that will never begin."""
-    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    # Gradients of squares behind this layer are little but rounding.
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)).double()
     with instep.DataParallel(net, ["cpu"] * 3, engine="threads") as model:
-        x = torch.randn(7, 4)
+        x = torch.randn(7, 4).double()
         loss = model(x).square().sum()
         inboxes = [thread.inbox for thread in pool._threads.values()]
 

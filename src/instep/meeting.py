@@ -229,19 +229,33 @@ class Package(NamedTuple):
     note: Any
 
 
-Bare = tuple[dict[int, Row], dict[int, list[bool]], Any]
-"""A package as it goes to another process, whose streams are its own: rows, which of them need a gradient, the note."""
+Bare = tuple[dict[int, list[int | None]], dict[int, list[bool]], Any]
+"""A package as it goes to another process, whose streams are its own: for each row the places of its tensors among all
+that go along, which of them need a gradient, and the note."""
 
 
-def to_bare(package: Package, to: int | None = None) -> Bare:
-    """A package for another process; of its rows only those that are for one replica, where that is said."""
-    rows = package.rows if to is None else {peer: row for peer, row in package.rows.items() if peer == to}
+def to_bare(package: Package, tensors: list[Tensor], to: int | None = None) -> Bare:
+    """A package for another process, with its tensors added to others, each once.
+
+    Of its rows only those that are for one replica, where that is said.
+    """
+    places: dict[int, int] = {}
+    rows: dict[int, list[int | None]] = {}
+    for peer, row in package.rows.items():
+        if to is None or peer == to:
+            for tensor in row:
+                if tensor is not None and id(tensor) not in places:
+                    places[id(tensor)] = len(tensors)
+                    tensors.append(tensor)
+            rows[peer] = [places.get(id(tensor)) for tensor in row]
     return rows, package.needed, package.note
 
 
-def from_bare(rows: dict[int, Row], needed: dict[int, list[bool]], note: Any) -> Package:
+def from_bare(bare: Bare, tensors: Sequence[Tensor]) -> Package:
     """A package that came from another process."""
-    return Package(rows, needed, {}, note)
+    rows, needed, note = bare
+    found = {peer: [None if place is None else tensors[place] for place in row] for peer, row in rows.items()}
+    return Package(found, needed, {}, note)
 
 
 def _swap(
@@ -281,7 +295,9 @@ class Swap(torch.autograd.Function):
         ctx.places = [None if tensor is None else tensor.device for tensor in tensors]
         needed = {peer: [_needs(tensor) for tensor in row] for peer, row in rows.items()}
         present = [tensor for tensor in tensors if tensor is not None]
-        package = Package({p: _bare(row) for p, row in rows.items()}, needed, _streams(present), route.note)
+        bare = {id(tensor): tensor.detach() for tensor in present}
+        handed = {peer: [bare.get(id(tensor)) for tensor in row] for peer, row in rows.items()}
+        package = Package(handed, needed, _streams(present), route.note)
         packages: list[Package] = route.place.meeting.exchange(mine.index, route.label, package)
         route.notes = [package.note for package in packages]
         route.connected = any(any(flags) for package in packages for flags in package.needed.values())
@@ -326,10 +342,6 @@ class Swap(torch.autograd.Function):
 
 def _needs(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
-
-
-def _bare(row: Sequence[Tensor | None]) -> Row:
-    return [None if tensor is None else tensor.detach() for tensor in row]
 
 
 def _own_object(sent: Tensor, device: torch.device | None, streams: dict[torch.device, Any]) -> Tensor:

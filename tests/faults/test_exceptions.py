@@ -155,6 +155,32 @@ def test_an_exception_does_not_wait_for_a_worker_that_takes_long(wrap: Any, deed
     torch.testing.assert_close(model(x), net(x))
 
 
+class Late(Slow):
+    """The same, and what takes long comes to meet the others after that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y - instep.all_reduce(y.mean(0), "mean")
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("deeds", [{1: "sleep", 2: "fail"}, {0: "fail", 1: "sleep"}], ids=str)
+def test_a_worker_that_comes_late_to_a_meeting_finds_nobody_there(wrap: Any, deeds: dict[int, str]) -> None:
+    net = Late()
+    model = wrap(net, 3, engine="processes", probe=False)
+    x = torch.randn(6, 4)
+    model(x).sum().backward()
+    net.deeds = deeds
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="no luck"):
+        model(x)
+    assert time.monotonic() - start < 2
+    net.deeds = {}
+    for _ in range(2):
+        torch.testing.assert_close(model(x), net.layer(x) - net.layer(x).mean(0))
+    assert time.monotonic() - start < 8
+
+
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_an_exception_arrives_as_it_is(wrap: Any, backward: bool) -> None:

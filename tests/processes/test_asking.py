@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
@@ -34,6 +35,28 @@ def test_threads_that_share_a_worker_get_their_own_answers() -> None:
             torch.testing.assert_close(output, nets[number](x))
             (got,) = torch.autograd.grad(output.sum(), [nets[number].weight])
             torch.testing.assert_close(got, x.sum(0).expand(3, 4))
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(train, range(3)))
+    for model in models:
+        model.close()
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_threads_that_share_workers_whose_replicas_meet(replicas: int) -> None:
+    """A worker that waits for the others in one thread's call is asked for another's part meanwhile."""
+    nets = [nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(3)]
+    plain = [copy.deepcopy(net) for net in nets]
+    models = [instep.DataParallel(net, ["cpu"] * replicas, engine="processes", timeout=30) for net in nets]
+    batches = [[torch.randn(size + number, 4) for size in range(replicas, replicas + 10)] for number in range(3)]
+
+    def train(number: int) -> None:
+        for x in batches[number]:
+            for net, model in ((plain[number], plain[number]), (nets[number], models[number])):
+                net.zero_grad()
+                model(x).pow(3).sum().backward()
+            for one, other in zip(nets[number].parameters(), plain[number].parameters(), strict=True):
+                torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-3)
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(train, range(3)))

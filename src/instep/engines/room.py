@@ -7,13 +7,13 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import Any, Generic, TypeVar
 
+from instep.engines.stands import is_debugged, worked
 from instep.engines.tasks import as_replica
 from instep.errors import CollectiveError
 from instep.locks import start, surely
@@ -29,8 +29,6 @@ _GLANCE = 0.2
 
 _LOOKS = 5
 """So many times, before a thread that has not begun is taken for one that never will."""
-
-_DEBUGGERS = {"bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy"}
 
 FORWARD = "returned from forward"
 BACKWARD = "came to the end of its backward"
@@ -96,29 +94,44 @@ class Room:
 
     def _exchange(self, index: int, label: str, payload: Any) -> list[Any]:
         try:
-            with self._lock:
-                self._raise_broken()
-                self._check(index, label)
-                self._waiting[index] = (label, payload)
-                awaited = self._round + 1
-                if len(self._waiting) == len(self._names):
-                    self._payloads = [self._waiting[i][1] for i in range(len(self._names))]
-                    self._waiting = {}
-                    self._round, self._unread = awaited, len(self._names)
-                self._pass_turn(start=True)
+            awaited = self._arrive(index, label, payload)
             self._await(index, awaited, label)
-            with self._lock:
-                payloads = self._payloads
-                self._unread -= 1
-                if not self._unread:
-                    self._payloads = []
-                return payloads
+            return self._collect(awaited)
         except Exception:
             raise
         except BaseException:  # an interruption: others may have their turn, and this replica must not run beside them
             surely(self.abort)
             self._await_others(index)
             raise
+
+    def _arrive(self, index: int, label: str, payload: Any) -> int:
+        """Come to a meeting, and wait for nobody; the number of the round that it is in."""
+        with self._lock:
+            self._raise_broken()
+            self._check(index, label)
+            self._waiting[index] = (label, payload)
+            awaited = self._round + 1
+            if len(self._waiting) == len(self._names):
+                self._payloads = [self._waiting[i][1] for i in range(len(self._names))]
+                self._waiting = {}
+                self._round, self._unread = awaited, len(self._names)
+            self._pass_turn(start=True)
+        return awaited
+
+    def _collect(self, awaited: int) -> list[Any]:
+        """What all have brought to a round; if they have not, the failure that keeps them from it."""
+        with self._lock:
+            if self._round < awaited:
+                self._raise_broken()
+            payloads = self._payloads
+            self._unread -= 1
+            if not self._unread:
+                self._payloads = []
+            return payloads
+
+    def is_broken(self) -> bool:
+        """Whether replicas meet no longer, for one of them failed."""
+        return self._broken is not None
 
     def _await(self, index: int, awaited: int = 0, label: str | None = None) -> None:
         """Wait for a round, and for one's turn; after a failure for the turn alone, and raise it."""
@@ -136,7 +149,7 @@ class Room:
                 continue
             if not self._said:
                 self._said = True
-                self._tell(label, waited)
+                self._tell(label, waited, self._awaited())
             stands = self._places()
             if stands != stood:
                 since, stood = max(since, time.monotonic() - patience), stands
@@ -182,7 +195,7 @@ class Room:
         if sys.gettrace() is not None or any(map(is_debugged, awaited.values())):
             return {}
         there = {i: frame for i, frame in awaited.items() if frame is not None}
-        return {i: (id(frame), frame.f_lasti, _worked(self._tasks[i])) for i, frame in there.items()}
+        return {i: (id(frame), frame.f_lasti, worked(self._tasks[i])) for i, frame in there.items()}
 
     def _give_up(self, label: str, waited: float) -> None:
         names = " and ".join(self._names[index] for index in self._awaited())
@@ -200,9 +213,9 @@ class Room:
         if self.overdue is not None:
             raise self.overdue
 
-    def _tell(self, label: str, waited: float) -> None:
+    def _tell(self, label: str, waited: float, awaited: Iterable[int]) -> None:
         """Say once what the others are doing, for one that runs may take its time."""
-        for index in self._awaited():
+        for index in awaited:
             warnings.warn(
                 f"{label} has waited {waited:.0f} s for {self._names[index]}, which is at:\n{self._stack(index)}",
                 stacklevel=2,
@@ -283,24 +296,6 @@ class Room:
                 if start and self.start is not None:
                     self.start(able[0])
         self._ring()
-
-
-def _worked(task: int) -> list[str]:
-    """How long a thread has worked, as the system counts; nothing where it does not say."""
-    try:
-        with open(f"/proc/self/task/{task}/stat") as file:
-            return file.read().rpartition(")")[2].split()[11:13]
-    except OSError:
-        return []
-
-
-def is_debugged(frame: FrameType | None) -> bool:
-    """Whether a debugger is in a thread's stack."""
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] in _DEBUGGERS:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def run_here(tasks: Sequence[Callable[[], T]], room: Room, stop: Callable[[T], bool]) -> list[T]:

@@ -1,6 +1,7 @@
 """One replica's part, asked of its worker: sent at once, and heard when the thread that asked comes to listen.
 
-So one thread can ask every worker, run a replica of its own meanwhile, and hear the answers after that.
+So one thread can ask every worker, run a replica of its own meanwhile, and hear the answers after that, or as far as to
+where the replicas meet.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Generic, Protocol, TypeVar
 from instep.engines.processes.desk import Desk
 from instep.engines.processes.group import Broken
 from instep.engines.processes.hands import Late, Worker, flush_output
+from instep.engines.processes.hearing import Hearing
 from instep.engines.processes.hold import CannotShare
 from instep.engines.processes.shore import Passage
-from instep.engines.processes.waiting import Stuck
+from instep.engines.processes.waiting import Box, Stuck
 from instep.engines.processes.wire import Gone
 
 T = TypeVar("T")
@@ -24,11 +26,11 @@ Answer = TypeVar("Answer", covariant=True)
 class Question(Protocol[Answer]):
     """What a worker is asked, in two halves."""
 
-    def ask(self, desk: Desk) -> None:
-        """Say it; to a worker that takes the place of another, once more."""
+    def ask(self, desk: Desk) -> Box | None:
+        """Say it; to a worker that takes the place of another, once more. Where the answer comes to, if one does."""
         ...
 
-    def hear(self, desk: Desk) -> Answer:
+    def hear(self, desk: Desk) -> Hearing[Answer]:
         """Wait for the answer."""
         ...
 
@@ -70,6 +72,7 @@ class Asked(Generic[T]):
         """Where tensors land in the caller's accelerator, nobody else uses the line before they have."""
         self._worker: Worker | None
         self._desk: Desk
+        self._box: Box | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -82,7 +85,7 @@ class Asked(Generic[T]):
                 if self._passage.is_afar:
                     self._alone.enter_context(self._desk.busy)
                 self._office.settle(self._index, self._desk, self._passage, self._near)
-                self._question.ask(self._desk)
+                self._box = self._question.ask(self._desk)
         except Gone as gone:  # whoever listens sees to that
             self._gone = gone
         except BaseException as error:
@@ -96,18 +99,23 @@ class Asked(Generic[T]):
         if self._gone is None:
             do(self._desk)
 
+    def give_up(self) -> None:
+        """Nobody is going to hear the answer."""
+        if self._gone is None and self._box is not None:
+            self._desk.give_up(self._box)
+
     def is_answer(self, error: BaseException) -> bool:
         """Whether an error is what the worker has answered, and did not come to be here."""
         return self._desk.failed == id(error)
 
-    def hear(self) -> T:
+    def hear(self) -> Hearing[T]:
         """The answer."""
         with self._alone:
             while True:
                 try:
                     if self._gone is not None:
                         raise self._gone
-                    return self._question.hear(self._desk)
+                    return (yield from self._question.hear(self._desk))
                 except Gone as gone:
                     self._office.bury(self._index, self._worker, gone)
                 except CannotShare as refused:

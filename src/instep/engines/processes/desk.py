@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from instep.engines.processes.entries import Entries
 from instep.engines.processes.estate import layout
 from instep.engines.processes.freight import Parcel, unpack_error
 from instep.engines.processes.hands import Worker
+from instep.engines.processes.hearing import TOLD, Hearing, hear_out, wrapped
 from instep.engines.processes.hold import Hold, allocate
-from instep.engines.processes.met import Met
+from instep.engines.processes.met import Met, refusal
 from instep.engines.processes.mirror import slot_of
 from instep.engines.processes.orders import Back, Berth, NewModule, NewValues, Run, Surroundings, Table
 from instep.engines.processes.shadow import Shadow
@@ -40,6 +42,8 @@ from instep.meeting import PeerFailed
 from instep.replicas.names import module_names
 
 calls = itertools.count(1)
+NOBODY = refusal("the call was given up.")
+"""What comes of a meeting in a call whose answer nobody waits for."""
 
 
 class Desk:
@@ -296,8 +300,8 @@ class Desk:
             other = self._boxes.get(message.call)
             if other is not None:
                 other.put(message)
-            elif message.kind == orders.MEET:  # of a call that was given up
-                self.talk.say(orders.MET, message.call, (None, PeerFailed("the call was interrupted.")))
+            elif message.kind == orders.MEET:
+                self.talk.say_sheet(orders.MET, message.call, NOBODY)
             return None
         finally:
             self.busy.release()
@@ -309,7 +313,17 @@ class Desk:
             self.worker.kill(f"it was ended, for what it sent is none of ours: {error}")
             raise Gone(f"{self.worker.name} was ended") from error
 
+    def give_up(self, box: Box) -> None:
+        """Nobody hears the answer to a question: a worker that comes to meet the others in it finds nobody."""
+        if box.number in self._boxes:
+            with suppress(Gone):
+                self.talk.say_sheet(orders.MET, box.number, NOBODY)
+
     def answer(self, box: Box, met: Met | None) -> Message:
+        """What a worker answers, in a thread that waits for it."""
+        return hear_out(self.hear(box, met))
+
+    def hear(self, box: Box, met: Met | None) -> Hearing[Message]:
         """What a worker answers; until it does, it may ask to meet the other replicas."""
         if met is not None:
             met.begin()
@@ -318,14 +332,18 @@ class Desk:
             message = self._listen(box)
             if message is None:
                 wait.look()
+                if met is not None:
+                    met.look()
                 on_host = self.talk.hold is None and self.worker.line.shore is None
                 if on_host and met is not None and met.somebody_failed():
+                    self.give_up(box)
                     raise PeerFailed("another replica failed, and this one was not waited for.")
                 continue
             wait = Wait(self.worker, self.timeout)
             if message.kind == orders.MEET and met is not None:
-                asked, _ = self.talk.take(message)
-                self.talk.say(orders.MET, message.call, met.exchange(*asked))
+                (index, label, bare), tensors = self.talk.take_sheet(message)
+                self.talk.say_sheet(orders.MET, message.call, (yield from met.meet(index, label, bare, tensors)))
+                yield TOLD
             elif message.kind == orders.FAILED:
                 box.kinds.add(message.kind)
                 self._boxes.pop(box.number, None)
@@ -334,7 +352,7 @@ class Desk:
                 self.failed = id(error)
                 if isinstance(error, (EngineError, MemoryError)):
                     self.talk.depot.forget()  # it may not have what was sent with it
-                raise error
+                raise wrapped(error)
             elif message.kind == orders.DONE:
                 self._boxes.pop(box.number, None)  # graphs may hold it for long
                 self._leaving.clear()  # it has read all that was said before

@@ -1,7 +1,7 @@
 """One worker process for each replica but the first, which is this process's own: no GIL between them.
 
-The thread that calls asks every worker for its part, runs the first replica, and then hears the workers. Where replicas
-meet in the middle of a call, run in turn, or work on accelerators, a thread of this process sits at each worker's desk
+The thread that calls asks every worker for its part, runs the first replica, and hears the workers where replicas meet
+and after that. Where they run in turn, or work on accelerators, a thread of this process sits at each worker's desk
 instead, as each replica has one on `threads`: who meets whom, and what becomes of an interruption, is the same.
 """
 
@@ -25,8 +25,9 @@ from instep.engines.processes.desk import Desk, desk_of, leave_desks
 from instep.engines.processes.driver import Refused
 from instep.engines.processes.estate import move_in
 from instep.engines.processes.fleet import Fleet
-from instep.engines.processes.gathering import Gathering, here, run_all
+from instep.engines.processes.gathering import Ear, Gathering, here, run_all
 from instep.engines.processes.hands import Hands, Worker
+from instep.engines.processes.hearing import Hearing, hear_out, unheard, unwrapped
 from instep.engines.processes.hold import allocate
 from instep.engines.processes.homecoming import Homecoming
 from instep.engines.processes.parts import BackwardPart, ForwardPart, NearPart, ReachPart
@@ -45,6 +46,8 @@ from instep.reaching import Reach
 from instep.reduce import add_up, free_to_use
 from instep.replicas.replica import Outcome, Replica
 
+_in_order = ProcessLock()
+"""Held while workers are asked: all get the calls of several threads in one order, and none waits for another's."""
 WINDOW = 60.0
 """Seconds in which deaths of workers are counted."""
 
@@ -77,7 +80,8 @@ class ProcessesEngine(SideBySide):
             move_in(tensors)
             return
         beside = [index for index, device in enumerate(self._devices) if index and device == home]
-        if beside and Asked(self, beside[0], NearPart(), Passage(self._devices), True).hear():
+        near = Asked(self, beside[0], NearPart(), Passage(self._devices), True) if beside else None
+        if near is not None and hear_out(near.hear()):
             # Where there is no memory for it, it stays where it is, and workers get copies.
             with suppress(Refused):
                 move_in(tensors, partial(allocate, device=home), home)
@@ -138,12 +142,7 @@ class ProcessesEngine(SideBySide):
         # The first replica is in one place at a time. On accelerators a gradient that it takes on its way comes from
         # another thread, which must not wait for this one.
         with self._lock if self._on_host else self._sharing(job):
-            outcomes = self._forward_here(job) if self._is_plain(job) else super().forward(job)
-        if job.room.met:
-            for replica in job.replicas:
-                if isinstance(replica, Shadow):
-                    replica.meets.add(job.method)
-        return outcomes
+            return self._forward_here(job) if self._is_plain(job) else super().forward(job)
 
     @contextmanager
     def _sharing(self, job: Job) -> Iterator[None]:
@@ -161,16 +160,14 @@ class ProcessesEngine(SideBySide):
             raise
 
     def _is_plain(self, job: Job) -> bool:
-        """Whether a call is as most are: no meetings that are known of, nothing around it, nobody in turn."""
-        if (
-            not self._on_host
-            or job.streams.in_turn
-            or inside_replica()
-            or not job.ambient.is_plain(self._devices[0])
-            or not saves_as_usual()
-        ):
-            return False
-        return not any(isinstance(replica, Shadow) and job.method in replica.meets for replica in job.replicas)
+        """Whether a call is as most are: nothing around it, nobody in turn."""
+        return (
+            self._on_host
+            and not job.streams.in_turn
+            and not inside_replica()
+            and job.ambient.is_plain(self._devices[0])
+            and saves_as_usual()
+        )
 
     def _forward_here(self, job: Job) -> list[Outcome]:
         room = job.room = self.room_for([replica.name for replica in job.replicas], FORWARD)
@@ -178,14 +175,15 @@ class ProcessesEngine(SideBySide):
         meanwhile: list[Callable[[], None]] = []
 
         def run() -> list[Outcome]:  # workers are told of the threads that a replica has here
-            ends = [self._begin(job, index, meanwhile) for index in range(1, len(job.replicas))]
-            return run_all(room, lambda: self.lease, own, ends)
+            with _in_order:
+                ears = [self._begin(job, index, meanwhile) for index in range(1, len(job.replicas))]
+            return run_all(room, own, ears)
 
         def own() -> Outcome:
             outcome = perform(job, 0)
             _raise_interruption(outcome.error)
             room.lost = outcome.error is not None
-            for do in () if room.met else meanwhile:  # otherwise threads of their own hear the workers already
+            for do in meanwhile:
                 do()
             return outcome
 
@@ -197,10 +195,10 @@ class ProcessesEngine(SideBySide):
         if not isinstance(job.replicas[index], Shadow):
             return perform(job, index)
         with job.passage.enter():
-            return self._begin(job, index, [])()
+            return self._begin(job, index, []).end()
 
-    def _begin(self, job: Job, index: int, meanwhile: list[Callable[[], None]]) -> Callable[[], Outcome]:
-        """Ask for one replica's part of a forward; what this returns waits for it, and what it notes can come first."""
+    def _begin(self, job: Job, index: int, meanwhile: list[Callable[[], None]]) -> Ear[Outcome]:
+        """Ask for one replica's part of a forward; what this returns hears it, and what it notes can come first."""
         try:
             job.room.enter(index)
             part = ForwardPart(job, index)
@@ -212,18 +210,18 @@ class ProcessesEngine(SideBySide):
                 job.passage.sharing.fail("a worker could not be asked")
             if not isinstance(error, Exception):
                 raise
-            return partial(Outcome, error=error)
-        return partial(self._end, job.room, index, part, asked)
+            return Ear(index, unheard(partial(Outcome, error=error)))
+        return Ear(index, self._end(job.room, index, part, asked), asked.give_up)
 
-    def _end(self, room: Room, index: int, part: ForwardPart, asked: Asked[Any]) -> Outcome:
+    def _end(self, room: Room, index: int, part: ForwardPart, asked: Asked[Any]) -> Hearing[Outcome]:
         failure: BaseException | None = None
         try:
-            return part.outcome(*asked.hear())
+            return part.outcome(*(yield from asked.hear()))
         except BaseException as error:
-            failure = error
-            if not asked.is_answer(error):
-                _raise_interruption(error)
-            return Outcome(error=error)
+            failure = unwrapped(error)
+            if not asked.is_answer(failure):
+                _raise_interruption(failure)
+            return Outcome(error=failure)
         finally:
             room.leave(index, failure)
             failure = None  # its traceback holds this frame
@@ -232,7 +230,7 @@ class ProcessesEngine(SideBySide):
         call: Call | None = span.sides[index].remote
         if call is None:
             return super().reach(span, index, outputs)
-        return Asked(self, index, ReachPart(call, outputs), self._passage, call.told.near).hear()
+        return hear_out(Asked(self, index, ReachPart(call, outputs), self._passage, call.told.near).hear())
 
     def backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> tuple[Gradients, list[Gradients]]:
         with self._lock:
@@ -248,23 +246,25 @@ class ProcessesEngine(SideBySide):
 
     def differentiate_all(self, parts: Sequence[Part], room: Any) -> None:
         first, *others = parts
-        meets = bool(first.crossings) or first.span.streams.in_turn
         if self._fleet.fits(len(parts)):
             with Homecoming(self, self._fleet, self._passage, len(parts)) as room.homecoming:
                 super().differentiate_all(parts, room)
             return
-        if meets or not self._on_host or first.span.sides[0].remote is not None:
+        sides = first.span.sides
+        apart = bool(first.crossings) and not all(sides[part.index].remote is not None for part in others)
+        if first.span.streams.in_turn or not self._on_host or sides[0].remote is not None or apart:
             super().differentiate_all(parts, room)
             return
 
         def run() -> list[None]:
-            ends = [self._begin_back(part) for part in others]
-            return run_all(room, lambda: self.lease, own, ends)
+            with _in_order:
+                ears = [self._begin_back(part) for part in others]
+            return run_all(room, own, ears)
 
         def own() -> None:
             self.differentiate(first)
             self._ahead.into = free_to_use([leaf.grad for leaf in first.span.sides[0].leaves])
-            if not self._holding and not room.met:
+            if not self._holding:
                 self._ahead.work(first.span.sides)
 
         here(run, len(parts))
@@ -274,13 +274,13 @@ class ProcessesEngine(SideBySide):
             super().differentiate(part)
         else:
             with self._passage.enter():
-                self._begin_back(part)()
+                self._begin_back(part).end()
 
-    def _begin_back(self, part: Part) -> Callable[[], None]:
-        """Ask for one replica's part of a backward; what this returns waits for it."""
+    def _begin_back(self, part: Part) -> Ear[None]:
+        """Ask for one replica's part of a backward; what this returns hears it."""
         call: Call | None = part.span.sides[part.index].remote
         if call is None:  # none of its outputs needs a gradient
-            return partial(super().differentiate, part)
+            return Ear(part.index, unheard(partial(super().differentiate, part)))
         try:
             part.room.enter(part.index)
             back = BackwardPart(call, part, self._passage)
@@ -293,13 +293,13 @@ class ProcessesEngine(SideBySide):
             part.room.leave(part.index, error)
             if not isinstance(error, Exception):
                 raise
-            return partial(_raise, error)
-        return partial(self._end_back, part, lambda: back.leave(asked.hear(), self._ahead.late))
+            return Ear(part.index, unheard(partial(_raise, error)))
+        return Ear(part.index, self._end_back(part, back, asked), asked.give_up)
 
-    def _end_back(self, part: Part, leave: Callable[[], None]) -> None:
+    def _end_back(self, part: Part, back: BackwardPart, asked: Asked[Any]) -> Hearing[None]:
         failure: BaseException | None = None
         try:
-            leave()
+            back.leave((yield from asked.hear()), self._ahead.late)
         except BaseException as error:
             failure = error
             raise

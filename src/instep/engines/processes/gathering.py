@@ -1,21 +1,22 @@
 """One thread that asks all workers, runs the first replica itself, and hears the workers after that.
 
-Nothing is handed from thread to thread then. Only where replicas meet in the middle of a call somebody has to listen to
-each worker meanwhile: threads of their own do so from the first meeting on.
+Where replicas meet in the middle of a call, it hears each of them as far as to there. Nothing is handed from thread to
+thread.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
+from instep.engines import room
 from instep.engines.bearings import Bearings
-from instep.engines.pool import Lease
 from instep.engines.processes.cores import watch_for
-from instep.engines.room import Room
+from instep.engines.processes.hearing import COME, TOLD, Hearing, unwrapped
 from instep.engines.tasks import be_inside
 from instep.locks import surely
 from instep.meeting import first_error
@@ -23,17 +24,61 @@ from instep.meeting import first_error
 T = TypeVar("T")
 
 
-class Gathering(Room):
-    """A room of which it is known whether anybody met there."""
+class Ear(Generic[T]):
+    """Hears one worker as far as somebody lets it."""
 
-    met = False
+    def __init__(self, index: int, hearing: Hearing[T], give_up: Callable[[], None] = lambda: None) -> None:
+        self.index = index
+        """The replica's."""
+        self._hearing, self._give_up = hearing, give_up
+        self.stands = TOLD
+        """Where it has stopped; nowhere any longer when the worker has answered."""
+        self._answer: list[T] = []
+        self._error: BaseException | None = None
+
+    def go_on(self) -> None:
+        """Hear the worker up to the next stop."""
+        try:
+            self.stands = next(self._hearing)
+        except StopIteration as end:
+            self._answer, self.stands = [end.value], ""
+        except Exception as error:
+            self._error, self.stands = unwrapped(error), ""
+
+    def end(self) -> T:
+        """What the worker answers."""
+        while self.stands:
+            self.go_on()
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
+        return self._answer[0]
+
+    def leave(self) -> None:
+        """Hear no more of the worker, which may be told so twice."""
+        if self.stands:
+            self._give_up()
+        self._hearing.close()
+
+
+class Gathering(room.Room):
+    """A room where replicas of other processes meet, each through somebody here who hears it.
+
+    That is a thread for each, or the thread of the first replica: it hears all others when it comes to a meeting.
+    """
+
     homecoming: Any = None
     """How gradients of a backward come from all workers at once, if they do."""
-    serve: Callable[[], None] | None = None
-    """Called before the first replica meets the others for the first time."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.ears: list[Ear[Any]] = []
+        """By which the first replica's thread hears the others."""
+        self._waits: tuple[str, float, int] | None = None
+        """What the first replica has come to meet the others for, and since when it waits for which one."""
         self.lost = False
         """Whether a replica that was heard has failed."""
         self.glances: list[Callable[[], bool]] = []
@@ -44,51 +89,63 @@ class Gathering(Room):
         return self.lost or any(glance() for glance in self.glances)
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
-        self.met = True
-        if index == 0 and self.serve is not None:
-            serve, self.serve = self.serve, None
-            serve()
-        return super().exchange(index, label, payload)
+        if not self.ears:
+            return super().exchange(index, label, payload)
+        awaited = self._arrive(index, label, payload)
+        for ear in self.ears:
+            self._waits = label, time.monotonic(), ear.index
+            while ear.stands == TOLD and not self.is_broken():
+                ear.go_on()
+        self._waits = None
+        for ear in self.ears:
+            if ear.stands == COME:  # lets it know
+                ear.go_on()
+        return self._collect(awaited)
+
+    def look(self) -> None:
+        """Say for whom the first replica waits, if it has waited for long."""
+        if self._waits is not None and not self._said:
+            label, since, index = self._waits
+            waited = time.monotonic() - since
+            if waited > room.PATIENCE:
+                self._said = True
+                self._tell(label, waited, [index])
+
+    def receive(self, index: int, label: str, payload: Any) -> Hearing[list[Any]]:
+        """Let a replica of another process come, and say what all have brought."""
+        if not self.ears:
+            return self.exchange(index, label, payload)
+        awaited = self._arrive(index, label, payload)
+        yield COME
+        return self._collect(awaited)
 
 
-def run_all(
-    room: Gathering, lease: Callable[[], Lease], first: Callable[[], T], ends: Sequence[Callable[[], T]]
-) -> list[T]:
+def run_all(meeting: Gathering, first: Callable[[], T], ears: Sequence[Ear[T]]) -> list[T]:
     """What `first` gives, in this thread, and after it what each worker was asked for before.
 
     The first error of all is raised when every part has ended, an interruption at once.
     """
-    beside: list[Callable[[], list[T]]] = []
     results: list[T] = []
     errors: dict[int, BaseException] = {}
-    room.serve = lambda: beside.append(lease().beside(ends))
-
-    def take(number: int, part: Callable[[], list[T]]) -> None:
-        try:
-            results.extend(part())
-        except Exception as error:
-            errors[number], room.lost = error, True
-
+    meeting.ears = list(ears)
     try:
-        take(0, lambda: [first()])
-        room.serve = None
-        parts: Sequence[Callable[[], list[T]]] = beside or [partial(_alone, end) for end in ends]
-        for number, part in enumerate(parts, 1):
-            take(number, part)
-        room.close()
+        for number, part in enumerate([first, *(ear.end for ear in ears)]):
+            try:
+                results.append(part())
+            except Exception as error:
+                errors[number], meeting.lost = error, True
+        meeting.close()
     except BaseException:
-        surely(room.abort, room.close)
+        surely(meeting.abort, meeting.close, *(ear.leave for ear in ears))
         raise
+    finally:
+        meeting.ears = []
     if errors:
         try:
             raise first_error(errors)
         finally:
             errors.clear()  # their tracebacks hold this frame
     return results
-
-
-def _alone(end: Callable[[], T]) -> list[T]:
-    return [end()]
 
 
 def here(run: Callable[[], T], count: int, *, looked_after: bool = False) -> T:

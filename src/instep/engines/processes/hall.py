@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
+from torch import Tensor
+
 from instep.engines.processes import orders
-from instep.engines.processes.talk import Talk
-from instep.errors import EngineError
-from instep.meeting import from_bare, to_bare
+from instep.engines.processes.talk import Sheet, Talk
+from instep.engines.processes.wire import Line, Message
+from instep.meeting import PeerFailed, from_bare, to_bare
+
+
+class Mail:
+    """The messages to a worker. What comes while its replica waits for the others is for later."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._later: deque[Message] = deque()
+
+    def next(self) -> Message | None:
+        """The message to see to."""
+        return self._later.popleft() if self._later else self._line.receive()
+
+    def of_meeting(self, call: int) -> Message:
+        """What came of a meeting in a call."""
+        for place, message in enumerate(self._later):
+            if message.kind == orders.MET and message.call == call:
+                del self._later[place]
+                return message
+        while (new := self._line.receive()) is not None:
+            if new.kind == orders.MET and new.call == call:
+                return new
+            self._later.append(new)
+            if new.kind == orders.STOP:
+                break
+        raise PeerFailed("the worker is to end.")
 
 
 class Hall:
@@ -15,8 +44,8 @@ class Hall:
 
     joint = False
 
-    def __init__(self, talk: Talk, call: int) -> None:
-        self._talk = talk
+    def __init__(self, talk: Talk, mail: Mail, call: int) -> None:
+        self._talk, self._mail = talk, mail
         self._call = call
 
     def enter(self, index: int) -> None:
@@ -26,11 +55,10 @@ class Hall:
         """The others hear of it by the answer."""
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
-        self._talk.say(orders.MEET, self._call, (index, label, to_bare(payload)))
-        message = self._talk.line.receive()
-        if message is None or message.kind != orders.MET or message.call != self._call:
-            raise EngineError("the line to the other replicas brought something else than their answer.")
-        (payloads, error), _ = self._talk.take(message)
+        tensors: list[Tensor] = []
+        bare = to_bare(payload, tensors)
+        self._talk.say_sheet(orders.MEET, self._call, Sheet((index, label, bare), tensors, [payload.note]))
+        (bares, error), received = self._talk.take_sheet(self._mail.of_meeting(self._call))
         if error is not None:
-            raise error
-        return [from_bare(*payload) for payload in payloads]
+            raise PeerFailed(error) if isinstance(error, str) else error
+        return [from_bare(bare, received) for bare in bares]

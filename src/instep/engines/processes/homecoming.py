@@ -19,6 +19,7 @@ from instep.engines.processes.flats import add_up
 from instep.engines.processes.fleet import Fleet, Home, Officer
 from instep.engines.processes.group import Broken, Group
 from instep.engines.processes.hands import Worker
+from instep.engines.processes.hearing import hear_out
 from instep.engines.processes.orders import Sum, WentBack
 from instep.engines.processes.parts import BackwardPart
 from instep.engines.processes.rounds import Round
@@ -90,9 +91,8 @@ class Homecoming:
         """Where a worker was replaced, its part of the backward is run again."""
         back = self._backs[index]
         back.take_back()
-        back.leave(
-            Asked(self._office, index, back, self._passage, back.near).hear(), []
-        )  # nothing comes late from a GPU
+        asked = Asked(self._office, index, back, self._passage, back.near)
+        back.leave(hear_out(asked.hear()), [])  # nothing comes late from a GPU
 
     def _is_there(self, index: int) -> bool:
         """Whether the worker that has kept the gradients is still the replica's."""

@@ -17,6 +17,7 @@ from instep.engines.processes.cannot import refuse_shared
 from instep.engines.processes.context import carried
 from instep.engines.processes.desk import Desk
 from instep.engines.processes.freight import CannotCross
+from instep.engines.processes.hearing import Hearing, unheard
 from instep.engines.processes.met import Met
 from instep.engines.processes.orders import Back, Output, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.shadow import Shadow
@@ -73,7 +74,7 @@ class ForwardPart:
         """Whether tensors may stay on a device that both processes work on."""
         return self._shadow.near
 
-    def ask(self, desk: Desk) -> None:
+    def ask(self, desk: Desk) -> Box:
         job, run = self._job, self._run
         job.room.stacks[self._index] = desk.worker.stack
         told = self._told = desk.tell(self._shadow)
@@ -89,6 +90,7 @@ class ForwardPart:
         box, self._arguments = desk.ask_forward(run)
         self._box, self._call = box, None
         self._met.watch(partial(desk.has_failed, box))
+        return box
 
     def meanwhile(self, desk: Desk) -> None:
         """After the first replica has run, and before anybody hears the answer: do what does not depend on that."""
@@ -100,9 +102,9 @@ class ForwardPart:
         made_by = shadow.name, shadow.recipe, shadow.source_modules, shadow.look
         return Call(self._box.number, desk, self._told, *made_by, self._run, self._met, self._arguments)
 
-    def hear(self, desk: Desk) -> tuple[Desk, Ran | Output, list[Tensor]]:
+    def hear(self, desk: Desk) -> Hearing[tuple[Desk, Ran | Output, list[Tensor]]]:
         try:
-            answer = desk.answer(self._box, self._met)
+            answer = yield from desk.hear(self._box, self._met)
         except Exception:
             desk.say_again(self._run)
             self._call = None  # the traceback leads here
@@ -182,14 +184,15 @@ class BackwardPart:
             arguments=given,
             sources=sources,
         )
-        self._met = Met(part.room, passage)
+        room: Any = part.room
+        self._met = Met(room, passage)
         self._box: Box | None = None
         self._numbers: list[int | None] = []
         """What the worker knows the leaves by."""
         self.held: list[int] = []
         """The numbers of tensors whose gradients the worker has kept."""
 
-    def ask(self, desk: Desk) -> None:
+    def ask(self, desk: Desk) -> Box:
         self.desk = desk
         call, back, part = self._call, self._back, self._part
         part.room.stacks[part.index] = desk.worker.stack
@@ -199,15 +202,16 @@ class BackwardPart:
         back.call = call.number
         self._box = desk.ask_backward(back, call.told.bell)
         self._met.watch(partial(desk.has_failed, self._box))
+        return self._box
 
     def expect(self, ahead: Ahead) -> None:
         """Let gradients be added that lie in slots before the worker answers, if it could be asked."""
         if self._box is not None:
             ahead.expect(self._part.index, self._call, self._box.number, self._box.has_any)
 
-    def hear(self, desk: Desk) -> WentBack:
+    def hear(self, desk: Desk) -> Hearing[WentBack]:
         assert self._box is not None
-        fields, _ = desk.talk.take(desk.answer(self._box, self._met))
+        fields, _ = desk.talk.take((yield from desk.hear(self._box, self._met)))
         if self._call.told.bell is not None:
             self._call.told.bell.end()
         return WentBack(*fields)
@@ -287,13 +291,14 @@ class ReachPart:
         self._outputs = outputs
         self._box: Box
 
-    def ask(self, desk: Desk) -> None:
+    def ask(self, desk: Desk) -> Box:
         call = self._call
         spent = call.at(desk, self._outputs)
         self._box = desk.ask_reach(call.number, [call.outputs[id(output)] for output in self._outputs], spent)
+        return self._box
 
-    def hear(self, desk: Desk) -> Reach:
-        found, _ = desk.talk.take(desk.answer(self._box, self._call.met))
+    def hear(self, desk: Desk) -> Hearing[Reach]:
+        found, _ = desk.talk.take((yield from desk.hear(self._box, self._call.met)))
         assert isinstance(found, Reach)
         return found
 
@@ -304,8 +309,8 @@ class NearPart:
     def ask(self, desk: Desk) -> None:
         """It was tried when the worker took its device."""
 
-    def hear(self, desk: Desk) -> bool:
-        return desk.near
+    def hear(self, desk: Desk) -> Hearing[bool]:
+        return unheard(lambda: desk.near)
 
 
 def _generators(run: Run, shadow: Shadow, held: Held) -> list[torch.Generator]:

@@ -39,7 +39,7 @@ def _stripped(value: Any, tensors: list[Tensor], seen: dict[int, Any], depth: in
     if kind is Tensor:
         place = seen.get(id(value))
         if place is None:
-            if value.__dict__ or not has_plain_memory(value):
+            if not is_bare(value):
                 raise _NotPlain
             place = seen[id(value)] = complex(len(tensors))
             tensors.append(value)
@@ -66,6 +66,16 @@ def _stripped(value: Any, tensors: list[Tensor], seen: dict[int, Any], depth: in
         }
     items = [item if type(item) in _SCALARS else _stripped(item, tensors, seen, below) for item in value]
     return items if kind is list else tuple(items)
+
+
+def is_bare(tensor: Tensor) -> bool:
+    """Whether a tensor goes the short way."""
+    return type(tensor) is Tensor and not tensor.__dict__ and has_plain_memory(tensor)
+
+
+def is_empty(value: Any) -> bool:
+    """Whether there is nothing to look into."""
+    return type(value) in _SCALARS or (not value and type(value) in (tuple, list, dict))
 
 
 def from_plain(value: Any, tensors: Sequence[Tensor]) -> Any:

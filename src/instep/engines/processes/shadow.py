@@ -90,8 +90,6 @@ class Shadow(Replica):
         """Makes another one."""
         self.lent: list[tuple[int, str, Any]] = []
         """Parts of carried state for the next call: the module's index, the attribute, and the part."""
-        self.meets: set[str] = set()
-        """Methods in which replicas were seen to meet."""
         self._written: list[Pair] = []
         # Arguments for another accelerator are put where the source is, from where the worker gets them.
         near = home if home.type != "cpu" and device.type != "cpu" else device

@@ -21,7 +21,7 @@ from instep.engines.processes.boot import Local
 from instep.engines.processes.cores import Elsewhere, watch_for
 from instep.engines.processes.draws import Draws
 from instep.engines.processes.freight import CannotCross, pack_error
-from instep.engines.processes.hall import Hall
+from instep.engines.processes.hall import Hall, Mail
 from instep.engines.processes.hold import Hold
 from instep.engines.processes.member import Member
 from instep.engines.processes.mirror import Mirror
@@ -48,12 +48,13 @@ DROPPED = 8
 
 def main(line: Line) -> None:
     """Do what the process that started this one asks for, until it says stop."""
-    worker = Worker(Talk(line, home=False))
+    mail = Mail(line)
+    worker = Worker(Talk(line, home=False), mail)
     line.elsewhere = Elsewhere()
     threads_can_draw()
     gc.freeze()  # what was imported stays: no collection need walk through it
     with as_replica():
-        while (message := line.receive()) is not None and message.kind != orders.STOP:
+        while (message := mail.next()) is not None and message.kind != orders.STOP:
             worker.answer(message)
             worker.look_ahead()
 
@@ -78,8 +79,8 @@ class Held:
 class Worker:
     """Everything that a worker has: modules, and calls whose graphs are still needed."""
 
-    def __init__(self, talk: Talk) -> None:
-        self._talk = talk
+    def __init__(self, talk: Talk, mail: Mail) -> None:
+        self._talk, self._mail = talk, mail
         self._mirrors: dict[int, Mirror] = {}
         self._tables: dict[int, Mirror] = {}
         self._calls: dict[int, Held] = {}
@@ -99,6 +100,7 @@ class Worker:
             orders.FORWARD: self._forward,
             orders.BACKWARD: self._backward,
             orders.REACH: self._reach,
+            orders.MET: lambda _: None,  # in a call that was given up, and has ended since
             **self._member.answers,
         }
 
@@ -229,7 +231,7 @@ class Worker:
             run.follow,
             draws.streams,
             run.sizes,
-            room=Hall(self._talk, message.call),
+            room=Hall(self._talk, self._mail, message.call),
         )
         outcome = perform(job, run.index)
         if outcome.error is not None:
@@ -334,7 +336,7 @@ class Worker:
         grads += [torch.zeros_like(tokens[number]) for number in back.tokens]
         if not held.streams.state.host.drawn:
             held.streams.state.host.fix(back.seed)
-        hall = Hall(self._talk, message.call)
+        hall = Hall(self._talk, self._mail, message.call)
         streams, index = held.streams, held.index
         around = streams.backward(index) if mirror.device.type == "cpu" else streams.joint_backward(index)
         mirror.take_in(() if back.hold else back.wanted)

@@ -1,0 +1,52 @@
+"""Hearing a worker, as a generator: it stops wherever somebody else may go on first, and ends with the answer.
+
+A thread that has nothing else to do lets it run on. One that is a replica itself lets it run as far as to a meeting,
+when it has come there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+COME, TOLD = "come", "told"
+"""Where a hearing stops: the worker has come to where replicas meet; it was told what came of that."""
+
+Hearing = Generator[str, None, T]
+
+
+class Stopped(Exception):
+    """Holds a `StopIteration` that a replica has raised: as it is, it would not come out of a generator."""
+
+    def __init__(self, error: StopIteration) -> None:
+        self.error = error
+
+
+def wrapped(error: BaseException) -> BaseException:
+    """An error as it can pass through a hearing."""
+    return Stopped(error) if isinstance(error, StopIteration) else error
+
+
+def unwrapped(error: BaseException) -> BaseException:
+    """The error that a hearing has ended with."""
+    return error.error if isinstance(error, Stopped) else error
+
+
+def hear_out(hearing: Hearing[T]) -> T:
+    """What comes of a hearing, in a thread that waits for it."""
+    while True:
+        try:
+            next(hearing)
+        except StopIteration as end:
+            answer: T = end.value
+            return answer
+        except Stopped as stopped:
+            raise stopped.error from None
+
+
+def unheard(give: Callable[[], T]) -> Hearing[T]:
+    """What is known without a worker."""
+    yield from ()
+    return give()
