@@ -17,8 +17,8 @@ help: ## list the targets
 demo: $(RUNTIME) ## train a small language model on every device, and prove each step (under two minutes)
 	@$(BIN)/python -m instep demo
 
-test: $(DEV) lint types ## lint, types, and every test
-	@$(BIN)/python -m pytest
+test: $(DEV) lint types ## lint, types, and every test, on all cores
+	@$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 lint: $(DEV) ## check style and format
 	@$(BIN)/ruff check .
