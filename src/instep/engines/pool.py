@@ -172,21 +172,6 @@ class Lease:
             if done.shared:  # torch hands the count set last to every new thread: the caller sets its own again
                 torch.set_num_threads(mine)
 
-    def beside(self, tasks: Sequence[Callable[[], T]]) -> Callable[[], list[T]]:
-        """Begin each task in a thread of its own; what this returns waits for the results, as `run` gives them."""
-        done = self._left = Results(len(tasks))
-        share = torch.get_num_threads()
-        begin_elsewhere([Task(index, task, done, share) for index, task in enumerate(tasks)])
-
-        def collect() -> list[T]:
-            try:
-                return done.collect(lambda: None)
-            finally:
-                if done.complete():
-                    self._left = None
-
-        return collect
-
     def wait(self) -> None:
         """Wait for what an interrupted call has left running."""
         if self._left is not None and not self._left.wait(_PATIENCE):
