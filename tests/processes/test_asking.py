@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import instep
 from instep.engines.processes.cores import Elsewhere, this_core
-from instep.engines.processes.desk import Desk, desk_of
+from instep.engines.processes.desk import Desk
+from instep.engines.processes.desks import desk_of
 from instep.engines.processes.hands import Worker, inside_worker
 
 
@@ -122,8 +123,8 @@ def test_threads_that_come_to_a_worker_at_once_find_one_desk(monkeypatch: pytest
             made.append(worker)
             super().__init__(worker)
 
-    monkeypatch.setattr("instep.engines.processes.desk.Desk", Opened)
-    monkeypatch.setattr("instep.engines.processes.desk._desks", weakref.WeakKeyDictionary())  # some test may have one
+    monkeypatch.setattr("instep.engines.processes.desks.Desk", Opened)
+    monkeypatch.setattr("instep.engines.processes.desks._desks", weakref.WeakKeyDictionary())  # some test may have one
     model = wrap(nn.Linear(4, 3))
     worker = model._instep_engine._hands.get(1)
     with ThreadPoolExecutor(3) as pool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import instep
 from instep.engines.processes import orders
-from instep.engines.processes.desk import desk_of
+from instep.engines.processes.desks import desk_of
 from instep.engines.processes.hands import Hands
 from instep.errors import CannotCross
 

@@ -95,9 +95,10 @@ class Ahead:
     def work(self, sides: Sequence[Side]) -> None:
         """Add up what lies in slots, until all workers have answered or none says anything.
 
-        To be called when this process's own gradients are there. Only where every worker rings: they come in order.
+        To be called when this process's own gradients are there. Only where every worker rings, and none has died: they
+        come in order, and a successor has slots of its own.
         """
-        if len(self._workers) != len(sides) - 1 or any(w.bell.about != w.number for w in self._workers):
+        if len(self._workers) != len(sides) - 1 or not all(map(_rings, self._workers)):
             return
         self._sums = self._begin(sides)
         if not self._sums:
@@ -154,6 +155,11 @@ class Ahead:
         begun = {place: one for place, one in self._sums.items() if one.added}
         self._sums = {}  # the views in it keep the rest from being added to in place
         return {place: _finish(one, [column[place] for column in columns]) for place, one in begun.items()}
+
+
+def _rings(worker: _Expected) -> bool:
+    """Whether what a worker rings for is what its slots hold."""
+    return worker.bell is worker.call.told.bell and worker.bell.about == worker.number
 
 
 def _is_over(worker: _Expected) -> bool:

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 from instep.engines.processes.desk import Desk
 from instep.engines.processes.group import Broken
 from instep.engines.processes.hands import Late, Worker, flush_output
-from instep.engines.processes.hearing import Hearing
+from instep.engines.processes.hearing import Hearing, hear_out
 from instep.engines.processes.hold import CannotShare
 from instep.engines.processes.shore import Passage
 from instep.engines.processes.waiting import Box, Stuck
@@ -60,32 +60,40 @@ class Office(Protocol):
 
 
 class Asked(Generic[T]):
-    """A question that was put to a replica's worker; if it dies over it, its successor is asked.
+    """A question that is put to a replica's worker; if it dies over it, its successor is asked."""
 
-    `near` says whether tensors may stay on a device that both processes work on.
-    """
+    _question: Question[T]
+    _near: bool
+    _desk: Desk
 
-    def __init__(self, office: Office, index: int, question: Question[T], passage: Passage, near: bool) -> None:
-        self._office, self._index, self._question = office, index, question
-        self._passage, self._near = passage, near
+    def __init__(self, office: Office, index: int, passage: Passage) -> None:
+        self._office, self._index, self._passage = office, index, passage
         self._alone = ExitStack()
         """Where tensors land in the caller's accelerator, nobody else uses the line before they have."""
-        self._worker: Worker | None
-        self._desk: Desk
+        self._worker: Worker | None = None
         self._box: Box | None = None
+        self._gone: Gone | None = None
+
+    def ask(self, question: Question[T], near: bool) -> None:
+        """Put the question. `near` says whether tensors may stay on a device that both processes work on."""
+        self._question, self._near = question, near
         self._begin()
 
     def _begin(self) -> None:
-        self._worker = None
-        self._gone: Gone | None = None
+        self._worker = self._box = self._gone = None
         self._alone.close()
         try:
             self._worker, self._desk = self._office.worker(self._index)
             with self._desk.busy:
-                if self._passage.is_afar:
-                    self._alone.enter_context(self._desk.busy)
-                self._office.settle(self._index, self._desk, self._passage, self._near)
-                self._box = self._question.ask(self._desk)
+                last = self._desk.newest
+                try:
+                    if self._passage.is_afar:
+                        self._alone.enter_context(self._desk.busy)
+                    self._office.settle(self._index, self._desk, self._passage, self._near)
+                    self._box = self._question.ask(self._desk)
+                except BaseException:  # it may have been asked nevertheless
+                    self._desk.give_up_since(last)
+                    raise
         except Gone as gone:  # whoever listens sees to that
             self._gone = gone
         except BaseException as error:
@@ -100,13 +108,13 @@ class Asked(Generic[T]):
             do(self._desk)
 
     def give_up(self) -> None:
-        """Nobody is going to hear the answer."""
-        if self._gone is None and self._box is not None:
+        """Nobody is going to hear the answer, if there is one to come."""
+        if self._box is not None:
             self._desk.give_up(self._box)
 
     def is_answer(self, error: BaseException) -> bool:
         """Whether an error is what the worker has answered, and did not come to be here."""
-        return self._desk.failed == id(error)
+        return self._worker is not None and self._desk.failed == id(error)
 
     def hear(self) -> Hearing[T]:
         """The answer."""
@@ -128,3 +136,10 @@ class Asked(Generic[T]):
                 finally:
                     flush_output()
                 self._begin()
+
+
+def ask_now(office: Office, index: int, question: Question[T], passage: Passage, near: bool) -> T:
+    """The answer to a question, in a thread that waits for it."""
+    asked: Asked[T] = Asked(office, index, passage)
+    asked.ask(question, near)
+    return hear_out(asked.hear())

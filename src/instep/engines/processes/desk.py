@@ -37,7 +37,6 @@ from instep.engines.processes.told import Told
 from instep.engines.processes.waiting import GLANCE, PASSED_ON, Box, Wait, place_of_script
 from instep.engines.processes.wire import Garbled, Gone, Message
 from instep.errors import EngineError
-from instep.locks import ProcessLock
 from instep.meeting import PeerFailed
 from instep.replicas.names import module_names
 
@@ -72,6 +71,8 @@ class Desk:
         """Seconds without a word from the worker, after which it is given up."""
         self._around: Surroundings | None = None
         """Those of the last forward."""
+        self.newest = 0
+        """The number of the last question."""
         self._heard = 0
         """The number of what the worker was last heard to work on."""
         self.failed = 0
@@ -276,11 +277,15 @@ class Desk:
     def _box(self) -> Box:
         box = Box(next(calls))
         self._boxes[box.number] = box
+        self.newest = box.number
         return box
 
     def has_failed(self, box: Box) -> bool:
         """Whether the answer to a question is there, and says that it failed."""
-        message = self._listen(box, 0) if orders.FAILED not in box.kinds else None
+        try:
+            message = self._listen(box, 0) if orders.FAILED not in box.kinds else None
+        except Gone:  # whoever hears it sees to that
+            return False
         if message is not None:
             box.put(message)
         return orders.FAILED in box.kinds
@@ -288,7 +293,7 @@ class Desk:
     def _listen(self, box: Box, seconds: float = GLANCE) -> Message | None:
         """The next message for a box, if one comes soon; what comes for others is put into theirs."""
         if not self.busy.acquire(blocking=False):  # another thread listens, or asks
-            return box.wait(PASSED_ON)
+            return box.wait(min(seconds, PASSED_ON))
         try:
             message = box.wait(0)
             if message is None:
@@ -315,9 +320,15 @@ class Desk:
 
     def give_up(self, box: Box) -> None:
         """Nobody hears the answer to a question: a worker that comes to meet the others in it finds nobody."""
-        if box.number in self._boxes:
+        if self._boxes.pop(box.number, None) is not None:
+            self._around = None  # the worker may not come to that
             with suppress(Gone):
                 self.talk.say_sheet(orders.MET, box.number, NOBODY)
+
+    def give_up_since(self, number: int) -> None:
+        """The same for all questions after one."""
+        for box in [box for box in self._boxes.values() if box.number > number]:
+            self.give_up(box)
 
     def answer(self, box: Box, met: Met | None) -> Message:
         """What a worker answers, in a thread that waits for it."""
@@ -325,6 +336,13 @@ class Desk:
 
     def hear(self, box: Box, met: Met | None) -> Hearing[Message]:
         """What a worker answers; until it does, it may ask to meet the other replicas."""
+        try:
+            return (yield from self._hear(box, met))
+        except BaseException:
+            self.give_up(box)
+            raise
+
+    def _hear(self, box: Box, met: Met | None) -> Hearing[Message]:
         if met is not None:
             met.begin()
         wait = Wait(self.worker, self.timeout)
@@ -336,14 +354,13 @@ class Desk:
                     met.look()
                 on_host = self.talk.hold is None and self.worker.line.shore is None
                 if on_host and met is not None and met.somebody_failed():
-                    self.give_up(box)
                     raise PeerFailed("another replica failed, and this one was not waited for.")
                 continue
-            wait = Wait(self.worker, self.timeout)
             if message.kind == orders.MEET and met is not None:
                 (index, label, bare), tensors = self.talk.take_sheet(message)
                 self.talk.say_sheet(orders.MET, message.call, (yield from met.meet(index, label, bare, tensors)))
                 yield TOLD
+                wait = Wait(self.worker, self.timeout)
             elif message.kind == orders.FAILED:
                 box.kinds.add(message.kind)
                 self._boxes.pop(box.number, None)
@@ -359,26 +376,3 @@ class Desk:
                 return message
             else:
                 raise EngineError(f"{self.worker.name} answered {message.kind!r} to a call.")
-
-
-_desks: weakref.WeakKeyDictionary[Worker, Desk] = weakref.WeakKeyDictionary()
-_opening = ProcessLock()
-
-
-def desk_of(worker: Worker) -> Desk:
-    """The desk of a worker, which all engines share, and which threads that come at once are not to open twice."""
-    desk = _desks.get(worker)
-    if desk is not None:
-        return desk
-    with _opening:
-        if worker not in _desks:
-            leave_desks()
-            _desks[worker] = Desk(worker)
-        return _desks[worker]
-
-
-def leave_desks() -> None:
-    """Forget what workers knew that have ended: memory of a device may hang on it."""
-    for worker in [reference() for reference in _desks.keyrefs()]:
-        if worker is not None and not (worker.own() and worker.alive()):
-            _desks.pop(worker, None)

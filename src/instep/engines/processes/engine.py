@@ -19,15 +19,16 @@ from torch import Tensor
 
 from instep.bridge import Gradients, Span
 from instep.engines.processes.ahead import Ahead
-from instep.engines.processes.asking import Asked
+from instep.engines.processes.asking import Asked, ask_now
 from instep.engines.processes.call import Call
-from instep.engines.processes.desk import Desk, desk_of, leave_desks
+from instep.engines.processes.desk import Desk
+from instep.engines.processes.desks import desk_of, leave_desks
 from instep.engines.processes.driver import Refused
 from instep.engines.processes.estate import move_in
 from instep.engines.processes.fleet import Fleet
-from instep.engines.processes.gathering import Ear, Gathering, here, run_all
+from instep.engines.processes.gathering import Gathering, here, run_all
 from instep.engines.processes.hands import Hands, Worker
-from instep.engines.processes.hearing import Hearing, hear_out, unheard, unwrapped
+from instep.engines.processes.hearing import TOLD, Hearing, hear_out, unwrapped
 from instep.engines.processes.hold import allocate
 from instep.engines.processes.homecoming import Homecoming
 from instep.engines.processes.parts import BackwardPart, ForwardPart, NearPart, ReachPart
@@ -36,7 +37,7 @@ from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.shore import Passage
 from instep.engines.processes.wire import Gone
 from instep.engines.protocol import Job, perform, raise_first
-from instep.engines.room import FORWARD, Room
+from instep.engines.room import FORWARD
 from instep.engines.side_by_side import Part, SideBySide
 from instep.engines.tasks import inside_replica
 from instep.errors import EngineError, WorkerFailure
@@ -46,8 +47,6 @@ from instep.reaching import Reach
 from instep.reduce import add_up, free_to_use
 from instep.replicas.replica import Outcome, Replica
 
-_in_order = ProcessLock()
-"""Held while workers are asked: all get the calls of several threads in one order, and none waits for another's."""
 WINDOW = 60.0
 """Seconds in which deaths of workers are counted."""
 
@@ -80,8 +79,8 @@ class ProcessesEngine(SideBySide):
             move_in(tensors)
             return
         beside = [index for index, device in enumerate(self._devices) if index and device == home]
-        near = Asked(self, beside[0], NearPart(), Passage(self._devices), True) if beside else None
-        if near is not None and hear_out(near.hear()):
+        near: bool = bool(beside) and ask_now(self, beside[0], NearPart(), Passage(self._devices), True)
+        if near:
             # Where there is no memory for it, it stays where it is, and workers get copies.
             with suppress(Refused):
                 move_in(tensors, partial(allocate, device=home), home)
@@ -175,9 +174,7 @@ class ProcessesEngine(SideBySide):
         meanwhile: list[Callable[[], None]] = []
 
         def run() -> list[Outcome]:  # workers are told of the threads that a replica has here
-            with _in_order:
-                ears = [self._begin(job, index, meanwhile) for index in range(1, len(job.replicas))]
-            return run_all(room, own, ears)
+            return run_all(room, own, [self._part(job, index, meanwhile) for index in range(1, len(job.replicas))])
 
         def own() -> Outcome:
             outcome = perform(job, 0)
@@ -195,42 +192,38 @@ class ProcessesEngine(SideBySide):
         if not isinstance(job.replicas[index], Shadow):
             return perform(job, index)
         with job.passage.enter():
-            return self._begin(job, index, []).end()
+            return hear_out(self._part(job, index, []))
 
-    def _begin(self, job: Job, index: int, meanwhile: list[Callable[[], None]]) -> Ear[Outcome]:
-        """Ask for one replica's part of a forward; what this returns hears it, and what it notes can come first."""
+    def _part(self, job: Job, index: int, meanwhile: list[Callable[[], None]]) -> Hearing[Outcome]:
+        """Ask for one replica's part of a forward, and hear it; what is noted can come in between."""
+        asked: Asked[Any] = Asked(self, index, job.passage)
+        failure: BaseException | None = None
+        waiting = False
         try:
             job.room.enter(index)
             part = ForwardPart(job, index)
-            asked = Asked(self, index, part, job.passage, part.near)
+            asked.ask(part, part.near)
             meanwhile.append(partial(asked.meanwhile, part.meanwhile))
-        except BaseException as error:
-            job.room.leave(index, error)
-            if job.passage.sharing is not None:
-                job.passage.sharing.fail("a worker could not be asked")
-            if not isinstance(error, Exception):
-                raise
-            return Ear(index, unheard(partial(Outcome, error=error)))
-        return Ear(index, self._end(job.room, index, part, asked), asked.give_up)
-
-    def _end(self, room: Room, index: int, part: ForwardPart, asked: Asked[Any]) -> Hearing[Outcome]:
-        failure: BaseException | None = None
-        try:
+            waiting = True
+            yield TOLD
             return part.outcome(*(yield from asked.hear()))
         except BaseException as error:
             failure = unwrapped(error)
+            asked.give_up()
+            if job.passage.sharing is not None and not waiting:
+                job.passage.sharing.fail("a worker could not be asked")
             if not asked.is_answer(failure):
                 _raise_interruption(failure)
             return Outcome(error=failure)
         finally:
-            room.leave(index, failure)
+            job.room.leave(index, failure)
             failure = None  # its traceback holds this frame
 
     def reach(self, span: Span, index: int, outputs: Sequence[Tensor]) -> Reach:
         call: Call | None = span.sides[index].remote
         if call is None:
             return super().reach(span, index, outputs)
-        return hear_out(Asked(self, index, ReachPart(call, outputs), self._passage, call.told.near).hear())
+        return ask_now(self, index, ReachPart(call, outputs), self._passage, call.told.near)
 
     def backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> tuple[Gradients, list[Gradients]]:
         with self._lock:
@@ -257,9 +250,7 @@ class ProcessesEngine(SideBySide):
             return
 
         def run() -> list[None]:
-            with _in_order:
-                ears = [self._begin_back(part) for part in others]
-            return run_all(room, own, ears)
+            return run_all(room, own, [self._part_back(part) for part in others])
 
         def own() -> None:
             self.differentiate(first)
@@ -274,34 +265,30 @@ class ProcessesEngine(SideBySide):
             super().differentiate(part)
         else:
             with self._passage.enter():
-                self._begin_back(part).end()
+                hear_out(self._part_back(part))
 
-    def _begin_back(self, part: Part) -> Ear[None]:
-        """Ask for one replica's part of a backward; what this returns hears it."""
+    def _part_back(self, part: Part) -> Hearing[None]:
+        """Ask for one replica's part of a backward, and hear it."""
         call: Call | None = part.span.sides[part.index].remote
         if call is None:  # none of its outputs needs a gradient
-            return Ear(part.index, unheard(partial(super().differentiate, part)))
+            yield TOLD
+            super().differentiate(part)
+            return
+        asked: Asked[Any] = Asked(self, part.index, self._passage)
+        failure: BaseException | None = None
         try:
             part.room.enter(part.index)
             back = BackwardPart(call, part, self._passage)
             homecoming: Homecoming | None = getattr(part.room, "homecoming", None)
             if homecoming is not None:
                 homecoming.expect(part.index, back)
-            asked = Asked(self, part.index, back, self._passage, call.told.near)
+            asked.ask(back, call.told.near)
             back.expect(self._ahead)
-        except BaseException as error:
-            part.room.leave(part.index, error)
-            if not isinstance(error, Exception):
-                raise
-            return Ear(part.index, unheard(partial(_raise, error)))
-        return Ear(part.index, self._end_back(part, back, asked), asked.give_up)
-
-    def _end_back(self, part: Part, back: BackwardPart, asked: Asked[Any]) -> Hearing[None]:
-        failure: BaseException | None = None
-        try:
+            yield TOLD
             back.leave((yield from asked.hear()), self._ahead.late)
         except BaseException as error:
-            failure = error
+            failure = unwrapped(error)
+            asked.give_up()
             raise
         finally:
             part.room.leave(part.index, failure)
@@ -331,10 +318,6 @@ class ProcessesEngine(SideBySide):
         self._hands.close()
         leave_desks()
         self._hands = Hands(self._devices)
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def _raise_interruption(error: BaseException | None) -> None:

@@ -18,32 +18,35 @@ from instep.engines.bearings import Bearings
 from instep.engines.processes.cores import watch_for
 from instep.engines.processes.hearing import COME, TOLD, Hearing, unwrapped
 from instep.engines.tasks import be_inside
-from instep.locks import surely
+from instep.locks import ProcessLock, surely
 from instep.meeting import first_error
 
 T = TypeVar("T")
 
 
 class Ear(Generic[T]):
-    """Hears one worker as far as somebody lets it."""
+    """Asks one worker, and hears it as far as somebody lets it."""
 
-    def __init__(self, index: int, hearing: Hearing[T], give_up: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, index: int, hearing: Hearing[T]) -> None:
         self.index = index
         """The replica's."""
-        self._hearing, self._give_up = hearing, give_up
+        self._hearing = hearing
         self.stands = TOLD
         """Where it has stopped; nowhere any longer when the worker has answered."""
         self._answer: list[T] = []
         self._error: BaseException | None = None
 
     def go_on(self) -> None:
-        """Hear the worker up to the next stop."""
+        """Go on to the next stop; the first is where the worker was asked."""
         try:
             self.stands = next(self._hearing)
         except StopIteration as end:
             self._answer, self.stands = [end.value], ""
         except Exception as error:
             self._error, self.stands = unwrapped(error), ""
+        except BaseException:
+            self.stands = ""  # what comes next is not heard any longer
+            raise
 
     def end(self) -> T:
         """What the worker answers."""
@@ -58,10 +61,9 @@ class Ear(Generic[T]):
         return self._answer[0]
 
     def leave(self) -> None:
-        """Hear no more of the worker, which may be told so twice."""
-        if self.stands:
-            self._give_up()
+        """Hear no more of the worker."""
         self._hearing.close()
+        self._error = None
 
 
 class Gathering(room.Room):
@@ -120,15 +122,22 @@ class Gathering(room.Room):
         return self._collect(awaited)
 
 
-def run_all(meeting: Gathering, first: Callable[[], T], ears: Sequence[Ear[T]]) -> list[T]:
-    """What `first` gives, in this thread, and after it what each worker was asked for before.
+_in_order = ProcessLock()
+"""Held while workers are asked: all get the calls of several threads in one order, and none waits for another's."""
+
+
+def run_all(meeting: Gathering, first: Callable[[], T], hearings: Sequence[Hearing[T]]) -> list[T]:
+    """What `first` gives, in this thread, after every worker was asked for its part; and what they answer.
 
     The first error of all is raised when every part has ended, an interruption at once.
     """
     results: list[T] = []
     errors: dict[int, BaseException] = {}
-    meeting.ears = list(ears)
+    ears = meeting.ears = [Ear(index, hearing) for index, hearing in enumerate(hearings, 1)]
     try:
+        with _in_order:
+            for ear in ears:
+                ear.go_on()
         for number, part in enumerate([first, *(ear.end for ear in ears)]):
             try:
                 results.append(part())

@@ -6,13 +6,13 @@ when it has come there too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import TypeVar
 
 T = TypeVar("T")
 
 COME, TOLD = "come", "told"
-"""Where a hearing stops: the worker has come to where replicas meet; it was told what came of that."""
+"""Where a hearing stops: the worker has come to where replicas meet; it was told what came of that, or what to do."""
 
 Hearing = Generator[str, None, T]
 
@@ -44,9 +44,3 @@ def hear_out(hearing: Hearing[T]) -> T:
             return answer
         except Stopped as stopped:
             raise stopped.error from None
-
-
-def unheard(give: Callable[[], T]) -> Hearing[T]:
-    """What is known without a worker."""
-    yield from ()
-    return give()

@@ -14,12 +14,11 @@ from types import TracebackType
 from torch import Tensor
 
 from instep.engines.processes import orders
-from instep.engines.processes.asking import Asked
+from instep.engines.processes.asking import ask_now
 from instep.engines.processes.flats import add_up
 from instep.engines.processes.fleet import Fleet, Home, Officer
 from instep.engines.processes.group import Broken, Group
 from instep.engines.processes.hands import Worker
-from instep.engines.processes.hearing import hear_out
 from instep.engines.processes.orders import Sum, WentBack
 from instep.engines.processes.parts import BackwardPart
 from instep.engines.processes.rounds import Round
@@ -91,8 +90,8 @@ class Homecoming:
         """Where a worker was replaced, its part of the backward is run again."""
         back = self._backs[index]
         back.take_back()
-        asked = Asked(self._office, index, back, self._passage, back.near)
-        back.leave(hear_out(asked.hear()), [])  # nothing comes late from a GPU
+        went = ask_now(self._office, index, back, self._passage, back.near)
+        back.leave(went, [])  # nothing comes late from a GPU
 
     def _is_there(self, index: int) -> bool:
         """Whether the worker that has kept the gradients is still the replica's."""

@@ -199,7 +199,8 @@ class Worker:
         known = number in signal.valid_signals() and number <= signal.SIGSYS
         words = _MEANINGS.get(signal.Signals(number)) if known else None
         words = words or f"killed by {signal.Signals(number).name if known else f'signal {number}'}"
-        stack = _stacks(self._fds["crash"])
+        crash = self._fds.get("crash")  # another thread may have seen to its end
+        stack = "" if crash is None else _stacks(crash)
         return f"{words}, at:\n{stack}" if stack else words
 
     def stack(self) -> str:

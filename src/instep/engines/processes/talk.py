@@ -116,7 +116,9 @@ class Talk:
 
     def take_sheet(self, message: Message) -> tuple[Any, Sequence[Tensor]]:
         """The value of a sheet, and its tensors."""
-        found = plain.loads(message.body) if self.line.shore is None else None
+        if self.line.shore is not None:
+            self.line.shore.check()
+        found = plain.loads(message.body)
         if found is not None and found[0] is None:
             return found[1], message.tensors
         value, tensors = self.take(message)[0]
