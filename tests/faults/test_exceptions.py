@@ -139,19 +139,24 @@ class Slow(nn.Module):
         return y
 
 
+def fail_at_once(model: instep.DataParallel, x: Tensor, deeds: dict[int, str]) -> None:
+    """A call that works, and one that fails and does not wait for whoever takes long."""
+    model(x).sum().backward()
+    model.module.deeds = deeds
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="no luck"):
+        model(x)
+    assert time.monotonic() - start < 2
+    model.module.deeds = {}
+
+
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("deeds", [{1: "sleep", 2: "fail"}, {1: "fail", 2: "sleep"}, {0: "fail", 1: "sleep"}], ids=str)
 def test_an_exception_does_not_wait_for_a_worker_that_takes_long(wrap: Any, deeds: dict[int, str]) -> None:
     net = Slow()
     model = wrap(net, 3, engine="processes", hooks="per_replica", probe=False)
     x = torch.randn(7, 4)
-    model(x).sum().backward()
-    net.deeds = deeds
-    start = time.monotonic()
-    with pytest.raises(KeyError, match="no luck"):
-        model(x)
-    assert time.monotonic() - start < 2
-    net.deeds = {}
+    fail_at_once(model, x, deeds)
     torch.testing.assert_close(model(x), net(x))
 
 
@@ -169,13 +174,8 @@ def test_a_worker_that_comes_late_to_a_meeting_finds_nobody_there(wrap: Any, dee
     net = Late()
     model = wrap(net, 3, engine="processes", probe=False)
     x = torch.randn(6, 4)
-    model(x).sum().backward()
-    net.deeds = deeds
     start = time.monotonic()
-    with pytest.raises(KeyError, match="no luck"):
-        model(x)
-    assert time.monotonic() - start < 2
-    net.deeds = {}
+    fail_at_once(model, x, deeds)
     for _ in range(2):
         torch.testing.assert_close(model(x), net.layer(x) - net.layer(x).mean(0))
     assert time.monotonic() - start < 8

@@ -1,8 +1,9 @@
 """One worker process for each replica but the first, which is this process's own: no GIL between them.
 
 The thread that calls asks every worker for its part, runs the first replica, and hears the workers where replicas meet
-and after that. Where they run in turn, or work on accelerators, a thread of this process sits at each worker's desk
-instead, as each replica has one on `threads`: who meets whom, and what becomes of an interruption, is the same.
+and after that. Where they run in turn, work on accelerators, or something is around the call (autocast, for one), a
+thread of this process sits at each worker's desk instead, as each replica has one on `threads`: who meets whom, and
+what becomes of an interruption, is the same.
 """
 
 from __future__ import annotations
