@@ -139,8 +139,8 @@ class Slow(nn.Module):
         return y
 
 
-def fail_at_once(model: instep.DataParallel, x: Tensor, deeds: dict[int, str]) -> None:
-    """A call that works, and one that fails and does not wait for whoever takes long."""
+def fail_at_once(model: instep.DataParallel, x: Tensor, deeds: dict[int, str]) -> float:
+    """A call that works, and one that fails and does not wait for whoever takes long; says when that one began."""
     model(x).sum().backward()
     model.module.deeds = deeds
     start = time.monotonic()
@@ -148,6 +148,7 @@ def fail_at_once(model: instep.DataParallel, x: Tensor, deeds: dict[int, str]) -
         model(x)
     assert time.monotonic() - start < 2
     model.module.deeds = {}
+    return start
 
 
 @pytest.mark.usefixtures("workers")
@@ -174,8 +175,7 @@ def test_a_worker_that_comes_late_to_a_meeting_finds_nobody_there(wrap: Any, dee
     net = Late()
     model = wrap(net, 3, engine="processes", probe=False)
     x = torch.randn(6, 4)
-    start = time.monotonic()
-    fail_at_once(model, x, deeds)
+    start = fail_at_once(model, x, deeds)
     for _ in range(2):
         torch.testing.assert_close(model(x), net.layer(x) - net.layer(x).mean(0))
     assert time.monotonic() - start < 8
