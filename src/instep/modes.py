@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
+from instep.private import inference_mode
+
 
 def inference(on: bool) -> AbstractContextManager[Any]:
     """`torch.inference_mode(on)`, where it is not so already.
 
     What torch enters sets everything as it was when it is cleared away, too: if an interruption keeps it from its end,
-    that is long after, and turns gradients off for the rest of the program. So it is entered only where it must be.
+    that is long after, and turns gradients off for the rest of the program. So it is entered only where it must be, and
+    in a `with` statement no interruption comes in between.
     """
-    return nullcontext() if torch.is_inference_mode_enabled() == on else torch.inference_mode(on)
+    return nullcontext() if torch.is_inference_mode_enabled() == on else inference_mode(on)

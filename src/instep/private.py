@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -56,6 +57,13 @@ def saves_as_usual() -> bool:
     """Whether no hooks on saved tensors are around the caller, not even those of checkpointing; False if unknown."""
     ask: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
     return ask is not None and ask(False) is None
+
+
+def inference_mode(on: bool) -> AbstractContextManager[Any]:
+    """`torch.inference_mode(on)` without its Python, in which an interruption could leave it half entered."""
+    guard: Any = getattr(torch._C, "_InferenceMode", torch.inference_mode)
+    entered: AbstractContextManager[Any] = guard(on)
+    return entered
 
 
 def anything_compiled() -> bool:

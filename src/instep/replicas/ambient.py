@@ -76,14 +76,11 @@ class Ambient:
 
     def is_plain(self, device: torch.device) -> bool:
         """Whether there is nothing to enter but whether gradients are wanted."""
-        return (
-            not self.inference
-            and self.device is None
-            and self.saved_hooks is None
-            and self.graphs is None
-            and device not in self.streams
-            and not self.autocast
-        )
+        return not self.inference and not self.autocast and self.is_quiet(device)
+
+    def is_quiet(self, device: torch.device) -> bool:
+        """Whether there is nothing in which work of instep's own could not be done; inference mode can be left."""
+        return self.device is None and self.saved_hooks is None and self.graphs is None and device not in self.streams
 
 
 class _Gradients:

@@ -1,9 +1,9 @@
 """One worker process for each replica but the first, which is this process's own: no GIL between them.
 
 The thread that calls asks every worker for its part, runs the first replica, and hears the workers where replicas meet
-and after that. Where they run in turn, work on accelerators, or something is around the call (autocast, for one), a
-thread of this process sits at each worker's desk instead, as each replica has one on `threads`: who meets whom, and
-what becomes of an interruption, is the same.
+and after that. Where they run in turn, work on accelerators, or something is around the call (hooks on saved tensors,
+for one), a thread of this process sits at each worker's desk instead, as each replica has one on `threads`: who meets
+whom, and what becomes of an interruption, is the same.
 """
 
 from __future__ import annotations
@@ -160,12 +160,12 @@ class ProcessesEngine(SideBySide):
             raise
 
     def _is_plain(self, job: Job) -> bool:
-        """Whether a call is as most are: nothing around it, nobody in turn."""
+        """Whether a call is as most are: nobody in turn, and nothing around it that would get in the way."""
         return (
             self._on_host
             and not job.streams.in_turn
             and not inside_replica()
-            and job.ambient.is_plain(self._devices[0])
+            and job.ambient.is_quiet(self._devices[0])
             and saves_as_usual()
         )
 
@@ -179,6 +179,8 @@ class ProcessesEngine(SideBySide):
 
         def own() -> Outcome:
             outcome = perform(job, 0)
+            if job.ambient.autocast:  # in the caller's own, which would keep weights as they were cast now
+                torch.clear_autocast_cache()
             _raise_interruption(outcome.error)
             room.lost = outcome.error is not None
             for do in meanwhile:

@@ -20,6 +20,7 @@ from instep.engines.processes.hearing import COME, TOLD, Hearing, unwrapped
 from instep.engines.tasks import be_inside
 from instep.locks import ProcessLock, surely
 from instep.meeting import first_error
+from instep.modes import inference
 
 T = TypeVar("T")
 
@@ -39,7 +40,8 @@ class Ear(Generic[T]):
     def go_on(self) -> None:
         """Go on to the next stop; the first is where the worker was asked."""
         try:
-            self.stands = next(self._hearing)
+            with inference(False):  # what a worker writes to state outlives the mode that the caller may be in
+                self.stands = next(self._hearing)
         except StopIteration as end:
             self._answer, self.stands = [end.value], ""
         except Exception as error:

@@ -1,0 +1,112 @@
+"""Calls in inference mode and under autocast, for which the caller's thread hears the workers as for any other."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+
+bfloat16 = partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+def wrap(net: nn.Module, count: int = 3, **options: Any) -> instep.DataParallel:
+    return instep.DataParallel(net, ["cpu"] * count, engine="processes", **options)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, bfloat16])
+def test_no_thread_is_started_for_them(mode: Callable[[], AbstractContextManager[Any]]) -> None:
+    before = set(threading.enumerate())
+    net, x = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.randn(7, 4)
+    expected = copy.deepcopy(net)
+    with wrap(net) as model:
+        for _ in range(2):
+            with mode():
+                torch.testing.assert_close(model(x), expected(x), rtol=2e-2, atol=2e-2)
+        new = set(threading.enumerate()) - before
+        assert not [thread.name for thread in new if thread.name.startswith("instep-cpu")]
+
+
+class Counts(nn.Module):
+    """Writes to its state in every way, and sets something new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 3, dtype=torch.float64), nn.BatchNorm1d(3, dtype=torch.float64)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("newest", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        self.newest = self.newest + instep.all_reduce(x.sum())
+        y: Tensor = self.norm(self.layer(x))
+        return y
+
+
+def test_state_that_is_written_in_inference_mode_is_what_it_was_before() -> None:
+    net = Counts()
+    plain = copy.deepcopy(net)
+    with wrap(net, state={"seen": "sum"}) as model:
+        for training in (False, True):
+            x = torch.randn(7, 4, dtype=torch.float64)
+            with torch.set_grad_enabled(training) if training else torch.inference_mode():
+                torch.testing.assert_close(model(x), plain(x))
+        assert not any(buffer.is_inference() for name, buffer in net.named_buffers() if name != "newest")
+        torch.testing.assert_close(dict(net.named_buffers()), dict(plain.named_buffers()))
+        for one in (model, plain):
+            one(x).pow(3).sum().backward()
+        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_weights_that_change_inside_of_one_autocast_block() -> None:
+    """No replica goes on with weights that were cast before."""
+    net, x = nn.Linear(4, 3), torch.randn(9, 4)
+    with wrap(net, probe=False) as model, bfloat16():
+        before = model(x)
+        with torch.no_grad():
+            net.weight.mul_(2)
+            net.bias.mul_(2)
+        torch.testing.assert_close(model(x), 2 * before)
+
+
+class Slow(nn.Module):
+    """Takes its time on the last replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seconds = nn.Linear(4, 3), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if instep.replica().index:
+            time.sleep(self.seconds)
+        y: Tensor = self.layer(x)
+        return y
+
+
+def test_an_interruption_in_inference_mode() -> None:
+    net, x = Slow(), torch.randn(6, 4)
+    with wrap(net, 2, probe=False) as model:
+        model(x)
+        net.seconds = 1.0
+        with torch.inference_mode():
+            threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
+            with pytest.raises(KeyboardInterrupt):
+                model(x)
+            assert torch.is_inference_mode_enabled()
+        gc.collect()
+        assert not torch.is_inference_mode_enabled()
+        assert torch.is_grad_enabled()
+        net.seconds = 0.0
+        torch.testing.assert_close(model(x), net.layer(x))
