@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import NamedTuple
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # some of torch's kernels for Arm look at nothing else
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
