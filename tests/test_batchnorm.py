@@ -137,9 +137,12 @@ def test_a_call_in_eval_between_training_calls_keeps_its_graph(way: str) -> None
 def test_parts_of_a_module_in_eval_cost_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[str] = []
     share = instep.batchnorm.share
-    monkeypatch.setattr(
-        "instep.batchnorm.share", lambda place, label, *rest: met.append(label) or share(place, label, *rest)
-    )
+
+    def noted(place: Any, label: str, *rest: Any, **more: Any) -> Any:
+        met.append(label)
+        return share(place, label, *rest, **more)
+
+    monkeypatch.setattr("instep.batchnorm.share", noted)
     net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
     net[0].eval()
     x = normal(7, 4)

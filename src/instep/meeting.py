@@ -140,14 +140,17 @@ class attend:
             self._place.open.pop()
 
 
-def share(place: Seat, label: str, tensors: Sequence[Tensor], note: Any = None) -> tuple[list[list[Tensor]], list[Any]]:
+def share(
+    place: Seat, label: str, tensors: Sequence[Tensor], note: Any = None, *, fresh: bool = False
+) -> tuple[list[list[Tensor]], list[Any]]:
     """Every replica's tensors and notes, in the order of the replicas; differentiable.
 
-    They may be read and never written: all replicas that got a tensor share its memory.
+    They may be read and never written: all replicas that got a tensor share its memory. So it is a copy, unless the
+    tensors are `fresh`: nobody else has them.
     """
     grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     label = label if grad else f"{label} without gradients"
-    kept = [tensor.clone() for tensor in tensors]  # the owner may write to its own as soon as it goes on
+    kept = list(tensors) if fresh else [tensor.clone() for tensor in tensors]
     if place.meeting.joint or (place.position.device is not None and place.position.device.type != "cpu"):
         _refuse_checkpoint(place, label)
     if place.meeting.joint:
