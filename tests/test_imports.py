@@ -21,7 +21,7 @@ FLOORS = [
     {"structure"},
     {"compiled", "devices", "random", "sources"},
     {"replicas", "reduce"},
-    {"batchnorm", "bridge", "collectives", "hooks", "meeting", "pieces", "reaching", "user_hooks"},
+    {"batchnorm", "bridge", "collectives", "hooks", "meeting", "packages", "pieces", "reaching", "user_hooks"},
     {"engines"},
     {"attempt", "attempt_backward", "crossing", "given", "known", "precision", "probe"},
     {"accept", "explain", "face", "functional", "loader", "loss", "named", "options", "parallel", "together"},

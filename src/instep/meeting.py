@@ -28,10 +28,9 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from instep.errors import CollectiveError
+from instep.packages import Package, Row, is_lifted
 from instep.private import keeps_graph
 from instep.replicas.probing import excuse
-
-Row = list[Tensor | None]
 
 
 class Meeting(Protocol):
@@ -222,45 +221,6 @@ class Route:
         return [index for index in range(position.count) if index != position.index]
 
 
-class Package(NamedTuple):
-    """What one replica brings to a meeting of separate graphs: a row of tensors for every other replica."""
-
-    rows: dict[int, Row]
-    needed: dict[int, list[bool]]
-    """Which of them a gradient is wanted for."""
-    streams: dict[torch.device, Any]
-    note: Any
-
-
-Bare = tuple[dict[int, list[int | None]], dict[int, list[bool]], Any]
-"""A package as it goes to another process, whose streams are its own: for each row the places of its tensors among all
-that go along, which of them need a gradient, and the note."""
-
-
-def to_bare(package: Package, tensors: list[Tensor], to: int | None = None) -> Bare:
-    """A package for another process, with its tensors added to others, each once.
-
-    Of its rows only those that are for one replica, where that is said.
-    """
-    places: dict[int, int] = {}
-    rows: dict[int, list[int | None]] = {}
-    for peer, row in package.rows.items():
-        if to is None or peer == to:
-            for tensor in row:
-                if tensor is not None and id(tensor) not in places:
-                    places[id(tensor)] = len(tensors)
-                    tensors.append(tensor)
-            rows[peer] = [places.get(id(tensor)) for tensor in row]
-    return rows, package.needed, package.note
-
-
-def from_bare(bare: Bare, tensors: Sequence[Tensor]) -> Package:
-    """A package that came from another process."""
-    rows, needed, note = bare
-    found = {peer: [None if place is None else tensors[place] for place in row] for peer, row in rows.items()}
-    return Package(found, needed, {}, note)
-
-
 def _swap(
     place: Seat, label: str, tensors: list[Tensor], note: Any, grad: bool
 ) -> tuple[list[list[Tensor]], list[Any]]:
@@ -314,7 +274,9 @@ class Swap(torch.autograd.Function):
             for at, (tensor, wanted) in enumerate(sent):
                 made = None if tensor is None else _own_object(tensor, mine.device, package.streams)
                 if made is not None and own:  # another replica's device may be the host
-                    made = made.to(own[min(at, len(own) - 1)])
+                    made = _to(made, own[min(at, len(own) - 1)])
+                elif made is not None and is_lifted(package, mine.index, at) and mine.device is not None:
+                    made = _to(made, mine.device)
                 received.append(made)
                 if made is not None and not wanted:
                     constant.append(made)
@@ -354,6 +316,11 @@ def _own_object(sent: Tensor, device: torch.device | None, streams: dict[torch.d
     """
     tensor = sent if sent.device.type == "cpu" else _bring(sent, device, streams)
     return tensor.data if tensor is sent else tensor
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; one of the host's has left it when this returns, and nobody waits for it to arrive."""
+    return tensor.to(device, non_blocking=tensor.device.type == "cpu")
 
 
 SECOND_TIME = (

@@ -97,6 +97,38 @@ def test_gathering(private: bool, devices: Sequence[int | str]) -> None:
     assert_trains_alike(Pairs, lambda: [torch.randn(9, 6).double()], private, devices, steps=2)
 
 
+class OnlyTheFirst(nn.Module):
+    """Every replica brings its samples, and one of them makes something of them: gradients come from there alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x).tanh()
+        everything = instep.all_gather(y)
+        assert everything.device == y.device
+        return y + everything.mean(0) if instep.replica().index == 0 else y
+
+
+@pytest.mark.parametrize("width", [4, 4096])  # by the host, and on the device where it can be
+@each_way
+def test_what_one_replica_makes_of_all_samples(private: bool, width: int) -> None:
+    net, x = OnlyTheFirst(width).double(), torch.randn(9, 6).double()
+    plain = copy.deepcopy(net.layer)
+    with wrap(net, [0, 0, 0], private) as model:
+        for _ in range(2):
+            net.zero_grad()
+            plain.zero_grad()
+            y = plain(x).tanh()
+            expected = torch.cat([y[:3] + y.mean(0), y[3:]])
+            out = model(x)
+            torch.testing.assert_close(out.cpu(), expected)
+            weigh(out).backward()
+            weigh(expected).backward()
+            torch.testing.assert_close(net.layer.weight.grad.cpu(), plain.weight.grad)
+
+
 @each_way
 def test_on_a_stream_of_the_caller(private: bool) -> None:
     stream = torch.cuda.Stream()

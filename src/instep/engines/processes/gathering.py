@@ -21,6 +21,7 @@ from instep.engines.tasks import be_inside
 from instep.locks import ProcessLock, surely
 from instep.meeting import first_error
 from instep.modes import inference
+from instep.packages import lift
 
 T = TypeVar("T")
 
@@ -93,6 +94,7 @@ class Gathering(room.Room):
         return self.lost or any(glance() for glance in self.glances)
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
+        payload = lift(payload)
         if not self.ears:
             return super().exchange(index, label, payload)
         awaited = self._arrive(index, label, payload)

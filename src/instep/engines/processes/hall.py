@@ -10,7 +10,8 @@ from torch import Tensor
 from instep.engines.processes import orders
 from instep.engines.processes.talk import Sheet, Talk
 from instep.engines.processes.wire import Line, Message
-from instep.meeting import PeerFailed, from_bare, to_bare
+from instep.meeting import PeerFailed
+from instep.packages import from_bare, lift, to_bare
 
 
 class Mail:
@@ -56,7 +57,7 @@ class Hall:
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
         tensors: list[Tensor] = []
-        bare = to_bare(payload, tensors)
+        bare = to_bare(lift(payload), tensors)
         self._talk.say_sheet(orders.MEET, self._call, Sheet((index, label, bare), tensors, [payload.note]))
         (bares, error), received = self._talk.take_sheet(self._mail.of_meeting(self._call))
         if error is not None:

@@ -11,7 +11,7 @@ from instep.engines.processes.hearing import Hearing
 from instep.engines.processes.shore import Passage
 from instep.engines.processes.talk import Sheet
 from instep.errors import EngineError
-from instep.meeting import Bare, Package, from_bare, to_bare
+from instep.packages import Bare, Package, from_bare, to_bare
 
 
 class Hosted(Protocol):
@@ -67,7 +67,8 @@ class Met:
             try:
                 packages = yield from self._room.receive(index, label, from_bare(bare, tensors))
                 answer = _answer(packages, index)
-                self._passage.catch_up()
+                if any(tensor.device.type != "cpu" for tensor in answer.tensors):
+                    self._passage.catch_up()
             except Exception as error:
                 answer = refusal(error)
             self._answers.append(answer)

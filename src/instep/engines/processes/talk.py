@@ -108,8 +108,8 @@ class Talk:
 
     def say_sheet(self, kind: str, call: int, sheet: Sheet) -> None:
         """Send a sheet, in a shorter way than other values."""
-        quick = self.hold is None and all(map(plain.is_empty, sheet.loose)) and all(map(plain.is_bare, sheet.tensors))
-        if quick:
+        on_host = self.hold is None or all(tensor.device.type == "cpu" for tensor in sheet.tensors)
+        if on_host and all(map(plain.is_empty, sheet.loose)) and all(map(plain.is_bare, sheet.tensors)):
             self.line.send(kind, call, plain.dumps((None, sheet.value)), sheet.tensors)
         else:
             self.say(kind, call, (sheet.value, sheet.tensors))
