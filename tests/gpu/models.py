@@ -50,3 +50,17 @@ class Pairs(nn.Module):
         assert got["host"].device.type == "cpu"
         assert len(got["names"]) == len(got["two"])
         return one - instep.all_reduce(one.mean(0), "mean") + (one @ got["two"].T).logsumexp(1, keepdim=True)
+
+
+class OnlyTheFirst(nn.Module):
+    """Every replica brings its samples, and one of them makes something of them: gradients come from there alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x).tanh()
+        everything = instep.all_gather(y)
+        assert everything.device == y.device
+        return y + everything.mean(0) if instep.replica().index == 0 else y

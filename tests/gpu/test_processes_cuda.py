@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 
-from .models import Pairs, Tagger, conv_net
+from .models import OnlyTheFirst, Pairs, Tagger, conv_net
 from .near_and_private import each_way, mlp, wrap
 
 pytestmark = [
@@ -95,20 +95,6 @@ def test_packed_sequences(private: bool, devices: Sequence[int | str]) -> None:
 @each_layout
 def test_gathering(private: bool, devices: Sequence[int | str]) -> None:
     assert_trains_alike(Pairs, lambda: [torch.randn(9, 6).double()], private, devices, steps=2)
-
-
-class OnlyTheFirst(nn.Module):
-    """Every replica brings its samples, and one of them makes something of them: gradients come from there alone."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x).tanh()
-        everything = instep.all_gather(y)
-        assert everything.device == y.device
-        return y + everything.mean(0) if instep.replica().index == 0 else y
 
 
 @pytest.mark.parametrize("width", [4, 4096])  # by the host, and on the device where it can be
