@@ -110,3 +110,39 @@ def test_an_interruption_in_inference_mode() -> None:
         assert torch.is_grad_enabled()
         net.seconds = 0.0
         torch.testing.assert_close(model(x), net.layer(x))
+
+
+class Meets(nn.Module):
+    """The other replica waits for the first, which takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if instep.replica().index == 0:
+            time.sleep(0.5)
+        y: Tensor = self.layer(x) + instep.all_reduce(x.sum())
+        return y
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_what_comes_for_later_while_a_worker_waits_in_inference_mode(known: bool) -> None:
+    """Another thread trains meanwhile: its arguments, and its module, are no tensors of inference mode."""
+    x, waits, learns = torch.randn(6, 4), Meets(), Counts().float()
+    with wrap(waits, 2, probe=False) as one, wrap(learns, 2, probe=False, state={"seen": "sum"}) as other:
+        if known:
+            other(x).sum().backward()
+
+        def infer() -> None:
+            with torch.inference_mode():
+                one(x)
+
+        infer()
+        thread = threading.Thread(target=infer)
+        thread.start()
+        time.sleep(0.2)
+        for _ in range(2):
+            other(x).pow(2).sum().backward()
+        thread.join()
+        assert not learns.layer.weight.grad.is_inference()

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ from instep.engines.processes.desks import desk_of
 from instep.engines.processes.hands import Worker, inside_worker
 
 
-def wrap(net: nn.Module) -> instep.DataParallel:
-    return instep.DataParallel(net, ["cpu"] * 2, engine="processes")
+def wrap(net: nn.Module, **options: Any) -> instep.DataParallel:
+    return instep.DataParallel(net, ["cpu"] * 2, engine="processes", **options)
 
 
 def test_threads_that_share_a_worker_get_their_own_answers() -> None:
@@ -70,6 +71,39 @@ def test_threads_that_share_workers_whose_replicas_meet(replicas: int, autocast:
         list(pool.map(train, range(3)))
     for model in models:
         model.close()
+
+
+class Fails(nn.Module):
+    """Raises in the worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if instep.replica().index:
+            raise KeyError("mine")
+        y: Tensor = self.layer(x)
+        return y
+
+
+def test_an_error_that_another_thread_has_heard() -> None:
+    failing, fine = Fails(), nn.Linear(4, 3)
+    x, stop = torch.randn(6, 4), threading.Event()
+    with wrap(failing, probe=False) as one, wrap(fine, probe=False) as other, ThreadPoolExecutor(1) as pool:
+
+        def go_on() -> None:
+            while not stop.is_set():
+                other(x)
+
+        done = pool.submit(go_on)
+        try:
+            for _ in range(300):
+                with pytest.raises(KeyError, match="mine"):
+                    one(x)
+        finally:
+            stop.set()
+        done.result()
 
 
 class Delayed(torch.autograd.Function):

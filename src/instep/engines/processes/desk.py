@@ -353,7 +353,8 @@ class Desk:
                 if met is not None:
                     met.look()
                 on_host = self.talk.hold is None and self.worker.line.shore is None
-                if on_host and met is not None and met.somebody_failed():
+                # That may have been this one, whose answer another thread has heard just now.
+                if on_host and met is not None and met.somebody_failed() and not box.has_any():
                     raise PeerFailed("another replica failed, and this one was not waited for.")
                 continue
             if message.kind == orders.MEET and met is not None:

@@ -11,6 +11,7 @@ from instep.engines.processes import orders
 from instep.engines.processes.talk import Sheet, Talk
 from instep.engines.processes.wire import Line, Message
 from instep.meeting import PeerFailed
+from instep.modes import inference
 from instep.packages import from_bare, lift, to_bare
 
 
@@ -31,12 +32,13 @@ class Mail:
             if message.kind == orders.MET and message.call == call:
                 del self._later[place]
                 return message
-        while (new := self._line.receive()) is not None:
-            if new.kind == orders.MET and new.call == call:
-                return new
-            self._later.append(new)
-            if new.kind == orders.STOP:
-                break
+        with inference(False):  # the mode of this call is none of the others'
+            while (new := self._line.receive()) is not None:
+                if new.kind == orders.MET and new.call == call:
+                    return new
+                self._later.append(new)
+                if new.kind == orders.STOP:
+                    break
         raise PeerFailed("the worker is to end.")
 
 
