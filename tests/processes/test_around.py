@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import instep
 
@@ -70,11 +71,19 @@ def test_state_that_is_written_in_inference_mode_is_what_it_was_before() -> None
             torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_weights_that_change_inside_of_one_autocast_block() -> None:
-    """No replica goes on with weights that were cast before."""
-    net, x = nn.Linear(4, 3), torch.randn(9, 4)
+class Recomputed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return y
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, Recomputed])
+def test_weights_that_change_inside_of_one_autocast_block(layer: type[nn.Linear]) -> None:
+    """No replica goes on with weights that were cast before, in a forward or in a backward."""
+    net, x = layer(4, 3), torch.randn(9, 4)
     with wrap(net, probe=False) as model, bfloat16():
         before = model(x)
+        before.float().sum().backward()
         with torch.no_grad():
             net.weight.mul_(2)
             net.bias.mul_(2)

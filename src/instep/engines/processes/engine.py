@@ -178,9 +178,9 @@ class ProcessesEngine(SideBySide):
             return run_all(room, own, [self._part(job, index, meanwhile) for index in range(1, len(job.replicas))])
 
         def own() -> Outcome:
-            outcome = perform(job, 0)
-            if job.ambient.autocast:  # in the caller's own, which would keep weights as they were cast now
+            if job.ambient.autocast:  # this thread may have cast weights before they changed
                 torch.clear_autocast_cache()
+            outcome = perform(job, 0)
             _raise_interruption(outcome.error)
             room.lost = outcome.error is not None
             for do in meanwhile:
