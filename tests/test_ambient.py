@@ -150,3 +150,44 @@ def test_hooks_on_saved_tensors_are_the_callers(wrap: Any, engine: str) -> None:
     torch.testing.assert_close(*grads)
     with torch.autograd.graph.save_on_cpu():
         model(x).sum().backward()
+
+
+class CastInBackward(torch.autograd.Function):
+    """Its gradient says what kind of autocast it came under."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        cast = torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
+        return gradient * {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[cast]
+
+
+class Casts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = CastInBackward.apply(self.layer(x).float())
+        return y
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+def test_a_backward_inside_of_an_autocast_block_is_under_autocast(wrap: Any, engine: str, dtype: torch.dtype) -> None:
+    net, x = Casts(), torch.ones(6, 4)
+    model = wrap(net, 3, engine=engine, probe=False)
+    for inside in (True, False, True):
+        net.zero_grad()
+        with torch.autocast("cpu", dtype):
+            output = model(x)
+            if inside:
+                output.sum().backward()
+        if not inside:
+            output.sum().backward()
+        factor = (2 if dtype is torch.bfloat16 else 3) if inside else 1
+        assert torch.equal(net.layer.bias.grad, torch.full((3,), 6.0 * factor))
+    assert not torch.is_autocast_enabled("cpu")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from instep.errors import StructureError
+from instep.modes import inference
 from instep.replicas.contents import Contents, contents_of, holder_of, holds_still, put
 from instep.replicas.equal import equal_tensors
 from instep.replicas.opaque import is_opaque
@@ -97,7 +98,7 @@ class Given:
             seen = [tensor, *(held for where, held, _ in self._inside if where == path)]
             if then is not None and (path in written or any(_differs(one, then) for one in seen)):
                 written.append(path)
-                with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+                with torch.no_grad(), inference(tensor.is_inference()):
                     tensor.data.copy_(then)
         for path, held, contents, lazy in self._others:
             table = held if isinstance(held, dict) else getattr(held, "__dict__", {})

@@ -15,6 +15,6 @@ def inference(on: bool) -> AbstractContextManager[Any]:
 
     What torch enters sets everything as it was when it is cleared away, too: if an interruption keeps it from its end,
     that is long after, and turns gradients off for the rest of the program. So it is entered only where it must be, and
-    in a `with` statement no interruption comes in between.
+    in a `with` statement no interruption comes in between. Whoever leaves inference mode finds gradients turned on.
     """
     return nullcontext() if torch.is_inference_mode_enabled() == on else inference_mode(on)

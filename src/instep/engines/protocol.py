@@ -128,7 +128,7 @@ def raise_first(replicas: Sequence[Replica | str], outcomes: Sequence[Outcome]) 
     if failed:
         error = first_error(failed)
         own = [i for i, e in failed.items() if not isinstance(e, PeerFailed)]
-        raise raised_in(str(replicas[next(i for i, e in failed.items() if e is error)]), error, len(own) - 1)
+        raise raised_in(str(replicas[next(i for i, e in failed.items() if e is error)]), error, max(0, len(own) - 1))
 
 
 def raised_in(replica: str, error: BaseException, others: int = 0) -> BaseException:

@@ -25,6 +25,7 @@ from instep.meeting import attend
 from instep.private import accumulates, run_backward
 from instep.reaching import Reach, needed_tokens, reach
 from instep.reduce import add_up, free_to_use, gather
+from instep.replicas.ambient import Casts
 from instep.replicas.replica import Outcome, Replica
 
 _SPREAD_BYTES = 2**22
@@ -48,6 +49,8 @@ class Part:
     """Whether the graph is kept."""
     crossings: list[int]
     """Where replicas met in the forward and meet again."""
+    casts: Casts
+    """Autocast around whoever asked for it."""
 
 
 class SideBySide:
@@ -137,7 +140,8 @@ class SideBySide:
             nested = inside_replica()  # the replicas' threads may be waiting for this one
             names, in_turn = [side.name for side in span.sides], span.streams.in_turn or nested
             room = self.room_for(names, BACKWARD, in_turn=in_turn, step_aside=span.streams.step_aside)
-            parts = [Part(room, i, span, *pair, keep, needed) for i, pair in enumerate(pairs)]
+            casts = Casts.capture()
+            parts = [Part(room, i, span, *pair, keep, needed, casts) for i, pair in enumerate(pairs)]
             if nested:
                 run_here([partial(self.differentiate, part) for part in parts], room, stop=lambda _: False)
             else:
@@ -182,7 +186,8 @@ class SideBySide:
         """One replica's part of a backward, in its thread: gradients are left on its leaves and inputs."""
         side, streams = part.span.sides[part.index], part.span.streams
         around = streams.backward(part.index) if self._on_host else streams.joint_backward(part.index)
-        in_room(part.room, part.index, side, part.outputs, part.gradients, part.keep, around)
+        with part.casts.enter():
+            in_room(part.room, part.index, side, part.outputs, part.gradients, part.keep, around)
 
     def _sum(self, columns: Sequence[Gradients], into: Collection[int] | None = None) -> Gradients:
         """The sum over replicas on the source's device; a large one is spread over the replica threads.

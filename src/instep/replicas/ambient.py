@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,36 @@ class Autocast:
 
     device_type: str
     dtype: torch.dtype
+
+
+class Casts(NamedTuple):
+    """Autocast as it is around the caller of a backward."""
+
+    enabled: tuple[Autocast, ...] = ()
+    cache: bool = True
+
+    @classmethod
+    def capture(cls) -> Casts:
+        enabled = autocasts(_KINDS)
+        return cls(enabled, torch.is_autocast_cache_enabled()) if enabled else _NO_CASTS
+
+    def enter(self) -> AbstractContextManager[Any]:
+        """The same in another thread."""
+        if not self.enabled:
+            return nullcontext()
+        stack = ExitStack()
+        for cast in self.enabled:
+            stack.enter_context(torch.autocast(cast.device_type, cast.dtype, cache_enabled=self.cache))
+        return stack
+
+
+_KINDS = ("cpu", "cuda", "xpu")
+_NO_CASTS = Casts()
+
+
+def autocasts(kinds: Iterable[str]) -> tuple[Autocast, ...]:
+    """Autocast as it is enabled in this thread for kinds of devices."""
+    return tuple(Autocast(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
 
 @dataclass(slots=True)
@@ -48,13 +78,11 @@ class Ambient:
         """The caller's state, for replicas on these devices."""
         devices = list(devices)
         places = {device for device in devices if device.type != "cpu"}
-        kinds = ("cpu", "cuda", "xpu", *{place.type for place in places} - {"cuda", "xpu"})
+        kinds = (*_KINDS, *{place.type for place in places}.difference(_KINDS))
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocast=tuple(
-                Autocast(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
-            ),
+            autocast=autocasts(kinds),
             autocast_cache=torch.is_autocast_cache_enabled(),
             device=default_device(),
             saved_hooks=saved_tensor_hooks(),
@@ -76,10 +104,11 @@ class Ambient:
 
     def is_plain(self, device: torch.device) -> bool:
         """Whether there is nothing to enter but whether gradients are wanted."""
-        return not self.inference and not self.autocast and self.is_quiet(device)
+        return not self.inference and not self.autocast and self.lets_work(device)
 
-    def is_quiet(self, device: torch.device) -> bool:
-        """Whether there is nothing in which work of instep's own could not be done; inference mode can be left."""
+    def lets_work(self, device: torch.device) -> bool:
+        """Whether instep can do work of its own in the middle of it: copies look at no autocast, and inference mode
+        can be left."""
         return self.device is None and self.saved_hooks is None and self.graphs is None and device not in self.streams
 
 

@@ -142,7 +142,7 @@ class ProcessesEngine(SideBySide):
         # The first replica is in one place at a time. On accelerators a gradient that it takes on its way comes from
         # another thread, which must not wait for this one.
         with self._lock if self._on_host else self._sharing(job):
-            return self._forward_here(job) if self._is_plain(job) else super().forward(job)
+            return self._forward_here(job) if self._is_heard_here(job) else super().forward(job)
 
     @contextmanager
     def _sharing(self, job: Job) -> Iterator[None]:
@@ -159,13 +159,13 @@ class ProcessesEngine(SideBySide):
             sharing.abandon()
             raise
 
-    def _is_plain(self, job: Job) -> bool:
-        """Whether a call is as most are: nobody in turn, and nothing around it that would get in the way."""
+    def _is_heard_here(self, job: Job) -> bool:
+        """Whether the thread that calls hears the workers, as for most: nobody in turn, and nothing in its way."""
         return (
             self._on_host
             and not job.streams.in_turn
             and not inside_replica()
-            and job.ambient.is_quiet(self._devices[0])
+            and job.ambient.lets_work(self._devices[0])
             and saves_as_usual()
         )
 
@@ -178,7 +178,7 @@ class ProcessesEngine(SideBySide):
             return run_all(room, own, [self._part(job, index, meanwhile) for index in range(1, len(job.replicas))])
 
         def own() -> Outcome:
-            if job.ambient.autocast:  # this thread may have cast weights before they changed
+            if job.ambient.autocast:  # weights may have changed since they were cast in the caller's block
                 torch.clear_autocast_cache()
             outcome = perform(job, 0)
             _raise_interruption(outcome.error)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from instep.reduce import Bucket
+from instep.replicas.ambient import Casts
 
 # From this process to a worker.
 PLACE, TABLE, MODULE, SET, GLOBALS, FORWARD, BACKWARD, REACH, MET, STOP = (
@@ -278,6 +279,8 @@ class Back(Order):
     """For a forward that was run again: the tokens that backwards of the first one have used up, one after another."""
     hold: bool = False
     """Whether gradients stay on the worker's device, until a `Sum`."""
+    casts: tuple[()] | Casts = ()
+    """Autocast around whoever asked for it, if there is any."""
 
 
 @dataclass

@@ -183,6 +183,7 @@ class BackwardPart:
             tokens=part.crossings,
             arguments=given,
             sources=sources,
+            casts=part.casts if part.casts.enabled else (),
         )
         room: Any = part.room
         self._met = Met(room, passage)

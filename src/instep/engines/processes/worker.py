@@ -38,6 +38,7 @@ from instep.engines.tasks import as_replica
 from instep.pieces import is_jagged, refuse_lost
 from instep.random import Streams, threads_can_draw
 from instep.reaching import reach
+from instep.replicas.ambient import Casts
 from instep.replicas.handed import Noted
 from instep.replicas.replica import Outcome
 from instep.structure.tree import tensors_in
@@ -341,7 +342,8 @@ class Worker:
         around = streams.backward(index) if mirror.device.type == "cpu" else streams.joint_backward(index)
         mirror.take_in(() if back.hold else back.wanted)
         try:
-            in_room(hall, index, side, outputs, grads, back.keep, around)
+            with Casts(*back.casts).enter():
+                in_room(hall, index, side, outputs, grads, back.keep, around)
         except BaseException:
             mirror.take_in(())
             take([*leaves, *side.inputs])
