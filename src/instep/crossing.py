@@ -24,7 +24,7 @@ from instep.replicas.handed import handed
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.tensors import Way
 from instep.replicas.watch import Changes, Inside
-from instep.structure.shapes import is_dense
+from instep.structure.shapes import is_ordinary
 from instep.structure.tree import map_tensors, tensors_in
 
 
@@ -242,14 +242,14 @@ class _Way:
         """Leaves for the shards that need a gradient, and what the replica sees of each."""
         self.outside = list({id(tensor): tensor for tensor in needing}.values())
         self.leaves = [tensor.detach().requires_grad_() for tensor in self.outside]
-        dense = [leaf for leaf in self.leaves if _is_plain(leaf)]
+        dense = [leaf for leaf in self.leaves if is_ordinary(leaf)]
         self.is_doubtful = any(not _owner(tensor).is_leaf for tensor in self.outside)
         if self.is_doubtful:  # each by itself: which of them are used is asked of the graph
             inner = iter([enter(leaf)[0] for leaf in dense])
         else:
             inner = iter(enter(*dense)) if dense else iter(())
         for outside, leaf in zip(self.outside, self.leaves, strict=True):
-            table[id(outside)] = next(inner) if _is_plain(leaf) else leaf
+            table[id(outside)] = next(inner) if is_ordinary(leaf) else leaf
         self.inner = [table[id(outside)] for outside in self.outside]
         pairs = zip(self.outside, self.inner, strict=True)
         self._pairs = [pair for pair in pairs if pair[0]._base is not None and not pair[0]._base.is_leaf]
@@ -260,7 +260,7 @@ class _Way:
         made = table.get(id(tensor))
         if made is not None:
             return made
-        if not _is_plain(tensor) or tensor.is_inference():
+        if not is_ordinary(tensor) or tensor.is_inference():
             return tensor
         made = table[id(tensor)] = tensor.data
         self.notes.add(_owner(tensor), made)
@@ -270,10 +270,6 @@ class _Way:
 def _owner(shard: Tensor) -> Tensor:
     """The tensor of the caller that a shard is a view of."""
     return shard._base if shard._base is not None else shard
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and is_dense(tensor)
 
 
 def _own_memory(values: Sequence[Any], notes: Notes, copies: list[tuple[Tensor, Tensor]]) -> list[Any]:
@@ -297,7 +293,7 @@ def _bring_back(copies: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     bases = []
     for tensor, made in copies:
         mine = held[id(tensor)] == 1 and not tensor.is_inference()
-        if not mine or not _is_plain(tensor) or not made._version or tensor.shape != made.shape:
+        if not mine or not is_ordinary(tensor) or not made._version or tensor.shape != made.shape:
             continue
         if not tensor.requires_grad:
             tensor.data.copy_(made.detach())

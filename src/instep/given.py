@@ -25,7 +25,7 @@ from instep.replicas.opaque import is_opaque
 from instep.structure.marks import Whole
 from instep.structure.plan import SplitPlan
 from instep.structure.roles import Inside, Keep, Role
-from instep.structure.shapes import is_dense
+from instep.structure.shapes import is_ordinary
 from instep.structure.tree import Path, open_node, show_path, tensors_in
 
 _SMALL = 4096
@@ -172,5 +172,5 @@ def _differs(tensor: Tensor, then: Tensor) -> bool:
 
 
 def _copy(tensor: Tensor) -> Tensor | None:
-    plain = type(tensor) is Tensor and is_dense(tensor)
-    return tensor.detach().clone() if plain and tensor.numel() <= _SMALL else None
+    small = is_ordinary(tensor) and tensor.numel() <= _SMALL
+    return tensor.detach().clone() if small else None

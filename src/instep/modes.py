@@ -1,8 +1,9 @@
-"""Modes of torch that instep's own work is done in."""
+"""Modes of torch that instep's own work is done in, and several of them at once."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -18,3 +19,17 @@ def inference(on: bool) -> AbstractContextManager[Any]:
     in a `with` statement no interruption comes in between. Whoever leaves inference mode finds gradients turned on.
     """
     return nullcontext() if torch.is_inference_mode_enabled() == on else inference_mode(on)
+
+
+class All(ExitStack):
+    """Several context managers, entered together."""
+
+    def __init__(self, managers: Sequence[AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self._managers = managers
+
+    def __enter__(self) -> All:
+        super().__enter__()
+        for manager in self._managers:
+            self.enter_context(manager)
+        return self

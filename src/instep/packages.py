@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from instep.structure.shapes import is_dense
+from instep.structure.shapes import is_ordinary
 
 Row = list[Tensor | None]
 
@@ -40,7 +40,7 @@ def lift(package: Package) -> Package:
     So a device is waited for once, by whoever brings the package, and not once more by everybody who passes it on.
     """
     far = {id(t): t for row in package.rows.values() for t in row if t is not None and t.device.type != "cpu"}
-    if not far or not all(map(_is_plain, far.values())) or sum(t.nbytes for t in far.values()) > LIGHT:
+    if not far or not all(map(is_ordinary, far.values())) or sum(t.nbytes for t in far.values()) > LIGHT:
         return package
     near = {key: tensor.cpu() for key, tensor in far.items()}
     rows = {peer: [t if t is None else near.get(id(t), t) for t in row] for peer, row in package.rows.items()}
@@ -51,10 +51,6 @@ def lift(package: Package) -> Package:
 def is_lifted(package: Package, peer: int, at: int) -> bool:
     """Whether one of the tensors for a replica was brought to the host."""
     return bool(package.lifted) and package.lifted[peer][at]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and is_dense(tensor)
 
 
 def to_bare(package: Package, tensors: list[Tensor], to: int | None = None) -> Bare:

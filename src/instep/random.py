@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from instep.modes import All
 from instep.private import is_routed, route, route_draws, stand_in_for_default_generator
 from instep.sources import Source, Stream, state_bytes
 
@@ -120,7 +121,7 @@ class Streams:
         if self.in_turn:
             host = self.state.host
             standing.append(_Standing(host.generator, host, index, restore=host.before))
-        return _All([*standing, self.backward(index)])
+        return All([*standing, self.backward(index)])
 
     def step_aside(self) -> Callable[[], None]:
         """Let another replica have its turn in the middle of one's own; call what this returns to go on."""
@@ -194,20 +195,6 @@ class _Standing:
             self._source.drawn = True
         if self._restore is not None:
             self._generator.set_state(self._restore)
-
-
-class _All(ExitStack):
-    """Several context managers, entered together."""
-
-    def __init__(self, managers: Sequence[AbstractContextManager[Any]]) -> None:
-        super().__init__()
-        self._managers = managers
-
-    def __enter__(self) -> _All:
-        super().__enter__()
-        for manager in self._managers:
-            self.enter_context(manager)
-        return self
 
 
 class Turns:

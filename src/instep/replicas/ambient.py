@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from instep.compiled import allowing, compiler, graph_limit
-from instep.modes import inference
+from instep.modes import All, inference
 from instep.private import default_device, saved_tensor_hooks
 
 
@@ -36,13 +36,10 @@ class Casts(NamedTuple):
         return cls(enabled, torch.is_autocast_cache_enabled()) if enabled else _NO_CASTS
 
     def enter(self) -> AbstractContextManager[Any]:
-        """The same in another thread."""
-        if not self.enabled:
+        """The same in another thread; in the caller's own it is so already."""
+        if not self.enabled or self == Casts.capture():
             return nullcontext()
-        stack = ExitStack()
-        for cast in self.enabled:
-            stack.enter_context(torch.autocast(cast.device_type, cast.dtype, cache_enabled=self.cache))
-        return stack
+        return All(_casting(self.enabled, self.cache))
 
 
 _KINDS = ("cpu", "cuda", "xpu")
@@ -52,6 +49,10 @@ _NO_CASTS = Casts()
 def autocasts(kinds: Iterable[str]) -> tuple[Autocast, ...]:
     """Autocast as it is enabled in this thread for kinds of devices."""
     return tuple(Autocast(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+def _casting(casts: Iterable[Autocast], cache: bool) -> list[AbstractContextManager[Any]]:
+    return [torch.autocast(cast.device_type, cast.dtype, cache_enabled=cache) for cast in casts]
 
 
 @dataclass(slots=True)
@@ -107,8 +108,7 @@ class Ambient:
         return not self.inference and not self.autocast and self.lets_work(device)
 
     def lets_work(self, device: torch.device) -> bool:
-        """Whether instep can do work of its own in the middle of it: copies look at no autocast, and inference mode
-        can be left."""
+        """Whether instep can work in the middle of it: copies look at no autocast, and inference mode can be left."""
         return self.device is None and self.saved_hooks is None and self.graphs is None and device not in self.streams
 
 
@@ -154,8 +154,8 @@ class _Surroundings(ExitStack):
         self.enter_context(torch.set_grad_enabled(ambient.grad))
         if ambient.device is not None:
             self.enter_context(ambient.device)
-        for cast in ambient.autocast:
-            self.enter_context(torch.autocast(cast.device_type, cast.dtype, cache_enabled=ambient.autocast_cache))
+        for cast in _casting(ambient.autocast, ambient.autocast_cache):
+            self.enter_context(cast)
         if device in ambient.streams:
             backend = torch.get_device_module(device)
             _greet(backend, device)

@@ -15,6 +15,11 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor is one of torch's own class, and dense."""
+    return type(tensor) is Tensor and is_dense(tensor)
+
+
 def is_integer(part: Tensor) -> bool:
     """Whether a tensor holds whole numbers; booleans are none."""
     return not (part.is_floating_point() or part.is_complex() or part.dtype is torch.bool)
