@@ -52,6 +52,42 @@ def conv_net() -> nn.Module:
     )
 
 
+def lenet() -> nn.Module:
+    """LeNet-5 for colour images, with ReLU."""
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(400, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, 32),
+    )
+
+
+def deeper_conv_net() -> nn.Module:
+    """Three convolutions and two dense layers, as introductions train them on small colour images."""
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(4096, 64),
+        nn.ReLU(),
+        nn.Linear(64, 32),
+    )
+
+
 def mlp(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 32))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from beside_ddp import Attention, Case, conv_net, images, main, mlp, rows, tokens
+from beside_ddp import Attention, Case, conv_net, deeper_conv_net, images, lenet, main, mlp, rows, tokens
 
 CASES = {
     "MLP, width 4096, batch 32": Case(partial(mlp, 4096), partial(rows, 32, 4096)),
@@ -16,6 +16,8 @@ CASES = {
     "transformer, with_loss": Case(Attention, tokens, with_loss=True),
     "conv net, batch 128": Case(conv_net, partial(images, 128)),
     "conv net, batch 32": Case(conv_net, images),
+    "conv net, 5 layers, batch 32": Case(deeper_conv_net, images),
+    "LeNet-5, batch 32": Case(lenet, images),
 }
 
 if __name__ == "__main__":

@@ -235,6 +235,33 @@ def test_a_worker_that_does_not_come_up_says_why(monkeypatch: pytest.MonkeyPatch
     worker.kill()
 
 
+@pytest.mark.parametrize("timeout", [1.0, float("inf")])
+def test_a_worker_that_is_stuck_on_its_way_up_is_spoken_of(monkeypatch: pytest.MonkeyPatch, timeout: float) -> None:
+    def start(name: str) -> Worker:
+        worker = begin(name)
+        os.kill(worker.pid, signal.SIGSTOP)
+        return worker
+
+    begin = Worker.start
+    monkeypatch.setattr(Worker, "start", start)
+    monkeypatch.setattr(hands, "_workers", {})
+    for name, seconds in {"START_SECONDS": 0.5, "_SILENT_SECONDS": 0.1, "_PATIENCE": 0.3, "_DAY": 1.5}.items():
+        monkeypatch.setattr(hands, name, seconds)
+    team = Hands([CPU] * 2)
+    begun = time.monotonic()
+    with (
+        pytest.warns(UserWarning, match=r"replica 1 on cpu has not come up for 0 s"),
+        pytest.raises(hands.Late, match=rf"did not come up within {min(timeout, 1.5):.0f} s.*\n.*\n.*timeout="),
+    ):
+        team.get(1, timeout)
+    assert time.monotonic() - begun < 10
+    worker = team.last(1)
+    team.end(1)
+    assert worker is not None
+    assert not worker.alive()
+    team.close()
+
+
 def test_starting_and_stopping_leaves_nothing_behind() -> None:
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))

@@ -100,7 +100,7 @@ class ProcessesEngine(SideBySide):
         return [Replica, *[Shadow] * (len(self._devices) - 1)]
 
     def worker(self, index: int) -> tuple[Worker, Desk]:
-        worker = self._hands.get(index)
+        worker = self._hands.get(index, self.timeout)
         desk = desk_of(worker)
         desk.timeout = self.timeout
         return worker, desk

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 
@@ -19,8 +20,11 @@ from instep.settings import is_quiet
 __all__ = ["Hands", "Worker", "enter_worker", "flush_output", "inside_worker", "stop_all"]
 
 START_SECONDS = 120.0
-"""A worker that is not up by then will not be."""
+"""What a worker has to come up, at least, however soon one that does not answer is given up."""
+_DAY = 86_400.0
 _SILENT_SECONDS = 1.5
+_PATIENCE = 60.0
+"""Seconds after which it is said where a worker stands that is not up."""
 _STOP_SECONDS = 1.0
 
 _inside = False
@@ -66,10 +70,11 @@ class Hands:
         self._mine: dict[int, Worker] = {}
         self._closed = self._told = False
 
-    def get(self, index: int) -> Worker:
+    def get(self, index: int, timeout: float = START_SECONDS) -> Worker:
         """The worker of a replica, up and ready, alive or not; the first call starts all that are missing at once.
 
-        Another one than before means that the one before was replaced, for this wrapper or for another.
+        One that is not up after `timeout` seconds is `Late`, but none before it had time to import torch. Another one
+        than before means that the one before was replaced, for this wrapper or for another.
         """
         with _lock:
             worker = self._take(index)
@@ -77,7 +82,7 @@ class Hands:
                 for other in range(1, len(self._devices)):
                     self._take(other)
         if not worker.ready:
-            self._wait(worker)
+            self._wait(worker, min(max(timeout, START_SECONDS), _DAY))
         worker.name = self._name(index)
         return worker
 
@@ -134,7 +139,7 @@ class Hands:
     def _name(self, index: int) -> str:
         return f"replica {index} on {self._devices[index]}"
 
-    def _wait(self, worker: Worker) -> None:
+    def _wait(self, worker: Worker, seconds: float) -> None:
         started = time.monotonic()
         if worker.comes_up(started + _SILENT_SECONDS):
             return
@@ -143,8 +148,15 @@ class Hands:
         if not told and _somebody_looks() and not is_quiet():
             many = f"{len(self._keys)} worker processes" if len(self._keys) > 1 else "a worker process"
             print(f"instep: starting {many} (torch has to be imported)", file=sys.stderr, flush=True)
-        if not worker.comes_up(started + START_SECONDS):
-            raise Late(f"{worker.name} did not come up within {START_SECONDS:.0f} s. {worker.stack()}")
+        patience = min(_PATIENCE, seconds / 2)
+        if worker.comes_up(started + patience):
+            return
+        warnings.warn(f"{worker.name} has not come up for {patience:.0f} s.\n{worker.stack()}", stacklevel=2)
+        if not worker.comes_up(started + seconds):
+            raise Late(
+                f"{worker.name} did not come up within {seconds:.0f} s and was ended.\n{worker.stack()}\n"
+                f"If it only takes long: DataParallel(..., timeout={seconds * 10:.0f})."
+            )
 
 
 def _somebody_looks() -> bool:
