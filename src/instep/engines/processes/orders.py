@@ -156,12 +156,16 @@ class Order:
 
     ALWAYS: ClassVar[int] = 0
     """How many are said whatever they are."""
+    LOOSE: ClassVar[frozenset[str]] = frozenset()
+    """Those that may hold anything: what is the user's, and tensors. The others hold numbers and texts, and lists and
+    tuples of them, which were made for the order alone."""
 
     def fields(self) -> tuple[Any, ...]:
-        values = list(self.__dict__.values())
-        while len(values) > self.ALWAYS and not values[-1]:
-            values.pop()
-        return tuple(values)
+        values = tuple(self.__dict__.values())
+        count = len(values)
+        while count > self.ALWAYS and not values[count - 1]:
+            count -= 1
+        return values[:count]
 
 
 @dataclass
@@ -170,6 +174,7 @@ class Run(Order):
 
     PATHS: ClassVar = {"args": "argument ", "kwargs": "argument "}
     ALWAYS: ClassVar[int] = 10
+    LOOSE: ClassVar = frozenset({"args", "kwargs", "around", "generators", "lent", "fresh", "own", "lone"})
 
     number: int
     method: str
@@ -218,6 +223,9 @@ class Ran(Order):
 
     PATHS: ClassVar = {"output": "the output of forward", "given": "what forward put into an argument"}
     ALWAYS: ClassVar[int] = 1
+    LOOSE: ClassVar = frozenset(
+        {"output", "sets", "contents", "written", "apart", "arguments", "given", "made", "moved"},
+    )
 
     output: Any = None
     structure: bool = False
@@ -261,6 +269,7 @@ class Back(Order):
     """One replica's part of a backward."""
 
     ALWAYS: ClassVar[int] = 3
+    LOOSE: ClassVar = frozenset({"gradients", "casts"})
 
     call: int
     """The number of the forward that it belongs to."""
@@ -286,6 +295,8 @@ class Back(Order):
 @dataclass
 class WentBack(Order):
     """What one replica's part of a backward came to."""
+
+    LOOSE: ClassVar = frozenset({"inputs", "others"})
 
     present: list[int] = field(default_factory=list)
     """Tensors of the table whose gradients lie in their slots."""

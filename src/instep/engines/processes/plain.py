@@ -7,7 +7,7 @@ is in a value sends it the long way.
 from __future__ import annotations
 
 import marshal
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +28,19 @@ def to_plain(value: Any) -> tuple[Any, list[Tensor]] | None:
     tensors: list[Tensor] = []
     try:
         return _stripped(value, tensors, {}, 0), tensors
+    except _NotPlain:
+        return None
+
+
+def fields_to_plain(
+    fields: Sequence[Any], names: Iterable[str], loose: Collection[str]
+) -> tuple[Any, list[Tensor]] | None:
+    """The same for values with names, of which only some may hold anything."""
+    tensors: list[Tensor] = []
+    seen: dict[int, Any] = {}
+    try:
+        pairs = zip(fields, names, strict=False)
+        return tuple([_stripped(v, tensors, seen, 1) if name in loose else v for v, name in pairs]), tensors
     except _NotPlain:
         return None
 

@@ -84,7 +84,12 @@ class Talk:
         Of an `Order` the other side gets the bare fields.
         """
         is_order = isinstance(value, Order)
-        short = plain.to_plain(value.fields() if is_order else value) if self.hold is None else None
+        if self.hold is not None:
+            short = None
+        elif is_order:
+            short = plain.fields_to_plain(value.fields(), value.__dict__, value.LOOSE)
+        else:
+            short = plain.to_plain(value)
         if short is not None:
             return self._say_plain(kind, call, *short, describe, fds)
         parcel = self.depot.pack_fields(value, what) if is_order else self.depot.pack(value, what)
