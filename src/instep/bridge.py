@@ -55,6 +55,13 @@ class Side:
     """Its place among the replicas of the call, with the tokens of what they did together."""
     remote: Any = None
     """For a replica of another process: what its backward is asked for by."""
+    brought: Gradients | None = None
+    """What came of its leaves' gradients from there, if they do not lie on the leaves."""
+
+    def collect(self) -> Gradients:
+        """The gradients that a backward left for the leaves, which are clear again afterwards."""
+        brought, self.brought = self.brought, None
+        return take(self.leaves) if brought is None else brought
 
 
 class Backward(Protocol):

@@ -319,14 +319,14 @@ def test_a_start_that_takes_long_is_shown_once(
     monkeypatch.setenv("INSTEP_QUIET", quiet) if quiet else monkeypatch.delenv("INSTEP_QUIET", raising=False)
     team, slow = Hands([CPU] * 4), [Slow(), Slow()]
     for worker in slow:
-        team._wait(worker)  # type: ignore[arg-type]
+        team._wait(worker, 10.0)  # type: ignore[arg-type]
     assert capsys.readouterr().err == said
     assert all(worker.asked[0] < 2 for worker in slow)
 
 
 def test_all_workers_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     team = Hands([CPU] * 4)
-    monkeypatch.setattr(team, "_wait", lambda worker: None)
+    monkeypatch.setattr(team, "_wait", lambda worker, seconds: None)
     team.get(1)
     assert len(process.own_workers()) == 3
     team.close()

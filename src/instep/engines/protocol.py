@@ -107,7 +107,7 @@ def _perform(job: Job, index: int) -> Outcome:
             if job.follow:
                 replica.follow_state()
             outcome = run(replica, job.method, args, kwargs, job.ambient.compiler)
-        if guard.touched:
+        if replica.tensors.may_have_gradients():
             refuse_gradients(leaf for _, leaf in replica.trainable)
         outcome.seat = seat
         return outcome

@@ -121,7 +121,7 @@ class SideBySide:
             try:
                 self._run_backward(span, gradients, keep)
                 inputs = [take(side.inputs) for side in span.sides]
-                columns = [take(side.leaves) for side in span.sides]
+                columns = [side.collect() for side in span.sides]
                 if not self._on_host:
                     columns = [gather(column, self._devices[0]) for column in columns]
                 if self._holding and all(accumulates(source) for source in span.sources):
@@ -129,7 +129,7 @@ class SideBySide:
                     return [None] * len(span.sources), inputs
                 return self._sum(columns), inputs
             except BaseException:
-                surely(*(partial(take, [*side.leaves, *side.inputs]) for side in span.sides))
+                surely(*(do for side in span.sides for do in (side.collect, partial(take, side.inputs))))
                 raise
 
     def _run_backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,28 @@ class Guard:
     def __call__(self, _: Tensor) -> None:
         self.touched = True
         if not self.open:
-            raise BridgeError(
-                "a gradient reached a replica's parameter from outside its call: a tensor made inside forward was kept "
-                "by another way than the outputs (a list, a hook, a global).\n"
-                "Return it from forward, or set it as an attribute of the module, so that its gradient finds the way."
-            )
+            raise BridgeError(_FROM_OUTSIDE)
+
+
+_FROM_OUTSIDE = (
+    "a gradient reached a replica's parameter from outside its call: a tensor made inside forward was kept by another "
+    "way than the outputs (a list, a hook, a global).\n"
+    "Return it from forward, or set it as an attribute of the module, so that its gradient finds the way."
+)
+_gradient: Callable[[Tensor], Tensor | None] = vars(torch._C.TensorBase)["grad"].__get__
+
+
+def have_gradients(leaves: Iterable[Tensor]) -> bool:
+    """Whether gradients lie on leaves."""
+    return any(gradient is not None for gradient in map(_gradient, leaves))
+
+
+def refuse_strays(leaves: Sequence[Tensor]) -> None:
+    """`BridgeError` if gradients lie on leaves that no guard has watched."""
+    if have_gradients(leaves):
+        for leaf in leaves:
+            leaf.grad = None
+        raise BridgeError(_FROM_OUTSIDE)
 
 
 def refuse_gradients(leaves: Iterable[Tensor]) -> None:
@@ -114,6 +131,8 @@ class Way(Enum):
 class Tensors:
     """Makes the tensors of one replica and remembers what each stands for."""
 
+    guarded: ClassVar[bool] = True
+    """Whether each leaf is watched for gradients."""
     device: torch.device
     way: Way
     apart: Mapping[int, Tensor] = field(default_factory=dict)
@@ -151,7 +170,8 @@ class Tensors:
             return made
         with inference(False), torch.no_grad():
             made = self._leaf(source)
-        made.register_hook(self.guard)
+        if self.guarded:
+            made.register_hook(self.guard)
         return made
 
     def _leaf(self, source: Tensor) -> Tensor:
@@ -186,6 +206,10 @@ class Tensors:
         here = self._storages[storage.data_ptr()].untyped_storage()
         made = torch.empty(0, dtype=source.dtype, device=self.device)
         return made.set_(here, source.storage_offset(), source.size(), source.stride())
+
+    def may_have_gradients(self) -> bool:
+        """Whether gradients may have come to the leaves in a forward."""
+        return self.guard.touched
 
     def drop(self, made: Collection[int]) -> None:
         """Forget counterparts by their ids."""

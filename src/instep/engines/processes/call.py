@@ -73,7 +73,7 @@ class Call:
 
     def __post_init__(self) -> None:
         weakref.finalize(self, self.desk.gone.append, ("call", self.number))
-        self._sources = self.told.sources
+        self._sources, self._places = self.told.sources, self.told.places
         self.note()
         self._again: Shadow | None = None  # held: a worker forgets the module of a stand-in that is gone
         keep(self.modules[0], self)
@@ -85,8 +85,7 @@ class Call:
 
     def numbers_of(self, leaves: Sequence[Tensor]) -> list[int | None]:
         """The numbers that the worker knows leaves of the stand-in by; None for one that it was not told of."""
-        sources, numbers = self._sources, self.told.numbers
-        return [numbers.get(sources.get(id(leaf), -1)) for leaf in leaves]
+        return list(map(self._places.get, map(id, leaves)))
 
     def written(self) -> tuple[list[int], list[int]]:
         """The arguments, and the tensors of the module, that were written to since the forward."""
@@ -137,6 +136,7 @@ class Call:
             desk.gone.append(("call", box.number))
             raise self._lost("weights, or something else that it reads,")
         self.number, self.desk, self.told = box.number, desk, told
+        self._places = {made: told.numbers[source] for made, source in self._sources.items() if source in told.numbers}
         weakref.finalize(self, desk.gone.append, ("call", box.number))
 
     def _is_again(self, output: Tensor, tensors: Sequence[Tensor]) -> bool:

@@ -32,7 +32,8 @@ from instep.engines.processes.hands import Hands, Worker
 from instep.engines.processes.hearing import TOLD, Hearing, hear_out, unwrapped
 from instep.engines.processes.hold import allocate
 from instep.engines.processes.homecoming import Homecoming
-from instep.engines.processes.parts import BackwardPart, ForwardPart, NearPart, ReachPart
+from instep.engines.processes.parts import BackwardPart, ForwardPart
+from instep.engines.processes.questions import NearPart, ReachPart
 from instep.engines.processes.rounds import Sharing
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.shore import Passage

@@ -128,7 +128,7 @@ class Homecoming:
         self._passage.hand_over(sums)
         for flat, bucket in zip(sums, buckets, strict=True):
             for index, part in zip(bucket.indices, unpack(flat, leaves, bucket), strict=True):
-                leaves[index].grad = part
+                owners[index].bring(places[index], part)
         return True
 
     def _ask(self, index: int, together: Round, begin: Callable[[Group], None], order: Sum) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import is_
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from instep.replicas.crew import Crew
 from instep.replicas.equal import equal_tensors
 from instep.replicas.handed import by_place
 from instep.replicas.replica import Outcome, Pair, Replica
+from instep.replicas.tensors import Tensors, have_gradients
 from instep.structure.shapes import is_dense
 
 
@@ -45,6 +46,21 @@ LARGE = 64 * 1024
 """Gradients of so many bytes go to their slots as they come; smaller ones at the end, all at once."""
 LOOKS = 3
 """The calls of a method in which writes are looked for that no version tells of."""
+
+
+class _Unwatched(Tensors):
+    """Tensors that no code reaches outside of a call; a hook on each would cost every backward."""
+
+    guarded = False
+
+    def may_have_gradients(self) -> bool:
+        return have_gradients(leaf for _, leaf in self.trainable)
+
+
+class _Lone(Replica):
+    """A replica in a process where nothing is done but what it is asked for."""
+
+    kind_of_tensors = _Unwatched
 
 
 class Mirror:
@@ -136,7 +152,7 @@ class Mirror:
         self.module, self._generators = order.module, order.generators
         dress = None if order.synchronised is None else Outfit(order.synchronised)
         self._pull()
-        self.crew = Crew(self.module, [self.device], dress=dress, home=order.home)
+        self.crew = Crew(self.module, [self.device], dress=dress, kinds=[_Lone], home=order.home)
         if order.own:
             self.crew.ready()
             self.crew.part(order.own)
@@ -309,13 +325,13 @@ class Mirror:
             slot.add_(gradient)
         return True
 
-    def _put_small(self, gradients: dict[int, Tensor]) -> list[int]:
+    def _put_small(self, gradients: dict[int, Tensor]) -> Collection[int]:
         """Put the small ones into their slots, all at once; says which those were."""
-        small = [
+        small = {
             number
             for number, gradient in gradients.items()
             if number not in self._filled and self._is_for(number, gradient) and gradient.nbytes < LARGE
-        ]
+        }
         if small:
             torch._foreach_copy_([self._slots[n] for n in small], [gradients[n] for n in small])
             self._filled.update(small)

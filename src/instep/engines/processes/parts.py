@@ -29,7 +29,6 @@ from instep.engines.protocol import Job
 from instep.engines.side_by_side import Part
 from instep.errors import EngineError
 from instep.random import Held, generators_in
-from instep.reaching import Reach
 from instep.replicas.ambient import Ambient
 from instep.replicas.contents import contents_of, put
 from instep.replicas.handed import Change, from_places, handed_to
@@ -236,6 +235,11 @@ class BackwardPart:
         """What stands here for a tensor that gradients are wanted of."""
         return self._side.leaves[place]
 
+    def bring(self, place: int, gradient: Tensor | None) -> None:
+        """Leave the gradient of one that the worker had kept."""
+        assert self._side.brought is not None
+        self._side.brought[place] = gradient
+
     @property
     def near(self) -> bool:
         """Whether tensors may stay on a device that both processes work on."""
@@ -257,11 +261,11 @@ class BackwardPart:
         slots = self._call.told.gradients(went.present)
         self._passage.hand_over(slots.values())
         for place, number in self.kept().items():
-            leaf = self._side.leaves[place]
-            leaf.grad = _near(leaf, slots[number] if number in slots else went.others.get(number))
+            more = _near(self.leaf(place), went.others.get(number))
+            self.bring(place, slots.get(number, more))
 
     def leave(self, went: WentBack, late: list[Late]) -> None:
-        """Leave the gradients on the stand-in's leaves and inputs; what came late goes to a list."""
+        """Leave the gradients at the stand-in's side of the bridge; what came late goes to a list."""
         self.held = went.held
         call, side, host = self._call, self._side, self._host
         if not self._part.keep:
@@ -271,48 +275,16 @@ class BackwardPart:
             host.seed(0)
         slots = call.told.gradients(went.present)
         self._passage.hand_over(slots.values())
-        for place, (leaf, number) in enumerate(zip(side.leaves, self._numbers, strict=True)):
-            if number is None:
-                leaf.grad = None
-            elif number not in slots:
-                leaf.grad = _near(leaf, went.others.get(number))
-            else:
-                leaf.grad = _near(leaf, slots[number])
-                if number in went.others:
-                    late.append(Late(self._part.index, place, went.others[number]))
+        brought = [None if number is None else slots.get(number) for number in self._numbers]
+        for place, number in enumerate(self._numbers if went.others else ()):
+            more = None if number is None else went.others.get(number)
+            if brought[place] is None:
+                brought[place] = _near(side.leaves[place], more)
+            elif more is not None:
+                late.append(Late(self._part.index, place, more))
+        side.brought = brought
         for leaf, number in zip(side.inputs, call.inputs, strict=True):
             leaf.grad = _near(leaf, went.inputs.get(number))
-
-
-class ReachPart:
-    """Where one replica's backward from some of its outputs would meet the others."""
-
-    def __init__(self, call: Call, outputs: Sequence[Tensor]) -> None:
-        self._call = call
-        self._outputs = outputs
-        self._box: Box
-
-    def ask(self, desk: Desk) -> Box:
-        call = self._call
-        spent = call.at(desk, self._outputs)
-        self._box = desk.ask_reach(call.number, [call.outputs[id(output)] for output in self._outputs], spent)
-        return self._box
-
-    def hear(self, desk: Desk) -> Hearing[Reach]:
-        found, _ = desk.talk.take((yield from desk.hear(self._box, self._call.met)))
-        assert isinstance(found, Reach)
-        return found
-
-
-class NearPart:
-    """Whether tensors can stay on the device that a worker and this process both work on."""
-
-    def ask(self, desk: Desk) -> None:
-        """It was tried when the worker took its device."""
-
-    def hear(self, desk: Desk) -> Hearing[bool]:
-        yield from ()
-        return desk.near
 
 
 def _generators(run: Run, shadow: Shadow, held: Held) -> list[torch.Generator]:

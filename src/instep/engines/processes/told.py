@@ -59,6 +59,8 @@ class Told:
         self.numbers = {id(tensor): number for number, tensor in enumerate(self.table)}
         self.sources = {id(made): id(source) for source, made in zip(self.table, self.counterparts, strict=True)}
         """By the id of what stands for it here: the id of each tensor."""
+        self.places = {id(made): number for number, made in enumerate(self.counterparts)}
+        """By the same: the number of each."""
         self._all_near = all(slot.device == self.table[number].device for number, slot in self.slots.items())
         self._marks = _marks(self.table)
         self._weights = [tensor for tensor in self.table if is_dense(tensor) and tensor.requires_grad]

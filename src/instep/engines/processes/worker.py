@@ -41,6 +41,7 @@ from instep.reaching import reach
 from instep.replicas.ambient import Casts
 from instep.replicas.handed import Noted
 from instep.replicas.replica import Outcome
+from instep.replicas.tensors import refuse_strays
 from instep.structure.tree import tensors_in
 
 DROPPED = 8
@@ -340,6 +341,7 @@ class Worker:
         hall = Hall(self._talk, self._mail, message.call)
         streams, index = held.streams, held.index
         around = streams.backward(index) if mirror.device.type == "cpu" else streams.joint_backward(index)
+        refuse_strays(leaves)
         mirror.take_in(() if back.hold else back.wanted)
         try:
             with Casts(*back.casts).enter():
