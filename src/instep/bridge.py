@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,6 +24,7 @@ from instep.random import Streams
 from instep.replicas.tensors import Guard
 
 Gradients = list[Tensor | None]
+_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
 class Entry(torch.autograd.Function):
@@ -166,9 +168,8 @@ def live(side: Side, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
 
 def take(tensors: Sequence[Tensor]) -> Gradients:
     """The gradients that a backward left on these leaves, which are clear again afterwards."""
-    found: Gradients = []
+    found: Gradients = list(map(_gradient, tensors))
     for tensor in tensors:
-        found.append(tensor.grad)
         tensor.grad = None
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from typing import Any, cast
 
 from torch import Tensor
@@ -26,6 +27,9 @@ from instep.replicas.tensors import Way
 from instep.replicas.watch import Changes, Inside
 from instep.structure.shapes import is_ordinary
 from instep.structure.tree import map_tensors, tensors_in
+
+_first, _second = itemgetter(0), itemgetter(1)
+_is_leaf = attrgetter("is_leaf")
 
 
 @dataclass
@@ -149,7 +153,7 @@ class Crossing:
 
     def _join(self, ways: Sequence[_Way], outcomes: list[Outcome]) -> None:
         """Replace the replicas' tensors that need a gradient by their counterparts in the caller's graph."""
-        home = {id(source) for source, _ in self.replicas[0].trainable}
+        home = set(map(id, map(_first, self.replicas[0].trainable)))
         found = [[t for t in _tensors_of(outcome) if t.requires_grad and id(t) not in home] for outcome in outcomes]
         written = [way.written(outcome.made) for way, outcome in zip(ways, outcomes, strict=True)]
         if not any(found) and not any(written):
@@ -352,10 +356,11 @@ def _connected(
     A tensor that an earlier call left on the module belongs to that call's graph, which may be gone; it takes part only
     where this call has really used it.
     """
-    doubtful = [index for index, (source, _) in enumerate(pairs[0]) if not source.is_leaf]
-    if not doubtful:
-        return [source for source, _ in pairs[0]], [[leaf for _, leaf in side] for side in pairs]
+    sources = list(map(_first, pairs[0]))
+    if all(map(_is_leaf, sources)):
+        return sources, [list(map(_second, side)) for side in pairs]
+    doubtful = [index for index, source in enumerate(sources) if not source.is_leaf]
     used = set().union(*(leaves_below(tensors) for tensors in outputs))
     unused = {index for index in doubtful if not any(id(side[index][1]) in used for side in pairs)}
     kept = [index for index in range(len(pairs[0])) if index not in unused]
-    return [pairs[0][index][0] for index in kept], [[side[index][1] for index in kept] for side in pairs]
+    return [sources[index] for index in kept], [[side[index][1] for index in kept] for side in pairs]

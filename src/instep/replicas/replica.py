@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ class Replica:
     @property
     def source_modules(self) -> list[nn.Module]:
         """The source's modules, in the same order."""
-        return [source for source, _ in self.cloner.modules]
+        return list(map(itemgetter(0), self.cloner.modules))
 
     @property
     def trainable(self) -> list[Pair]:

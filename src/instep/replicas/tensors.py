@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -43,7 +44,7 @@ _FROM_OUTSIDE = (
     "way than the outputs (a list, a hook, a global).\n"
     "Return it from forward, or set it as an attribute of the module, so that its gradient finds the way."
 )
-_gradient: Callable[[Tensor], Tensor | None] = vars(torch._C.TensorBase)["grad"].__get__
+_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
 def have_gradients(leaves: Iterable[Tensor]) -> bool:

@@ -302,10 +302,13 @@ class ProcessesEngine(SideBySide):
         """The sum over replicas, in memory of its own: the next backward writes to the workers' slots again."""
         done = self._ahead.finish(columns)
         rest = [[g for place, g in enumerate(column) if place not in done] for column in columns] if done else columns
-        slots = {id(gradient) for column in rest[1:] for gradient in column}
         into = None if done else self._ahead.into
-        sums = iter([g.clone() if g is not None and id(g) in slots else g for g in super()._sum(rest, into)])
-        total = [done[place] if place in done else next(sums) for place in range(len(columns[0]))]
+        sums = super()._sum(rest, into)
+        if any(gradient is None for gradient in rest[0]):  # then another one's may be the sum
+            slots = {id(gradient) for column in rest[1:] for gradient in column}
+            sums = [g.clone() if g is not None and id(g) in slots else g for g in sums]
+        more = iter(sums)
+        total = [done[place] if place in done else next(more) for place in range(len(columns[0]))] if done else sums
         for _, place, gradient in sorted(self._ahead.late, key=itemgetter(0)):
             total[place] = add_up([[total[place]], [gradient]])[0]
         return total
