@@ -26,9 +26,10 @@ from instep.modes import inference
 from instep.random import Held
 from instep.replicas.crew import Crew
 from instep.replicas.equal import equal_tensors
+from instep.replicas.guard import have_gradients
 from instep.replicas.handed import by_place
 from instep.replicas.replica import Outcome, Pair, Replica
-from instep.replicas.tensors import Tensors, have_gradients
+from instep.replicas.tensors import Tensors
 from instep.structure.shapes import is_dense
 
 
@@ -49,7 +50,7 @@ LOOKS = 3
 
 
 class _Unwatched(Tensors):
-    """Tensors that no code reaches outside of a call; a hook on each would cost every backward."""
+    """Tensors that no code reaches outside of a call."""
 
     guarded = False
 
