@@ -110,9 +110,12 @@ def add_up(columns: Sequence[Sequence[Tensor | None]], into: Collection[int] = (
     """
     total = list(columns[0])
     own = set(into)  # sums of ours, which later columns may be added into
-    if len(columns) == 2 and total and all(map(are_alike, *columns)):
-        one, other = (cast(list[Tensor], list(column)) for column in columns)
-        return _two(one, other, own)
+    if len(columns) > 1 and total and all(all(map(are_alike, total, column)) for column in columns[1:]):
+        one, other, *others = (cast(list[Tensor], list(column)) for column in columns)
+        summed = _two(one, other, own)
+        for more in others:
+            torch._foreach_add_(summed, more)
+        return list(summed)
     for column in columns[1:]:
         dense: list[tuple[int, Tensor, Tensor]] = []
         for index, gradient in enumerate(column):
@@ -137,13 +140,13 @@ def add_up(columns: Sequence[Sequence[Tensor | None]], into: Collection[int] = (
     return total
 
 
-def _two(one: list[Tensor], other: list[Tensor], own: Collection[int]) -> list[Tensor | None]:
+def _two(one: list[Tensor], other: list[Tensor], own: Collection[int]) -> list[Tensor]:
     """The sums of two replicas' gradients, all dense."""
     if own:
         torch._foreach_add_([one[place] for place in own], [other[place] for place in own])
     fresh = [place for place in range(len(one)) if place not in own] if own else range(len(one))
     sums = torch._foreach_add([one[place] for place in fresh], [other[place] for place in fresh]) if fresh else ()
-    total: list[Tensor | None] = list(one)
+    total = list(one)
     for place, value in zip(fresh, sums, strict=True):
         total[place] = value
     return total
