@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from instep.engines.processes.met import Met
 from instep.engines.processes.orders import Run
 from instep.engines.processes.shadow import Shadow, keep, outstanding
 from instep.engines.processes.talk import of_answer
-from instep.engines.processes.told import Told
+from instep.engines.processes.told import Told, counted
 from instep.errors import WorkerFailure
 from instep.replicas.equal import equal_tensors
 from instep.replicas.watch import MISSING, Changes
@@ -80,8 +81,8 @@ class Call:
 
     def note(self) -> None:
         """What is written to the arguments and to the module from now on comes after the forward."""
-        self._given = Versions(self.arguments)
-        self._module = Versions(self.told.counterparts)
+        self._given = Versions(*counted(self.arguments))
+        self._module = Versions(*self.told.counted)
 
     def numbers_of(self, leaves: Sequence[Tensor]) -> list[int | None]:
         """The numbers that the worker knows leaves of the stand-in by; None for one that it was not told of."""
@@ -209,18 +210,21 @@ def _set(key: Attribute, value: Any) -> None:
 
 
 class Versions:
-    """Tensors as they were written to when this was made; those of inference mode have no such counter."""
+    """How many times tensors were written to when this was made."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = [(n, tensor) for n, tensor in enumerate(tensors) if not tensor.is_inference()]
+    def __init__(self, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        self._places, self._tensors = places, tensors
         self._then = self._read()
 
     def _read(self) -> list[int]:
-        return [tensor._version for _, tensor in self._tensors]
+        return list(map(_version, self._tensors))
 
     def moved(self) -> list[int]:
         """The places of those that were written to since."""
         now = self._read()
         if now == self._then:
             return []
-        return [n for (n, _), then, later in zip(self._tensors, self._then, now, strict=True) if then != later]
+        return [n for n, then, later in zip(self._places, self._then, now, strict=True) if then != later]
+
+
+_version: Callable[[Tensor], int] = attrgetter("_version")

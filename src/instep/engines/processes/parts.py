@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from instep.engines.processes.ahead import Ahead, Late
+from instep.engines.processes.arena import SharedMemory
 from instep.engines.processes.berth import backends
 from instep.engines.processes.call import Call, remember_values
 from instep.engines.processes.cannot import refuse_shared
@@ -258,11 +259,18 @@ class BackwardPart:
 
     def add(self, went: WentBack) -> None:
         """Leave gradients that were kept before."""
-        slots = self._call.told.gradients(went.present)
-        self._passage.hand_over(slots.values())
+        slots = self._slots(went.present)
         for place, number in self.kept().items():
             more = _near(self.leaf(place), went.others.get(number))
             self.bring(place, slots.get(number, more))
+
+    def _slots(self, present: Sequence[int]) -> dict[int, Tensor]:
+        """What the worker has left in its slots, by the numbers of tensors."""
+        told = self._call.told
+        slots = told.gradients(present)
+        if isinstance(told.memory, SharedMemory):  # else they stay where they lie
+            self._passage.hand_over(slots.values())
+        return slots
 
     def leave(self, went: WentBack, late: list[Late]) -> None:
         """Leave the gradients at the stand-in's side of the bridge; what came late goes to a list."""
@@ -273,8 +281,7 @@ class BackwardPart:
         if went.drawn:
             host.drawn = True
             host.seed(0)
-        slots = call.told.gradients(went.present)
-        self._passage.hand_over(slots.values())
+        slots = self._slots(went.present)
         brought = [None if number is None else slots.get(number) for number in self._numbers]
         for place, number in enumerate(self._numbers if went.others else ()):
             more = None if number is None else went.others.get(number)

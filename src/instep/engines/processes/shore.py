@@ -100,9 +100,11 @@ class Passage:
 
     def hand_over(self, tensors: Iterable[Tensor]) -> None:
         """Tensors that were made inside `enter` are used by the caller's stream from now on."""
-        for tensor in tensors if self._stream is not None else ():
-            if tensor.device.type != "cpu":
-                tensor.record_stream(self._stream)
+        if self._stream is None:
+            return
+        afar = (tensor for tensor in tensors if tensor.device.type != "cpu")
+        for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in afar}.values():
+            tensor.record_stream(self._stream)
 
     def catch_up(self) -> None:
         """Wait for what the caller's stream has been given since: another replica has something to say."""

@@ -61,6 +61,7 @@ class Told:
         """By the id of what stands for it here: the id of each tensor."""
         self.places = {id(made): number for number, made in enumerate(self.counterparts)}
         """By the same: the number of each."""
+        self.counted = counted(self.counterparts)
         self._all_near = all(slot.device == self.table[number].device for number, slot in self.slots.items())
         self._marks = _marks(self.table)
         self._weights = [tensor for tensor in self.table if is_dense(tensor) and tensor.requires_grad]
@@ -98,6 +99,12 @@ class Told:
     def fresh(self) -> dict[int, Tensor]:
         """The values of the tensors that lie in no common memory."""
         return {number: self.table[number].detach() for number in self.loose}
+
+
+def counted(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
+    """The tensors whose writes are counted, after their places; those of inference mode have no such counter."""
+    places = [place for place, tensor in enumerate(tensors) if not tensor.is_inference()]
+    return places, [tensors[place] for place in places]
 
 
 _pointer = torch._C.TensorBase.data_ptr
