@@ -163,3 +163,16 @@ def test_graphs_that_are_kept_do_not_send_a_call_the_long_way(monkeypatch: pytes
         out.sum().backward()
         torch.testing.assert_close(out, net(x))
         assert all(output.requires_grad for output in kept)
+
+
+@pytest.mark.usefixtures("workers")
+def test_many_weights_do_not_send_a_call_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(50)))
+    with instep.DataParallel(net, ["cpu"] * 2, engine="processes") as model:
+        x = torch.randn(6, 3)
+        model(x).sum().backward()
+        monkeypatch.setattr("instep.engines.processes.depot.Depot.pack_fields", None)
+        net.zero_grad()
+        model(x).sum().backward()
+        found = [weight.grad for weight in net.parameters()]
+        torch.testing.assert_close(found, list(torch.autograd.grad(net(x).sum(), list(net.parameters()))))

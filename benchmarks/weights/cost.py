@@ -1,0 +1,83 @@
+"""What each weight of a module costs in a step, beside what it costs the plain module, on replicas of each engine.
+
+Layers are tiny, so that nothing but their number counts. Sides run in turns in one process; medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+import instep
+
+
+def network(layers: int, device: torch.device) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))).to(device)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def one_step(model: Callable[[Tensor], Tensor], net: nn.Module, x: Tensor) -> tuple[float, float]:
+    """Seconds of a forward and of its backward."""
+    net.zero_grad()
+    wait(x.device)
+    start = time.perf_counter()
+    output = model(x).sum()
+    wait(x.device)
+    middle = time.perf_counter()
+    output.backward()
+    wait(x.device)
+    return middle - start, time.perf_counter() - middle
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--replicas", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    count = arguments.replicas
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, {count} replicas on {device}\n")
+    x = torch.randn(2 * count, 4, device=device)
+    taken: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    with ExitStack() as stack:
+        sides: dict[tuple[str, int], tuple[Callable[[Tensor], Tensor], nn.Module]] = {}
+        for layers in (2, 100):
+            net = network(layers, device)
+            sides["plain", 2 * layers] = net, net
+            for engine in ("threads", "processes"):
+                net = network(layers, device)
+                model = stack.enter_context(instep.DataParallel(net, [device] * count, engine=engine))
+                sides[engine, 2 * layers] = model, net
+        for turn in range(arguments.rounds + 10):
+            for name, (run, net) in sides.items():
+                spent = one_step(run, net, x)
+                if turn >= 10:  # the first ones warm up
+                    taken.setdefault(name, []).append(spent)
+    print(f"{'':12}{'weights':>8}{'forward':>11}{'backward':>11}{'more a weight':>16}")
+    fewest: dict[str, float] = {}
+    plain = 0.0
+    for (name, weights), spent in taken.items():
+        forward, backward = (statistics.median(column) * 1e3 for column in zip(*spent, strict=True))
+        more = ""
+        if name in fewest:
+            each = (forward + backward - fewest[name]) / (weights - 4) * 1e3
+            plain = each if name == "plain" else plain
+            more = f"{each - plain:>13.1f} us"
+        fewest.setdefault(name, forward + backward)
+        print(f"{name:12}{weights:>8}{forward:>8.2f} ms{backward:>8.2f} ms{more}")
+
+
+if __name__ == "__main__":
+    main()
