@@ -161,7 +161,7 @@ def test_a_kept_tensor_is_refused_whatever_came_between(between: str) -> None:
             out.sum().backward(retain_graph=True)
             net.zero_grad()
         with pytest.raises(BridgeError, match="kept by another way"):
-            kept[-1].sum().backward()  # the first ones came of trials
+            kept[-1].sum().backward(retain_graph=True)  # the first ones came of trials
         out.sum().backward()
         plain(x).sum().backward()
         for one, other in zip(net.parameters(), plain.parameters(), strict=True):
