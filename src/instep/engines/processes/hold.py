@@ -7,13 +7,14 @@ when the other side has said, in some later message, that it has copied all up t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from instep.engines.processes.arena import aligned
 from instep.engines.processes.driver import GRAIN, DeviceMemory, Refused
+from instep.engines.processes.looks import CODES, DTYPES
 from instep.engines.processes.shore import Shore, wait_for
 from instep.errors import EngineError
 
@@ -50,6 +51,23 @@ class Cargo(NamedTuple):
     items: tuple[Item, ...] = ()
     ring: tuple[bytes, int] | None = None
     """The handle and the bytes of the ring, where the other side may not have opened it yet."""
+
+    def bare(self) -> tuple[Any, ...]:
+        """The same in numbers and bytes."""
+        places = [None if place is None else tuple(place) for place in (self.read, self.written)]
+        items = [(item.at, item.offset, CODES[item.dtype], item.shape) for item in self.items]
+        return (self.near, *places, items, self.ring)
+
+    @classmethod
+    def of(cls, bare: tuple[Any, ...]) -> Cargo:
+        """What was said in numbers and bytes."""
+        near, read, written, listed, ring = bare
+        items = tuple(Item(at, offset, DTYPES[code], shape) for at, offset, code, shape in listed)
+        return cls(near, _place(read), _place(written), items, ring)
+
+
+def _place(bare: tuple[int, int] | None) -> Place | None:
+    return None if bare is None else Place(*bare)
 
 
 class _Ring:

@@ -26,21 +26,21 @@ _NAMES = (
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
 DTYPES: dict[int, torch.dtype] = {n: getattr(torch, name) for n, name in enumerate(_NAMES) if hasattr(torch, name)}
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 _AFAR = 0x80
 """In the code of a tensor that lies on an accelerator."""
 
 
 def look(tensor: Tensor) -> bytes:
     """What is to be known of a tensor before its data are read."""
-    if tensor.dtype not in _CODES or tensor.layout != torch.strided or tensor.is_meta:
+    if tensor.dtype not in CODES or tensor.layout != torch.strided or tensor.is_meta:
         raise EngineError(f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be sent as it is.")
     return _written(tensor.dtype, tensor.shape, tensor.device.type != "cpu")
 
 
 @lru_cache(maxsize=1024)
 def _written(dtype: torch.dtype, shape: tuple[int, ...], afar: bool) -> bytes:
-    return struct.pack(f"<BB{len(shape)}q", _CODES[dtype] | _AFAR * afar, len(shape), *shape)
+    return struct.pack(f"<BB{len(shape)}q", CODES[dtype] | _AFAR * afar, len(shape), *shape)
 
 
 @lru_cache(maxsize=256)

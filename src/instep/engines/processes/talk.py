@@ -7,14 +7,14 @@ by a number: a tensor of the source module (`SOURCE`), or an argument of the cal
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from instep.engines.processes import plain
 from instep.engines.processes.freight import Depot, Parcel
-from instep.engines.processes.hold import Hold
+from instep.engines.processes.hold import Cargo, Hold
 from instep.engines.processes.orders import Order
 from instep.engines.processes.wire import Line, Message
 
@@ -84,9 +84,7 @@ class Talk:
         Of an `Order` the other side gets the bare fields.
         """
         is_order = isinstance(value, Order)
-        if self.hold is not None:
-            short = None
-        elif is_order:
+        if is_order:
             short = plain.fields_to_plain(value.fields(), value.__dict__, value.LOOSE)
         else:
             short = plain.to_plain(value)
@@ -94,8 +92,7 @@ class Talk:
             return self._say_plain(kind, call, *short, describe, fds)
         parcel = self.depot.pack_fields(value, what) if is_order else self.depot.pack(value, what)
         tags = [describe(tensor) for tensor in parcel.tensors]
-        sent = [tensor.detach() for tensor, tag in zip(parcel.tensors, tags, strict=True) if tag[0] == VALUE]
-        sent, cargo = (sent, None) if self.hold is None else self.hold.load(sent)
+        sent, cargo = self._loaded(parcel.tensors, tags)
         try:
             self.line.send(kind, call, pickle.dumps((tags, parcel.body, cargo), 5), sent, fds)
         except BaseException:
@@ -107,9 +104,23 @@ class Talk:
         self, kind: str, call: int, value: Any, tensors: list[Tensor], describe: Describe, fds: Sequence[int]
     ) -> list[Tensor]:
         tags = [describe(tensor) for tensor in tensors]
-        sent = [tensor.detach() for tensor, tag in zip(tensors, tags, strict=True) if tag[0] == VALUE]
-        self.line.send(kind, call, plain.dumps((tags, value)), sent, fds)
+        sent, cargo = self._loaded(tensors, tags)
+        self.line.send(kind, call, plain.dumps((tags, value, cargo)), sent, fds)
         return tensors
+
+    def _loaded(self, tensors: Sequence[Tensor], tags: Sequence[Tag]) -> tuple[list[Tensor], tuple[Any, ...] | None]:
+        """The tensors that a message brings along, and what it says of those that stay on an accelerator."""
+        sent = [tensor.detach() for tensor, tag in zip(tensors, tags, strict=True) if tag[0] == VALUE]
+        if self.hold is None:
+            return sent, None
+        sent, cargo = self.hold.load(sent)
+        return sent, cargo.bare()
+
+    def _unloaded(self, message: Message, cargo: tuple[Any, ...] | None) -> Iterator[Tensor]:
+        """The same on the other side."""
+        if self.hold is None or cargo is None:
+            return iter(message.tensors)
+        return iter(self.hold.unload(message.tensors, Cargo.of(cargo), self.line.shore))
 
     def say_sheet(self, kind: str, call: int, sheet: Sheet) -> None:
         """Send a sheet, in a shorter way than other values."""
@@ -139,14 +150,11 @@ class Talk:
             self.line.shore.check()
         found = plain.loads(message.body)
         if found is not None:
-            tags, value = found
-            sent = iter(message.tensors)
+            tags, value, cargo = found
+            sent = self._unloaded(message, cargo)
             tensors = [rebuild(tag, next(sent) if tag[0] == VALUE else None) for tag in tags]
             return plain.from_plain(value, tensors), tensors
         tags, body, cargo = pickle.loads(message.body)
-        if self.hold is None or cargo is None:
-            sent = iter(message.tensors)
-        else:
-            sent = iter(self.hold.unload(message.tensors, cargo, self.line.shore))
+        sent = self._unloaded(message, cargo)
         tensors = [rebuild(tag, next(sent) if tag[0] == VALUE else None) for tag in tags]
         return self.depot.unpack(Parcel(body, tensors)), tensors
