@@ -21,7 +21,7 @@ from instep.hooks import spare_hooks
 from instep.meeting import SECOND_TIME, Seat
 from instep.private import is_batched, keeps_graph
 from instep.random import Streams
-from instep.replicas.guard import Hooks
+from instep.replicas.tensors import Guard
 
 Gradients = list[Tensor | None]
 _gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
@@ -50,7 +50,7 @@ class Side:
     """Leaves that stand for the shards that need a gradient."""
     outputs: list[Tensor | None]
     """Output tensors that need a gradient; None once their graph was given up."""
-    guard: Hooks
+    guard: Guard
     name: str
     """The replica and its device, for messages."""
     seat: Seat | None = None

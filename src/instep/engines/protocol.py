@@ -12,8 +12,8 @@ from torch import Tensor
 from instep.meeting import PeerFailed, Position, Seat, attend, first_error
 from instep.random import Streams
 from instep.replicas.ambient import Ambient
-from instep.replicas.guard import refuse_gradients
 from instep.replicas.replica import Outcome, Replica, run
+from instep.replicas.tensors import refuse_gradients
 
 
 @dataclass
@@ -97,10 +97,12 @@ def _perform(job: Job, index: int) -> Outcome:
     args, kwargs = job.arguments[index]
     seat = job.seat(index)
     failure: BaseException | None = None
-    replica.tensors.guard.open()  # gradients taken inside forward are forward's own business
     try:
         if job.room is not None:
             job.room.enter(index)
+        guard = replica.tensors.guard
+        guard.set(True)  # gradients taken inside forward are forward's own business
+        guard.touched = False
         with job.ambient.enter(replica.device), job.streams.forward(index), attend(seat):
             if job.follow:
                 replica.follow_state()
@@ -113,7 +115,7 @@ def _perform(job: Job, index: int) -> Outcome:
         failure = error
         return Outcome(error=error)
     finally:
-        replica.tensors.guard.close(graph=job.ambient.grad)
+        replica.tensors.guard.set(False)
         if job.room is not None and seat is not None:
             seat.over = True
             job.room.leave(index, failure)

@@ -11,8 +11,8 @@ from torch import Tensor
 from instep.engines.protocol import Job, perform, raise_first
 from instep.engines.room import FORWARD, Room, run_here
 from instep.locks import surely
-from instep.replicas.guard import GradientsAside
 from instep.replicas.replica import Outcome, Replica
+from instep.replicas.tensors import GradientsAside
 
 
 class SerialEngine:

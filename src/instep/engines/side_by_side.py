@@ -119,8 +119,6 @@ class SideBySide:
     def backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> tuple[Gradients, list[Gradients]]:
         with self._lock:
             try:
-                for side in span.sides:
-                    side.guard.open()
                 self._run_backward(span, gradients, keep)
                 inputs = [take(side.inputs) for side in span.sides]
                 columns = [side.collect() for side in span.sides]
@@ -133,9 +131,6 @@ class SideBySide:
             except BaseException:
                 surely(*(do for side in span.sides for do in (side.collect, partial(take, side.inputs))))
                 raise
-            finally:
-                for side in span.sides:
-                    side.guard.close()
 
     def _run_backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> None:
         pairs = [live(side, grads) for side, grads in zip(span.sides, gradients, strict=True)]
@@ -254,11 +249,16 @@ def _backward(
         return
     with around:
         try:
+            for side in sides:
+                side.guard.set(True)
             run_backward(outputs, grads, keep)
         except BaseException as error:
             if len(sides) == 1:
                 raised_in(sides[0].name, error)
             raise
+        finally:
+            for side in sides:
+                side.guard.set(False)
 
 
 def in_room(

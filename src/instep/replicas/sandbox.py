@@ -26,7 +26,6 @@ from instep.replicas.carry import Slot
 from instep.replicas.clone import REGISTRIES, TABLES, Cloner
 from instep.replicas.contents import Contents, contents_of
 from instep.replicas.equal import equal_tensors
-from instep.replicas.guard import Hooks
 from instep.replicas.hook_owner import users
 from instep.replicas.names import Owners, module_names
 from instep.replicas.renorm import renormed_weights
@@ -45,7 +44,7 @@ class Sandbox:
         self.device = device
         self.drew = False
         """Whether a run since this was last set to False drew random numbers."""
-        self._tensors = Tensors(device, Way.PRIVATE, guard=Hooks())
+        self._tensors = Tensors(device, Way.PRIVATE)
         cloner = Cloner(self._tensors.make, lambda generator: generator)  # put back after every run, like all else
         self._cloner = cloner
         self.module: nn.Module = cloner.clone(source.__dict__.get("_modules", {}).get("_orig_mod", source))
@@ -134,19 +133,18 @@ class Sandbox:
     ) -> list[Tensor | None]:
         """The parameters' gradients of what a call gives, made into one number; then everything is put back."""
         leaves = [made for _, made in self._tensors.trainable]
-        guard = self._tensors.guard
         try:
             with self._surroundings(), torch.enable_grad():
                 function = self.module if method == "forward" else getattr(self.module, method)
                 number = weigh(function(*args, **kwargs))
+                self._tensors.guard.set(True)
                 if number is None:
                     return [None] * len(leaves)
-                guard.open()
                 found = torch.autograd.grad(number, leaves, allow_unused=True)
             self.drew = self.drew or self._dice.moved() or self._snapshot.drew()
             return list(found)
         finally:
-            guard.close()
+            self._tensors.guard.set(False)
             self._put_back()
 
     def lend(self, slot: Slot, value: Any) -> None:

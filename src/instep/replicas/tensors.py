@@ -3,17 +3,96 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from instep.errors import BridgeError
 from instep.modes import inference
-from instep.replicas.guard import Guard, Hooks
 from instep.structure.shapes import is_dense
+
+
+class Guard:
+    """Refuses a gradient that reaches a replica's leaf by another way than the bridge.
+
+    Such a gradient would stay on the replica and be lost to the source.
+    """
+
+    __slots__ = ("open", "touched")
+
+    def __init__(self) -> None:
+        self.open = False
+        self.touched = False
+        """Whether a gradient came by since this was last set to False."""
+
+    def set(self, state: bool) -> None:
+        self.open = state
+
+    def __call__(self, _: Tensor) -> None:
+        self.touched = True
+        if not self.open:
+            raise BridgeError(_FROM_OUTSIDE)
+
+
+_FROM_OUTSIDE = (
+    "a gradient reached a replica's parameter from outside its call: a tensor made inside forward was kept by another "
+    "way than the outputs (a list, a hook, a global).\n"
+    "Return it from forward, or set it as an attribute of the module, so that its gradient finds the way."
+)
+_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+
+
+def have_gradients(leaves: Iterable[Tensor]) -> bool:
+    """Whether gradients lie on leaves."""
+    return any(gradient is not None for gradient in map(_gradient, leaves))
+
+
+def refuse_strays(leaves: Sequence[Tensor]) -> None:
+    """`BridgeError` if gradients lie on leaves that no guard has watched."""
+    if have_gradients(leaves):
+        for leaf in leaves:
+            leaf.grad = None
+        raise BridgeError(_FROM_OUTSIDE)
+
+
+def refuse_gradients(leaves: Iterable[Tensor]) -> None:
+    """`BridgeError` if a backward inside `forward` left gradients on leaves, where the source would not see them."""
+    left = [leaf for leaf in leaves if leaf.is_leaf and leaf.grad is not None]
+    for leaf in left:
+        leaf.grad = None
+    if left:
+        raise BridgeError(
+            "backward() was called inside forward: its gradients would stay on the replicas.\n"
+            "Return the loss and call backward() on it outside, or use torch.autograd.grad inside. (If it was another "
+            "thread that called backward(), beside a call on engine='serial': engine='threads' allows that.)"
+        )
+
+
+class GradientsAside:
+    """Around a `forward` that works on the source's own tensors: refuses a backward inside it, as elsewhere.
+
+    Gradients that the source has are put aside meanwhile. It is no context manager: one that an interruption leaves
+    without its end would lose them, or bring them back later, over new ones.
+    """
+
+    def __init__(self, sources: Iterable[Tensor]) -> None:
+        self._leaves = [(leaf, leaf.grad) for leaf in sources if leaf.is_leaf]
+
+    def begin(self) -> None:
+        for leaf, _ in self._leaves:
+            leaf.grad = None
+
+    def check(self) -> None:
+        refuse_gradients(leaf for leaf, _ in self._leaves)
+
+    def end(self) -> None:
+        for leaf, gradient in self._leaves:
+            leaf.grad = gradient
 
 
 def shared_storages(modules: Iterable[nn.Module]) -> set[int]:
@@ -61,7 +140,7 @@ class Tensors:
     """By their ids, trainable tensors that get memory of their own here whatever the way."""
     views: Collection[int] = ()
     """Storages that several tensors of the source are views of, by their addresses."""
-    guard: Hooks = field(default_factory=Guard)
+    guard: Guard = field(default_factory=Guard)
     trainable: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """(source, counterpart) for each tensor that takes a gradient."""
     state: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -93,7 +172,7 @@ class Tensors:
         with inference(False), torch.no_grad():
             made = self._leaf(source)
         if self.guarded:
-            self.guard.watch(made)
+            made.register_hook(self.guard)
         return made
 
     def _leaf(self, source: Tensor) -> Tensor:
@@ -131,11 +210,10 @@ class Tensors:
 
     def may_have_gradients(self) -> bool:
         """Whether gradients may have come to the leaves in a forward."""
-        return self.guard.may_have_gradients()
+        return self.guard.touched
 
     def drop(self, made: Collection[int]) -> None:
         """Forget counterparts by their ids."""
-        self.guard.forget(made)
         self.trainable = [pair for pair in self.trainable if id(pair[1]) not in made]
         self.state = [pair for pair in self.state if id(pair[1]) not in made]
         for counterpart in made:

@@ -26,10 +26,9 @@ from instep.modes import inference
 from instep.random import Held
 from instep.replicas.crew import Crew
 from instep.replicas.equal import equal_tensors
-from instep.replicas.guard import have_gradients
 from instep.replicas.handed import by_place
 from instep.replicas.replica import Outcome, Pair, Replica
-from instep.replicas.tensors import Tensors
+from instep.replicas.tensors import Tensors, have_gradients
 from instep.structure.shapes import is_dense
 
 
@@ -50,7 +49,7 @@ LOOKS = 3
 
 
 class _Unwatched(Tensors):
-    """Tensors that no code reaches outside of a call."""
+    """Tensors that no code reaches outside of a call; a hook on each would cost every backward."""
 
     guarded = False
 

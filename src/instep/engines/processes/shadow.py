@@ -47,8 +47,6 @@ def outstanding(root: nn.Module) -> list[Any]:
 class Views(Tensors):
     """The tensors of a stand-in: state is the source's own memory, until a worker says what it wrote there."""
 
-    guarded = False  # there is no graph that leads to them
-
     def copy(self, source: Tensor) -> Tensor:
         with inference(False), torch.no_grad():
             data = source.detach()

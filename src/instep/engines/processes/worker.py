@@ -39,9 +39,9 @@ from instep.pieces import is_jagged, refuse_lost
 from instep.random import Streams, threads_can_draw
 from instep.reaching import reach
 from instep.replicas.ambient import Casts
-from instep.replicas.guard import refuse_strays
 from instep.replicas.handed import Noted
 from instep.replicas.replica import Outcome
+from instep.replicas.tensors import refuse_strays
 from instep.structure.tree import tensors_in
 
 DROPPED = 8
