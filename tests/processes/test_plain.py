@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import enum
 import gc
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -176,3 +178,23 @@ def test_many_weights_do_not_send_a_call_the_long_way(monkeypatch: pytest.Monkey
         model(x).sum().backward()
         found = [weight.grad for weight in net.parameters()]
         torch.testing.assert_close(found, list(torch.autograd.grad(net(x).sum(), list(net.parameters()))))
+
+
+class Name(str, enum.Enum):
+    """The names of methods, as some write them."""
+
+    ENCODE = "encode"
+
+
+class Encodes(nn.Linear):
+    def encode(self, x: Tensor) -> Tensor:
+        return self(x).tanh()
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("name", [Name.ENCODE, np.str_("encode")])
+def test_a_method_by_a_name_of_another_class(name: str) -> None:
+    net, x = Encodes(3, 2), torch.randn(5, 3)
+    with instep.DataParallel(net, ["cpu"] * 2, engine="processes") as model:
+        for _ in range(3):
+            torch.testing.assert_close(model.call(name, x), net.encode(x))

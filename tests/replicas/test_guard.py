@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,112 +13,8 @@ from torch import Tensor, nn
 
 import instep
 from instep.errors import BridgeError
-from instep.replicas.guard import Guard
 
 ENGINES = ["threads", "processes"]
-
-
-class Marked(nn.Parameter):
-    """A class of the user's own."""
-
-
-def leaf_of(kind: str) -> nn.Parameter:
-    made = {
-        "dense": lambda: nn.Parameter(torch.ones(3, 2)),
-        "complex": lambda: nn.Parameter(torch.ones(3, 2, dtype=torch.complex64)),
-        "turned": lambda: nn.Parameter(torch.ones(2, 3).t()),
-        "empty": lambda: nn.Parameter(torch.ones(0, 2)),
-        "own class": lambda: Marked(torch.ones(3, 2)),
-    }
-    return made[kind]()
-
-
-@pytest.mark.parametrize("kind", ["dense", "complex", "turned", "empty", "own class"])
-@pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.filterwarnings("ignore:.*create_graph.*:UserWarning")
-def test_a_gradient_is_refused_while_closed(kind: str, create_graph: bool) -> None:
-    leaf, guard = leaf_of(kind), Guard()
-    guard.watch(leaf)
-    guard.open()
-    guard.close()
-    with pytest.raises(BridgeError, match="from outside its call"):
-        (leaf * 2).abs().sum().backward(create_graph=create_graph)
-    assert torch.autograd.grad((leaf * 2).abs().sum(), leaf) if kind != "own class" else True
-    guard.open()
-    assert leaf.grad is None
-    (leaf * 2).abs().sum().backward()
-    assert guard.may_have_gradients()
-    assert isinstance(leaf.grad, Tensor)
-    torch.testing.assert_close(leaf.grad.abs(), torch.full_like(leaf, 2).abs())
-    leaf.grad = None
-    guard.close()
-
-
-def test_a_sparse_gradient_is_refused() -> None:
-    layer, guard = nn.Embedding(4, 3, sparse=True), Guard()
-    guard.watch(layer.weight)
-    guard.open()
-    guard.close()
-    with pytest.raises(BridgeError):
-        layer(torch.tensor([1, 2])).sum().backward()
-
-
-def test_it_is_open_until_the_last_one_closes() -> None:
-    leaf, guard = leaf_of("dense"), Guard()
-    guard.watch(leaf)
-    guard.open()
-    guard.open()
-    guard.close()
-    leaf.sum().backward()
-    assert leaf.grad is not None
-    guard.open()  # what is there already stays
-    guard.close()
-    assert torch.equal(leaf.grad, torch.ones(3, 2))
-    leaf.grad = None
-    guard.close()
-    with pytest.raises(BridgeError):
-        leaf.sum().backward()
-
-
-def test_without_a_graph_nothing_lies_on_leaves() -> None:
-    leaf, guard = leaf_of("dense"), Guard()
-    guard.watch(leaf)
-    guard.open()
-    guard.close(graph=False)
-    assert leaf.grad is None
-    guard.open()
-    guard.close(graph=True)
-    guard.open()
-    guard.close(graph=False)  # there may still be the one from before
-    with pytest.raises(BridgeError):
-        leaf.sum().backward()
-
-
-def test_leaves_of_another_dtype_and_shape_are_watched_too() -> None:
-    one, other, guard = leaf_of("dense"), leaf_of("dense"), Guard()
-    guard.watch(one)
-    guard.watch(other)
-    guard.open()
-    one.data, other.data = one.data.double(), torch.ones(5)
-    guard.close()
-    for leaf in (one, other):
-        with pytest.raises(BridgeError):
-            leaf.sum().backward()
-
-
-def test_a_leaf_that_is_forgotten_is_left_alone() -> None:
-    one, other, guard = leaf_of("dense"), leaf_of("dense"), Guard()
-    guard.watch(one)
-    guard.watch(other)
-    guard.forget({id(one)})
-    guard.open()
-    guard.close()
-    one.sum().backward()
-    assert torch.equal(one.grad, torch.ones(3, 2))
-    gone = weakref.ref(one)
-    del one
-    gc.collect()
-    assert gone() is None
 
 
 class Keeps(nn.Module):
@@ -214,3 +108,50 @@ def test_many_weights(engine: str, count: int) -> None:
                         weight.grad = None if step else weight.grad.zero_()
             for one, other in zip(net.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(one, other)
+
+
+KEPT: list[Tensor] = []
+
+
+class Secretly(nn.Linear):
+    """Builds a graph where nobody asked for one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode(False), torch.enable_grad():
+            KEPT.append(super().forward(x.clone()).sum())
+        return x
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_a_graph_that_forward_builds_under_no_grad(around: Any) -> None:
+    with instep.DataParallel(Secretly(3, 3), ["cpu"] * 2, engine="threads", probe=False) as model:
+        for _ in range(2):
+            KEPT.clear()
+            with around():
+                model(torch.randn(4, 3))
+            with pytest.raises(BridgeError, match="kept by another way"):
+                KEPT[-1].backward()
+
+
+class Carries(nn.Module):
+    """Holds what it made of its weights in earlier calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.sum = nn.Linear(4, 4), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.layer.weight.norm()
+        self.sum = norm if self.sum is None else self.sum + norm
+        return self.layer(x) * self.sum
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_backward_through_calls_whose_tensors_were_replaced(engine: str) -> None:
+    torch.manual_seed(0)
+    plain = Carries()
+    net, x = copy.deepcopy(plain), torch.randn(6, 4)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        for run in (plain, model):
+            sum(run(x).sum() for _ in range(3)).backward()
+        torch.testing.assert_close(net.layer.weight.grad, plain.layer.weight.grad)

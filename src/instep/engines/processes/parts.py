@@ -51,7 +51,7 @@ class ForwardPart:
         args, kwargs = once_each(*job.arguments[index])
         random = job.streams.state
         self._run = Run(
-            *(shadow.number, job.method, args, index, list(job.sizes), len(job.replicas), follow),
+            *(shadow.number, str.__str__(job.method), args, index, list(job.sizes), len(job.replicas), follow),
             *(random.host.number, random.home.number),
             kwargs=kwargs,
             around=_surroundings(job.ambient, shadow),
