@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, Protocol, cast
 
 import torch
@@ -21,10 +20,9 @@ from instep.hooks import spare_hooks
 from instep.meeting import SECOND_TIME, Seat
 from instep.private import is_batched, keeps_graph
 from instep.random import Streams
-from instep.replicas.tensors import Guard
+from instep.replicas.tensors import Guard, gradient_of
 
 Gradients = list[Tensor | None]
-_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
 class Entry(torch.autograd.Function):
@@ -168,7 +166,7 @@ def live(side: Side, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
 
 def take(tensors: Sequence[Tensor]) -> Gradients:
     """The gradients that a backward left on these leaves, which are clear again afterwards."""
-    found: Gradients = list(map(_gradient, tensors))
+    found: Gradients = list(map(gradient_of, tensors))
     for tensor in tensors:
         tensor.grad = None
     return found

@@ -6,7 +6,7 @@ once for every replica. Both are looked for at every call, so each look is one p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -20,7 +20,7 @@ _pointer = torch._C.TensorBase.data_ptr
 _shape = torch._C.TensorBase.size
 _stride = torch._C.TensorBase.stride
 _needs_gradient = attrgetter("requires_grad")
-_version = attrgetter("_version")
+version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class Lay:
@@ -65,11 +65,11 @@ class Writes:
         self._before: list[int] = []
 
     def begin(self) -> None:
-        self._before = [*map(_version, self._counted), *self._pointers]
+        self._before = [*map(version_of, self._counted), *self._pointers]
 
     def found(self) -> list[Pair]:
         """What was written in place or given other memory; where replicas share memory, as one of them holds it."""
-        now = [*map(_version, self._counted), *map(_pointer, self._leaves)]
+        now = [*map(version_of, self._counted), *map(_pointer, self._leaves)]
         if now == self._before:
             return []
         return [pair for pair, then, later in zip(self._pairs, self._before, now, strict=True) if then != later]

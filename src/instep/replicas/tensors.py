@@ -44,12 +44,12 @@ _FROM_OUTSIDE = (
     "way than the outputs (a list, a hook, a global).\n"
     "Return it from forward, or set it as an attribute of the module, so that its gradient finds the way."
 )
-_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
 def have_gradients(leaves: Iterable[Tensor]) -> bool:
     """Whether gradients lie on leaves."""
-    return any(gradient is not None for gradient in map(_gradient, leaves))
+    return any(gradient is not None for gradient in map(gradient_of, leaves))
 
 
 def refuse_strays(leaves: Sequence[Tensor]) -> None:

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from instep.engines.processes.talk import of_answer
 from instep.engines.processes.told import Told, counted
 from instep.errors import WorkerFailure
 from instep.replicas.equal import equal_tensors
+from instep.replicas.memory import version_of
 from instep.replicas.watch import MISSING, Changes
 from instep.structure.tree import map_tensors
 
@@ -217,7 +217,7 @@ class Versions:
         self._then = self._read()
 
     def _read(self) -> list[int]:
-        return list(map(_version, self._tensors))
+        return list(map(version_of, self._tensors))
 
     def moved(self) -> list[int]:
         """The places of those that were written to since."""
@@ -225,6 +225,3 @@ class Versions:
         if now == self._then:
             return []
         return [n for n, then, later in zip(self._places, self._then, now, strict=True) if then != later]
-
-
-_version: Callable[[Tensor], int] = attrgetter("_version")
