@@ -8,15 +8,20 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
-import time
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import instep
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from steps import one_step
 
 Sides = dict[str, Callable[[Tensor], Tensor]]
 
@@ -26,23 +31,6 @@ def network(layers: int) -> nn.Module:
     for number in range(layers):
         blocks += [nn.Conv2d(8 if number else 3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def one_step(model: Callable[[Tensor], Tensor], x: Tensor) -> tuple[float, float]:
-    """Seconds of a forward and of its backward."""
-    wait(x.device)
-    start = time.perf_counter()
-    output = model(x).sum()
-    wait(x.device)
-    middle = time.perf_counter()
-    output.backward()
-    wait(x.device)
-    return middle - start, time.perf_counter() - middle
 
 
 def main() -> None:

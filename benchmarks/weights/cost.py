@@ -8,36 +8,23 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
-import time
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import instep
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from steps import one_step
+
 
 def network(layers: int, device: torch.device) -> nn.Module:
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))).to(device)
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def one_step(model: Callable[[Tensor], Tensor], net: nn.Module, x: Tensor) -> tuple[float, float]:
-    """Seconds of a forward and of its backward."""
-    net.zero_grad()
-    wait(x.device)
-    start = time.perf_counter()
-    output = model(x).sum()
-    wait(x.device)
-    middle = time.perf_counter()
-    output.backward()
-    wait(x.device)
-    return middle - start, time.perf_counter() - middle
 
 
 def main() -> None:
@@ -62,7 +49,8 @@ def main() -> None:
                 sides[engine, 2 * layers] = model, net
         for turn in range(arguments.rounds + 10):
             for name, (run, net) in sides.items():
-                spent = one_step(run, net, x)
+                net.zero_grad()
+                spent = one_step(run, x)
                 if turn >= 10:  # the first ones warm up
                     taken.setdefault(name, []).append(spent)
     print(f"{'':12}{'weights':>8}{'forward':>11}{'backward':>11}{'more a weight':>16}")

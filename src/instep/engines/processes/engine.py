@@ -307,11 +307,12 @@ class ProcessesEngine(SideBySide):
         if any(gradient is None for gradient in rest[0]):  # then another one's may be the sum
             slots = {id(gradient) for column in rest[1:] for gradient in column}
             sums = [g.clone() if g is not None and id(g) in slots else g for g in sums]
-        more = iter(sums)
-        total = [done[place] if place in done else next(more) for place in range(len(columns[0]))] if done else sums
+        if done:
+            more = iter(sums)
+            sums = [done[place] if place in done else next(more) for place in range(len(columns[0]))]
         for _, place, gradient in sorted(self._ahead.late, key=itemgetter(0)):
-            total[place] = add_up([[total[place]], [gradient]])[0]
-        return total
+            sums[place] = add_up([[sums[place]], [gradient]])[0]
+        return sums
 
     def _hold(self, sources: list[Tensor], columns: list[Gradients]) -> None:
         own = [[None if g is None else g.clone() for g in column] for column in columns[1:]]

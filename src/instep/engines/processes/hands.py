@@ -22,6 +22,7 @@ __all__ = ["Hands", "Worker", "enter_worker", "flush_output", "inside_worker", "
 START_SECONDS = 120.0
 """What a worker has to come up, at least, however soon one that does not answer is given up."""
 _DAY = 86_400.0
+"""What it has at most, also without any `timeout`."""
 _SILENT_SECONDS = 1.5
 _PATIENCE = 60.0
 """Seconds after which it is said where a worker stands that is not up."""

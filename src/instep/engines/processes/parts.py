@@ -50,8 +50,9 @@ class ForwardPart:
         lent, shadow.lent = shadow.lent, []
         args, kwargs = once_each(*job.arguments[index])
         random = job.streams.state
+        method = str.__str__(job.method)  # an enum may be a text too, but goes no short way
         self._run = Run(
-            *(shadow.number, str.__str__(job.method), args, index, list(job.sizes), len(job.replicas), follow),
+            *(shadow.number, method, args, index, list(job.sizes), len(job.replicas), follow),
             *(random.host.number, random.home.number),
             kwargs=kwargs,
             around=_surroundings(job.ambient, shadow),
