@@ -114,6 +114,54 @@ def test_a_command_and_a_prompt(tmp_path: Path) -> None:
     assert "all well" in run(tmp_path, "-i", code=lines + "\n")
 
 
+BREAKPOINT = """
+import sys, torch, instep
+sys.stderr = sys.stdout
+from torch import nn
+
+class Net(nn.Module):
+    stop = False
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        if self.stop:
+            breakpoint()
+        return self.layer(x)
+
+net, x = Net(), torch.randn(5, 4)
+model = instep.DataParallel(net, ["cpu"] * 2, engine="processes")
+model(x)
+net.stop = True
+ys = [model(x) for _ in range(2)]
+net.stop = False
+for y in ys:
+    torch.testing.assert_close(y, net(x))
+model.close()
+print("all well")
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_breakpoint_stops_the_first_replica_alone(tmp_path: Path) -> None:
+    script = tmp_path / "debug.py"
+    script.write_text(BREAKPOINT)
+    shown = run(tmp_path, str(script), code="c\n" * 20)  # the probe stops there too
+    assert "(Pdb)" in shown
+    assert shown.count("[replica 1 on cpu] breakpoint() is passed over") == 1, shown
+    assert shown.endswith("all well\n")
+
+
+@pytest.mark.timeout(120)
+def test_breakpoints_that_were_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONBREAKPOINT", "0")
+    script = tmp_path / "debug.py"
+    script.write_text(BREAKPOINT)
+    assert run(tmp_path, str(script)) == "all well\n"
+
+
 TEST = """
 import pytest, torch, instep
 from torch import nn

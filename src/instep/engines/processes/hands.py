@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from instep.engines.processes.breakpoints import pass_over
 from instep.engines.processes.prints import flush_output
 from instep.engines.processes.process import Worker, own_workers
 from instep.errors import EngineError, WorkerFailure
@@ -40,6 +41,7 @@ def enter_worker() -> None:
     """This process is a worker from now on."""
     global _inside
     _inside = True
+    sys.breakpointhook = pass_over
 
 
 class Late(WorkerFailure):
