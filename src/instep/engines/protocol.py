@@ -38,6 +38,8 @@ class Job:
     """Where the replicas meet in the middle of the call; the engine provides it."""
     passage: Any = None
     """How tensors of the caller's accelerator leave for other processes; the engine that has such provides it."""
+    dice: int | None = None
+    """What seeds Python's and NumPy's generators of other processes, by the same engine."""
 
     def seat(self, index: int) -> Seat | None:
         """One replica's place in the meeting."""

@@ -6,6 +6,7 @@ from itertools import compress
 
 import torch
 
+from instep.engines.processes import dice
 from instep.engines.processes.mirror import Mirror
 from instep.engines.processes.orders import Ran, Run
 from instep.random import RandomState, Streams, threads_can_draw
@@ -19,6 +20,8 @@ class Draws:
         self._run, self._mirror = run, mirror
         self._held = mirror.generators(run)
         self._lone = [generator.get_state() for generator in run.lone]
+        if run.dice is not None:
+            dice.seed(seed_of(run.dice, run.index))
         torch.default_generator.manual_seed(seed_of(run.seed, run.index))  # for whoever asks for it by name
         state = self._state = RandomState([mirror.device] * run.count, apart=True)
         state.host.fix(run.seed)

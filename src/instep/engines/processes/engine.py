@@ -24,6 +24,7 @@ from instep.engines.processes.asking import Asked, ask_now
 from instep.engines.processes.call import Call
 from instep.engines.processes.desk import Desk
 from instep.engines.processes.desks import desk_of, leave_desks
+from instep.engines.processes.dice import Dice
 from instep.engines.processes.driver import Refused
 from instep.engines.processes.estate import move_in
 from instep.engines.processes.fleet import Fleet
@@ -74,6 +75,7 @@ class ProcessesEngine(SideBySide):
         self._ahead = Ahead()
         """The same."""
         self._fleet = Fleet(self, devices)
+        self._dice = Dice()
 
     def settle_in(self, tensors: Iterable[Tensor]) -> None:
         home = self._devices[0]
@@ -139,7 +141,7 @@ class ProcessesEngine(SideBySide):
         return Gathering(names, end, timeout=self.timeout, **options)
 
     def forward(self, job: Job) -> list[Outcome]:
-        job.passage = Passage(self._devices)
+        job.passage, job.dice = Passage(self._devices), self._dice.read()
         # The first replica is in one place at a time. On accelerators a gradient that it takes on its way comes from
         # another thread, which must not wait for this one.
         with self._lock if self._on_host else self._sharing(job):
@@ -181,7 +183,7 @@ class ProcessesEngine(SideBySide):
         def own() -> Outcome:
             if job.ambient.autocast:  # weights may have changed since they were cast in the caller's block
                 torch.clear_autocast_cache()
-            outcome = perform(job, 0)
+            outcome = self._perform_first(job)
             _raise_interruption(outcome.error)
             room.lost = outcome.error is not None
             for do in meanwhile:
@@ -193,10 +195,15 @@ class ProcessesEngine(SideBySide):
         return outcomes
 
     def perform(self, job: Job, index: int) -> Outcome:
-        if not isinstance(job.replicas[index], Shadow):
-            return perform(job, index)
+        if not index:
+            return self._perform_first(job)
         with job.passage.enter():
             return hear_out(self._part(job, index, []))
+
+    def _perform_first(self, job: Job) -> Outcome:
+        outcome = perform(job, 0)
+        self._dice.note(job.dice)
+        return outcome
 
     def _part(self, job: Job, index: int, meanwhile: list[Callable[[], None]]) -> Hearing[Outcome]:
         """Ask for one replica's part of a forward, and hear it; what is noted can come in between."""

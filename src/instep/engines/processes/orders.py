@@ -209,6 +209,8 @@ class Run(Order):
     """Whether replicas run one after another, and draw from the default generator itself."""
     ticket: int = 0
     """The `Share` that brought the values of the module's tensors; 0 where they lie in common memory."""
+    dice: int | None = None
+    """What Python's and NumPy's generators are seeded by; None where they are left as they are."""
 
 
 class Output(NamedTuple):

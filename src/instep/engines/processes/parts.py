@@ -58,6 +58,7 @@ class ForwardPart:
             around=_surroundings(job.ambient, shadow),
             fetch=shadow.fetched,
             lent=lent,
+            dice=job.dice,
         )
         self._mine = handed_to(args, kwargs, job.theirs)
         self._run.given = [one.steps for one in self._mine]
