@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -23,6 +23,7 @@ from instep.engines.processes.met import Met
 from instep.engines.processes.orders import Back, Output, Ran, Run, Surroundings, WentBack
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.shore import Passage
+from instep.engines.processes.strangers import held, lost
 from instep.engines.processes.talk import of_answer
 from instep.engines.processes.told import Told
 from instep.engines.processes.waiting import Box
@@ -141,17 +142,26 @@ class ForwardPart:
                 f"forward changed the global {ran.wrote[0]!r} in a worker process, where the script does not see it.\n"
                 f"Return what it is for, set it on the module, or write engine='threads'."
             )
+        used = {id(arguments[i]) for i in ran.used}
+        self._refuse_strangers(used)
         self._note_draws(ran)
         for i, value in ran.arguments.items():
             refuse_shared(arguments, i)
             arguments[i].data.copy_(value)
         outcome = _outcome(self._shadow, self._told, ran)
         outcome.made = {id(arguments[i]): tensor for i, tensor in ran.made.items()}
-        outcome.used = {id(arguments[i]) for i in ran.used}
+        outcome.used = used
         outcome.given = [
             Change(self._mine[n], self._were[n], from_places(self._were[n], *news)) for n, *news in ran.given
         ]
         return outcome
+
+    def _refuse_strangers(self, used: Collection[int]) -> None:
+        """Gradients are brought back for the caller's own arguments, and not for what these hold otherwise."""
+        inputs = set(map(id, self._job.inputs[self._index])) if used else used
+        for tensor in self._arguments:
+            if id(tensor) in used and id(tensor) not in inputs:
+                raise lost(held(tensor))
 
     def _note_draws(self, ran: Ran) -> None:
         """What was drawn from in the worker moves here."""

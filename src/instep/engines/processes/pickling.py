@@ -69,6 +69,7 @@ DELETED = Verb("DELETED")
 class Register(Protocol):
     """What a side knows: the numbered functions and classes, and the globals."""
 
+    home: bool
     spaces: Spaces
     left_out: dict[tuple[int, str], str]
 
@@ -128,7 +129,10 @@ class _Packing:
         self.tensors.append(tensor)
         own = None if kind is Tensor or kind is nn.Parameter else kind
         parameter = tensor.requires_grad if isinstance(tensor, nn.Parameter) else None
-        args = (place,) if own is None and parameter is None else (place, parameter, own)
+        needs = parameter is None and tensor.requires_grad
+        args: tuple[Any, ...] = (place,) if own is None and parameter is None else (place, parameter, own)
+        if needs:
+            args = (place, parameter, own, needs)
         attributes = tensor.__dict__
         return (TENSOR, args, dict(attributes), None, None, set_attributes) if attributes else (TENSOR, args)
 
@@ -276,6 +280,8 @@ class Unpacker(pickle.Unpickler):
         self.tensors = tensors
         self.defined: dict[int, Any] = {}
         self.received: list[tuple[int, list[str]]] = []
+        self.needing: list[Tensor] = []
+        """Tensors that need a gradient where they come from."""
         self._kept: set[int] = set()
 
     def find_class(self, module: str, name: str) -> Any:
@@ -287,12 +293,17 @@ class Unpacker(pickle.Unpickler):
     def _known(self, number: int) -> Any:
         return self.defined[number] if number in self.defined else self.register.thing(number)
 
-    def _tensor(self, place: int, parameter: bool | None = None, kind: type | None = None) -> Tensor:
-        tensor = self.tensors[place]
-        if parameter is not None and not isinstance(tensor, kind or nn.Parameter):
-            made: Tensor = torch.Tensor._make_subclass(kind or nn.Parameter, tensor.detach(), parameter)
-            return made
-        return tensor if kind is None or isinstance(tensor, kind) else tensor.as_subclass(kind)
+    def _tensor(
+        self, place: int, parameter: bool | None = None, kind: type | None = None, needs: bool = False
+    ) -> Tensor:
+        made = self.tensors[place]
+        if parameter is not None and not isinstance(made, kind or nn.Parameter):
+            made = torch.Tensor._make_subclass(kind or nn.Parameter, made.detach(), parameter)
+        elif kind is not None and not isinstance(made, kind):
+            made = made.as_subclass(kind)
+        if (needs or parameter) and not self.register.home:
+            self.needing.append(made.requires_grad_())  # it may have been sent without
+        return made
 
     def _define(self, number: int, make: Callable[..., type], args: tuple[Any, ...]) -> type:
         if self.register.has(number):  # it was defined before: what is here is the one that counts

@@ -6,7 +6,7 @@ import ctypes
 import logging
 import types
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
 from operator import is_
 from typing import Any, NamedTuple
@@ -80,7 +80,8 @@ def _look(value: Any, left: list[int], inside: dict[int, Any]) -> Any:
         return id(value)
     inside[id(value)] = value
     if isinstance(value, Tensor):
-        return id(value), -1 if value.is_inference() else value._version, _values(value)
+        version = -1 if value.is_inference() else value._version
+        return id(value), version, value.requires_grad, _values(value)
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
             return id(value), tuple(_look(held, left, inside) for held in value.ravel().tolist())
@@ -136,6 +137,10 @@ class Watch:
         """Whether the other side has the present value of a name."""
         before = self._sent.get(name)
         return before is not None and before.still(self._names.get(name, ABSENT))
+
+    def names(self) -> list[str]:
+        """The names that it was told of."""
+        return list(self._sent)
 
     def changed(self) -> dict[str, Any]:
         """The names whose values are no longer what the other side was told, with the value now."""
@@ -230,6 +235,11 @@ class Spaces:
             if watch is None:
                 watch = self._received[number] = Watch(space, {}, also_new=False)
             watch.tell({name: seen(space.get(name, ABSENT)) for name in names})
+
+    def received(self) -> Iterator[tuple[str, Any]]:
+        """The names of the other side's dictionaries that it sent, with their values here."""
+        for number, watch in self._received.items():
+            yield from ((name, self._space[number].get(name)) for name in watch.names())
 
     def written(self) -> list[str]:
         """The names whose values here are no longer what the other side sent."""

@@ -7,28 +7,30 @@ import importlib
 import itertools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from instep.bridge import Side, enter, leaves_below, take
+from instep.bridge import Side, enter, take
 from instep.devices import move
 from instep.engines.processes import orders
 from instep.engines.processes.berth import take_device, try_to_open
 from instep.engines.processes.boot import Local
 from instep.engines.processes.cores import Elsewhere, watch_for
 from instep.engines.processes.draws import Draws
-from instep.engines.processes.freight import CannotCross, pack_error
+from instep.engines.processes.freight import pack_error
 from instep.engines.processes.hall import Hall, Mail
 from instep.engines.processes.hold import Hold
+from instep.engines.processes.made import outputs_of, refuse_graphs, used_by
 from instep.engines.processes.member import Member
 from instep.engines.processes.mirror import Mirror
 from instep.engines.processes.orders import Back, Ran, Run, WentBack
 from instep.engines.processes.reducers import has_plain_memory
 from instep.engines.processes.scenery import Scenery
 from instep.engines.processes.shore import Shore, wait_for
+from instep.engines.processes.strangers import Strangers
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Tag, Talk, as_sent, by_value
 from instep.engines.processes.troubles import Troubles
 from instep.engines.processes.wire import Line, Message
@@ -88,7 +90,7 @@ class Worker:
         self._calls: dict[int, Held] = {}
         self._dropped = 0
         self._scenery = Scenery()
-        self._troubles = Troubles()
+        self._troubles, self._strangers = Troubles(), Strangers()
         self._last: Mirror | None = None
         """The module of the last message, if that was a call: what the next one begins with was done for it already."""
         self._member = Member(talk, self._mirrors)
@@ -155,6 +157,7 @@ class Worker:
         mirror = self._tables.pop(number)
         order, _ = self._talk.take(message, mirror.known)
         mirror.settle(order)
+        self._note_strangers(mirror.tensors)
         before, self._mirrors[number] = self._mirrors.get(number), mirror
         closed = before is not None and not before.opened <= mirror.opened
         modules, before = int(before is not None), None
@@ -163,9 +166,15 @@ class Worker:
     def _take_sets(self, message: Message) -> None:
         sets, _ = self._talk.take(message)
         self._mirrors[message.call].set(sets)
+        self._note_strangers(self._mirrors[message.call].tensors)
 
     def _take_globals(self, message: Message) -> None:
         self._talk.depot.take_globals(message.body, message.tensors)
+        self._note_strangers(())
+
+    def _note_strangers(self, own: Sequence[Tensor]) -> None:
+        brought, self._talk.depot.needing = self._talk.depot.needing, []
+        self._strangers.meet(brought, own)
 
     def _release(self, calls: Sequence[int], numbers: Sequence[int]) -> None:
         for call in calls:
@@ -243,12 +252,14 @@ class Worker:
         ran.arguments = written()
         if noted is not None:
             ran.given = list(noted.changes())
-            _refuse_graphs(ran)
+            refuse_graphs(ran)
         if ran.arguments:
             # A view: the argument itself would be sent as a word for what the other process has already.
             ran.made = {i: arguments[i].view_as(arguments[i]) for i in ran.arguments if arguments[i].requires_grad}
-        if leaves and ambient.grad:
-            ran.used = _used(ran, leaves, outcome)
+        if ambient.grad:
+            self._strangers.refuse(outputs_of(ran, outcome), self._talk.depot.spaces)
+            if leaves:
+                ran.used = used_by(ran, leaves, outcome)
         draws.note(ran)
         outputs = self._say(message.call, run, ran, mirror, arguments, grad=ambient.grad)
         if outputs and ambient.grad:
@@ -273,6 +284,7 @@ class Worker:
             return made
 
         fields, arguments = self._talk.take(message, let_in)
+        self._note_strangers(())
         return Run(*fields), arguments, leaves
 
     def _say(
@@ -378,20 +390,3 @@ def _spend(side: Side, numbers: Sequence[int]) -> None:
     """A backward has used these tokens up."""
     if side.seat is not None:
         side.seat.tokens = [token for number, token in enumerate(side.seat.tokens) if number not in numbers]
-
-
-def _used(ran: Ran, leaves: Mapping[int, Tensor], outcome: Outcome) -> list[int]:
-    """The arguments, by their numbers, that what comes back was made from."""
-    tokens = [] if outcome.seat is None else outcome.seat.tokens
-    used = leaves_below([*tensors_in([ran.output, ran.sets, ran.contents, ran.made]), *tokens])
-    return [number for number, leaf in leaves.items() if id(leaf) in used]
-
-
-def _refuse_graphs(ran: Ran) -> None:
-    """What is put into an argument goes back by value: a gradient would not find the way."""
-    new = [item for _, _, items in ran.given for _, item in items]
-    if any(tensor.requires_grad for tensor in tensors_in(new)):
-        raise CannotCross(
-            "forward puts a tensor that needs a gradient into an argument, in a worker process, from where its graph "
-            "does not come back.\nReturn it from forward, put in tensor.detach(), or write engine='threads'."
-        )

@@ -1,0 +1,63 @@
+"""Tensors in a worker that need a gradient and are none of the module's: globals of the script, what a closure holds.
+
+A gradient that came to one of them would stay in the worker, and what the script sees would be the first replica's
+alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from instep.bridge import leaves_below
+from instep.engines.processes.freight import CannotCross
+from instep.engines.processes.spaces import Spaces
+
+
+class Strangers:
+    """Those that a worker has been sent, as long as somebody there holds them."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+    def meet(self, tensors: Iterable[Tensor], own: Iterable[Tensor] = ()) -> None:
+        """Some tensors that need a gradient came with a message; `own` are the module's, which is told of theirs."""
+        mine = set(map(id, own))
+        self._known.update((id(t), t) for t in tensors if t.is_leaf and id(t) not in mine)
+
+    def refuse(self, outputs: Sequence[Tensor], spaces: Spaces) -> None:
+        """Raise where a gradient of what comes out of a forward would come to one of them."""
+        if not self._known:
+            return
+        below = leaves_below(outputs)
+        for key, tensor in list(self._known.items()):
+            if key in below:
+                raise lost(_described(tensor, spaces))
+
+
+def lost(what: str) -> CannotCross:
+    """Says of a tensor that its gradient would stay in a worker."""
+    return CannotCross(
+        f"forward computes with {what}, which needs a gradient and is not the module's: a worker process could not "
+        f"send the gradient back.\n"
+        f"Set it on the module (self.head = head), say that it needs none (requires_grad_(False), torch.no_grad()), or "
+        f"write engine='threads'."
+    )
+
+
+def held(tensor: Tensor) -> str:
+    """What is said of a tensor that has no name."""
+    return f"a tensor of shape {tuple(tensor.shape)} that a closure or a container holds"
+
+
+def _described(tensor: Tensor, spaces: Spaces) -> str:
+    for name, value in spaces.received():
+        if value is tensor:
+            return f"the global {name!r}"
+        if isinstance(value, nn.Module):
+            inside = next((path for path, held in value.named_parameters() if held is tensor), None)
+            if inside is not None:
+                return f"the global {name!r} ({inside})"
+    return held(tensor)
