@@ -155,3 +155,38 @@ def test_what_comes_for_later_while_a_worker_waits_in_inference_mode(known: bool
             other(x).pow(2).sum().backward()
         thread.join()
         assert not learns.layer.weight.grad.is_inference()
+
+
+class Roots(nn.Module):
+    """Has no gradient at a sample of more than 50, and says whether anomalies are looked for, and how."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        small = self.layer(x).square() * (x[:, :1] < 50)
+        modes = [torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()]
+        return small.sqrt(), torch.tensor([modes]).expand(len(x), 2).clone()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomalies_are_looked_for_in_workers_too() -> None:
+    x = torch.ones(5, 4)
+    x[-1] = 60
+    with wrap(Roots()) as model:
+        for check_nan in (True, False):
+            with torch.autograd.detect_anomaly(check_nan=check_nan):
+                y, modes = model(x)
+                assert modes.tolist() == [[True, check_nan]] * 5
+                if check_nan:
+                    with pytest.raises(RuntimeError, match="'MulBackward0' returned nan"):
+                        y.sum().backward()
+                else:
+                    y.sum().backward()
+        y, modes = model(x)
+        assert modes.tolist() == [[False, True]] * 5
+        y.sum().backward()
+        y, _ = model(x)
+        with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="'MulBackward0' returned nan"):
+            y.sum().backward()

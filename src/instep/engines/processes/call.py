@@ -22,10 +22,11 @@ from instep.engines.processes.shadow import Shadow, keep, outstanding
 from instep.engines.processes.talk import of_answer
 from instep.engines.processes.told import Told, counted
 from instep.errors import WorkerFailure
+from instep.replicas.contents import Contents, contents_of, put
 from instep.replicas.equal import equal_tensors
 from instep.replicas.memory import version_of
 from instep.replicas.watch import MISSING, Changes
-from instep.structure.tree import map_tensors
+from instep.structure.tree import map_tensors, tensors_in
 
 Attribute = tuple[nn.Module, str, bool]
 """A module, the name of an attribute, and whether it is a buffer."""
@@ -45,6 +46,8 @@ class Call:
     name: str
     recipe: Callable[[], Shadow]
     """Makes a stand-in of the module as it is then."""
+    owned: list[str]
+    """Containers of the module of which each replica has its own."""
     modules: list[nn.Module]
     look: Callable[[], Callable[[], Changes | None] | None]
     """What says what has changed on the module since its replicas were last ready, as long as that exists."""
@@ -59,6 +62,8 @@ class Call:
     """The numbers of the arguments that a gradient is wanted for."""
     before: dict[Attribute, Any] = field(default_factory=dict)
     """What attributes and buffers were that have changed since."""
+    inside: dict[int, tuple[Any, Contents]] = field(default_factory=dict)
+    """By their ids: containers of the module that were changed since, and what was in them."""
     values: dict[int, Tensor] = field(default_factory=dict)
     """By the id of a tensor of the source: its value before it was written."""
     exact: bool = True
@@ -93,11 +98,18 @@ class Call:
         return self._given.moved(), self._module.moved()
 
     def remember(self, changes: Changes) -> None:
-        """What attributes of the module were that were changed since."""
+        """What attributes and containers of the module were that were changed since."""
         for change in changes.attributes:
             key = self.modules[change.module], change.name, change.buffer
             self.before.setdefault(key, _alone(change.old))
-        self.exact = self.exact and not changes.structure and not changes.contents
+        for container, before, _ in changes.contents:
+            if id(container) in self.inside:
+                continue
+            if any(map(_leads_back, before.items)):
+                self.exact = False
+            else:
+                self.inside[id(container)] = container, Contents(before.keys, tuple(map(_tensor_alone, before.items)))
+        self.exact = self.exact and not changes.structure
 
     def at(self, desk: Desk, outputs: Sequence[Tensor]) -> list[list[int]]:
         """See to it that a worker has the graph; the tokens of it that were used up already and are there again.
@@ -123,6 +135,7 @@ class Call:
             raise self._lost("weights" if sources else "arguments" if spoilt else "module")
         with self._as_before():
             shadow = self._again = self.recipe()
+            shadow.owned = self.owned
             told = desk.tell(shadow)
         state = {told.numbers[key]: value for key, value in self.values.items() if key in told.numbers}
         run = self.run
@@ -170,13 +183,18 @@ class Call:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """The module with the attributes that it had before the call."""
+        """The module with the attributes that it had before the call, and with what was in its containers."""
         now = {key: _holder(key).get(key[1], MISSING) for key in self.before}
+        held = [(container, contents_of(container)) for container, _ in self.inside.values()]
         try:
+            for container, contents in self.inside.values():
+                put(container, contents)
             for key, value in self.before.items():
                 _set(key, value)
             yield
         finally:
+            for container, contents in held:
+                put(container, contents)
             for key, value in now.items():
                 _set(key, value)
 
@@ -193,6 +211,15 @@ def remember_values(root: nn.Module, written: Iterable[Tensor]) -> None:
 def _alone(value: Any) -> Any:
     """A value without the graphs that its tensors come from, which may lead to earlier calls and so on."""
     return map_tensors(lambda t: t if t.is_leaf else t.detach().requires_grad_(t.requires_grad), value)
+
+
+def _tensor_alone(item: Any) -> Any:
+    return _alone(item) if isinstance(item, Tensor) else item
+
+
+def _leads_back(item: Any) -> bool:
+    """Whether something else than a tensor holds graphs: it cannot be had without them and as it is."""
+    return not isinstance(item, Tensor) and any(not tensor.is_leaf for tensor in tensors_in(item))
 
 
 def _holder(key: Attribute) -> dict[str, Any]:

@@ -146,6 +146,8 @@ class Surroundings:
     """Switches of what computes on accelerators, by their names."""
     context: list[tuple[ContextVar[Any], Any]] = field(default_factory=list)
     """Context variables that the worker may read."""
+    anomaly: int = 0
+    """How anomalies are looked for (see `scenery.anomaly_mode`)."""
 
 
 class Order:
@@ -292,6 +294,7 @@ class Back(Order):
     """Whether gradients stay on the worker's device, until a `Sum`."""
     casts: tuple[()] | Casts = ()
     """Autocast around whoever asked for it, if there is any."""
+    anomaly: int = 0
 
 
 @dataclass

@@ -21,6 +21,7 @@ from instep.engines.processes.freight import CannotCross
 from instep.engines.processes.hearing import Hearing
 from instep.engines.processes.met import Met
 from instep.engines.processes.orders import Back, Output, Ran, Run, Surroundings, WentBack
+from instep.engines.processes.scenery import anomaly_mode
 from instep.engines.processes.shadow import Shadow
 from instep.engines.processes.shore import Passage
 from instep.engines.processes.strangers import held, lost
@@ -102,7 +103,7 @@ class ForwardPart:
 
     def _new_call(self, desk: Desk) -> Call:
         shadow = self._shadow
-        made_by = shadow.name, shadow.recipe, shadow.source_modules, shadow.look
+        made_by = shadow.name, shadow.recipe, shadow.owned, shadow.source_modules, shadow.look
         return Call(self._box.number, desk, self._told, *made_by, self._run, self._met, self._arguments)
 
     def hear(self, desk: Desk) -> Hearing[tuple[Desk, Ran | Output, list[Tensor]]]:
@@ -196,6 +197,7 @@ class BackwardPart:
             arguments=given,
             sources=sources,
             casts=part.casts if part.casts.enabled else (),
+            anomaly=anomaly_mode(),
         )
         room: Any = part.room
         self._met = Met(room, passage)
@@ -354,6 +356,7 @@ def _surroundings(ambient: Ambient, shadow: Shadow) -> Surroundings:
         threads=torch.get_num_threads(),
         saved_hooks=ambient.saved_hooks,
         backends={} if shadow.place.type == "cpu" else backends(),
+        anomaly=anomaly_mode(),
     )
 
 

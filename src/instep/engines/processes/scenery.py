@@ -12,6 +12,17 @@ from instep.engines.processes.orders import Surroundings
 from instep.replicas.ambient import Ambient, Autocast
 
 
+def anomaly_mode() -> int:
+    """Whether autograd looks for anomalies: 0 for no, 1 for where an error comes from, 2 for NaN too."""
+    return 1 + torch.is_anomaly_check_nan_enabled() if torch.is_anomaly_enabled() else 0
+
+
+def set_anomaly_mode(mode: int) -> None:
+    """Let autograd look for anomalies as it does elsewhere."""
+    if mode != anomaly_mode():
+        torch.set_anomaly_enabled(mode > 0, mode != 1)
+
+
 class Scenery:
     """The surroundings of the last call: they are told again only where they are others."""
 
@@ -42,6 +53,7 @@ class Scenery:
             torch.set_num_threads(around.threads)
             self._threads = around.threads
         set_backends(around.backends)
+        set_anomaly_mode(around.anomaly)
 
 
 def _context(around: Surroundings) -> contextvars.Context:

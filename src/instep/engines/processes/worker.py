@@ -28,7 +28,7 @@ from instep.engines.processes.member import Member
 from instep.engines.processes.mirror import Mirror
 from instep.engines.processes.orders import Back, Ran, Run, WentBack
 from instep.engines.processes.reducers import has_plain_memory
-from instep.engines.processes.scenery import Scenery
+from instep.engines.processes.scenery import Scenery, set_anomaly_mode
 from instep.engines.processes.shore import Shore, wait_for
 from instep.engines.processes.strangers import Strangers
 from instep.engines.processes.talk import ARGUMENT, SOURCE, Tag, Talk, as_sent, by_value
@@ -355,6 +355,7 @@ class Worker:
         around = streams.backward(index) if mirror.device.type == "cpu" else streams.joint_backward(index)
         refuse_strays(leaves)
         mirror.take_in(() if back.hold else back.wanted)
+        set_anomaly_mode(back.anomaly)
         try:
             with Casts(*back.casts).enter():
                 in_room(hall, index, side, outputs, grads, back.keep, around)

@@ -1,0 +1,102 @@
+"""A worker that dies between a forward and its backward, where containers of the module have changed meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from instep.engines.processes.call import Call
+
+from .test_deaths import pids, wrap
+
+
+class Counts(nn.Module):
+    """Scales by how often it was called, which it keeps in several ways, and the last of which leads to a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.seen: list[int] = []
+        self.by_name = {"calls": 0, "inside": {"calls": 0}}
+        self.state = SimpleNamespace(calls=0)
+        self.outputs: deque[Tensor] = deque(maxlen=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        calls = len(self.seen) + self.by_name["calls"] + self.by_name["inside"]["calls"] + self.state.calls
+        y: Tensor = self.layer(x) * (1.0 + calls)
+        if self.outputs:
+            y = y + self.outputs[-1].mean()
+        self.seen.append(1)
+        self.by_name["calls"] += 1
+        self.by_name["inside"]["calls"] += 1
+        self.state.calls += 1
+        self.outputs.append(self.layer.weight.detach() * calls)
+        return y
+
+
+Between = Callable[[Counts], Any]
+
+
+def gradients(kill: bool, between: Between) -> Iterator[Tensor]:
+    """Those of three calls, of which the last two wait for each other's backward."""
+    torch.manual_seed(0)
+    net, x = Counts(), torch.randn(6, 4)
+    with wrap(net, restarts=10) as model:
+        model(x).square().sum().backward()
+        first, second = model(x), model(x)
+        between(net)
+        if kill:
+            os.kill(pids(model)[0], signal.SIGKILL)
+        for out in (second, first):
+            net.zero_grad()
+            out.square().sum().backward()
+            assert net.layer.weight.grad is not None
+            yield net.layer.weight.grad.clone()
+        counted = len(net.seen), net.by_name, net.state.calls
+        net.zero_grad()
+        model(x).sum().backward()
+        yield net.layer.weight.grad.clone()
+    yield torch.tensor([float(counted[0]), counted[1]["calls"], counted[1]["inside"]["calls"], counted[2]])
+
+
+def _clear(net: Counts) -> None:
+    net.seen.clear()
+    net.by_name["more"] = 3
+
+
+@pytest.mark.parametrize("between", [lambda net: None, _clear], ids=["by forward alone", "by the script too"])
+def test_the_step_is_run_again_with_what_was_in_them(between: Between) -> None:
+    undisturbed, disturbed = (list(gradients(kill, between)) for kill in (False, True))
+    assert len(undisturbed) == 4
+    for mine, theirs in zip(disturbed, undisturbed, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_graphs_in_a_container_do_not_keep_earlier_calls(packed: bool) -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+            self.last: list[Any] = [None]
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            self.last[0] = (y,) if packed else y
+            return y
+
+    net = Keeps()
+    with wrap(net) as model:
+        for _ in range(12):
+            model(torch.randn(6, 4)).sum().backward()
+        gc.collect()
+        assert sum(isinstance(thing, Call) for thing in gc.get_objects()) <= 4
