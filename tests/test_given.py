@@ -127,3 +127,25 @@ def test_parts_are_the_callers_own_memory(wrap: Any, engine: str, grad: bool) ->
         torch.testing.assert_close(mine, plain)
         torch.testing.assert_close(model(mine), net(plain))
     torch.testing.assert_close(mine, plain)
+
+
+class WritesToOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, again: Tensor) -> Tensor:
+        x.mul_(2)
+        out: Tensor = self.layer(again)
+        return out
+
+
+@both_engines
+def test_a_batch_that_is_given_twice_is_one_memory(engine: str) -> None:
+    net, x, other = WritesToOne(), torch.randn(5, 4), torch.randn(5, 4)
+    model = instep.DataParallel(net, ["cpu"] * 2, engine=engine)
+    for _ in range(2):
+        mine, theirs = x.clone(), x.clone()
+        torch.testing.assert_close(model(mine, mine), net(theirs, theirs))
+        torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(model(x.clone(), other), net(x.clone(), other))

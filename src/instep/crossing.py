@@ -22,6 +22,7 @@ from instep.replicas.ambient import Ambient
 from instep.replicas.carry import Slot
 from instep.replicas.contents import Contents
 from instep.replicas.handed import handed
+from instep.replicas.memory import reading_of
 from instep.replicas.replica import Outcome, Replica
 from instep.replicas.tensors import Way
 from instep.replicas.watch import Changes, Inside
@@ -277,10 +278,19 @@ def _owner(shard: Tensor) -> Tensor:
 
 
 def _own_memory(values: Sequence[Any], notes: Notes, copies: list[tuple[Tensor, Tensor]]) -> list[Any]:
-    """Shards of a joint graph, copied: what one replica writes in place is no business of the others."""
+    """Shards of a joint graph, copied: what one replica writes in place is no business of the others.
+
+    A batch that was given twice is one copy.
+    """
+    known: dict[Any, Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
+        reading = reading_of(tensor)
+        if reading in known:
+            return known[reading]
         made = tensor.clone()
+        if reading is not None:
+            known[reading] = made
         copies.append((tensor, made))
         notes.add(_owner(tensor), made)
         return made

@@ -94,6 +94,14 @@ def _stretch(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
 
 
+def reading_of(value: Any) -> Any:
+    """What is equal for tensors that are the same memory, read the same way; None for one that stays by itself."""
+    if type(value) is not Tensor or value.requires_grad or not is_dense(value) or not value.numel():
+        return None
+    read_as = value.shape, value.stride(), value.dtype, value.device, value.is_conj(), value.is_neg()
+    return value.data_ptr(), *read_as
+
+
 def once_each(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of which those that are the same memory, read the same way, are one tensor.
 
@@ -104,9 +112,7 @@ def once_each(args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[
     known: dict[Any, Tensor] = {}
 
     def one(value: Any) -> Any:
-        if type(value) is not Tensor or value.requires_grad or not is_dense(value) or not value.numel():
-            return value
-        read_as = value.shape, value.stride(), value.dtype, value.device, value.is_conj(), value.is_neg()
-        return known.setdefault((value.data_ptr(), *read_as), value)
+        reading = reading_of(value)
+        return value if reading is None else known.setdefault(reading, value)
 
     return [one(value) for value in args], {name: one(value) for name, value in kwargs.items()}
