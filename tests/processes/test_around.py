@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import signal
+import subprocess
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -190,3 +193,47 @@ def test_anomalies_are_looked_for_in_workers_too() -> None:
         y, _ = model(x)
         with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="'MulBackward0' returned nan"):
             y.sum().backward()
+
+
+class Warns(nn.Module):
+    """Warns of its own and of Python's categories, and says how many of the filters are another's than Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if instep.replica().index:
+            warnings.warn("look out", UserWarning, stacklevel=1)
+        y: Tensor = self.layer(x)
+        return y
+
+
+def test_warnings_of_workers_go_by_the_callers_filters(capfd: pytest.CaptureFixture[str]) -> None:
+    x = torch.randn(5, 4)
+    with wrap(Warns(), 2) as model, warnings.catch_warnings():
+        for action, message, shown in [("always", "look", True), ("ignore", "LOOK", False), ("always", "", True)]:
+            warnings.filterwarnings(action, message)  # type: ignore[arg-type]
+            model(x)
+            assert ("look out" in capfd.readouterr().err) == shown
+        warnings.filterwarnings("error", "look", UserWarning)
+        with pytest.raises(UserWarning, match="look out"):
+            model(x)
+        warnings.filterwarnings("error", module="^elsewhere$")
+        warnings.filterwarnings("ignore", "look", FutureWarning)
+        warnings.filterwarnings("ignore", "look", UserWarning, r".*around$")
+        torch.testing.assert_close(model(x), model.module(x))
+        assert "look out" not in capfd.readouterr().err
+
+
+def test_the_filters_that_python_begins_with_stay_the_same() -> None:
+    code = (
+        "import warnings; from instep.engines.processes.filters import *; before = warning_filters();"
+        "warnings.simplefilter('error'); set_warning_filters(before); assert warning_filters()[0] == before[0];"
+        "exec('import warnings; warnings.warn(\"seen\", DeprecationWarning)', {'__name__': '__main__'});"
+        "exec('import warnings; warnings.warn(\"not seen\", DeprecationWarning)', {'__name__': 'main'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "DeprecationWarning: seen" in done.stderr
+    assert "not seen" not in done.stderr
+    assert done.returncode == 0, done.stderr

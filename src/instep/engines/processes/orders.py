@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from instep.engines.processes.filters import Filter
 from instep.reduce import Bucket
 from instep.replicas.ambient import Casts
 
@@ -148,6 +149,8 @@ class Surroundings:
     """Context variables that the worker may read."""
     anomaly: int = 0
     """How anomalies are looked for (see `scenery.anomaly_mode`)."""
+    filters: tuple[Filter, ...] = ()
+    """What becomes of warnings."""
 
 
 class Order:

@@ -8,6 +8,7 @@ from itertools import starmap
 import torch
 
 from instep.engines.processes.berth import set_backends
+from instep.engines.processes.filters import set_warning_filters
 from instep.engines.processes.orders import Surroundings
 from instep.replicas.ambient import Ambient, Autocast
 
@@ -54,6 +55,7 @@ class Scenery:
             self._threads = around.threads
         set_backends(around.backends)
         set_anomaly_mode(around.anomaly)
+        set_warning_filters(around.filters)
 
 
 def _context(around: Surroundings) -> contextvars.Context:

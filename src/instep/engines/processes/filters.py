@@ -1,0 +1,43 @@
+"""Filters of warnings, as they are around a call: what the caller does not want to see, workers do not show."""
+
+from __future__ import annotations
+
+import builtins
+import re
+import warnings
+from typing import Any
+
+Filter = tuple[str, str, str, str, int]
+"""What to do, the beginning of the message, the category's name, the module, and the line."""
+
+
+_last: tuple[list[Any], tuple[Filter, ...]] = [], ()
+"""Filters of this process as they were, and what was made of them."""
+
+
+def warning_filters() -> tuple[Filter, ...]:
+    """Those of this process that are about Python's own categories: others may take long to import."""
+    global _last
+    if warnings.filters != _last[0]:
+        present: list[Any] = list(warnings.filters)
+        own = [one for one in present if one[2].__module__ == "builtins"]
+        read = ((action, _pattern(m), kind.__name__, _pattern(module), line) for action, m, kind, module, line in own)
+        _last = present, tuple(read)
+    return _last[1]
+
+
+def _pattern(found: Any) -> str:
+    """A pattern as text; Python's own filters name a module outright."""
+    if found is None:
+        return ""
+    return rf"{re.escape(found)}\Z" if isinstance(found, str) else str(found.pattern)
+
+
+def set_warning_filters(filters: tuple[Filter, ...]) -> None:
+    """Filter warnings as it is done elsewhere."""
+    if filters != warning_filters():
+        warnings.resetwarnings()
+        for action, message, category, module, line in filters:
+            kind: Any = getattr(builtins, category)
+            choice: Any = action
+            warnings.filterwarnings(choice, message, kind, module, line, append=True)
