@@ -330,3 +330,21 @@ def test_all_workers_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     team.get(1)
     assert len(process.own_workers()) == 3
     team.close()
+
+
+def test_whoever_is_dropped_uses_nothing_and_its_workers_end_when_another_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hands, "_workers", {})  # others may hold those that there are
+    monkeypatch.setattr(Hands, "_wait", lambda *_: None)
+    first, dropped, last = Hands([CPU] * 2), Hands([CPU] * 4), Hands([CPU] * 3)
+    workers = [dropped.get(index) for index in (1, 2, 3)]
+    assert first.get(1) is workers[0]
+    del dropped
+    assert all(worker.alive() for worker in workers)
+    assert [last.get(index) for index in (1, 2)] == workers[:2]  # they have stayed for the next one
+    first.close()
+    assert [worker.alive() for worker in workers] == [True, True, False]
+    del last
+    Hands([CPU] * 2).close()  # it has used none
+    assert not any(worker.alive() for worker in workers)

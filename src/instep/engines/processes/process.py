@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -64,8 +65,8 @@ class Worker:
         _lingering[:] = [process for process in _lingering if process.poll() is None]
         self.name = name
         self.ready = False
-        self.users = 0
-        """Wrappers that hold it."""
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()
+        """Whoever holds it; one that is dropped is none, without a finalizer that would need a lock."""
         self._owner = os.getpid()
         self._coming_up = threading.Lock()
         self._status: int | None = None
