@@ -117,7 +117,7 @@ class Worker:
                 stdout=out,
                 stderr=err,
                 pass_fds=[far.fileno(), *passed.values()],
-                env={**_MEMORY, **os.environ},
+                env={**_MEMORY, **boot.NATIVE, **os.environ},
                 start_new_session=True,
             )
         finally:
