@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -272,6 +275,32 @@ def test_starting_and_stopping_leaves_nothing_behind() -> None:
         worker.stop()
     assert count() == before
     assert not process.own_workers()
+
+
+def start_with_descriptors_below(limit: int) -> Worker | EngineError:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        return Worker.start("replica 1 on cpu")
+    except EngineError as error:
+        return error
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_where_there_are_too_few_descriptors_it_is_said_and_none_is_kept() -> None:
+    before = os.listdir("/proc/self/fd")
+    first = next(fd for fd in itertools.count() if str(fd) not in before)
+    for limit in itertools.count(first):
+        result = start_with_descriptors_below(limit)
+        if isinstance(result, Worker):
+            result.kill()
+            break
+        assert isinstance(result.__cause__, OSError)
+        assert re.match(r"no worker process could be started for replica 1 on cpu: .*\n.*`ulimit -n`", str(result))
+        assert os.listdir("/proc/self/fd") == before
+    assert limit > first
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_however_a_script_ends_no_worker_is_left() -> None:

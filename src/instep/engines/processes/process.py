@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from instep.engines.pages import AHEAD, KEPT, LARGEST
@@ -72,18 +73,16 @@ class Worker:
         self._status: int | None = None
         self._death: str | None = None
         self._fds: dict[str, int] = {}
-        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._printed = Printed(lambda: self.name)
-        try:
-            self._process = self._spawn(main, near, far)
-        except BaseException as error:
-            near.close()
-            self._printed.close()
-            self._close_fds()
-            if isinstance(error, OSError):
-                raise EngineError(f"{name} cannot be started: {error}.") from error
-            raise
-        finally:
+        with ExitStack() as opened:
+            try:
+                near, far = map(opened.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                self._printed = Printed(lambda: self.name)
+                opened.callback(self._printed.close)
+                opened.callback(self._close_fds)
+                self._process = self._spawn(main, near, far)
+            except OSError as error:
+                raise _not_started(name, error) from error
+            opened.pop_all()
             far.close()
         self.pid = self._process.pid
         _started[self.pid] = self
@@ -274,6 +273,12 @@ class Worker:
 
 
 _UNKNOWN = 1 << 16
+
+
+def _not_started(name: str, error: OSError) -> EngineError:
+    full = error.errno in (errno.EMFILE, errno.ENFILE)
+    hint = "\nLook at `ulimit -n`, and at what this program holds open." if full else ""
+    return EngineError(f"no worker process could be started for {name}: {error}.{hint}")
 
 
 def own_workers() -> list[Worker]:
