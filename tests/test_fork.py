@@ -1,11 +1,13 @@
-"""A process that forks: the child has none of the replica threads, and none of the locks that they held."""
+"""A process that forks: the child has none of the replica threads, none of the locks that they held, and no workers."""
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 import pytest
@@ -29,6 +31,8 @@ def in_child(work: Callable[[], bool], seconds: float = 20.0) -> bool:
         try:
             torch.set_num_threads(1)  # the child has no OpenMP threads either
             status = 0 if work() else 2
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     deadline = time.monotonic() + seconds
@@ -89,3 +93,73 @@ def test_a_child_is_not_held_up_by_a_call_that_was_under_way() -> None:
             net.go.set()
             caller.join()
         assert torch.allclose(answers[0], net.layer(x))
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, and two buffers that are parts of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        both = torch.ones(8)
+        self.register_buffer("scale", both[:4])
+        self.register_buffer("shift", both[4:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x))) * self.scale + self.shift
+
+
+def change(net: nn.Module, factor: float) -> None:
+    """Write to all weights and buffers, but for the count of batches."""
+    with torch.no_grad():
+        for tensor in (*net.parameters(), *net.buffers()):
+            if tensor.is_floating_point():
+                tensor.mul_(factor).add_(0.1)
+
+
+def trains_like_the_module(model: instep.DataParallel, x: Tensor) -> bool:
+    """Whether outputs, gradients and weights are those of the plain module, over several steps."""
+    plain = copy.deepcopy(model.module)
+    optimizers = [torch.optim.SGD(net.parameters(), 0.01) for net in (model.module, plain)]
+    for _ in range(3):
+        outputs = [net(x) for net in (model, plain)]
+        for output, optimizer in zip(outputs, optimizers, strict=True):
+            optimizer.zero_grad()
+            output.pow(2).mean().backward()
+        mine, theirs = ([p.grad for p in net.parameters()] for net in (model.module, plain))
+        torch.testing.assert_close((outputs[0], mine), (outputs[1], theirs))
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(model.module.state_dict(), plain.state_dict())
+    return True
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["the same wrapper", "wrapped anew"])
+@pytest.mark.usefixtures("one_core", "workers")
+def test_workers_of_a_child_read_the_weights_of_the_child(anew: bool) -> None:
+    net, x = Tied().double(), torch.randn(6, 4, dtype=torch.float64)
+    with instep.DataParallel(net, ["cpu"] * 2, engine="processes") as model:
+        output = model(x).sum()
+        held = net.first.weight.detach()[1:]
+        state = copy.deepcopy(net.state_dict())
+
+        def work() -> bool:
+            mine = instep.DataParallel(net, ["cpu"] * 2, engine="processes") if anew else model
+            if not anew:
+                output.backward()  # of a forward that workers of the parent did
+            change(net, 1.5)
+            good = trains_like_the_module(mine, x) and torch.equal(held, net.first.weight[1:])
+            before = copy.deepcopy(net.state_dict())
+
+            def work_again() -> bool:
+                change(net, 0.5)
+                return trains_like_the_module(mine, x)
+
+            good = good and in_child(work_again, 60.0)
+            torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+            return good and trains_like_the_module(mine, x)
+
+        assert in_child(work, 120.0)
+        torch.testing.assert_close(net.state_dict(), state, rtol=0, atol=0)
+        assert trains_like_the_module(model, x)

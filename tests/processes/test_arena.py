@@ -6,6 +6,8 @@ import io
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,26 +89,83 @@ def test_another_process_sees_all_and_changes_only_what_it_may() -> None:
     assert (private[0], shared[0]) == (1, 77)
 
 
-def test_a_forked_child_never_writes_into_its_parents_memory() -> None:
-    memory = SharedMemory.create(8 * PAGE)
-    weight = memory.tensor(0, 8 * PAGE).view(torch.float32)
-    weight.fill_(1)
-    other = SharedMemory.attach(os.dup(memory.fd), 8 * PAGE, writable=True).tensor(0, 8 * PAGE).view(torch.float32)
+def forked(work: Callable[[], bool]) -> bool:
+    """Whether a forked child says yes."""
     child = os.fork()
     if not child:
         status = 1
         try:
             torch.set_num_threads(1)
-            seen = bool((weight == 1).all() and (other == 1).all())
-            weight.fill_(-9)
-            other[5] = -8
-            status = 0 if seen and weight[5] == -9 and other[5] == -8 and other[6] == 1 else 2
+            status = 0 if work() else 2
         finally:
             os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
+    return os.waitpid(child, 0)[1] == 0
+
+
+def test_a_forked_child_never_writes_into_its_parents_memory() -> None:
+    memory = SharedMemory.create(8 * PAGE)
+    weight = memory.tensor(0, 8 * PAGE).view(torch.float32)
+    weight.fill_(1)
+    other = SharedMemory.attach(os.dup(memory.fd), 8 * PAGE, writable=True).tensor(0, 8 * PAGE).view(torch.float32)
+
+    def work() -> bool:
+        seen = bool((weight == 1).all() and (other == 1).all())
+        weight.fill_(-9)
+        other[5] = -8
+        return seen and bool(weight[5] == -9 and other[5] == -8 and other[6] == 1)
+
+    assert forked(work)
     assert bool((weight == 1).all())
     weight.fill_(4)  # and the parent still shares what it shared
     assert bool((other == 4).all())
+
+
+def test_a_forked_child_shares_what_it_inherited_in_memory_of_its_own() -> None:
+    memory = SharedMemory.create(2 * PAGE)
+    weight = memory.tensor(0, 2 * PAGE)
+    weight.fill_(1)
+    (parent_reads, child_writes), (child_reads, parent_writes) = os.pipe(), os.pipe()
+
+    def mapped() -> torch.Tensor:
+        return SharedMemory.attach(os.dup(memory.fd), 2 * PAGE, writable=False).tensor(0, 2 * PAGE)
+
+    def work() -> bool:
+        address = weight.data_ptr()
+        weight[0] = 2
+        for _ in range(2):
+            memory.share()
+        seen = mapped().tolist() == weight.tolist()
+        os.write(child_writes, b"shared")
+        os.read(child_reads, 1)  # the parent has written since
+        weight[1] = 3
+        seen = seen and mapped().tolist() == weight.tolist() == [2, 3, *[1] * (2 * PAGE - 2)]
+
+        def work_again() -> bool:
+            weight[2] = 4
+            memory.share()
+            return mapped().tolist() == weight.tolist() == [2, 3, 4, *[1] * (2 * PAGE - 3)]
+
+        return seen and forked(work_again) and weight[2] == 1 and weight.data_ptr() == address
+
+    def write() -> None:
+        os.read(parent_reads, 6)
+        weight.fill_(7)
+        os.write(parent_writes, b".")
+
+    parent = threading.Thread(target=write)
+    parent.start()
+    before = descriptors()
+    try:
+        assert forked(work)
+    finally:
+        os.write(child_writes, b"ended.")
+        parent.join()
+        for fd in (parent_reads, child_writes, child_reads, parent_writes):
+            os.close(fd)
+    assert descriptors() == before - 4
+    assert bool((weight == 7).all())
+    memory.share()
+    assert mapped().tolist() == weight.tolist()
 
 
 def test_headroom_is_checked_before_memory_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
 import threading
@@ -197,6 +198,25 @@ def test_two_wrappers_share_a_group_and_the_last_one_ends_it() -> None:
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not [thread.name for thread in threading.enumerate() if thread.name in ("instep-bell", "instep-group")]
+
+
+@pytest.mark.usefixtures("grouped")
+def test_the_group_of_a_dropped_wrapper_is_the_next_ones_and_ends_when_any_is_closed() -> None:
+    dropped = wrap(Net(), 3)
+    dropped(batch(0))
+    left = home(dropped)
+    del dropped
+    gc.collect()
+    following = wrap(Net(), 3)
+    following(batch(0))
+    assert home(following) is left
+    del following
+    gc.collect()
+    assert not left.group.over
+    with wrap(Net(), 2):
+        pass
+    assert left.group.over
+    assert not fleet._homes
 
 
 @pytest.mark.usefixtures("grouped")

@@ -131,6 +131,35 @@ def test_a_global_that_cannot_cross_fails_only_where_it_is_used() -> None:
         guarded()
 
 
+KEPT = """
+import threading
+class Keeps:
+    def __init__(self): self.lock = threading.Lock()
+    def __call__(self): return 1
+thing = %s
+def use(): return thing()
+def other(): return 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("thing", "advice"),
+    [("threading.Lock()", r"make it inside of the function that uses it\.$"), ("Keeps()", "`__getstate__` can leave")],
+)
+def test_what_is_said_of_a_global_helps_there(thing: str, advice: str) -> None:
+    at_home, line = script(KEPT % thing), Line()
+    use = line.there(at_home.use)
+    with pytest.raises(CannotCross, match=advice):
+        use()
+    at_home.thing = at_home.other
+    line.follow()
+    assert use() == 1
+    at_home.thing = script(KEPT % thing).thing
+    line.follow()
+    with pytest.raises(CannotCross, match=advice):
+        use()
+
+
 def test_globals_that_a_function_writes_are_known() -> None:
     at_home, line = (
         script("""

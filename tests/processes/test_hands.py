@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -274,6 +277,32 @@ def test_starting_and_stopping_leaves_nothing_behind() -> None:
     assert not process.own_workers()
 
 
+def start_with_descriptors_below(limit: int) -> Worker | EngineError:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        return Worker.start("replica 1 on cpu")
+    except EngineError as error:
+        return error
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_where_there_are_too_few_descriptors_it_is_said_and_none_is_kept() -> None:
+    before = os.listdir("/proc/self/fd")
+    first = next(fd for fd in itertools.count() if str(fd) not in before)
+    for limit in itertools.count(first):
+        result = start_with_descriptors_below(limit)
+        if isinstance(result, Worker):
+            result.kill()
+            break
+        assert isinstance(result.__cause__, OSError)
+        assert re.match(r"no worker process could be started for replica 1 on cpu: .*\n.*`ulimit -n`", str(result))
+        assert os.listdir("/proc/self/fd") == before
+    assert limit > first
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_however_a_script_ends_no_worker_is_left() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(HERE)])}
     script = subprocess.run(
@@ -330,3 +359,21 @@ def test_all_workers_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     team.get(1)
     assert len(process.own_workers()) == 3
     team.close()
+
+
+def test_whoever_is_dropped_uses_nothing_and_its_workers_end_when_another_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hands, "_workers", {})  # others may hold those that there are
+    monkeypatch.setattr(Hands, "_wait", lambda *_: None)
+    first, dropped, last = Hands([CPU] * 2), Hands([CPU] * 4), Hands([CPU] * 3)
+    workers = [dropped.get(index) for index in (1, 2, 3)]
+    assert first.get(1) is workers[0]
+    del dropped
+    assert all(worker.alive() for worker in workers)
+    assert [last.get(index) for index in (1, 2)] == workers[:2]  # they have stayed for the next one
+    first.close()
+    assert [worker.alive() for worker in workers] == [True, True, False]
+    del last
+    Hands([CPU] * 2).close()  # it has used none
+    assert not any(worker.alive() for worker in workers)

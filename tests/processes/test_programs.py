@@ -18,6 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import instep
+from instep.engines.processes import hands
+
 pytestmark = pytest.mark.usefixtures("workers", "one_core")
 
 
@@ -258,3 +261,31 @@ def test_the_folder_and_the_environment_are_the_scripts(
         patch.chdir(tmp_path)
         torch.testing.assert_close(model(x), before * 15)
     torch.testing.assert_close(model(x), before)
+
+
+class Profiles(nn.Module):
+    """Is large enough for compiled code of oneDNN's, and says what it finds in its environment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(400, 400)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[str | None]]:
+        return self.layer(x), [os.environ.get("ONEDNN_JIT_PROFILE")] * len(x)
+
+
+def test_a_worker_leaves_no_file_for_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = Profiles(), torch.randn(60, 400)
+    net(x)
+    if not Path(f"/tmp/perf-{os.getpid()}.map").exists():
+        pytest.skip("torch has left none for this process either")
+    monkeypatch.setattr(hands, "_workers", {})  # a new one
+    monkeypatch.delenv("ONEDNN_JIT_PROFILE", raising=False)
+    with instep.DataParallel(net, ["cpu"] * 2, engine="processes", probe=False) as model:
+        engine: Any = model._instep_engine
+        output, seen = model(x)
+        output.sum().backward()
+        worker = engine._hands.get(1)
+    assert seen == [None] * 60
+    assert not worker.alive()
+    assert not Path(f"/tmp/perf-{worker.pid}.map").exists()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from instep.engines.processes.driver import pin, unpin
 from instep.errors import EngineError
+from instep.locks import ProcessLock
 
 _CGROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _UNLIMITED = 1 << 60
@@ -97,6 +98,8 @@ class _Mapping(mmap.mmap):
     address: int
     pinned: torch.device | None = None
     """The accelerator that knows the pages."""
+    _forks = -1
+    """How many forks had led to the process in which this came to be shared."""
     pinnable: bool
     """Not twice; and never where pages are copied on write, for then this process would have its own from then on."""
 
@@ -114,7 +117,24 @@ class _Mapping(mmap.mmap):
         mapping.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         if shared:
             _shared[mapping.address] = nbytes, fd
+            mapping._forks = _forks
         return mapping
+
+    def is_shared(self) -> bool:
+        """Whether others see what is written here, and did not only before a fork."""
+        return self._forks == _forks
+
+    def take_over(self, other: _Mapping) -> None:
+        """Own another one's descriptor, which owns this one's then, and show its memory at this address.
+
+        After an interruption, and where another thread forks meanwhile, it may be called again.
+        """
+        self.fd, other.fd = other.fd, self.fd
+        _shared[self.address] = len(self), self.fd
+        if not _map(self.address, len(self), self.fd, mmap.MAP_SHARED):
+            del _shared[self.address]
+            raise EngineError(f"memory cannot be shared with workers: {os.strerror(ctypes.get_errno())}.")
+        self._forks = _forks
 
     def __del__(self) -> None:
         if hasattr(self, "address"):
@@ -168,6 +188,17 @@ class SharedMemory:
         """The memory for Python's own bytes."""
         return memoryview(self._mapping)
 
+    def share(self) -> None:
+        """See to it that others can see what is written here, also in a forked child, where this is a private copy.
+
+        There it is put into new memory, once, and at the same address: whoever has a tensor in it keeps it.
+        """
+        with _sharing:
+            if not self._mapping.is_shared():
+                new = SharedMemory.create(self.nbytes, "what a forked child shares with workers of its own")
+                new.view()[:] = self.view()
+                self._mapping.take_over(new._mapping)
+
     def pin(self, device: torch.device) -> None:
         """Keep the pages where they are, so that copies to and from an accelerator are fast, where that can be had."""
         mapping = self._mapping
@@ -176,6 +207,9 @@ class SharedMemory:
             mapping.pinned = device if pin(device, mapping.address, self.nbytes) else None
 
 
+_sharing = ProcessLock()
+_forks = 0
+"""How many forks lead from the first process to this one."""
 _shared: dict[int, tuple[int, int]] = {}
 """The size and the descriptor of every mapping that others see the writes of, by address."""
 
@@ -187,18 +221,25 @@ _MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
+def _map(address: int, nbytes: int, fd: int, how: int) -> bool:
+    """Whether memory behind a descriptor could be put where other memory was."""
+    mapped = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, how | _MAP_FIXED, fd, 0)
+    return mapped not in (None, _MAP_FAILED)
+
+
 def _make_private() -> None:
     """A forked child (a DataLoader's worker) sees its parent's memory, and never writes into it.
 
-    Like any memory that is copied on write, pages that the child has not written show what the parent writes later.
+    It is no snapshot, as a child's other memory is: pages that the child has not written show what the parent writes
+    later, until `share` puts them into memory of the child's own. A copy of all at every fork would cost too much.
     """
+    global _forks
     for address, (nbytes, fd) in list(_shared.items()):
-        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
-        mapped = _libc.mmap(address, nbytes, protection, flags, fd, 0)
         # No room for a private copy: then nothing may be written at all, and a write ends the child, not the truth.
-        if mapped in (None, _MAP_FAILED) and _libc.mprotect(address, nbytes, mmap.PROT_READ):
+        if not _map(address, nbytes, fd, mmap.MAP_PRIVATE) and _libc.mprotect(address, nbytes, mmap.PROT_READ):
             os._exit(70)
     _shared.clear()
+    _forks += 1
 
 
 os.register_at_fork(after_in_child=_make_private)

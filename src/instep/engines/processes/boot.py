@@ -25,6 +25,11 @@ from typing import Any, ClassVar
 
 LONGEST = 128 * 1024
 """Bytes of the first frame at most."""
+NATIVE = {"ONEDNN_JIT_PROFILE": "0"}
+"""For native code of a worker, unless the user's environment says otherwise.
+
+oneDNN may leave a file in /tmp for each process, which tells a profiler what it has compiled.
+"""
 
 _LOADER = (
     "import sys; boot = {'__name__': 'instep_boot'}; "
@@ -113,6 +118,23 @@ class Local:
         """What an import asks every finder."""
         entry = cls.entries.get(name) if path is None else None
         return None if entry is None else PathFinder.find_spec(name, [entry], target)
+
+
+def take_place(folder: str, path: list[str], entries: dict[str, str], variables: dict[str, str]) -> None:
+    """Be where the script is now: its folder, its import path, what it imported from there, and its environment.
+
+    What only native code is to read is not in `os.environ`: `forward` finds the script's own variables there.
+    """
+    sys.path[:] = path
+    Local.entries.clear()
+    Local.entries.update(entries)
+    os.chdir(folder)
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+    for name in NATIVE.keys() - variables.keys():
+        os.putenv(name, NATIVE[name])
+    importlib.invalidate_caches()
 
 
 def boot(fd: int) -> None:

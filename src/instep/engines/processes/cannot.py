@@ -41,6 +41,11 @@ class Culprit(NamedTuple):
         """The last step on the way from a function to a global that it reads, if there is one."""
         return next((step for step in reversed(self.path) if step.space is not None), None)
 
+    @property
+    def is_global(self) -> bool:
+        """Whether it is a global itself, and not something that one holds."""
+        return bool(self.path) and self.path[-1].space is not None
+
     def describe(self, what: str) -> str:
         """The way in words: argument 'batch'['lock'] (a _thread.lock)."""
         path, start = list(self.path), what
@@ -59,13 +64,15 @@ class Culprit(NamedTuple):
         return f"{start} (a {_type_name(self.thing)})"
 
 
-def refusal(described: str, reason: BaseException | None) -> CannotCross:
-    """The error for something found."""
+def refusal(described: str, reason: BaseException | None, *, is_global: bool = False) -> CannotCross:
+    """The error for something found; `is_global` says that it is a global itself, which no object can leave out."""
     why = f": {reason}" if reason is not None and str(reason) else ""
-    return CannotCross(
-        f"{described} cannot be sent to another process{why}. Write engine='threads', or keep it out of what the "
-        "replicas need (`__getstate__` can leave it out)."
+    otherwise = (
+        "make it inside of the function that uses it"
+        if is_global
+        else "keep it out of what the replicas need (`__getstate__` can leave it out)"
     )
+    return CannotCross(f"{described} cannot be sent to another process{why}. Write engine='threads', or {otherwise}.")
 
 
 def find(value: Any, failure: Callable[[Any], BaseException | None]) -> Culprit | None:

@@ -146,7 +146,8 @@ class Depot:
         if culprit is not None and culprit.through is not None:
             return value  # what it needs in its turn is left out
         described = culprit.describe(f"global {name!r}") if culprit is not None else f"global {name!r}"
-        reason = self.left_out[number, name] = str(refusal(described, failure))
+        itself = culprit is None or not culprit.path
+        reason = self.left_out[number, name] = str(refusal(described, failure, is_global=itself))
         return LeftOut(reason)
 
     def take_globals(self, body: bytes, tensors: list[Tensor]) -> None:
@@ -238,7 +239,9 @@ class Depot:
                 raise failure
             culprit = find(value, self._failure)
             if culprit is None or not self._leave_out(culprit):
-                raise refusal(culprit.describe(what) if culprit else what or "a value", failure) from failure
+                described = culprit.describe(what) if culprit else what or "a value"
+                itself = culprit is not None and culprit.is_global
+                raise refusal(described, failure, is_global=itself) from failure
 
     def _leave_out(self, culprit: Culprit) -> bool:
         step = culprit.through
@@ -247,7 +250,7 @@ class Depot:
         key = (self.spaces.number(step.space), step.name)
         if key in self.left_out:
             return False
-        self.left_out[key] = str(refusal(culprit.describe(""), None))
+        self.left_out[key] = str(refusal(culprit.describe(""), None, is_global=culprit.is_global))
         return True
 
     def _failure(self, value: Any) -> Exception | None:

@@ -329,7 +329,7 @@ class ProcessesEngine(SideBySide):
 
     def close(self) -> None:
         super().close()
-        self._fleet.leave()
+        self._fleet.close()
         self._hands.close()
         leave_desks()
         self._hands = Hands(self._devices)

@@ -89,11 +89,16 @@ def _leave(block: Block) -> None:
 
 
 def locate(tensor: Tensor) -> Location | None:
-    """Where a tensor lies in shared memory; None for one that does not."""
+    """Where a tensor lies in shared memory; None for one that does not.
+
+    In a forked child, what its parent shared is from now on shared by the child, in memory of its own.
+    """
     storage = tensor.untyped_storage()
     address = storage.data_ptr()
     for block in _blocks:
         if block.start <= address < block.start + block.memory.nbytes:
+            if isinstance(block.memory, SharedMemory):
+                block.memory.share()
             return Location(block, address - block.start, storage.nbytes())
     return None
 

@@ -40,6 +40,7 @@ KIND = "nccl"
 MORE: dict[int, dict[str, str | None]] = {}
 """By the number of a member: further variables of the environment that it is made in."""
 _generations = itertools.count(1)
+_UNUSED = "nobody uses it any longer"
 
 
 def apart(devices: Sequence[torch.device]) -> bool:
@@ -199,7 +200,16 @@ class Fleet:
             if ends and home in _homes:
                 _homes.remove(home)
         if ends:
-            home.group.abort("nobody uses it any longer")
+            home.group.abort(_UNUSED)
+
+    def close(self) -> None:
+        """Give the group back, and end all that nobody uses: those of engines that were dropped stay until now."""
+        self.leave()
+        with _lock:
+            ended = [home for home in _homes if not home.users]
+            _homes[:] = [home for home in _homes if home not in ended]
+        for home in ended:
+            home.group.abort(_UNUSED)
 
 
 def _meet(home: Home) -> None:

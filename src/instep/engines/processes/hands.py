@@ -1,4 +1,7 @@
-"""Worker processes: they belong to the process, are shared by all wrappers, and end with the last one or with it."""
+"""Worker processes: they belong to the process, end with it at the latest, and are shared by all wrappers.
+
+Workers of a wrapper that is dropped stay for the next one: those that nobody uses end when some wrapper is closed.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +56,10 @@ _lock = ProcessLock(_workers.clear)
 
 
 class Hands:
-    """The workers for a list of devices, one for each but the first, which is this process; held until `close`.
+    """The workers for a list of devices, one for each but the first, which is this process.
 
-    Wrappers on the same devices share them. In a forked child there are none of the parent's: it starts its own.
+    They are held until `close`, or until nobody holds this any longer. Wrappers on the same devices share them. In a
+    forked child there are none of the parent's: it starts its own.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -108,20 +112,17 @@ class Hands:
             old.kill()
 
     def close(self) -> None:
-        """Give the workers back; those that nobody else uses end."""
-        ended = []
+        """Give the workers back; all that nobody uses end, also those of wrappers that were dropped."""
         with _lock:
             self._closed = True
-            for index, worker in self._mine.items():
-                if not worker.own():
-                    continue  # of the process that this one was forked from
-                worker.users -= 1
-                key = self._keys[index - 1]
-                if worker.users <= 0 or _workers.get(key) is not worker:
-                    if _workers.get(key) is worker:
-                        del _workers[key]
-                    ended.append(worker)
+            mine = {worker for worker in self._mine.values() if worker.own()}  # not the parent's of a forked child
             self._mine.clear()
+            for worker in mine:
+                worker.users.discard(self)
+            current = set(_workers.values())
+            ended = [worker for worker in mine | current if not worker.users or worker not in current]
+            for key in [key for key, worker in _workers.items() if worker in ended]:
+                del _workers[key]
         _stop(ended)
 
     def _take(self, index: int) -> Worker:
@@ -136,7 +137,7 @@ class Hands:
             worker = _workers[key] = Worker.start(self._name(index))
         if self._mine.get(index) is not worker:
             self._mine[index] = worker
-            worker.users += 1
+            worker.users.add(self)
         return worker
 
     def _name(self, index: int) -> str:

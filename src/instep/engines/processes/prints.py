@@ -27,12 +27,16 @@ class Printed:
         self._streams: dict[int, tuple[str, bytearray]] = {}
         self.write_ends: list[int] = []
         self._tail: deque[str] = deque(maxlen=_TAIL)
-        for target in ("stdout", "stderr"):
-            read, write = os.pipe()
-            os.set_blocking(read, False)
-            self._streams[read] = target, bytearray()
-            self.write_ends.append(write)
-        _add(self, list(self._streams))
+        try:
+            for target in ("stdout", "stderr"):
+                read, write = os.pipe()
+                os.set_blocking(read, False)
+                self._streams[read] = target, bytearray()
+                self.write_ends.append(write)
+            _add(self, list(self._streams))
+        except BaseException:
+            self.close()
+            raise
 
     def close_write_ends(self) -> None:
         """Those that the worker has inherited: it alone must hold them."""
@@ -101,7 +105,11 @@ class _Reader(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="instep-prints", daemon=True)
         self.epoll = select.epoll()
-        self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError:
+            self.epoll.close()
+            raise
         self.epoll.register(self.bell, select.EPOLLIN)
 
     def run(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -10,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+import weakref
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from instep.engines.pages import AHEAD, KEPT, LARGEST
@@ -64,25 +66,23 @@ class Worker:
         _lingering[:] = [process for process in _lingering if process.poll() is None]
         self.name = name
         self.ready = False
-        self.users = 0
-        """Wrappers that hold it."""
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()
+        """Whoever holds it; one that is dropped is none, without a finalizer that would need a lock."""
         self._owner = os.getpid()
         self._coming_up = threading.Lock()
         self._status: int | None = None
         self._death: str | None = None
         self._fds: dict[str, int] = {}
-        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._printed = Printed(lambda: self.name)
-        try:
-            self._process = self._spawn(main, near, far)
-        except BaseException as error:
-            near.close()
-            self._printed.close()
-            self._close_fds()
-            if isinstance(error, OSError):
-                raise EngineError(f"{name} cannot be started: {error}.") from error
-            raise
-        finally:
+        with ExitStack() as opened:
+            try:
+                near, far = map(opened.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                self._printed = Printed(lambda: self.name)
+                opened.callback(self._printed.close)
+                opened.callback(self._close_fds)
+                self._process = self._spawn(main, near, far)
+            except OSError as error:
+                raise _not_started(name, error) from error
+            opened.pop_all()
             far.close()
         self.pid = self._process.pid
         _started[self.pid] = self
@@ -116,7 +116,7 @@ class Worker:
                 stdout=out,
                 stderr=err,
                 pass_fds=[far.fileno(), *passed.values()],
-                env={**_MEMORY, **os.environ},
+                env={**_MEMORY, **boot.NATIVE, **os.environ},
                 start_new_session=True,
             )
         finally:
@@ -273,6 +273,12 @@ class Worker:
 
 
 _UNKNOWN = 1 << 16
+
+
+def _not_started(name: str, error: OSError) -> EngineError:
+    full = error.errno in (errno.EMFILE, errno.ENFILE)
+    hint = "\nLook at `ulimit -n`, and at what this program holds open." if full else ""
+    return EngineError(f"no worker process could be started for {name}: {error}.{hint}")
 
 
 def own_workers() -> list[Worker]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import itertools
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +14,7 @@ from instep.bridge import Side, enter, take
 from instep.devices import move
 from instep.engines.processes import orders
 from instep.engines.processes.berth import take_device, try_to_open
-from instep.engines.processes.boot import Local
+from instep.engines.processes.boot import take_place
 from instep.engines.processes.cores import Elsewhere, watch_for
 from instep.engines.processes.draws import Draws
 from instep.engines.processes.freight import pack_error
@@ -137,15 +134,8 @@ class Worker:
         self._talk.say(orders.DONE, message.call, refusal)
 
     def _take_place(self, message: Message) -> None:
-        """Where the script is now: its folder, its import path, what it imported from there, and its environment."""
-        (folder, sys.path[:], entries, variables), _ = self._talk.take(message)
-        Local.entries.clear()
-        Local.entries.update(entries)
-        os.chdir(folder)
-        for name in os.environ.keys() - variables.keys():
-            del os.environ[name]
-        os.environ.update(variables)
-        importlib.invalidate_caches()
+        place, _ = self._talk.take(message)
+        take_place(*place)
 
     def _take_table(self, message: Message) -> None:
         self._troubles.forget([message.call])
