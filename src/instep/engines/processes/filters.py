@@ -11,6 +11,10 @@ Filter = tuple[str, str, str, str, int]
 """What to do, the beginning of the message, the category's name, the module, and the line."""
 
 
+IN_PIECES: Filter = "ignore", "RNN module weights are not part of single contiguous chunk", "UserWarning", "", 0
+"""cuDNN's word on recurrent weights that a worker copies to its GPU one by one, from where a module on the CPU has
+them: nobody could do what it advises."""
+
 _last: tuple[list[Any], tuple[Filter, ...]] = [], ()
 """Filters of this process as they were, and what was made of them."""
 

@@ -17,7 +17,7 @@ from instep.engines.processes.call import Call, remember_values
 from instep.engines.processes.cannot import refuse_shared
 from instep.engines.processes.context import carried
 from instep.engines.processes.desk import Desk
-from instep.engines.processes.filters import warning_filters
+from instep.engines.processes.filters import IN_PIECES, warning_filters
 from instep.engines.processes.freight import CannotCross
 from instep.engines.processes.hearing import Hearing
 from instep.engines.processes.met import Met
@@ -358,7 +358,7 @@ def _surroundings(ambient: Ambient, shadow: Shadow) -> Surroundings:
         saved_hooks=ambient.saved_hooks,
         backends={} if shadow.place.type == "cpu" else backends(),
         anomaly=anomaly_mode(),
-        filters=warning_filters(),
+        filters=(IN_PIECES, *warning_filters()) if shadow.home.type != shadow.place.type else warning_filters(),
     )
 
 
