@@ -64,6 +64,28 @@ def enclosed():
             return own(self.layer(x))
     return Closed()
 
+class Owning(Net):
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4, 3)
+    def forward(self, x):
+        return last(self.layer(x))
+
+def through_a_global():
+    global last
+    net = Owning()
+    last = net.last
+    return net
+
+def through_a_closure():
+    net = Owning()
+    own = net.last
+    class Closed(Owning):
+        def forward(self, x):
+            return own(self.layer(x))
+    net.__class__ = Closed
+    return net
+
 def by_tensor():
     factor = torch.randn(4, requires_grad=True)
     return lambda h: h * factor
@@ -99,6 +121,8 @@ def wrapped(net: nn.Module) -> instep.DataParallel:
         (lambda d: d.Stored(), r"a tensor of shape \(4,\)"),
         (lambda d: d.enclosed(), r"a tensor of shape \(3"),
         (lambda d: d.Holding(d.by_global()), "the global 'scale'"),
+        (lambda d: d.through_a_global(), r"the global 'last' \((weight|bias)\)"),
+        (lambda d: d.through_a_closure(), r"a tensor of shape \(3"),
     ],
 )
 def test_a_gradient_that_would_be_lost_is_an_error(defined: Any, make: Any, what: str) -> None:

@@ -61,6 +61,8 @@ class Depot:
         """The variables of closures that went with what was packed last, as they were."""
         self.needing: list[Tensor] = []
         """Worker only: the tensors of what was unpacked last that need a gradient at home."""
+        self.enclosed: list[Any] = []
+        """Worker only: what the closures in it hold."""
 
     def pack(self, value: Any, what: str = "") -> Parcel:
         """A value as bytes and tensors. `what` begins the path in a `CannotCross`: "argument 'batch'", "the module".
@@ -102,7 +104,7 @@ class Depot:
                     f"what another process sent could not be rebuilt: {type(error).__name__}: {error}. "
                     "Write engine='threads'."
                 ) from error
-            self.needing = unpacker.needing
+            self.needing, self.enclosed = unpacker.needing, unpacker.enclosed
             unpacker.memo = {}  # it holds methods of the unpacker, and the unpacker the tensors
             for number, thing in unpacker.defined.items():
                 self._keep(number, thing)

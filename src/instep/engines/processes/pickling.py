@@ -282,6 +282,8 @@ class Unpacker(pickle.Unpickler):
         self.received: list[tuple[int, list[str]]] = []
         self.needing: list[Tensor] = []
         """Tensors that need a gradient where they come from."""
+        self.enclosed: list[Any] = []
+        """What variables of closures hold."""
         self._kept: set[int] = set()
 
     def find_class(self, module: str, name: str) -> Any:
@@ -339,6 +341,7 @@ class Unpacker(pickle.Unpickler):
         for cell, held in inside:
             if held:
                 cell.cell_contents = held[0]
+                self.enclosed.append(held[0])
         for name, value in slots.items():
             setattr(function, name, value)
         function.__dict__.update(attributes)

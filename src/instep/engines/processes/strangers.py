@@ -1,4 +1,4 @@
-"""Tensors in a worker that need a gradient and are none of the module's: globals of the script, what a closure holds.
+"""Tensors in a worker that need a gradient and are not reached through the module: by a global, or by a closure.
 
 A gradient that came to one of them would stay in the worker, and what the script sees would be the first replica's
 alone.
@@ -7,13 +7,15 @@ alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from instep.bridge import leaves_below
 from instep.engines.processes.freight import CannotCross
 from instep.engines.processes.spaces import Spaces
+from instep.structure.tree import tensors_in
 
 
 class Strangers:
@@ -22,10 +24,14 @@ class Strangers:
     def __init__(self) -> None:
         self._known: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
-    def meet(self, tensors: Iterable[Tensor], own: Iterable[Tensor] = ()) -> None:
-        """Some tensors that need a gradient came with a message; `own` are the module's, which is told of theirs."""
-        mine = set(map(id, own))
-        self._known.update((id(t), t) for t in tensors if t.is_leaf and id(t) not in mine)
+    def meet(self, tensors: Sequence[Tensor], own: Iterable[Tensor], elsewhere: Iterable[Any]) -> None:
+        """Some tensors that need a gradient came with a message.
+
+        `own` are the module's, for which its replica has others; but not where globals and closures lead to them.
+        """
+        if tensors:
+            mine = set(map(id, own)).difference(map(id, _tensors_of(elsewhere)))
+            self._known.update((id(t), t) for t in tensors if t.is_leaf and id(t) not in mine)
 
     def refuse(self, outputs: Sequence[Tensor], spaces: Spaces) -> None:
         """Raise where a gradient of what comes out of a forward would come to one of them."""
@@ -40,16 +46,24 @@ class Strangers:
 def lost(what: str) -> CannotCross:
     """Says of a tensor that its gradient would stay in a worker."""
     return CannotCross(
-        f"forward computes with {what}, which needs a gradient and is not the module's: a worker process could not "
-        f"send the gradient back.\n"
-        f"Set it on the module (self.head = head), say that it needs none (requires_grad_(False), torch.no_grad()), or "
-        f"write engine='threads'."
+        f"forward computes with {what}, which needs a gradient and is not reached through the module: a worker process "
+        f"could not send the gradient back.\n"
+        f"Use it by way of the module (self.head = head), say that it needs none (requires_grad_(False), "
+        f"torch.no_grad()), or write engine='threads'."
     )
 
 
 def held(tensor: Tensor) -> str:
     """What is said of a tensor that has no name."""
     return f"a tensor of shape {tuple(tensor.shape)} that a closure or a container holds"
+
+
+def _tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, nn.Module):
+            yield from value.parameters()
+        else:
+            yield from tensors_in(value)
 
 
 def _described(tensor: Tensor, spaces: Spaces) -> str:

@@ -163,8 +163,9 @@ class Worker:
         self._note_strangers(())
 
     def _note_strangers(self, own: Sequence[Tensor]) -> None:
-        brought, self._talk.depot.needing = self._talk.depot.needing, []
-        self._strangers.meet(brought, own)
+        depot = self._talk.depot
+        self._strangers.meet(depot.needing, own, [*(held for _, held in depot.spaces.received()), *depot.enclosed])
+        depot.needing, depot.enclosed = [], []
 
     def _release(self, calls: Sequence[int], numbers: Sequence[int]) -> None:
         for call in calls:
