@@ -123,7 +123,7 @@ class Call:
             raise self._lost("weights" if sources else "arguments" if spoilt else "module")
         with self._as_before():
             shadow = self._again = self.recipe()
-            told = desk.tell(shadow)
+            told = desk.tell(shadow, self.run.method)
         state = {told.numbers[key]: value for key, value in self.values.items() if key in told.numbers}
         run = self.run
         told.renew(self, follow=True)
