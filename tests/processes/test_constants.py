@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import instep
 from instep.engines.choose import Choice
-from instep.engines.processes.constants import Constants, _literals_in
+from instep.engines.processes.constants import Constants
+from instep.engines.processes.files import read_file
 from instep.engines.processes.hands import Hands
 from instep.errors import CannotCross
 
@@ -56,8 +57,12 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_what_a_file_gives_its_names(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text(SETTINGS)
-    assert _literals_in(str(tmp_path / "one.py")) == {"SCALE": 1.5, "SHAPE": (2, 3)}
-    assert _literals_in(str(tmp_path / "none.py")) == _literals_in(None) == {}
+    said = read_file(str(tmp_path / "one.py"))
+    assert said.body.values == {"SCALE": 1.5, "SHAPE": (2, 3), "OTHER": [1], "COUNT": 0}
+    assert said.body.functions == {"scaled", "count"}
+    assert said.classes["Layer"].values == {"SCALE": 7}
+    assert read_file(str(tmp_path / "none.py")) == read_file(None)
+    assert not read_file(None).body.bound
 
 
 SCRIPT = """
@@ -119,7 +124,9 @@ class Plain(nn.Module):
 
 def test_nothing_is_read_of_torch(workers: Hands) -> None:
     assert workers is not None
-    assert Constants([nn.Linear(2, 2), nn.TransformerEncoderLayer(4, 2), Plain()])._read == []
+    constants = Constants([nn.Linear(2, 2), nn.TransformerEncoderLayer(4, 2), Plain()])
+    constants.check()
+    assert constants._of["forward"].constants == []
 
 
 def test_a_file_is_read_while_other_threads_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,5 +140,5 @@ def test_a_file_is_read_while_other_threads_parse(tmp_path: Path, monkeypatch: p
         return parse(text)
 
     monkeypatch.setattr(ast, "parse", fails_twice)
-    assert _literals_in(str(file)) == {"SCALE": 2}
+    assert read_file(str(file)).body.values == {"SCALE": 2}
     assert not failures

@@ -136,7 +136,7 @@ class Call:
         with self._as_before():
             shadow = self._again = self.recipe()
             shadow.owned = self.owned
-            told = desk.tell(shadow)
+            told = desk.tell(shadow, self.run.method)
         state = {told.numbers[key]: value for key, value in self.values.items() if key in told.numbers}
         run = self.run
         told.renew(self, follow=True)

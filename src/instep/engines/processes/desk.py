@@ -119,8 +119,8 @@ class Desk:
         """Whether tensors of the call at hand stay on the device that both sides work on."""
         return self.talk.hold is not None and self.talk.hold.near
 
-    def tell(self, shadow: Shadow) -> Told:
-        """Tell the worker what it does not know yet of a module."""
+    def tell(self, shadow: Shadow, method: str) -> Told:
+        """Tell the worker what it does not know yet of a module, of which it is to run a method."""
         place = place_of_script()
         if place != self._place:
             folder, path, variables, modules = place
@@ -136,7 +136,7 @@ class Desk:
         elif shadow.sets:
             self._tell_sets(shadow, told)
         shadow.stale, shadow.sets = False, []
-        told.constants.check()
+        told.constants.check(method)
         return told
 
     def _tell_sets(self, shadow: Shadow, told: Told) -> None:

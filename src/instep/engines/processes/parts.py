@@ -82,7 +82,7 @@ class ForwardPart:
     def ask(self, desk: Desk) -> Box:
         job, run = self._job, self._run
         job.room.stacks[self._index] = desk.worker.stack
-        told = self._told = desk.tell(self._shadow)
+        told = self._told = desk.tell(self._shadow, run.method)
         sharing = job.passage.sharing
         run.ticket = 0 if sharing is None else sharing.ticket_for(desk, self._shadow.number, told)
         if not run.ticket:
