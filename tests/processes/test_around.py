@@ -42,6 +42,17 @@ def test_no_thread_is_started_for_them(mode: Callable[[], AbstractContextManager
         assert not [thread.name for thread in new if thread.name.startswith("instep-cpu")]
 
 
+def test_nor_where_something_was_compiled() -> None:
+    net, x = nn.Linear(4, 3), torch.randn(7, 4)
+    with wrap(net) as model:
+        torch.testing.assert_close(model(x), torch.compile(net, backend="eager")(x))
+        before = set(threading.enumerate())
+        for _ in range(2):
+            torch.testing.assert_close(model(x), net(x))
+        new = set(threading.enumerate()) - before
+        assert not [thread.name for thread in new if thread.name.startswith("instep-cpu")]
+
+
 class Counts(nn.Module):
     """Writes to its state in every way, and sets something new."""
 

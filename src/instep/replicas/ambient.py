@@ -105,11 +105,11 @@ class Ambient:
 
     def is_plain(self, device: torch.device) -> bool:
         """Whether there is nothing to enter but whether gradients are wanted."""
-        return not self.inference and not self.autocast and self.lets_work(device)
+        return not self.inference and not self.autocast and self.graphs is None and self.lets_work(device)
 
     def lets_work(self, device: torch.device) -> bool:
         """Whether instep can work in the middle of it: copies look at no autocast, and inference mode can be left."""
-        return self.device is None and self.saved_hooks is None and self.graphs is None and device not in self.streams
+        return self.device is None and self.saved_hooks is None and device not in self.streams
 
 
 class _Gradients:
