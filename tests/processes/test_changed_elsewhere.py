@@ -19,7 +19,13 @@ import instep
 from instep.engines.processes.constants import Constants
 from instep.errors import CannotCross
 
-from .lines import script
+from .lines import only_mine, script
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_mine(monkeypatch)
+
 
 CONFIG = """
 CFG = {"scale": 1.0, "rate": 0.1, "deep": {"bias": 2, "other": 3}}

@@ -19,7 +19,13 @@ from instep.engines.processes.files import read_file
 from instep.engines.processes.hands import Hands
 from instep.errors import CannotCross
 
-from .lines import script
+from .lines import only_mine, script
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_mine(monkeypatch)
+
 
 SETTINGS = """
 SCALE = 1.5

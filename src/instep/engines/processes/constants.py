@@ -236,13 +236,19 @@ def _body_of(cls: type) -> Body | None:
 def _is_done_by_imports(one: Constant) -> bool:
     """Whether files of the user's may do something to a constant as they are imported: a worker does so too."""
     named: set[str] = set()
+    for module in files_of_the_program():
+        named |= file_of(module).deeds.words
+        if _is_done_in(file_of(module).deeds, one):
+            return True
+    return any(_is_done_in(done_by(module, named), one) for module in one.files)
+
+
+def files_of_the_program() -> Iterator[types.ModuleType]:
+    """The modules of the user's that are imported; which of them a worker needs too is not known."""
     modules: list[tuple[str, Any]] = list(sys.modules.items())
     for name, module in modules:
         if isinstance(module, types.ModuleType) and is_ours(name) and importable(name):
-            named |= file_of(module).deeds.words
-            if _is_done_in(file_of(module).deeds, one):
-                return True
-    return any(_is_done_in(done_by(module, named), one) for module in one.files)
+            yield module
 
 
 def _is_done_in(deeds: Deeds, one: Constant) -> bool:
