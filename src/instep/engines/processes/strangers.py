@@ -24,19 +24,19 @@ class Strangers:
     def __init__(self) -> None:
         self._known: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
     def meet(self, tensors: Sequence[Tensor], own: Iterable[Tensor], elsewhere: Iterable[Any]) -> None:
         """Some tensors that need a gradient came with a message.
 
         `own` are the module's, for which its replica has others; but not where globals and closures lead to them.
         """
-        if tensors:
-            mine = set(map(id, own)).difference(map(id, _tensors_of(elsewhere)))
-            self._known.update((id(t), t) for t in tensors if t.is_leaf and id(t) not in mine)
+        mine = set(map(id, own)).difference(map(id, _tensors_of(elsewhere)))
+        self._known.update((id(t), t) for t in tensors if t.is_leaf and id(t) not in mine)
 
     def refuse(self, outputs: Sequence[Tensor], spaces: Spaces) -> None:
         """Raise where a gradient of what comes out of a forward would come to one of them."""
-        if not self._known:
-            return
         below = leaves_below(outputs)
         for key, tensor in list(self._known.items()):
             if key in below:

@@ -164,7 +164,8 @@ class Worker:
 
     def _note_strangers(self, own: Sequence[Tensor]) -> None:
         depot = self._talk.depot
-        self._strangers.meet(depot.needing, own, [*(held for _, held in depot.spaces.received()), *depot.enclosed])
+        if depot.needing:
+            self._strangers.meet(depot.needing, own, [*(held for _, held in depot.spaces.received()), *depot.enclosed])
         depot.needing, depot.enclosed = [], []
 
     def _release(self, calls: Sequence[int], numbers: Sequence[int]) -> None:
@@ -247,10 +248,10 @@ class Worker:
         if ran.arguments:
             # A view: the argument itself would be sent as a word for what the other process has already.
             ran.made = {i: arguments[i].view_as(arguments[i]) for i in ran.arguments if arguments[i].requires_grad}
-        if ambient.grad:
+        if ambient.grad and self._strangers:
             self._strangers.refuse(outputs_of(ran, outcome), self._talk.depot.spaces)
-            if leaves:
-                ran.used = used_by(ran, leaves, outcome)
+        if ambient.grad and leaves:
+            ran.used = used_by(ran, leaves, outcome)
         draws.note(ran)
         outputs = self._say(message.call, run, ran, mirror, arguments, grad=ambient.grad)
         if outputs and ambient.grad:
