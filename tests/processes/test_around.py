@@ -207,7 +207,7 @@ def test_anomalies_are_looked_for_in_workers_too() -> None:
 
 
 class Warns(nn.Module):
-    """Warns of its own and of Python's categories, and says how many of the filters are another's than Python's."""
+    """Warns in a worker."""
 
     def __init__(self) -> None:
         super().__init__()

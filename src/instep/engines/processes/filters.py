@@ -24,7 +24,7 @@ def warning_filters() -> tuple[Filter, ...]:
     global _last
     if warnings.filters != _last[0]:
         present: list[Any] = list(warnings.filters)
-        own = [one for one in present if one[2].__module__ == "builtins"]
+        own = [one for one in present if getattr(one[2], "__module__", None) == "builtins"]
         read = ((action, _pattern(m), kind.__name__, _pattern(module), line) for action, m, kind, module, line in own)
         _last = present, tuple(read)
     return _last[1]
