@@ -234,7 +234,7 @@ def test_a_worker_that_does_not_come_up_says_why(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(process, "_PACKAGE", HERE / "nowhere" / "__init__.py")
     worker = Worker.start("replica 1 on cpu")
     with pytest.raises(Gone, match=r"(?s)did not come up: exited with status 1, having printed:.*No such file"):
-        worker.wait_ready(time.monotonic() + 20)
+        worker.comes_up(time.monotonic() + 20)
     worker.kill()
 
 

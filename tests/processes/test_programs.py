@@ -278,7 +278,7 @@ def test_a_worker_leaves_no_file_for_a_profiler(monkeypatch: pytest.MonkeyPatch)
     net, x = Profiles(), torch.randn(60, 400)
     net(x)
     if not Path(f"/tmp/perf-{os.getpid()}.map").exists():
-        pytest.skip("torch has left none for this process either")
+        pytest.skip("torch writes no such files on this machine")
     monkeypatch.setattr(hands, "_workers", {})  # a new one
     monkeypatch.delenv("ONEDNN_JIT_PROFILE", raising=False)
     with instep.DataParallel(net, ["cpu"] * 2, engine="processes", probe=False) as model:

@@ -83,8 +83,3 @@ def trainable_written(source: nn.Module, written: Sequence[Tensor], overwritten:
         f"{_OVERWRITTEN.format(names=', '.join(names)) if names else _UNTOUCHED}\n"
         f"Change it outside forward (after optimizer.step()), or make it a buffer and give it a state rule."
     )
-
-
-def tensor_name(source: nn.Module, tensor: Tensor) -> str:
-    """The dotted name of a tensor that some module of the source holds."""
-    return Owners(source).of(tensor).path

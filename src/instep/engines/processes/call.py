@@ -25,6 +25,7 @@ from instep.errors import WorkerFailure
 from instep.replicas.contents import Contents, contents_of, put
 from instep.replicas.equal import equal_tensors
 from instep.replicas.memory import version_of
+from instep.replicas.opaque import is_opaque
 from instep.replicas.watch import MISSING, Changes
 from instep.structure.tree import map_tensors, tensors_in
 
@@ -219,7 +220,9 @@ def _tensor_alone(item: Any) -> Any:
 
 def _leads_back(item: Any) -> bool:
     """Whether something else than a tensor holds graphs: it cannot be had without them and as it is."""
-    return not isinstance(item, Tensor) and any(not tensor.is_leaf for tensor in tensors_in(item))
+    if isinstance(item, Tensor) or is_opaque(item):
+        return False
+    return any(not tensor.is_leaf for tensor in tensors_in(item))
 
 
 def _holder(key: Attribute) -> dict[str, Any]:

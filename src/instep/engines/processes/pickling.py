@@ -281,9 +281,9 @@ class Unpacker(pickle.Unpickler):
         self.defined: dict[int, Any] = {}
         self.received: list[tuple[int, list[str]]] = []
         self.needing: list[Tensor] = []
-        """Tensors that need a gradient where they come from."""
+        """In a worker: tensors that need a gradient where they come from."""
         self.enclosed: list[Any] = []
-        """What variables of closures hold."""
+        """In a worker: what variables of closures hold."""
         self._kept: set[int] = set()
 
     def find_class(self, module: str, name: str) -> Any:
@@ -341,7 +341,8 @@ class Unpacker(pickle.Unpickler):
         for cell, held in inside:
             if held:
                 cell.cell_contents = held[0]
-                self.enclosed.append(held[0])
+                if not self.register.home:
+                    self.enclosed.append(held[0])
         for name, value in slots.items():
             setattr(function, name, value)
         function.__dict__.update(attributes)

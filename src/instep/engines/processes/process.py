@@ -142,11 +142,6 @@ class Worker:
                 self.ready = message.kind == "ready"
         return True
 
-    def wait_ready(self, deadline: float) -> None:
-        """Wait until it is ready; `Gone` with the reason where it ends instead or is late."""
-        if not self.comes_up(deadline):
-            raise Gone(f"{self.name} did not come up in time. {self.stack()}")
-
     def alive(self) -> bool:
         """Whether the process runs; it is not collected by asking."""
         return self._ended() is None
