@@ -147,7 +147,7 @@ def bytes_moved(model: instep.DataParallel, work: Callable[[], None], x: Tensor,
 
     Those are half of the batch, its part of the output and the gradient of that, and every weight's gradient once.
     """
-    line = model._instep_engine._hands.get(1).line
+    line = model._instep_engine._pool.get(1).line
     before = line.moved
     work()
     weights = sum(p.nbytes for p in model.parameters())  # their gradients lie in memory that both processes map

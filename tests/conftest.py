@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import instep
-from instep.engines.processes.hands import Hands
+from instep.engines.processes.lifecycle.pool import WorkerPool
 
 SECONDS_TO_END = 2.0
 
@@ -79,9 +79,9 @@ def one_core() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def workers() -> Iterator[Hands]:
+def workers() -> Iterator[WorkerPool]:
     """Worker processes that stay from test to test: each takes seconds to come up."""
-    hands = Hands([torch.device("cpu")] * 4)
+    hands = WorkerPool([torch.device("cpu")] * 4)
     yield hands
     hands.close()
 
@@ -98,9 +98,9 @@ def leaves_no_trace(request: pytest.FixtureRequest) -> Iterator[None]:
     Whatever was changed is put back, so that one culprit fails and not everything after it.
     """
     if _in_processes(request):
-        hands: Hands = request.getfixturevalue("workers")
+        hands: WorkerPool = request.getfixturevalue("workers")
         for index in (1, 2, 3):  # some test may have ended one
-            if not hands.get(index).alive():
+            if not hands.get(index).is_alive():
                 hands.replace(index)
     gc.freeze()  # what outlived the tests before stays: the collection after this one need not walk through it
     threads, processes = set(threading.enumerate()), _children()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.engines.tasks import inside_replica
+from instep.engines.thread_pool import is_replica_thread
 
 
 def test_scatter_and_gather_are_inverse() -> None:
@@ -57,7 +57,7 @@ def test_parallel_apply() -> None:
 
     class Keyword(nn.Module):
         def forward(self, x: Tensor, *, scale: float) -> Tensor:
-            assert inside_replica()
+            assert is_replica_thread()
             return x * scale
 
     both = instep.parallel_apply([Keyword(), Keyword()], inputs, ({"scale": 2.0}, {"scale": 3.0}), ["cpu", "cpu"])

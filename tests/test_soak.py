@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.engines.processes.worker import DROPPED
+from instep.engines.processes.worker.server import MODULES_PER_GC
 
 CALLS = 2000
 MEBIBYTE = 2**20
@@ -61,7 +61,7 @@ def tensors() -> int:
 
 def pids(model: instep.DataParallel) -> list[int]:
     """This process, and the workers of a wrapper."""
-    hands = getattr(model._instep_engine, "_hands", None)
+    hands = getattr(model._instep_engine, "_pool", None)
     workers = [] if hands is None else [hands.get(index).pid for index in range(1, len(model._instep_devices))]
     return [os.getpid(), *workers]
 
@@ -87,7 +87,9 @@ def test_nothing_grows(engine: str) -> None:
     assert len(uses) == (3 if engine == "processes" else 1)
     for then, now in zip(before[1], uses, strict=True):
         assert now.threads <= then.threads  # fewer, where one that another test had left came to its end
-        assert now.files <= then.files + 4 * DROPPED  # so many modules a worker lets go at a time, with four each
+        assert (
+            now.files <= then.files + 4 * MODULES_PER_GC
+        )  # so many modules a worker lets go at a time, with four each
         assert now.memory - then.memory < 24 * MEBIBYTE
     assert net.calls > CALLS // 2
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.replicas.crew import Crew
+from instep.replicas.replica_set import ReplicaSet
 from instep.structure.merge import Merger
 from instep.structure.plan import Planner
 from instep.structure.split import apply_plan
@@ -70,7 +70,7 @@ def nested_batch() -> dict[str, Any]:
 def structure_layer(rounds: int) -> None:
     """Plan, split and merge of a nested batch for two replicas, the plan being warm."""
     batch = nested_batch()
-    planner, merger = Planner(2), Merger.of()
+    planner, merger = Planner(2), Merger.from_options()
 
     def there_and_back() -> Any:
         plan = planner.plan(("batch",), (batch,))
@@ -103,19 +103,19 @@ def looking(rounds: int, replicas: int, blocks: int) -> None:
     """What is asked at every call: has anything changed on the source, or on a replica since its forward."""
     net = nn.Sequential(*[Block() for _ in range(blocks)])
     modules = len(list(net.modules()))
-    crew = Crew(net, [torch.device("cpu")] * replicas)
-    crew.ready()
+    crew = ReplicaSet(net, [torch.device("cpu")] * replicas)
+    crew.sync()
 
     def look() -> None:
-        crew.changes()
+        crew.source_changes()
         for replica in crew.replicas:
             replica.changes()
 
     def call() -> None:
-        crew.ready()
+        crew.sync()
         for replica in crew.replicas:
             replica.changes()
-        crew.written()
+        crew.written_parameters()
 
     looks, calls = in_turns([look, call], rounds, 50)
     each = [statistics.median(taken) / modules / replicas * 1e6 for taken in (looks, calls)]

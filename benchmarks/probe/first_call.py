@@ -100,14 +100,14 @@ def one_lookup(make: Callable[[], Any], rounds: int) -> float:
         for _ in range(20):
             model(*batch)
         known = model._method("forward")
-        names, values = known.name(batch, {})
+        names, values = known.bind(batch, {})
         plan = known.planner.plan(names, values)
         device, place = torch.device("cpu"), lambda shard: shard
         count = 500
 
         def look() -> None:
             for _ in range(count):
-                known.probe.before(net, device, plan, values, len(batch), 0, place)
+                known.probe.prepare(net, device, plan, values, len(batch), 0, place)
 
         return statistics.median(seconds(look) / count for _ in range(rounds))
 

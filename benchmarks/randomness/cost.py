@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import instep
-from instep.random import RandomState, Streams, threads_can_draw
+from instep.runtime.rng import CallerRng, ReplicaRng, supports_thread_streams
 
 HOST = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def timed(around: Callable[[], AbstractContextManager[Any]], work: Callable[[], 
 def operations(rounds: int) -> None:
     """One operation in the caller's own way, and as a replica's thread does it."""
     small, square = torch.zeros(16), torch.randn(64, 64)
-    streams = Streams(RandomState([HOST, HOST]), [[], []], own=True, in_turn=False)
+    streams = ReplicaRng(CallerRng([HOST, HOST]), [[], []], per_thread=True, serialized=False)
     works: dict[str, Callable[[], Any]] = {
         "uniform_, 16 numbers": small.uniform_,
         "rand, 16 numbers": lambda: torch.rand(16),
@@ -57,7 +57,10 @@ def operations(rounds: int) -> None:
     print(f"{'operation':24}{'plain':>10}{'stream':>10}{'more':>10}")
     for name, work in works.items():
         plain, ours = in_turns(
-            [lambda w=work: timed(nullcontext, w, 2000), lambda w=work: timed(lambda: streams.backward(0), w, 2000)],  # type: ignore[misc]
+            [
+                lambda w=work: timed(nullcontext, w, 2000),
+                lambda w=work: timed(lambda: streams.backward_context(0), w, 2000),
+            ],  # type: ignore[misc]
             rounds,
         )
         print(f"{name:24}{plain * 1e6:7.2f} us{ours * 1e6:7.2f} us{(ours - plain) * 1e6:7.2f} us")
@@ -73,7 +76,7 @@ def steps(rounds: int) -> None:
     x = torch.randn(16, 64, 128)
     side_by_side = instep.DataParallel(encoder(0.1), ["cpu"] * 2, engine="threads")
     in_turn = instep.DataParallel(encoder(0.1), ["cpu"] * 2, engine="threads")
-    in_turn._instep_together._turns.always = True
+    in_turn._instep_together._serialized_draws.serialize = True
     without = instep.DataParallel(encoder(0.0), ["cpu"] * 2, engine="threads")
 
     def step(model: nn.Module) -> float:
@@ -98,7 +101,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
     start = time.perf_counter()
-    assert threads_can_draw()
+    assert supports_thread_streams()
     print(f"registered once in a process in {(time.perf_counter() - start) * 1e3:.0f} ms\n")
     operations(rounds)
     steps(rounds)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from instep.collectives import all_gather, all_reduce, replica
-from instep.engines.choose import shutdown
+from instep.call.loss import with_loss
+from instep.collectives.functional import all_gather, all_reduce, replica
+from instep.engines.select import shutdown
 from instep.errors import (
     BridgeError,
     CannotCross,
@@ -17,12 +18,11 @@ from instep.errors import (
     WrapError,
 )
 from instep.functional import data_parallel, gather, parallel_apply, replicate, scatter
-from instep.loss import with_loss
 from instep.parallel import DataParallel
-from instep.structure.marks import Shards, whole
 from instep.structure.merge import merge
+from instep.structure.merge_rules import weighted_by
 from instep.structure.register import register
-from instep.structure.rules import weighted_by
+from instep.structure.spec import Shards, whole
 from instep.structure.split import split
 
 __version__ = "0.1.0"

@@ -1,8 +1,9 @@
-"""Which devices there are, and moving the leaves of a structure onto them."""
+"""Device specifications, placing leaves on devices, and sending tensors in flat buckets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from instep.errors import WrapError
-from instep.structure.tree import Path, map_tensors, open_node, show_path, tensors_in
-from instep.structure.types import kind_of
+from instep.runtime.modes import set_inference_mode
+from instep.structure.tree import Path, flatten_one_level, format_path, map_tensors, tensors_in
+from instep.structure.types import handler_for_type
 
 DeviceLike = int | str | torch.device
 
@@ -27,7 +29,7 @@ def accelerators() -> list[torch.device]:
     return []
 
 
-def device_of(spec: DeviceLike) -> torch.device:
+def resolve_device(spec: DeviceLike) -> torch.device:
     """A full device from an index, a name or a device: `0` is the first accelerator, `"cuda"` the current one."""
     if isinstance(spec, int):
         found = accelerators()
@@ -43,17 +45,17 @@ def device_of(spec: DeviceLike) -> torch.device:
     return torch.device(device.type, index)
 
 
-def devices_of(specs: Sequence[DeviceLike] | None, module: nn.Module) -> list[torch.device]:
+def resolve_devices(specs: Sequence[DeviceLike] | None, module: nn.Module) -> list[torch.device]:
     """The replicas' devices: those asked for, or every accelerator, or the one place where the module is."""
     if specs is None:
-        return accelerators() or [home_of(module) or torch.device("cpu")]
-    devices = [device_of(spec) for spec in specs]
+        return accelerators() or [module_device(module) or torch.device("cpu")]
+    devices = [resolve_device(spec) for spec in specs]
     if not devices:
         raise WrapError("device_ids is empty: name at least one device, or leave it out.")
     return devices
 
 
-def home_of(module: nn.Module) -> torch.device | None:
+def module_device(module: nn.Module) -> torch.device | None:
     """The one device that holds a module's parameters and buffers; None for a module without any."""
     places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if len(places) > 1:
@@ -82,20 +84,24 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return moved
 
 
-def move(value: Any, device: torch.device) -> Any:
+def move_to_device(value: Any, device: torch.device) -> Any:
     """A structure with every tensor on `device`."""
     if isinstance(value, Tensor):
         return to_device(value, device)
-    kind = kind_of(type(value))
+    kind = handler_for_type(type(value))
     if kind is not None:
-        return kind.move(value, device) if kind.move is not None else kind.map(lambda t: to_device(t, device), value)
-    node = open_node(value)
+        return (
+            kind.to_device(value, device)
+            if kind.to_device is not None
+            else kind.map(lambda t: to_device(t, device), value)
+        )
+    node = flatten_one_level(value)
     if node is None:
         return value
-    return node.close([move(child, device) for child in node.children])
+    return node.unflatten([move_to_device(child, device) for child in node.children])
 
 
-def stays_on_host(values: Iterable[Any]) -> bool:
+def has_accelerator_tensors(values: Iterable[Any]) -> bool:
     """Whether CPU leaves are meant to stay: they are when some other leaf is already on an accelerator."""
     return any(tensor.device.type != "cpu" for value in values for tensor in tensors_in(value))
 
@@ -103,24 +109,83 @@ def stays_on_host(values: Iterable[Any]) -> bool:
 def place(value: Any, path: Path, device: torch.device, keep_host: bool, rules: Mapping[str, Any]) -> Any:
     """A shard on its replica's device; CPU leaves stay where `keep_host` or a rule says so."""
     if rules:
-        where = show_path(path)
+        where = format_path(path)
         for pattern, spec in rules.items():
             if fnmatchcase(where, pattern):
-                return move(value, device_of(spec))
+                return move_to_device(value, resolve_device(spec))
     if isinstance(value, Tensor):
         return value if keep_host and value.device.type == "cpu" else to_device(value, device)
-    kind = kind_of(type(value))
+    kind = handler_for_type(type(value))
     if kind is not None:
         stay = keep_host and all(tensor.device.type == "cpu" for tensor in tensors_in(value))
-        return value if stay else move(value, device)
-    node = open_node(value)
+        return value if stay else move_to_device(value, device)
+    node = flatten_one_level(value)
     if node is None:
         return value
     children = [place(c, (*path, k), device, keep_host, rules) for k, c in zip(node.keys, node.children, strict=True)]
     unchanged = all(new is old for new, old in zip(children, node.children, strict=True))
-    return value if unchanged else node.close(children)
+    return value if unchanged else node.unflatten(children)
 
 
-def on_output_device(value: Any, device: torch.device) -> Any:
+def to_output_device(value: Any, device: torch.device) -> Any:
     """Outputs brought to one device, differentiably."""
     return map_tensors(lambda tensor: tensor if tensor.device == device else tensor.to(device), value)
+
+
+BUCKET_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors of one dtype and device that travel as one."""
+
+    indices: tuple[int, ...]
+    dtype: torch.dtype
+    numel: int
+
+
+def make_buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[Bucket]:
+    """Dense tensors grouped by dtype and device, in order, up to `limit` bytes a bucket."""
+    found: list[Bucket] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for index, tensor in enumerate(tensors):
+        key = (tensor.dtype, tensor.device)
+        filling.setdefault(key, []).append(index)
+        sizes[key] = sizes.get(key, 0) + tensor.numel()
+        if sizes[key] * tensor.element_size() >= limit:
+            found.append(Bucket(tuple(filling.pop(key)), tensor.dtype, sizes.pop(key)))
+    found += [Bucket(tuple(indices), key[0], sizes[key]) for key, indices in filling.items()]
+    return found
+
+
+def pack(tensors: Sequence[Tensor], bucket: Bucket) -> Tensor:
+    """The bucket's tensors as one flat tensor on their device."""
+    return torch.cat([tensors[index].detach().reshape(-1) for index in bucket.indices])
+
+
+def unpack(flat: Tensor, like: Sequence[Tensor], bucket: Bucket) -> list[Tensor]:
+    """The tensors of a bucket as views of a flat tensor, in the shapes of `like`."""
+    sizes = [like[index].numel() for index in bucket.indices]
+    parts = flat.split(sizes)
+    return [part.view(like[index].shape) for part, index in zip(parts, bucket.indices, strict=True)]
+
+
+def copy_to_replicas(tensors: Sequence[Tensor], into: Sequence[Sequence[Tensor]]) -> None:
+    """Write the values of `tensors` into each list of counterparts, in flat buckets where devices differ.
+
+    Version counters of the counterparts do not move: a graph that was built on them meets the new values exactly as a
+    graph on one device meets a parameter that was changed without notice.
+    """
+    with torch.no_grad(), set_inference_mode(False):
+        for bucket in make_buckets(tensors):
+            flat: Tensor | None = None
+            for targets in into:
+                mine = [targets[index].data for index in bucket.indices]
+                if mine[0].device == tensors[bucket.indices[0]].device:
+                    torch._foreach_copy_(mine, [tensors[index].detach() for index in bucket.indices])
+                    continue
+                if flat is None:
+                    flat = pack(tensors, bucket)
+                there = flat.to(mine[0].device, non_blocking=mine[0].device.type != "cpu")
+                torch._foreach_copy_(mine, unpack(there, tensors, bucket))

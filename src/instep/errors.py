@@ -1,7 +1,4 @@
-"""Everything instep raises by itself.
-
-An exception raised inside the user's module is never turned into one of these: it keeps its own type.
-"""
+"""The exceptions that instep raises itself; exceptions of the user's module keep their type."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ class CannotCross(EngineError):
     """Something cannot be sent to, or rebuilt in, another process; the message says where it is and what to do."""
 
 
-class NoWayBack(CannotCross, BridgeError):
+class RemoteGradientError(CannotCross, BridgeError):
     """An output needs a gradient that does not come back from another process; the message names its place."""
 
 

@@ -14,41 +14,48 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from instep.accept import accept, refuse_outer_wrapper
-from instep.batchnorm import Outfit, running_rule
-from instep.compiled import compiled_by, compiler, untraced
+from instep.call.explain import Explanation, explain, explain_one_device
+from instep.call.options import (
+    BoundCall,
+    MethodBinding,
+    Options,
+    as_dict,
+    as_tuple,
+    check_shares,
+    refuse_outer_wrapper,
+    unwrap_module,
+)
+from instep.call.runner import ParallelRunner
+from instep.call.transparent import Transparent
+from instep.collectives.sync_batchnorm import SyncBatchNormPatch, running_stats_rule
 from instep.devices import (
     DeviceLike,
-    device_of,
-    devices_of,
-    home_of,
-    on_output_device,
+    has_accelerator_tensors,
+    module_device,
     place,
-    stays_on_host,
+    resolve_device,
+    resolve_devices,
+    to_output_device,
 )
-from instep.engines.choose import Choice, choose, inside_worker, instead, start
-from instep.engines.protocol import Engine
-from instep.engines.tasks import inside_replica
+from instep.engines.base import Engine
+from instep.engines.select import EngineChoice, choose_engine, create_engine, fallback_engine, inside_worker
+from instep.engines.thread_pool import is_replica_thread
 from instep.errors import CannotCross, WrapError
-from instep.explain import Explanation, explain, explain_alone
-from instep.face import Transparent
-from instep.locks import ProcessLock
-from instep.options import Call, Method, Options, check_shares, listed, tabled
-from instep.private import follows_one_thread
-from instep.replicas.clone import Wrapper
-from instep.replicas.crew import Crew
-from instep.replicas.settle import Settler
-from instep.replicas.state_rules import check_state_rule
-from instep.structure.dims import AUTO
-from instep.structure.marks import bare
+from instep.replicas.clone import ModuleWrapper
+from instep.replicas.replica_set import ReplicaSet
+from instep.replicas.state.merge import StateMerger
+from instep.replicas.state.rules import check_state_rule
+from instep.runtime.locks import ForkSafeLock
+from instep.runtime.modes import active_compiler, call_compiled, disable_compile
+from instep.runtime.torch_private import has_thread_local_transform
 from instep.structure.merge import Merger
-from instep.together import Together
+from instep.structure.spec import AUTO, strip_marks
 
-_FROM_FORWARD, _FROM_RUN = 1, 3
+_FRAMES_FROM_FORWARD, _FRAMES_FROM_RUN = 1, 3
 """How many calls of ours there are from `forward` on, where it is asked who called it."""
 
 
-class DataParallel(Transparent, Wrapper):
+class DataParallel(Transparent, ModuleWrapper):
     """Runs `module` on several devices and gives back what one device would have given.
 
     The first four arguments are those of `torch.nn.DataParallel`. `device_ids` also takes `"cpu"` and repeats
@@ -111,19 +118,19 @@ class DataParallel(Transparent, Wrapper):
         timeout: float = 600.0,
     ) -> None:
         options = Options(
-            device_ids=None if device_ids is None else listed("device_ids", device_ids),
+            device_ids=None if device_ids is None else as_tuple("device_ids", device_ids),
             output_device=output_device,
             dim=dim,
             engine=engine,
             in_dims=in_dims,
             out_dims=out_dims,
             merge=merge,
-            state=tabled("state", state),
-            methods=listed("methods", methods),
+            state=as_dict("state", state),
+            methods=as_tuple("methods", methods),
             min_shard=min_shard,
-            shares=listed("shares", shares or ()),
+            shares=as_tuple("shares", shares or ()),
             cost=cost,
-            place=tabled("place", place),
+            place=as_dict("place", place),
             on_unmerged_state=on_unmerged_state,
             hooks=hooks,
             private_copies=private_copies,
@@ -132,7 +139,7 @@ class DataParallel(Transparent, Wrapper):
             restarts=restarts,
             timeout=timeout,
         )
-        super().__init__(accept(module))
+        super().__init__(unwrap_module(module))
         self._set_up(options)
 
     def _set_up(self, options: Options) -> None:
@@ -146,108 +153,111 @@ class DataParallel(Transparent, Wrapper):
             raise WrapError(f"on_unmerged_state={options.on_unmerged_state!r}: write 'error' or 'warn'.")
         if options.hooks not in ("whole", "per_replica"):
             raise WrapError(f"hooks={options.hooks!r}: write 'whole' or 'per_replica'.")
-        devices = devices_of(options.device_ids, self.module)
+        devices = resolve_devices(options.device_ids, self.module)
         check_shares(options.shares, len(devices))
-        if home_of(self.module) not in (None, devices[0]):
+        if module_device(self.module) not in (None, devices[0]):
             self.module.to(devices[0])
         self._instep_options = options
         self._instep_devices = devices
-        self._instep_output = devices[0] if options.output_device is None else device_of(options.output_device)
+        self._instep_output = devices[0] if options.output_device is None else resolve_device(options.output_device)
         self._instep_alone = len(devices) == 1
         self._instep_stays = devices[0].type == self._instep_output.type == "cpu" and not options.place
         self._instep_bare = self._instep_alone and self._instep_stays
-        self._instep_methods: dict[str, Method] = {}
-        self._choose(choose(options.engine, devices))
+        self._instep_methods: dict[str, MethodBinding] = {}
+        self._start_engine(choose_engine(options.engine, devices))
 
-    def _choose(self, choice: Choice) -> None:
+    def _start_engine(self, choice: EngineChoice) -> None:
         """Set up what runs calls, on an engine."""
         options, devices = self._instep_options, self._instep_devices
         self._instep_choice = choice
-        self._instep_engine: Engine = start(choice, devices, options.restarts, options.timeout)
-        outfit, joint = Outfit(options.sync_batchnorm), self._instep_engine.joint
-        self._instep_crew = Crew(
+        self._instep_engine: Engine = create_engine(choice, devices, options.restarts, options.timeout)
+        outfit, joint = SyncBatchNormPatch(options.sync_batchnorm), self._instep_engine.joint_graph
+        self._instep_crew = ReplicaSet(
             self.module,
             devices,
-            private=options.private_copies,
-            joint=joint,
-            dress=outfit,
-            settle_in=None if options.private_copies else self._instep_engine.settle_in,
-            kinds=self._instep_engine.kinds(),
+            private_copies=options.private_copies,
+            joint_graph=joint,
+            patch=outfit,
+            share_tensors=None if options.private_copies else self._instep_engine.share_tensors,
+            replica_classes=self._instep_engine.replica_classes(),
         )
-        self._instep_together = Together(
+        self._instep_together = ParallelRunner(
             self.module,
             devices,
             self._instep_output,
             self._instep_engine,
             self._instep_crew,
-            Settler(
-                options.state, Merger.of(options.merge, AUTO, options.dim), options.on_unmerged_state, running_rule
+            StateMerger(
+                options.state,
+                Merger.from_options(options.merge, AUTO, options.dim),
+                options.on_unmerged_state,
+                running_stats_rule,
             ),
             outfit,
             options,
-            _weakly(self._alone),
+            _weakly(self._on_one_device),
         )
-        self._instep_lock = ProcessLock(self._instep_crew.discard)
+        self._instep_lock = ForkSafeLock(self._instep_crew.discard)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._instep_bare:  # nothing is split, nothing moves: the compiler sees through it
             if not is_compiling():
-                refuse_outer_wrapper(_FROM_FORWARD)
-            return self.module(*bare(args), **bare(kwargs))
+                refuse_outer_wrapper(_FRAMES_FROM_FORWARD)
+            return self.module(*strip_marks(args), **strip_marks(kwargs))
         return self._run("forward", args, kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run another method of the module in parallel: `model.call("generate", ids)`."""
         return self._run(method, args, kwargs)
 
-    @untraced
+    @disable_compile
     def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        refuse_outer_wrapper(_FROM_RUN)
-        if self._instep_alone or inside_replica() or self._is_lazy() or follows_one_thread():
-            return self._alone(method, args, kwargs)
-        if self._instep_together.is_hooked():
-            return self._alone(method, args, kwargs)
+        refuse_outer_wrapper(_FRAMES_FROM_RUN)
+        if self._instep_alone or is_replica_thread() or self._is_lazy() or has_thread_local_transform():
+            return self._on_one_device(method, args, kwargs)
+        if self._instep_together.has_user_hooks():
+            return self._on_one_device(method, args, kwargs)
         known = self._method(method)
-        names, values = known.name(args, kwargs)
+        names, values = known.bind(args, kwargs)
         plan = known.plan(names, values, self._instep_options.cost)
         if plan.parts == 1:
-            return self._alone(method, args, kwargs)
+            return self._on_one_device(method, args, kwargs)
         try:
             with self._instep_lock:
-                return self._instep_together.run(Call(method, known, plan, values, len(args)))
+                return self._instep_together.run(BoundCall(method, known, plan, values, len(args)))
         except CannotCross as error:
             self._fall_back(error)
         return self._run(method, args, kwargs)
 
     def _fall_back(self, error: CannotCross) -> None:
         """Go on with another engine, if nobody asked for the one that cannot have what a call needs."""
-        choice = instead(self._instep_choice, error)
-        self._instep_together.refuse_again()
-        warnings.warn(f"engine='auto' goes on with threads: {choice.why}.", stacklevel=5)
+        choice = fallback_engine(self._instep_choice, error)
+        self._instep_together.check_rerun_allowed()
+        warnings.warn(f"engine='auto' goes on with threads: {choice.reason}.", stacklevel=5)
         before, frozen = self._instep_engine, self._instep_crew.frozen
-        self._choose(choice)
+        self._start_engine(choice)
         self._instep_crew.frozen = frozen
         before.close()
 
-    def _alone(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _on_one_device(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The module itself, on the first device."""
         function = self.module if method == "forward" else getattr(self.module, method)
-        args, kwargs = bare(args), bare(kwargs)
-        if self._instep_stays or inside_replica():
-            return compiled_by(compiler(), function, args, kwargs)
+        args, kwargs = strip_marks(args), strip_marks(kwargs)
+        if self._instep_stays or is_replica_thread():
+            return call_compiled(active_compiler(), function, args, kwargs)
         device, rules = self._instep_devices[0], self._instep_options.place
         if device.type != "cpu" or rules:
-            names, values = self._method(method).name(args, kwargs)
-            keep = stays_on_host(values)
+            names, values = self._method(method).bind(args, kwargs)
+            keep = has_accelerator_tensors(values)
             moved = [place(value, (name,), device, keep, rules) for name, value in zip(names, values, strict=True)]
             args, kwargs = moved[: len(args)], dict(zip(names[len(args) :], moved[len(args) :], strict=True))
-        output = compiled_by(compiler(), function, args, kwargs)
-        return output if self._instep_output == device else on_output_device(output, self._instep_output)
+        output = call_compiled(active_compiler(), function, args, kwargs)
+        return output if self._instep_output == device else to_output_device(output, self._instep_output)
 
-    def _method(self, name: str) -> Method:
+    def _method(self, name: str) -> MethodBinding:
         known = self._instep_methods.get(name)
         if known is None:
-            known = Method(self.module, name, self._instep_options, len(self._instep_devices))
+            known = MethodBinding(self.module, name, self._instep_options, len(self._instep_devices))
             self._instep_methods[name] = known
         return known
 
@@ -268,23 +278,27 @@ class DataParallel(Transparent, Wrapper):
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """What happens to each leaf of such a call, and why; nothing runs. `print(model.explain(batch))`."""
         known = self._method("forward")
-        names, values = known.name(args, kwargs)
+        names, values = known.bind(args, kwargs)
         if self._instep_alone:
-            return explain_alone(names, values, self._instep_devices[0])
+            return explain_one_device(names, values, self._instep_devices[0])
         plan = known.plan(names, values, self._instep_options.cost)
-        tried = None if known.probe is None else known.probe.recall(plan, values, self._instep_crew.kinds.now)
-        trial = "" if known.probe is None else "not tried yet" if tried is None else tried.words
+        tried = (
+            None
+            if known.probe is None
+            else known.probe.find_record(plan, values, self._instep_crew.fingerprint.current)
+        )
+        trial = "" if known.probe is None else "not tried yet" if tried is None else tried.summary
         return explain(plan, values, self._instep_devices, self._chosen(), known.merger, trial)
 
-    def _chosen(self) -> Choice:
+    def _chosen(self) -> EngineChoice:
         """The engine, why it was chosen, and how tensors come to its replicas."""
-        choice, words = self._instep_choice, self._instep_engine.words()
-        return choice._replace(why=f"{choice.why}; {words}") if words else choice
+        choice, words = self._instep_choice, self._instep_engine.describe_transport()
+        return choice._replace(reason=f"{choice.reason}; {words}") if words else choice
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Leave gradients on the replicas while inside; they are reduced once, on the way out."""
-        with self._instep_engine.hold():
+        with self._instep_engine.no_sync():
             yield
 
     @contextmanager
@@ -293,8 +307,8 @@ class DataParallel(Transparent, Wrapper):
         crew = self._instep_crew
         outer = crew.frozen
         if not self._instep_alone:
-            for replica in crew.ready():
-                replica.follow_state()
+            for replica in crew.sync():
+                replica.sync_state()
         crew.frozen = True
         try:
             yield
@@ -322,7 +336,7 @@ class DataParallel(Transparent, Wrapper):
         devices = ", ".join(str(device) for device in self._instep_devices)
         choice = self._chosen()
         inner = repr(self.module).replace("\n", "\n  ")
-        return f"DataParallel(\n  engine={choice.name} ({choice.why}), devices=[{devices}]\n  {inner}\n)"
+        return f"DataParallel(\n  engine={choice.name} ({choice.reason}), devices=[{devices}]\n  {inner}\n)"
 
     def __getstate__(self) -> dict[str, Any]:
         hooks = {name: value for name, value in self.__dict__.items() if name.endswith("_hooks") and value}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from instep.engines.processes.call import Call
+from instep.engines.processes.controller.replay import ReplayableCall
 
 from .test_deaths import pids, wrap
 
@@ -99,4 +99,4 @@ def test_graphs_in_a_container_do_not_keep_earlier_calls(packed: bool) -> None:
         for _ in range(12):
             model(torch.randn(6, 4)).sum().backward()
         gc.collect()
-        assert sum(isinstance(thing, Call) for thing in gc.get_objects()) <= 4
+        assert sum(isinstance(thing, ReplayableCall) for thing in gc.get_objects()) <= 4

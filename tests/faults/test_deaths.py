@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.engines.processes.hands import inside_worker
+from instep.engines.processes.lifecycle.pool import inside_worker
 from instep.errors import WorkerFailure
 
-from ..everything import Net
+from ..all_features import Net
 
 
 class Fails(nn.Module):
@@ -45,7 +45,7 @@ def wrap(net: nn.Module, replicas: int = 2, **options: Any) -> instep.DataParall
 
 def pids(model: instep.DataParallel) -> list[int]:
     engine: Any = model._instep_engine
-    return [engine._hands.get(index).pid for index in range(1, len(model._instep_devices))]
+    return [engine._pool.get(index).pid for index in range(1, len(model._instep_devices))]
 
 
 def batch(value: float = 0.0) -> Tensor:
@@ -283,7 +283,7 @@ def test_garbage_on_the_line_is_no_answer() -> None:
     with wrap(net, restarts=5) as model:
         model(batch())
         engine: Any = model._instep_engine
-        worker = engine._hands.get(1)
+        worker = engine._pool.get(1)
         worker.line._sock.send(b"no frame of ours")
         x = batch()
         torch.testing.assert_close(model(x), net(x))
@@ -291,7 +291,7 @@ def test_garbage_on_the_line_is_no_answer() -> None:
 
 @pytest.mark.usefixtures("workers")
 def test_no_memory_is_said_before_anything_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instep.engines.processes.arena.headroom", lambda: 1000)
+    monkeypatch.setattr("instep.engines.processes.transport.shared_memory.available_memory", lambda: 1000)
     with wrap(nn.Linear(400, 300)) as model, pytest.raises(instep.EngineError, match=r"shared memory"):
         model(torch.randn(6, 400))
     monkeypatch.undo()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from .beside import on_each_engine, one_rank, train_beside
+from .side_by_side import on_each_engine, one_rank, train_beside
 
 
 class TwoHeads(nn.Module):

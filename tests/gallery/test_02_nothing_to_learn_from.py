@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .beside import on_each_engine, train_beside
+from .side_by_side import on_each_engine, train_beside
 
 
 class Detector(nn.Module):

@@ -7,7 +7,7 @@ from torch import nn
 
 import instep
 
-from .beside import on_each_engine
+from .side_by_side import on_each_engine
 
 
 @on_each_engine

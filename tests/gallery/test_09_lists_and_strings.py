@@ -8,7 +8,7 @@ from torch.nn.parallel import scatter_gather
 
 import instep
 
-from .beside import on_each_engine
+from .side_by_side import on_each_engine
 
 NAMES = ["a", "b", "c", "d", "e"]
 

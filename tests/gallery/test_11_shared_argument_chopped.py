@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import instep
 from instep.errors import StructureError
 
-from .beside import on_each_engine, torch_scatter
+from .side_by_side import on_each_engine, torch_scatter
 
 
 class Scored(nn.Module):

@@ -13,7 +13,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter
 
 import instep
 
-from .beside import on_each_engine
+from .side_by_side import on_each_engine
 
 
 class Pair(NamedTuple):

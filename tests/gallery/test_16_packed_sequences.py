@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.scatter_gather import scatter
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from .beside import on_each_engine, train_beside
+from .side_by_side import on_each_engine, train_beside
 
 
 class Reader(nn.Module):

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 
-from .beside import on_each_engine
+from .side_by_side import on_each_engine
 
 
 def on_a_rank(rank: int) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import instep
 
-from .beside import on_each_engine
+from .side_by_side import on_each_engine
 
 
 class Clip(nn.Module):

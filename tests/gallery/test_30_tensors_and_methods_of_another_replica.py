@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import instep
 from instep.replicas.replica import Replica
-from instep.replicas.tensors import Way
+from instep.replicas.tensors import ParameterSharing
 
 
 class Net(nn.Module):
@@ -65,7 +65,7 @@ def test_a_remembered_device_is_the_replicas() -> None:
     """The device that has no numbers stands for a second one."""
     net: Any = Net()
     net.device, net.other = torch.device("cpu"), torch.device("cuda", 3)
-    there = Replica(1, net, torch.device("meta"), Way.PRIVATE, home=torch.device("cpu"))
+    there = Replica(1, net, torch.device("meta"), ParameterSharing.COPY, home=torch.device("cpu"))
     replica: Any = there.module
     assert (replica.device, replica.other) == (torch.device("meta"), torch.device("cuda", 3))
     assert {t.device.type for t in (replica.shift, replica.table["scale"], replica.layer.weight)} == {"meta"}

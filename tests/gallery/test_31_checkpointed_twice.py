@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .beside import on_each_engine, one_rank, train_beside
+from .side_by_side import on_each_engine, one_rank, train_beside
 
 
 class Twice(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 
 import instep
 
-from .beside import one_rank
+from .side_by_side import one_rank
 
 
 def net() -> nn.Sequential:

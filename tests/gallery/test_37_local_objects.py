@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import instep
 
-from .beside import on_each_engine
+from .side_by_side import on_each_engine
 
 
 def make(scale: float) -> nn.Module:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import instep
 from instep.errors import StructureError, WrapError
 
-from .beside import on_each_engine, torch_scatter, train_beside
+from .side_by_side import on_each_engine, torch_scatter, train_beside
 
 
 class Sized(nn.Module):

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from instep.engines.processes.hands import Hands
+from instep.engines.processes.lifecycle.pool import WorkerPool
 
 
 @pytest.fixture(scope="module")
-def gpu_workers() -> Iterator[list[Hands]]:
+def gpu_workers() -> Iterator[list[WorkerPool]]:
     """Worker processes that stay from test to test."""
     if not torch.cuda.is_available():
         yield []
         return
     torch.zeros(1, device="cuda")
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    all_hands = [Hands([gpu] * 4), Hands([cpu] * 2)]
+    all_hands = [WorkerPool([gpu] * 4), WorkerPool([cpu] * 2)]
     for hands in all_hands:
         hands.get(1)
     yield all_hands

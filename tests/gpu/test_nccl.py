@@ -22,24 +22,25 @@ import torch
 from torch import nn
 
 import instep
-from instep.engines.processes import fleet
-from instep.engines.processes.bulk import Piece
-from instep.engines.processes.flats import add_up, share
-from instep.engines.processes.group import Broken, Group
-from instep.engines.processes.orders import Join
-from instep.engines.processes.variables import FOR_NCCL
-from instep.private import nccl_groups
-from instep.reduce import buckets_of
+from instep.devices import make_buckets
+from instep.engines.processes.controller import nccl_manager
+from instep.engines.processes.messages import JoinGroupRequest
+from instep.engines.processes.nccl.collectives import broadcast_coalesced, reduce_coalesced
+from instep.engines.processes.nccl.group import NCCL_ENVIRONMENT, GroupAborted, NcclGroup
+from instep.engines.processes.transport.copy_streams import StagedTensor
+from instep.runtime.torch_private import nccl_group_class
 
-from ..everything import Net
-from ..meddling import begin_with
-from ..system import assert_gone, sockets_of, wait_for_threads
-from .near_and_private import mlp, pids, wrap
+from ..all_features import Net
+from ..interference import begin_with
+from ..system_usage import assert_gone, sockets_of, wait_for_threads
+from .sharing import mlp, pids, wrap
 from .test_processes_cuda_faults import Unlucky
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or nccl_groups() is None, reason="needs a CUDA device and NCCL"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or nccl_group_class() is None, reason="needs a CUDA device and NCCL"
+    ),
 ]
 
 PATIENCE = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "10"}
@@ -50,15 +51,15 @@ HOSTS = {rank: {"NCCL_HOSTID": f"instep-{rank}", "NCCL_IB_DISABLE": "1", **PATIE
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch, gpu_workers: Any) -> Iterator[None]:
     """Replicas that share a GPU are taken for replicas of different GPUs."""
-    monkeypatch.setattr(fleet, "apart", lambda _: True)
-    monkeypatch.setattr(fleet, "MORE", HOSTS)
+    monkeypatch.setattr(nccl_manager, "are_distinct_gpus", lambda _: True)
+    monkeypatch.setattr(nccl_manager, "EXTRA_ENVIRONMENT", HOSTS)
     yield
-    fleet.stop_all()
+    nccl_manager.abort_all_groups()
 
 
 def home(model: instep.DataParallel) -> Any:
     engine: Any = model._instep_engine
-    return engine._fleet._home
+    return engine._nccl._home
 
 
 def listening(pid: int | str = "self") -> set[str]:
@@ -76,10 +77,10 @@ def listening(pid: int | str = "self") -> set[str]:
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
-def alone(first: int = 0) -> Group:
-    order = Join("nccl", 0, 1, torch.device("cuda", 0), FOR_NCCL | PATIENCE, first)
-    group = Group(order, os.memfd_create("store"), os.eventfd(0))
-    group.make()
+def alone(first: int = 0) -> NcclGroup:
+    order = JoinGroupRequest("nccl", 0, 1, torch.device("cuda", 0), NCCL_ENVIRONMENT | PATIENCE, first)
+    group = NcclGroup(order, os.memfd_create("store"), os.eventfd(0))
+    group.connect()
     return group
 
 
@@ -92,21 +93,23 @@ def test_a_group_of_one() -> None:
     assert not torch.distributed.is_initialized()
     tensors = [torch.randn(n, device="cuda").view(torch.uint8) for n in (3, 70, 20_000_000, 1)]
     expected = [tensor.clone() for tensor in tensors]
-    with group.turn(8):
-        share(group, [Piece(offset, t) for offset, t in zip((0, 64, 384, 80_000_384), tensors, strict=True)])
+    with group.collective(8):
+        broadcast_coalesced(
+            group, [StagedTensor(offset, t) for offset, t in zip((0, 64, 384, 80_000_384), tensors, strict=True)]
+        )
     assert all(map(torch.equal, tensors, expected))
     like = [torch.randn(5, 3), torch.randn(7).bfloat16(), torch.randn(2, 2), torch.randn(9).half(), torch.randn(1)]
     like = [tensor.cuda() for tensor in like]
-    buckets = buckets_of(like, limit=64)
+    buckets = make_buckets(like, limit=64)
     sizes = [tensor.numel() for tensor in like]
-    with group.turn(9):
-        sums = add_up(group, buckets, sizes, dict(enumerate(like[:4])))
+    with group.collective(9):
+        sums = reduce_coalesced(group, buckets, sizes, dict(enumerate(like[:4])))
     for bucket, flat in zip(buckets, sums, strict=True):
         for index, part in zip(bucket.indices, flat.split([sizes[i] for i in bucket.indices]), strict=True):
             assert torch.equal(part, like[index].flatten() if index < 4 else torch.zeros_like(part))
     assert listening() <= LOOPBACK
     group.abort("it is over")
-    with pytest.raises(Broken, match="it is over"):
+    with pytest.raises(GroupAborted, match="it is over"):
         group.broadcast(tensors[0])
     del group
     deadline = time.monotonic() + 5
@@ -144,8 +147,8 @@ def test_weights_and_gradients_in_a_group(count: int, monkeypatch: pytest.Monkey
         model(torch.randn(count, 6).double())
         group = home(model).group
         with monkeypatch.context() as patch:
-            patch.setattr("instep.engines.processes.image.Image.renew", refuse)
-            patch.setattr("instep.engines.processes.told.fetch", refuse)
+            patch.setattr("instep.engines.processes.controller.shared_parameters.HostStagingCopy.refresh", refuse)
+            patch.setattr("instep.engines.processes.controller.remote_module.fetch_to_device", refuse)
             train(model, net)
         assert home(model).group is group
         assert group.last == home(model).first + 9
@@ -209,9 +212,9 @@ PHASES = (
     "none",
 )
 BEGINNINGS = {
-    "share": ("forward", "instep.engines.processes.rounds.share"),
-    "sum": ("backward", "instep.engines.processes.homecoming.add_up"),
-    "join": ("forward", "instep.engines.processes.fleet._meet"),
+    "share": ("forward", "instep.engines.processes.controller.nccl_manager.broadcast_coalesced"),
+    "sum": ("backward", "instep.engines.processes.controller.nccl_reduction.reduce_coalesced"),
+    "join": ("forward", "instep.engines.processes.controller.nccl_manager._init_group"),
 }
 """Where this process begins its part of something that all members do together."""
 
@@ -296,7 +299,7 @@ net = torch.nn.Linear(4, 3).cuda()
 model = instep.DataParallel(net, [0, 0], engine="processes", private_copies=True)
 model(torch.randn(6, 4)).sum().backward()
 assert "by NCCL" in repr(model)
-print("worker", model._instep_engine._hands.get(1).pid, flush=True)
+print("worker", model._instep_engine._pool.get(1).pid, flush=True)
 """
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import instep
 
 from .models import OnlyTheFirst, Pairs, Tagger, conv_net
-from .near_and_private import each_way, mlp, wrap
+from .sharing import each_way, mlp, wrap
 
 pytestmark = [
     pytest.mark.gpu,

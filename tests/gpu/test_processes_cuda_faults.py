@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.engines.processes.driver import DeviceMemory, Refused
-from instep.engines.processes.hands import inside_worker
+from instep.engines.processes.lifecycle.pool import inside_worker
+from instep.engines.processes.transport.cuda_driver import DeviceMemory, DriverError
 
-from ..everything import Net
-from ..system import assert_gone
-from .near_and_private import each_way, mlp, pids, wrap
+from ..all_features import Net
+from ..system_usage import assert_gone
+from .sharing import each_way, mlp, pids, wrap
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +74,7 @@ import os, sys, torch, instep
 net = torch.nn.Linear(4, 3).cuda()
 model = instep.DataParallel(net, [0, 0], engine="processes")
 model(torch.randn(6, 4)).sum().backward()
-print("worker", model._instep_engine._hands.get(1).pid, flush=True)
+print("worker", model._instep_engine._pool.get(1).pid, flush=True)
 while True:
     model(torch.randn(6, 4)).sum().backward()
 """
@@ -186,10 +186,10 @@ def test_how_tensors_cross_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "tensors cross by host memory)" in repr(model)
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise Refused("not in this container")
+        raise DriverError("not in this container")
 
     instep.shutdown()
-    monkeypatch.setattr("instep.engines.processes.desk.allocate", refuse)
+    monkeypatch.setattr("instep.engines.processes.controller.client.allocate_shared", refuse)
     with wrap(net, [0, 0]) as model:
         model(x).sum().backward()
         torch.testing.assert_close(model(x), net(x.cuda()))
@@ -222,8 +222,8 @@ def test_weights_are_moved_once_and_followed(monkeypatch: pytest.MonkeyPatch) ->
     with wrap(net, [0, 0]) as model:
         x = torch.randn(6, 6, device="cuda", dtype=torch.float64)
         model(x)
-        monkeypatch.setattr("instep.engines.processes.image.Image.renew", fail)
-        monkeypatch.setattr("instep.engines.processes.wire.Shore.land", fail)
+        monkeypatch.setattr("instep.engines.processes.controller.shared_parameters.HostStagingCopy.refresh", fail)
+        monkeypatch.setattr("instep.engines.processes.transport.connection.DeviceReceiver.copy_to_device", fail)
         assert net[0].weight.data_ptr() != before
         for _ in range(2):
             with torch.no_grad():

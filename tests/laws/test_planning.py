@@ -19,7 +19,7 @@ from instep.structure.plan import Planner, SplitPlan
 from instep.structure.split import split
 from instep.structure.tree import map_tensors
 
-from .structures import Blueprint, Frozen, Pair, Plain, assert_same, blueprints, leaves
+from .strategies import Blueprint, Frozen, Pair, Plain, assert_same, blueprints, leaves
 
 batches = st.integers(2, 7)
 
@@ -49,7 +49,7 @@ def test_planning_runs_no_operation(case: tuple[int, Blueprint], parts: int) -> 
     with NothingRuns():
         first = plan(planner, value)
         assert plan(planner, value) is first
-    assert first.batch == batch
+    assert first.batch_size == batch
 
 
 class NothingOnADevice(NothingRuns):
@@ -67,7 +67,7 @@ def test_packed_sequences_are_planned_by_what_is_on_the_host(mode: Any) -> None:
     lengths = range(6, 0, -1) if in_order else (2, 6, 1, 3, 5, 4)
     packed = pack_sequence([torch.zeros(n, 2) for n in lengths], enforce_sorted=in_order)
     with mode():
-        assert plan(Planner(2), packed).batch == 6
+        assert plan(Planner(2), packed).batch_size == 6
 
 
 @given(case=cases(), parts=st.integers(1, 5))

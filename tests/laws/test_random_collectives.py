@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import instep
 
-from ..replicated import replicated, weigh
+from ..replica_helpers import replicated, weigh
 
 pytestmark = pytest.mark.usefixtures("one_core")
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from instep.errors import MergeError
 from instep.structure.merge import Merger, merge
-from instep.structure.sizes import sizes_for
+from instep.structure.sizes import balanced_sizes
 from instep.structure.split import split
 
-from .structures import Blueprint, anchors, assert_same, blueprints, pairs_of_tensors, slices
+from .strategies import Blueprint, anchors, assert_same, blueprints, pairs_of_tensors, slices
 
 batches = st.integers(2, 7)
 
@@ -70,7 +70,7 @@ def test_outputs_are_joined_to_the_whole_or_refused(case: tuple[int, Blueprint],
     value = blueprint(slice(0, batch))
     found = split(value, parts)
     try:
-        merged = Merger.of().merge(list(found), found.sizes)
+        merged = Merger.from_options().merge(list(found), found.sizes)
     except MergeError:
         return
     assert_same(merged, value)
@@ -80,7 +80,7 @@ def test_outputs_are_joined_to_the_whole_or_refused(case: tuple[int, Blueprint],
 def test_two_mergers_agree(case: tuple[int, Blueprint], parts: int) -> None:
     batch, blueprint = case
     found = split(blueprint(slice(0, batch)), parts)
-    merger = Merger.of()
+    merger = Merger.from_options()
 
     def outcome(by: Merger) -> Any:
         try:
@@ -90,7 +90,7 @@ def test_two_mergers_agree(case: tuple[int, Blueprint], parts: int) -> None:
 
     first, again = outcome(merger), outcome(merger)
     assert_same(first, again)
-    assert_same(first, outcome(Merger.of()))
+    assert_same(first, outcome(Merger.from_options()))
 
 
 @given(batch=batches, parts=st.integers(1, 5), dim=st.integers(-2, 2), names=st.booleans(), data=st.data())
@@ -110,7 +110,7 @@ def test_any_dim_can_hold_the_batch(batch: int, parts: int, dim: int, names: boo
 
 @given(batch=st.integers(0, 200), replicas=st.integers(1, 20), least=st.integers(1, 9))
 def test_sizes_are_balanced(batch: int, replicas: int, least: int) -> None:
-    sizes = sizes_for(batch, replicas, least)
+    sizes = balanced_sizes(batch, replicas, least)
     assert sum(sizes) == batch
     assert max(sizes) - min(sizes) <= 1
     assert list(sizes) == sorted(sizes, reverse=True)

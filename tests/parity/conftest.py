@@ -13,7 +13,7 @@ from torch import nn
 
 import instep
 
-from ..replicated import KINDS
+from ..replica_helpers import KINDS
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from torch import nn
 
 import instep
 
-from ..replicated import KINDS
+from ..replica_helpers import KINDS
 
 
 @pytest.fixture(params=KINDS.values(), ids=KINDS.keys())

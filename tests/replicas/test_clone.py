@@ -19,13 +19,13 @@ from torch.nn.utils import parametrizations, parametrize
 
 import instep
 from instep.replicas.replica import Replica
-from instep.replicas.tensors import Way
+from instep.replicas.tensors import ParameterSharing
 
 CPU = torch.device("cpu")
 
 
 def replica_of(module: nn.Module, *, alias: bool = True) -> Replica:
-    return Replica(0, module, CPU, Way.ALIAS if alias else Way.PRIVATE)
+    return Replica(0, module, CPU, ParameterSharing.ALIAS if alias else ParameterSharing.COPY)
 
 
 def assert_parity(net: nn.Module, x: Tensor, engine: str = "threads") -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import instep
-from instep.replicas.iterators import is_iterator
+from instep.replicas.clone import is_library_iterator
 
 
 def decay() -> Iterator[float]:
@@ -125,6 +125,8 @@ def test_what_is_an_iterator() -> None:
         def __next__(self) -> int:
             return 1
 
-    assert all(map(is_iterator, [decay(), itertools.count(), iter("ab"), zip((), (), strict=True), map(str, ())]))
+    assert all(
+        map(is_library_iterator, [decay(), itertools.count(), iter("ab"), zip((), (), strict=True), map(str, ())])
+    )
     with open(__file__) as file:
-        assert not any(map(is_iterator, [file, Own(), [], {}, range(3), torch.Generator(), torch.ones(2)]))
+        assert not any(map(is_library_iterator, [file, Own(), [], {}, range(3), torch.Generator(), torch.ones(2)]))

@@ -14,7 +14,7 @@ import instep
 from instep.errors import MergeError, StructureError
 from instep.structure.merge import Merger, merge
 
-from .merging import SIZES, refused
+from .merge_helpers import SIZES, refused
 
 # Tensors and arrays
 
@@ -42,7 +42,7 @@ def test_the_usual_dim_comes_first() -> None:
 
 
 def test_the_dim_that_was_seen_decides_when_two_fit() -> None:
-    merger = Merger.of()
+    merger = Merger.from_options()
     assert merger.merge([torch.zeros(7, 3), torch.zeros(7, 2)], SIZES).shape == (7, 5)
     assert merger.merge([torch.zeros(3, 3), torch.zeros(3, 2)], SIZES).shape == (3, 5)
     assert merger.merge([torch.zeros(2, 2), torch.zeros(2, 2)], [2, 2]).shape == (2, 4)
@@ -217,11 +217,11 @@ def test_a_list_that_fits_both_ways_is_refused() -> None:
 
 
 def test_a_reading_stays() -> None:
-    merger = Merger.of()
+    merger = Merger.from_options()
     layers = [[torch.zeros(n, 9), torch.zeros(n, 9)] for n in (3, 3)]
     assert len(merger.merge(layers, [3, 3])) == 2
     assert len(merger.merge([[torch.zeros(2, 9)] * 2, [torch.zeros(2, 9)] * 2], [2, 2])) == 2
-    merger = Merger.of()
+    merger = Merger.from_options()
     assert len(merger.merge([[torch.zeros(5), torch.zeros(7)], [torch.zeros(8)]], [2, 1])) == 3
     assert len(merger.merge([[torch.zeros(2)] * 2, [torch.zeros(2)] * 2], [2, 2])) == 4
     with pytest.raises(MergeError, match="read before as one entry a sample"):
@@ -243,7 +243,7 @@ def test_rules_for_other_outputs_leave_a_list_a_column() -> None:
 
 
 def test_what_was_done_is_told() -> None:
-    merger = Merger.of({"loss": "mean", "top": max})
+    merger = Merger.from_options({"loss": "mean", "top": max})
     outputs: list[dict[str, Any]] = [
         {"loss": torch.tensor(1.0), "top": 1, "y": torch.zeros(n, 2), "names": ["a"] * n, "k": 3.0 + 0 * n}
         for n in SIZES

@@ -13,9 +13,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as torch_pytree
 
 from instep.structure.merge import merge
-from instep.structure.tree import open_node
+from instep.structure.tree import flatten_one_level
 
-from .merging import SIZES, refused
+from .merge_helpers import SIZES, refused
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -45,7 +45,7 @@ def test_structures_keep_their_type(make: Callable[[Any, Any], Any]) -> None:
     parts = [make(torch.zeros(n, 2), make(["a"] * n, "same")) for n in SIZES]
     found = merge(parts, SIZES)
     assert type(found) is type(parts[0])
-    node = open_node(found)
+    node = flatten_one_level(found)
     assert node is not None
     left, right = node.children
     assert left.shape == (5, 2)

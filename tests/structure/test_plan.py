@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as torch_pytree
 
-from instep.structure.marks import Shards, whole
+from instep.structure.placements import CustomSplit, Nested, PerSample, Placement, PreSplit, Replicate, Shard, describe
 from instep.structure.plan import Planner, named_arguments
-from instep.structure.roles import Column, Custom, Cut, Inside, Keep, Ready, Role, describe
-from instep.structure.sizes import sizes_for
+from instep.structure.sizes import balanced_sizes
+from instep.structure.spec import Shards, whole
 
-from .planning import B, plan, refusal, role_of, x
+from .plan_helpers import B, plan, refusal, role_of, x
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -48,51 +48,51 @@ class Opaque:
 @pytest.mark.parametrize(
     ("value", "role"),
     [
-        (torch.zeros(B), Cut(0)),
-        (torch.zeros(B, 1, 3), Cut(0)),
-        (np.zeros((B, 3)), Cut(0)),
-        (np.array(list("abcdef")), Cut(0)),
-        (nn.Parameter(torch.zeros(B)), Cut(0)),
-        (torch.tensor(1.0), Keep("0-d")),
-        (np.array(1.0), Keep("0-d")),
-        (torch.zeros(1), Keep("size 1 broadcasts")),
-        (torch.zeros(1, B), Keep("size 1 broadcasts")),
-        (whole(torch.zeros(B)), Keep("marked whole")),
-        (whole(torch.zeros(4)), Keep("marked whole")),
-        (Shards([torch.zeros(4), torch.zeros(2)]), Ready((4, 2))),
-        ([torch.zeros(3, n) for n in range(B)], Column()),
-        ([{"boxes": torch.zeros(n, 4)} for n in range(B)], Column()),
-        (list("abcdef"), Column()),
-        ([1, 2, 3, 4, 5, 6], Column()),
-        ([None] * B, Column()),
-        ([Opaque() for _ in range(B)], Column()),
-        ([Opaque(torch.zeros(3)) for _ in range(B)], Column()),
-        ([[1] * n for n in range(B)], Column()),
-        (tuple("abcdef"), Column()),
-        (tuple(Opaque() for _ in range(B)), Column()),
-        (3, Keep("int")),
-        (2.5, Keep("float")),
-        (True, Keep("bool")),
-        ("abcdef", Keep("str")),
-        (b"abcdef", Keep("bytes")),
-        (None, Keep("NoneType")),
-        (torch.relu, Keep("builtin_function_or_method")),
-        ((1, 2, 3, 4, 5, 6), Keep("a tuple of 6, no tensors")),
-        ((224, 224), Keep("a tuple of 2, no tensors")),
-        (("a", "b"), Keep("a tuple of 2, no tensors")),
-        ([224, 224], Keep("a list of 2, no tensors")),
-        (["a", "b"], Keep("a list of 2, no tensors")),
-        ([], Keep("an empty list")),
-        ((), Keep("an empty tuple")),
-        (torch.Size([B, 2]), Keep("an object without tensors")),
-        (torch.float32, Keep("an object without tensors")),
-        (Opaque("held"), Keep("an object without tensors")),
-        (np.float32(2), Keep("an object without tensors")),
-        (range(B), Keep("an object without tensors")),
+        (torch.zeros(B), Shard(0)),
+        (torch.zeros(B, 1, 3), Shard(0)),
+        (np.zeros((B, 3)), Shard(0)),
+        (np.array(list("abcdef")), Shard(0)),
+        (nn.Parameter(torch.zeros(B)), Shard(0)),
+        (torch.tensor(1.0), Replicate("0-d")),
+        (np.array(1.0), Replicate("0-d")),
+        (torch.zeros(1), Replicate("size 1 broadcasts")),
+        (torch.zeros(1, B), Replicate("size 1 broadcasts")),
+        (whole(torch.zeros(B)), Replicate("marked whole")),
+        (whole(torch.zeros(4)), Replicate("marked whole")),
+        (Shards([torch.zeros(4), torch.zeros(2)]), PreSplit((4, 2))),
+        ([torch.zeros(3, n) for n in range(B)], PerSample()),
+        ([{"boxes": torch.zeros(n, 4)} for n in range(B)], PerSample()),
+        (list("abcdef"), PerSample()),
+        ([1, 2, 3, 4, 5, 6], PerSample()),
+        ([None] * B, PerSample()),
+        ([Opaque() for _ in range(B)], PerSample()),
+        ([Opaque(torch.zeros(3)) for _ in range(B)], PerSample()),
+        ([[1] * n for n in range(B)], PerSample()),
+        (tuple("abcdef"), PerSample()),
+        (tuple(Opaque() for _ in range(B)), PerSample()),
+        (3, Replicate("int")),
+        (2.5, Replicate("float")),
+        (True, Replicate("bool")),
+        ("abcdef", Replicate("str")),
+        (b"abcdef", Replicate("bytes")),
+        (None, Replicate("NoneType")),
+        (torch.relu, Replicate("builtin_function_or_method")),
+        ((1, 2, 3, 4, 5, 6), Replicate("a tuple of 6, no tensors")),
+        ((224, 224), Replicate("a tuple of 2, no tensors")),
+        (("a", "b"), Replicate("a tuple of 2, no tensors")),
+        ([224, 224], Replicate("a list of 2, no tensors")),
+        (["a", "b"], Replicate("a list of 2, no tensors")),
+        ([], Replicate("an empty list")),
+        ((), Replicate("an empty tuple")),
+        (torch.Size([B, 2]), Replicate("an object without tensors")),
+        (torch.float32, Replicate("an object without tensors")),
+        (Opaque("held"), Replicate("an object without tensors")),
+        (np.float32(2), Replicate("an object without tensors")),
+        (range(B), Replicate("an object without tensors")),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_leaves(value: Any, role: Role) -> None:
+def test_leaves(value: Any, role: Placement) -> None:
     assert role_of(value) == role
 
 
@@ -112,12 +112,12 @@ def test_leaves(value: Any, role: Role) -> None:
 )
 def test_structures_are_recursed_into(make: Callable[[Any, Any], Any]) -> None:
     role = role_of(make(torch.zeros(B), make("text", list("abcdef"))))
-    assert isinstance(role, Inside)
-    outer, inner = role.roles
-    assert outer == Cut(0)
-    assert isinstance(inner, Inside)
+    assert isinstance(role, Nested)
+    outer, inner = role.placements
+    assert outer == Shard(0)
+    assert isinstance(inner, Nested)
     assert inner.keys == role.keys
-    assert inner.roles == (Keep("str"), Column())
+    assert inner.placements == (Replicate("str"), PerSample())
 
 
 def test_registered_pytrees_are_recursed_into() -> None:
@@ -127,13 +127,13 @@ def test_registered_pytrees_are_recursed_into() -> None:
 
     torch_pytree.register_pytree_node(Points, lambda p: ([p.xyz, p.label], None), lambda items, _: Points(*items))
     try:
-        assert role_of(Points(torch.zeros(B, 3), "a")) == Inside((0, 1), (Cut(0), Keep("str")))
+        assert role_of(Points(torch.zeros(B, 3), "a")) == Nested((0, 1), (Shard(0), Replicate("str")))
     finally:
         torch_pytree._deregister_pytree_node(Points)
 
 
 def test_a_named_result_of_torch_is_a_structure() -> None:
-    assert role_of(torch.max(torch.zeros(B, 3), 1)) == Inside(("values", "indices"), (Cut(0), Cut(0)))
+    assert role_of(torch.max(torch.zeros(B, 3), 1)) == Nested(("values", "indices"), (Shard(0), Shard(0)))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -148,13 +148,13 @@ def test_a_named_result_of_torch_is_a_structure() -> None:
     ids=["packed", "nested", "jagged", "sparse"],
 )
 def test_types_with_a_rule_of_their_own(make: Callable[[], Any]) -> None:
-    assert isinstance(role_of(make()), Custom)
+    assert isinstance(role_of(make()), CustomSplit)
 
 
 def test_a_list_of_two_columns_is_a_structure() -> None:
     pairs = [("a", "b", "c"), ("d", "e", "f")]
     found = plan(x=torch.zeros(3), pairs=pairs)
-    assert found.roles[1] == Inside((0, 1), (Column(), Column()))
+    assert found.placements[1] == Nested((0, 1), (PerSample(), PerSample()))
 
 
 @pytest.mark.parametrize("value", [iter([1]), (n for n in range(B)), map(str, range(B)), zip("ab", "cd", strict=True)])
@@ -193,15 +193,15 @@ def test_a_tensor_deep_inside_is_found() -> None:
 @pytest.mark.parametrize("arguments", [{}, {"a": 1, "b": "text"}, {"t": torch.tensor(1.0), "s": torch.zeros(1)}])
 def test_nothing_batched_runs_in_one_part(arguments: dict[str, Any]) -> None:
     found = plan(Planner(4), **arguments)
-    assert found.batch is None
+    assert found.batch_size is None
     assert found.sizes == (0,)
-    assert all(isinstance(role, Keep) for role in found.roles)
+    assert all(isinstance(role, Replicate) for role in found.placements)
 
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_no_sample_and_one_sample_run_in_one_part(size: int) -> None:
     found = plan(Planner(4), x=torch.zeros(size, 3), y=["a"] * size, w=torch.zeros(1))
-    assert (found.batch, found.sizes) == (size, (size,))
+    assert (found.batch_size, found.sizes) == (size, (size,))
 
 
 @pytest.mark.parametrize(
@@ -215,20 +215,20 @@ def test_no_sample_and_one_sample_run_in_one_part(size: int) -> None:
     ],
 )
 def test_sizes(batch: int, replicas: int, least: int, sizes: tuple[int, ...]) -> None:
-    assert sizes_for(batch, replicas, least) == sizes
+    assert balanced_sizes(batch, replicas, least) == sizes
     assert plan(Planner(replicas, min_shard=least), x=torch.zeros(batch)).sizes == sizes
 
 
 def test_lists_and_tuples_find_the_batch_where_no_tensor_does() -> None:
-    assert plan(texts=["a", "b", "c"], scale=2.0).batch == 3
-    assert plan(texts=("a", "b", "c"), scale=2.0).batch == 3
-    assert plan(items=[{"n": 1}, {"n": 2}]).batch == 2
-    assert plan(size=(224, 224)).batch is None
+    assert plan(texts=["a", "b", "c"], scale=2.0).batch_size == 3
+    assert plan(texts=("a", "b", "c"), scale=2.0).batch_size == 3
+    assert plan(items=[{"n": 1}, {"n": 2}]).batch_size == 2
+    assert plan(size=(224, 224)).batch_size is None
 
 
 def test_every_role_has_words() -> None:
     found = plan(a=x, b=list("abcdef"), c=1, d=Shards([x, x]), e=(x,), f=x.to_sparse())
-    words = [describe(role) for role in found.roles]
+    words = [describe(role) for role in found.placements]
     assert words == [
         "split along dim 0",
         "one entry a sample",
@@ -247,27 +247,27 @@ def test_plans_are_kept_apart_where_they_differ() -> None:
     first = plan(planner, x=torch.zeros(4, 3), y=1)
     assert plan(planner, x=torch.zeros(4, 9), y=2) is first
     assert plan(planner, x=torch.zeros(4, 3), z=1) is not first
-    assert plan(planner, x=torch.zeros(5, 3), y=1).batch == 5
+    assert plan(planner, x=torch.zeros(5, 3), y=1).batch_size == 5
     assert plan(planner, x=torch.zeros(4), y=1) is not first
     assert plan(planner, x=(torch.zeros(4, 3),), y=1) is not first
 
 
 def test_a_list_and_a_tuple_of_words_are_not_confused() -> None:
     planner = Planner(2)
-    assert plan(planner, x=x, v=(1, 2, 3, 4, 5, 6)).roles[1] == Keep("a tuple of 6, no tensors")
-    assert plan(Planner(2), x=x, v=[1, 2, 3, 4, 5, 6]).roles[1] == Column()
+    assert plan(planner, x=x, v=(1, 2, 3, 4, 5, 6)).placements[1] == Replicate("a tuple of 6, no tensors")
+    assert plan(Planner(2), x=x, v=[1, 2, 3, 4, 5, 6]).placements[1] == PerSample()
 
 
 def test_subclasses_of_arrays_are_measured_each_time() -> None:
     planner = Planner(2)
     for size in (4, 6):
-        assert plan(planner, m=np.ma.masked_array(np.zeros(size))).batch == size
+        assert plan(planner, m=np.ma.masked_array(np.zeros(size))).batch_size == size
 
 
 def test_the_declared_dim_is_part_of_what_is_remembered() -> None:
     planner = Planner(2, in_dims={"h": 1})
-    assert plan(planner, h=torch.zeros(2, 4)).batch == 4
-    assert plan(planner, h=torch.zeros(2, 6)).batch == 6
+    assert plan(planner, h=torch.zeros(2, 4)).batch_size == 4
+    assert plan(planner, h=torch.zeros(2, 6)).batch_size == 6
 
 
 def test_the_cache_does_not_grow_for_ever() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 import instep
 from instep.errors import MergeError, StructureError
 from instep.structure import types
-from instep.structure.tree import forget_types, map_tensors, tensors_in
+from instep.structure.tree import clear_type_cache, map_tensors, tensors_in
 
 
 class Points:
@@ -33,12 +33,12 @@ def register_points(cls: Any = Points, **options: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
-    before = dict(types._by_type)
+    before = dict(types._handlers_by_type)
     yield
-    types._by_type.clear()
-    types._by_type.update(before)
-    types._found.clear()
-    forget_types()
+    types._handlers_by_type.clear()
+    types._handlers_by_type.update(before)
+    types._handler_cache.clear()
+    clear_type_cache()
 
 
 def test_a_type_is_refused_until_it_is_taught() -> None:

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.structure.sizes import sizes_by_cost, sizes_for
+from instep.structure.sizes import balanced_sizes, sizes_by_cost
 
 SHARES = st.lists(st.floats(0.1, 10), min_size=1, max_size=5)
 
 
 @given(batch=st.integers(1, 60), shares=SHARES, least=st.integers(1, 4))
 def test_shares_are_followed(batch: int, shares: list[float], least: int) -> None:
-    sizes = sizes_for(batch, len(shares), least, shares)
+    sizes = balanced_sizes(batch, len(shares), least, shares)
     assert sum(sizes) == batch
     assert len(sizes) == max(1, min(len(shares), batch // least))
     assert len(sizes) == 1 or min(sizes) >= least

@@ -12,9 +12,9 @@ from torch import nn
 
 import instep
 from instep.errors import MergeError, StructureError
-from instep.structure.marks import Shards, bare, whole
 from instep.structure.merge import merge
 from instep.structure.plan import Planner
+from instep.structure.spec import Shards, strip_marks, whole
 from instep.structure.split import Parts, apply_plan, plan_value, split, undo_plan
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -94,10 +94,10 @@ def test_shards_are_handed_out() -> None:
 
 def test_marks_come_off_where_nothing_is_split() -> None:
     kept = {"a": 1}
-    assert bare(kept) is kept
-    assert bare({"w": whole(3), "s": Shards([4]), "l": [1]}) == {"w": 3, "s": 4, "l": [1]}
+    assert strip_marks(kept) is kept
+    assert strip_marks({"w": whole(3), "s": Shards([4]), "l": [1]}) == {"w": 3, "s": 4, "l": [1]}
     with pytest.raises(StructureError, match="Shards of 2 entries"):
-        bare((Shards([1, 2]),))
+        strip_marks((Shards([1, 2]),))
 
 
 def test_a_plan_is_undone() -> None:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from instep.structure.split import split
 from instep.structure.tree import (
     attributes_of,
+    flatten_one_level,
+    format_path,
     is_sequence,
     map_tensors,
-    open_node,
     shallow_copy,
-    show_path,
     tensors_in,
 )
 
@@ -115,10 +115,10 @@ def titled(items: list[Any]) -> Titled:
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_opened_is_closed_again(value: Any, keys: tuple[Any, ...]) -> None:
-    node = open_node(value)
+    node = flatten_one_level(value)
     assert node is not None
     assert tuple(node.keys) == keys
-    again = node.close(node.children)
+    again = node.unflatten(node.children)
     assert type(again) is type(value)
     assert again == value
     assert getattr(again, "title", None) == getattr(value, "title", None)
@@ -135,13 +135,13 @@ def test_closing_around_other_children_leaves_the_first_alone() -> None:
         Attributes(a=1),
         titled([1]),
     ):
-        node = open_node(value)
+        node = flatten_one_level(value)
         assert node is not None
-        other = node.close([7] * len(node.keys))
-        first = open_node(other)
+        other = node.unflatten([7] * len(node.keys))
+        first = flatten_one_level(other)
         assert first is not None
         assert first.children[0] == 7
-        again = open_node(value)
+        again = flatten_one_level(value)
         assert again is not None
         assert again.children[0] == 1
 
@@ -168,14 +168,14 @@ def test_a_mapping_keeps_what_it_holds_besides() -> None:
     [torch.zeros(2), torch.Size([2]), "text", b"text", 1, 2.0, None, nn.Linear(1, 1), {1, 2}, range(3), torch.float32],
 )
 def test_leaves_are_not_opened(leaf: Any) -> None:
-    assert open_node(leaf) is None
+    assert flatten_one_level(leaf) is None
 
 
 def test_results_of_torch_go_by_name() -> None:
-    node = open_node(torch.max(torch.eye(3), 1))
+    node = flatten_one_level(torch.max(torch.eye(3), 1))
     assert node is not None
     assert node.keys == ("values", "indices")
-    again = node.close([torch.zeros(1), torch.ones(1)])
+    again = node.unflatten([torch.zeros(1), torch.ones(1)])
     assert isinstance(again, torch.return_types.max)
     assert again.indices.tolist() == [1]
 
@@ -216,7 +216,7 @@ def test_a_module_is_not_opened_even_if_it_is_a_dataclass() -> None:
         def __post_init__(self) -> None:
             super().__init__()
 
-    assert open_node(Net(3)) is None
+    assert flatten_one_level(Net(3)) is None
 
 
 def test_attributes_are_found_in_slots_too() -> None:
@@ -256,15 +256,15 @@ def test_tensors_are_mapped_in_order() -> None:
 
 
 def test_paths() -> None:
-    assert show_path(("batch", "ids", 0)) == "batch.ids.0"
-    assert show_path(("", "ids", 0)) == "ids.0"
-    assert show_path(("",)) == show_path(()) == ""
+    assert format_path(("batch", "ids", 0)) == "batch.ids.0"
+    assert format_path(("", "ids", 0)) == "ids.0"
+    assert format_path(("",)) == format_path(()) == ""
 
 
 def test_hugging_face_outputs_go_by_name() -> None:
     outputs = pytest.importorskip("transformers.modeling_outputs")
     value = outputs.SequenceClassifierOutput(logits=torch.zeros(4, 3), hidden_states=(torch.zeros(4, 2),))
-    node = open_node(value)
+    node = flatten_one_level(value)
     assert node is not None
     assert tuple(node.keys) == ("logits", "hidden_states")
     value["extra"] = torch.arange(4)

@@ -1,4 +1,4 @@
-"""Replicas one after another in the caller's thread, in one joint graph: for debugging, and for double backward."""
+"""Engine that runs replicas one after another in the caller's thread, in one joint graph."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import partial
 
 from torch import Tensor
 
-from instep.engines.protocol import Job, perform, raise_first
-from instep.engines.room import FORWARD, Room, run_here
-from instep.locks import surely
-from instep.replicas.replica import Outcome, Replica
-from instep.replicas.tensors import GradientsAside
+from instep.engines.base import ReplicaCall, raise_first_error, run_forward
+from instep.engines.rendezvous import LEFT_FORWARD, Rendezvous, run_serialized
+from instep.replicas.replica import Replica, ReplicaResult
+from instep.replicas.tensors import GradientStash
+from instep.runtime.locks import run_uninterrupted
 
 
 class SerialEngine:
@@ -23,43 +23,43 @@ class SerialEngine:
     """
 
     name = "serial"
-    joint = True
-    far = False
-    in_turn = True
+    joint_graph = True
+    out_of_process = False
+    serialized = True
 
-    def kinds(self) -> Sequence[type[Replica]]:
+    def replica_classes(self) -> Sequence[type[Replica]]:
         return ()
 
-    def settle_in(self, tensors: Iterable[Tensor]) -> None:
+    def share_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Replicas of this process reach them wherever they are."""
 
-    def words(self) -> str:
+    def describe_transport(self) -> str:
         return ""
 
-    def forward(self, job: Job) -> list[Outcome]:
+    def forward(self, job: ReplicaCall) -> list[ReplicaResult]:
         names = [replica.name for replica in job.replicas]
-        job.room = Room(names, FORWARD, joint=True, in_turn=True, step_aside=job.streams.step_aside)
-        tasks = [partial(perform, job, index) for index in range(len(job.replicas))]
+        job.group = Rendezvous(names, LEFT_FORWARD, joint_graph=True, serialized=True, suspend=job.rng.suspend)
+        tasks = [partial(run_forward, job, index) for index in range(len(job.replicas))]
         sources = {id(source): source for replica in job.replicas for source, _ in replica.trainable}
-        aside = GradientsAside(sources.values())
+        aside = GradientStash(sources.values())
         try:
-            aside.begin()
-            outcomes = run_here(tasks, job.room, stop=lambda outcome: outcome.error is not None)
-            raise_first(job.replicas[: len(outcomes)], outcomes)
+            aside.stash()
+            outcomes = run_serialized(tasks, job.group, should_stop=lambda outcome: outcome.error is not None)
+            raise_first_error(job.replicas[: len(outcomes)], outcomes)
             aside.check()
-            surely(aside.end)
+            run_uninterrupted(aside.restore)
             return outcomes
         except BaseException:
-            surely(aside.end)
+            run_uninterrupted(aside.restore)
             raise
 
-    def wait(self) -> None:
+    def wait_idle(self) -> None:
         """Whoever is interrupted has waited already."""
 
-    def afterwards(self, then: Callable[[], object]) -> None:
+    def add_idle_callback(self, then: Callable[[], object]) -> None:
         """Nothing runs on."""
 
-    def hold(self) -> AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Nothing is ever held back: gradients go straight to the source."""
         return nullcontext()
 

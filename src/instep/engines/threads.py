@@ -1,11 +1,11 @@
-"""One persistent thread for each replica, in this process: any object, no pickling, notebooks."""
+"""Engine that runs each replica in a persistent thread of this process."""
 
 from __future__ import annotations
 
-from instep.engines.side_by_side import SideBySide
+from instep.engines.concurrent import ConcurrentEngine
 
 
-class ThreadsEngine(SideBySide):
+class ThreadsEngine(ConcurrentEngine):
     """Runs replicas at the same time, each in its thread; on the CPU their backward too."""
 
     name = "threads"

@@ -1,38 +1,42 @@
-"""Making a replica: the module once more, around other tensors.
-
-What is not a tensor or a module is shared by reference, so that an edit deep inside (`model.config.x = 1`) reaches
-every replica. What holds a tensor or a module of the source (a list, a closure, a bound method, a helper object) is
-rebuilt around the replica's own, so that nothing in a replica leads back to the source.
-"""
+"""Cloning a module for a replica, around the replica's own tensors."""
 
 from __future__ import annotations
 
 import enum
 import functools
+import sys
+import threading
 import types
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from instep.replicas.contents import Contents, beside, contents_of, holder_of, is_array, put
-from instep.replicas.iterators import is_the_callers, stand_in
-from instep.replicas.opaque import is_opaque
+from instep.errors import StateError
+from instep.replicas.object_graph import (
+    Contents,
+    attribute_storage,
+    extra_attributes,
+    is_atomic,
+    is_numeric_array,
+    read_contents,
+    write_contents,
+)
 from instep.structure.tree import attributes_of, shallow_copy
 
 TensorMaker = Callable[[Tensor], Tensor]
 GeneratorMaker = Callable[[torch.Generator], torch.Generator]
 
-PROXIES: tuple[Any, ...] = (weakref.ProxyType, weakref.CallableProxyType)
+WEAK_PROXIES: tuple[Any, ...] = (weakref.ProxyType, weakref.CallableProxyType)
 _MAX_VISITS = 200_000
 
 
-class Wrapper(ABC):
+class ModuleWrapper(ABC):
     """A wrapper that stands where a module could; inside a replica there is only the module."""
 
     module: nn.Module
@@ -43,7 +47,7 @@ class Wrapper(ABC):
 
 
 @dataclass
-class Layer:
+class CloneScope:
     """What was made for one value: it is forgotten together with it."""
 
     memo: dict[int, tuple[Any, Any]] = field(default_factory=dict)
@@ -65,19 +69,19 @@ class Cloner:
         moves: tuple[torch.device, torch.device] | None = None,
         asked: list[Any] | None = None,
     ) -> None:
-        self._tensor = tensor
-        self._generator = generator
-        self._own = own or {}
+        self._clone_tensor = tensor
+        self._clone_generator = generator
+        self._private_containers = own or {}
         """By their ids, containers without tensors that each replica has for itself, because `forward` changes them."""
-        self._moves = moves
+        self._device_pair = moves
         """The source's device and the replica's: a module that remembers the one remembers the other there."""
-        self._asked = [] if asked is None else asked
+        self._caller_only_accesses = [] if asked is None else asked
         """Iterators of the source that some replica wanted something of."""
-        self._base = self._layer = Layer()
-        self._layers: dict[Any, Layer] = {}
-        self._plain: dict[int, Any] = {}
+        self._root_scope = self._scope = CloneScope()
+        self._scopes: dict[Any, CloneScope] = {}
+        self._shareable: dict[int, Any] = {}
         self._depth = 0
-        self.draws = False
+        self.shares_generator = False
         """Whether replicas share a generator of the source, because what holds it does not let itself be copied."""
         self.modules: list[tuple[nn.Module, nn.Module]] = []
         """Every module of the source that was met, registered or not, with what was made of it."""
@@ -85,236 +89,240 @@ class Cloner:
     @property
     def containers(self) -> list[tuple[Any, Contents, Any]]:
         """Every container of the source that was rebuilt, with what it held then and what was made of it."""
-        return [entry for layer in (self._base, *self._layers.values()) for entry in layer.containers]
+        return [entry for layer in (self._root_scope, *self._scopes.values()) for entry in layer.containers]
 
     @property
     def generators(self) -> list[tuple[torch.Generator, torch.Generator]]:
         """Every generator of the source that was met, with what was made of it."""
-        return [entry for layer in (self._base, *self._layers.values()) for entry in layer.generators]
+        return [entry for layer in (self._root_scope, *self._scopes.values()) for entry in layer.generators]
 
     def clone(self, value: Any) -> Any:
         """The replica's counterpart of a value of the source; the value itself where it holds nothing of the source."""
-        known = self._known(value)
+        known = self._lookup(value)
         if known is not None:
             return known[1]
-        if is_opaque(value):
+        if is_atomic(value):
             return value
-        if type(value) in PROXIES:  # it says that it is of the class of what it stands for
-            return self._note(value, weakref.proxy(self.clone(value.__init__.__self__)))
+        if type(value) in WEAK_PROXIES:  # it says that it is of the class of what it stands for
+            return self._remember(value, weakref.proxy(self.clone(value.__init__.__self__)))
         self._depth += 1
         try:
-            return self._make(value)
+            return self._clone_new(value)
         finally:
             self._depth -= 1
             if not self._depth:
-                self._plain.clear()
+                self._shareable.clear()
 
-    def _known(self, value: Any) -> tuple[Any, Any] | None:
-        known = self._base.memo.get(id(value)) or self._layer.memo.get(id(value))
-        if known is None and self._layers:
-            known = next((layer.memo[id(value)] for layer in self._layers.values() if id(value) in layer.memo), None)
+    def _lookup(self, value: Any) -> tuple[Any, Any] | None:
+        known = self._root_scope.memo.get(id(value)) or self._scope.memo.get(id(value))
+        if known is None and self._scopes:
+            known = next((layer.memo[id(value)] for layer in self._scopes.values() if id(value) in layer.memo), None)
         return known
 
-    def renew(self, key: Any, name: str, value: Any) -> tuple[Any, list[Any]]:
+    def reclone_attribute(self, key: Any, name: str, value: Any) -> tuple[Any, list[Any]]:
         """The counterpart of an attribute that was set after the clone was made, known by `key`.
 
         Also returns what had been made for the value it had before, which nothing needs any longer.
         """
-        before = self._layers.pop(key, Layer())
-        self._layer = Layer()
+        before = self._scopes.pop(key, CloneScope())
+        self._scope = CloneScope()
         try:
-            made = self.attribute(name, value)
-            if self._layer.memo:
-                self._layers[key] = self._layer
+            made = self.clone_attribute(name, value)
+            if self._scope.memo:
+                self._scopes[key] = self._scope
         finally:
-            self._layer = self._base
+            self._scope = self._root_scope
         return made, [old for _, old in before.memo.values()]
 
-    def has_own(self, value: Any) -> bool:
+    def has_clone(self, value: Any) -> bool:
         """Whether something else was made of a value."""
-        known = self._known(value)
+        known = self._lookup(value)
         return known is not None and known[1] is not value
 
-    def origins(self) -> dict[int, Any]:
+    def sources_by_clone_id(self) -> dict[int, Any]:
         """By the id of what was made: the object of the source that it stands for."""
-        layers = (self._base, *self._layers.values())
+        layers = (self._root_scope, *self._scopes.values())
         return {id(made): source for layer in layers for source, made in layer.memo.values()}
 
-    def refill(self, source: Any, made: Any) -> list[Any]:
+    def update_container(self, source: Any, made: Any) -> list[Any]:
         """Bring what was made of a container up to the source's contents; returns what nothing needs any longer."""
         key = ("inside", id(source))
-        before, contents = self._layers.pop(key, Layer()), contents_of(source)
+        before, contents = self._scopes.pop(key, CloneScope()), read_contents(source)
         held = {id(item) for item in contents.items if isinstance(item, Tensor)}
-        self._layer = Layer({name: pair for name, pair in before.memo.items() if name in held})
+        self._scope = CloneScope({name: pair for name, pair in before.memo.items() if name in held})
         try:
             keys = tuple(map(self.clone, contents.keys))
-            put(made, Contents(keys, tuple(map(self.clone, contents.items))))
-            self._layer.containers.append((source, contents, made))
-            self._layers[key] = self._layer
+            write_contents(made, Contents(keys, tuple(map(self.clone, contents.items))))
+            self._scope.containers.append((source, contents, made))
+            self._scopes[key] = self._scope
         finally:
-            self._layer = self._base
-        for layer in (self._base, *self._layers.values()):
+            self._scope = self._root_scope
+        for layer in (self._root_scope, *self._scopes.values()):
             layer.containers = [e for e in layer.containers if e[2] is not made or e[1] is contents]
         return [old for name, (_, old) in before.memo.items() if name not in held]
 
-    def _make(self, value: Any) -> Any:
+    def _clone_new(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._note(value, self._tensor(value))
+            return self._remember(value, self._clone_tensor(value))
         if isinstance(value, torch.Generator):
-            made = self._note(value, self._generator(value))
-            self._layer.generators.append((value, made))
+            made = self._remember(value, self._clone_generator(value))
+            self._scope.generators.append((value, made))
             return made
-        if isinstance(value, Wrapper):
-            return self._note(value, self.clone(value.module))
+        if isinstance(value, ModuleWrapper):
+            return self._remember(value, self.clone(value.module))
         if isinstance(value, nn.Module):
-            return self._module(value)
-        if is_the_callers(value):
-            return self._note(value, stand_in(value, self._asked))
-        return self._rebuild(value) if self._reaches(value) else value
+            return self._clone_module(value)
+        if is_caller_only(value):
+            return self._remember(value, placeholder_for(value, self._caller_only_accesses))
+        return self._rebuild(value) if self._reaches_source(value) else value
 
-    def _note(self, source: Any, made: Any) -> Any:
-        self._layer.memo[id(source)] = (source, made)
+    def _remember(self, source: Any, made: Any) -> Any:
+        self._scope.memo[id(source)] = (source, made)
         return made
 
-    def _module(self, source: nn.Module) -> nn.Module:
-        made = self._note(source, source.__class__.__new__(source.__class__))
+    def _clone_module(self, source: nn.Module) -> nn.Module:
+        made = self._remember(source, source.__class__.__new__(source.__class__))
         self.modules.append((source, made))
         for name, value in source.__dict__.items():
-            made.__dict__[name] = self.attribute(name, value)
+            made.__dict__[name] = self.clone_attribute(name, value)
         return made  # type: ignore[no-any-return]
 
-    def attribute(self, name: str, value: Any) -> Any:
+    def clone_attribute(self, name: str, value: Any) -> Any:
         """The counterpart of one entry of a module's `__dict__`; its tables are the replica's own."""
-        if self._moves is not None and type(value) is torch.device and value == self._moves[0]:
-            return self._moves[1]
-        if name in TABLES and isinstance(value, dict):
-            return _refill(value, [(key, self.clone(item)) for key, item in value.items()])
+        if self._device_pair is not None and type(value) is torch.device and value == self._device_pair[0]:
+            return self._device_pair[1]
+        if name in REGISTRIES_AND_HOOKS and isinstance(value, dict):
+            return _rebuild_dict(value, [(key, self.clone(item)) for key, item in value.items()])
         return self.clone(value)
 
     def _rebuild(self, value: Any) -> Any:
-        maker = _MAKERS.get(type(value))
+        maker = _CLONE_METHODS.get(type(value))
         if maker is not None:
             return maker(self, value)
-        if is_array(value):
-            return self._array(value)
+        if is_numeric_array(value):
+            return self._clone_array(value)
         for base in (dict, list, set, deque):
             if isinstance(value, base):
-                return self._container(value)
+                return self._clone_container(value)
         if isinstance(value, (tuple, frozenset)):
-            return self._tuple(value)
-        return self._object(value)
+            return self._clone_tuple(value)
+        return self._clone_object(value)
 
-    def _container(self, value: Any) -> Any:
+    def _clone_container(self, value: Any) -> Any:
         """A list, set or dictionary, with its attributes if it has any."""
-        made = self._note(value, _empty_like(value))
-        attributes = beside(value)
+        made = self._remember(value, _empty_like(value))
+        attributes = extra_attributes(value)
         pairs = [(value, made)] if attributes is None else [(value, made), (attributes, made.__dict__)]
         for source, copy in pairs:
-            contents = contents_of(source)
-            self._layer.containers.append((source, contents, copy))
-            put(copy, Contents(tuple(map(self.clone, contents.keys)), tuple(map(self.clone, contents.items))))
+            contents = read_contents(source)
+            self._scope.containers.append((source, contents, copy))
+            write_contents(
+                copy, Contents(tuple(map(self.clone, contents.keys)), tuple(map(self.clone, contents.items)))
+            )
         return made
 
-    def _tuple(self, value: Any) -> Any:
+    def _clone_tuple(self, value: Any) -> Any:
         items = [self.clone(item) for item in value]
         cls = type(value)
-        made = self._note(value, cls._make(items) if hasattr(cls, "_make") else cls(items))
-        self._beside(value, made)
+        made = self._remember(value, cls._make(items) if hasattr(cls, "_make") else cls(items))
+        self._clone_extra_attributes(value, made)
         return made
 
-    def _beside(self, value: Any, made: Any) -> None:
+    def _clone_extra_attributes(self, value: Any, made: Any) -> None:
         """Give a copy the attributes that a value has beside its items."""
-        attributes = beside(value)
+        attributes = extra_attributes(value)
         if attributes is not None:
             made.__dict__.update({name: self.clone(item) for name, item in attributes.items()})
-            self._layer.containers.append((attributes, contents_of(attributes), made.__dict__))
+            self._scope.containers.append((attributes, read_contents(attributes), made.__dict__))
 
-    def _function(self, value: types.FunctionType) -> Any:
+    def _clone_function(self, value: types.FunctionType) -> Any:
         """A function whose cells or defaults hold something of the source, around the replica's own."""
         cells = tuple(types.CellType() for _ in value.__closure__ or ())
         made = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, cells or None)
-        self._note(value, made)
+        self._remember(value, made)
         for cell, old in zip(cells, value.__closure__ or (), strict=True):
-            content = _content(old)
-            if content is not _UNKNOWN:
+            content = _cell_contents(old)
+            if content is not _EMPTY_CELL:
                 cell.cell_contents = self.clone(content)
         made.__defaults__ = self.clone(value.__defaults__)
         made.__kwdefaults__ = self.clone(value.__kwdefaults__)
-        if beside(value) is None:  # torch's own
+        if extra_attributes(value) is None:  # torch's own
             made.__dict__.update({name: self.clone(item) for name, item in value.__dict__.items()})
-        self._beside(value, made)
+        self._clone_extra_attributes(value, made)
         made.__qualname__, made.__doc__, made.__module__ = value.__qualname__, value.__doc__, value.__module__
         return made
 
-    def _method(self, value: types.MethodType) -> Any:
-        return self._note(value, types.MethodType(self.clone(value.__func__), self.clone(value.__self__)))
+    def _clone_method(self, value: types.MethodType) -> Any:
+        return self._remember(value, types.MethodType(self.clone(value.__func__), self.clone(value.__self__)))
 
-    def _partial(self, value: functools.partial[Any]) -> Any:
+    def _clone_partial(self, value: functools.partial[Any]) -> Any:
         args = [self.clone(item) for item in value.args]
         keywords = {name: self.clone(item) for name, item in value.keywords.items()}
-        return self._note(value, functools.partial(self.clone(value.func), *args, **keywords))
+        return self._remember(value, functools.partial(self.clone(value.func), *args, **keywords))
 
-    def _weakref(self, value: weakref.ref[Any]) -> Any:
+    def _clone_weakref(self, value: weakref.ref[Any]) -> Any:
         target = value()
-        return self._note(value, value if target is None else weakref.ref(self.clone(target)))
+        return self._remember(value, value if target is None else weakref.ref(self.clone(target)))
 
-    def _object(self, value: Any) -> Any:
+    def _clone_object(self, value: Any) -> Any:
         """Some object with attributes; one that does not let itself be copied is shared."""
         try:
             if isinstance(value, enum.Enum):
                 raise TypeError("a member of an enumeration is one for the whole program")
             made = types.SimpleNamespace() if type(value) is types.SimpleNamespace else shallow_copy(value)
         except TypeError:
-            self.draws = self.draws or any(isinstance(i, torch.Generator) for i in attributes_of(value).values())
-            return self._note(value, value)
-        self._note(value, made)
+            self.shares_generator = self.shares_generator or any(
+                isinstance(i, torch.Generator) for i in attributes_of(value).values()
+            )
+            return self._remember(value, value)
+        self._remember(value, made)
         for name, item in attributes_of(value).items():
             if name in getattr(value, "__dict__", ()):
                 made.__dict__[name] = self.clone(item)
             else:
                 object.__setattr__(made, name, self.clone(item))
-        holder = holder_of(value)
+        holder = attribute_storage(value)
         if holder is None or holder is value:
-            self._layer.containers.append((value, contents_of(value), made))
+            self._scope.containers.append((value, read_contents(value), made))
         else:
-            self._layer.containers.append((holder, contents_of(holder), made.__dict__))
+            self._scope.containers.append((holder, read_contents(holder), made.__dict__))
         return made
 
-    def _array(self, value: Any) -> Any:
-        made = self._note(value, value.copy())
-        self._layer.containers.append((value, contents_of(value), made))
-        self._beside(value, made)
+    def _clone_array(self, value: Any) -> Any:
+        made = self._remember(value, value.copy())
+        self._scope.containers.append((value, read_contents(value), made))
+        self._clone_extra_attributes(value, made)
         return made
 
-    def _reaches(self, value: Any) -> bool:
+    def _reaches_source(self, value: Any) -> bool:
         """Whether a tensor, module, generator or container that each replica has for itself can be reached."""
-        if holds_source(value, self._own, self._plain):
+        if reaches_source(value, self._private_containers, self._shareable):
             return True
-        self._plain[id(value)] = value
+        self._shareable[id(value)] = value
         return False
 
 
-def holds_source(value: Any, own: Mapping[int, Any] | None = None, plain: Mapping[int, Any] | None = None) -> bool:
+def reaches_source(value: Any, own: Mapping[int, Any] | None = None, plain: Mapping[int, Any] | None = None) -> bool:
     """Whether a tensor, a module, or one of `own` can be reached from a value, by another way than through `plain`."""
     own = own or {}
 
     def found(item: Any) -> bool:
         mine = id(item) in own or id(getattr(item, "__dict__", own)) in own
-        return mine or isinstance(item, (Tensor, nn.Module, torch.Generator)) or is_the_callers(item)
+        return mine or isinstance(item, (Tensor, nn.Module, torch.Generator)) or is_caller_only(item)
 
-    return _leads_to(value, found, plain or {})
+    return _reaches(value, found, plain or {})
 
 
-def holds_structure(value: Any) -> bool:
+def reaches_structure(value: Any) -> bool:
     """Whether a module or a trainable parameter can be reached from a value."""
 
     def found(item: Any) -> bool:
         return isinstance(item, nn.Module) or (isinstance(item, nn.Parameter) and item.requires_grad)
 
-    return not is_opaque(value) and _leads_to(value, found, {})
+    return not is_atomic(value) and _reaches(value, found, {})
 
 
-def _leads_to(value: Any, found: Callable[[Any], bool], plain: Mapping[int, Any]) -> bool:
+def _reaches(value: Any, found: Callable[[Any], bool], plain: Mapping[int, Any]) -> bool:
     pending, seen = [value], {id(value)}
     while pending:
         item = pending.pop()
@@ -325,39 +333,41 @@ def _leads_to(value: Any, found: Callable[[Any], bool], plain: Mapping[int, Any]
         if len(seen) > _MAX_VISITS:
             return False
         for child in _children(item):
-            if id(child) not in seen and id(child) not in plain and not is_opaque(child):
+            if id(child) not in seen and id(child) not in plain and not is_atomic(child):
                 seen.add(id(child))
                 pending.append(child)
     return False
 
 
-_UNKNOWN = object()
-REGISTRIES = ("_parameters", "_buffers", "_modules")
+_EMPTY_CELL = object()
+MODULE_REGISTRIES = ("_parameters", "_buffers", "_modules")
 # What a call depends on, of the dictionaries that `nn.Module` keeps for itself.
-TABLES = frozenset((*REGISTRIES, "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))
+REGISTRIES_AND_HOOKS = frozenset(
+    (*MODULE_REGISTRIES, "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+)
 
-_MAKERS: dict[type, Callable[[Cloner, Any], Any]] = {
-    list: Cloner._container,
-    deque: Cloner._container,
-    set: Cloner._container,
-    dict: Cloner._container,
-    OrderedDict: Cloner._container,
-    defaultdict: Cloner._container,
-    types.FunctionType: Cloner._function,
-    types.MethodType: Cloner._method,
-    functools.partial: Cloner._partial,
-    weakref.ref: Cloner._weakref,
+_CLONE_METHODS: dict[type, Callable[[Cloner, Any], Any]] = {
+    list: Cloner._clone_container,
+    deque: Cloner._clone_container,
+    set: Cloner._clone_container,
+    dict: Cloner._clone_container,
+    OrderedDict: Cloner._clone_container,
+    defaultdict: Cloner._clone_container,
+    types.FunctionType: Cloner._clone_function,
+    types.MethodType: Cloner._clone_method,
+    functools.partial: Cloner._clone_partial,
+    weakref.ref: Cloner._clone_weakref,
 }
 
 
 def _children(item: Any) -> Iterable[Any]:
     if isinstance(item, dict):
-        return (*item.keys(), *item.values(), *(beside(item) or {}).values())
+        return (*item.keys(), *item.values(), *(extra_attributes(item) or {}).values())
     if isinstance(item, (list, tuple, set, frozenset, deque)):
-        attributes = beside(item)
+        attributes = extra_attributes(item)
         return (*item, *attributes.values()) if attributes else item
     if isinstance(item, types.FunctionType):
-        cells = [_content(cell) for cell in item.__closure__ or ()]
+        cells = [_cell_contents(cell) for cell in item.__closure__ or ()]
         return (*cells, item.__defaults__, item.__kwdefaults__, item.__dict__)
     if isinstance(item, types.MethodType):
         return (item.__func__, item.__self__)
@@ -368,11 +378,11 @@ def _children(item: Any) -> Iterable[Any]:
     return () if isinstance(item, types.BuiltinFunctionType) else attributes_of(item).values()
 
 
-def _content(cell: types.CellType) -> Any:
+def _cell_contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet
-        return _UNKNOWN
+        return _EMPTY_CELL
 
 
 def _empty_like(value: Any) -> Any:
@@ -387,5 +397,116 @@ def _empty_like(value: Any) -> Any:
     return made
 
 
-def _refill(registry: Any, items: list[tuple[Any, Any]]) -> Any:
+def _rebuild_dict(registry: Any, items: list[tuple[Any, Any]]) -> Any:
     return OrderedDict(items) if isinstance(registry, OrderedDict) else dict(items)
+
+
+_BOUND_METHODS = (types.MethodWrapperType, types.BuiltinMethodType)
+_LIBRARY_ROOTS = ("builtins", "numpy", "torch")
+
+
+def is_library_iterator(value: Any) -> bool:
+    """Whether a value is an iterator of Python's own or of a library's, which nobody can look into, or a method of one
+    (`itertools.count().__next__`). Files are none."""
+    cls: Any = type(value.__self__ if isinstance(value, _BOUND_METHODS) else value)
+    return _is_library_iterator_class(cls)
+
+
+@functools.cache
+def _is_library_iterator_class(cls: Any) -> bool:
+    if not issubclass(cls, Iterator) or hasattr(cls, "write"):
+        return False
+    root = (cls.__module__ or "").partition(".")[0]
+    return root in _LIBRARY_ROOTS or (root in sys.stdlib_module_names and root != "__main__")
+
+
+def is_thread_local(value: Any) -> bool:
+    """Whether a value holds something else for each thread."""
+    return issubclass(type(value), threading.local)
+
+
+class IteratorPlaceholder:
+    """What a replica has in place of an iterator."""
+
+    __slots__ = ("_asked", "_iterator")
+
+    def __init__(self, iterator: Any, asked: list[Any]) -> None:
+        self._iterator = iterator
+        self._asked = asked
+        """Every iterator that some replica has asked for something."""
+
+    def __iter__(self) -> IteratorPlaceholder:
+        return self
+
+    def __next__(self) -> NoReturn:
+        self._refuse()
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        self._refuse()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        self._asked.append(self._iterator)
+        raise StateError(
+            f"forward asks an iterator that the module holds ({type(self._iterator).__name__}): it can go on once for "
+            f"each call, and not once for each replica.\n"
+            f"Call next() outside, and give forward the value as an argument."
+        )
+
+
+class ThreadLocalPlaceholder:
+    """What a replica has in place of a `threading.local`; it says that it is of the same class."""
+
+    __slots__ = ("_asked", "_local")
+
+    def __init__(self, local: Any, asked: list[Any]) -> None:
+        object.__setattr__(self, "_local", local)
+        object.__setattr__(self, "_asked", asked)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(object.__getattribute__(self, "_local"))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__dict__" and not hasattr(self.__class__, name):
+            raise AttributeError(name)
+        self._refuse()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        local = object.__getattribute__(self, "_local")
+        object.__getattribute__(self, "_asked").append(local)
+        raise StateError(
+            f"forward uses a {type(local).__name__} that the module holds, in which each thread has values of its own "
+            f"(threading.local): replicas do not see the caller's.\n"
+            f"Keep them as plain attributes of the module: each replica has its own there."
+        )
+
+    __setattr__ = __delattr__ = __call__ = __enter__ = __exit__ = __iter__ = __next__ = _refuse
+    __len__ = __contains__ = __getitem__ = __setitem__ = __delitem__ = _refuse
+
+
+def placeholder_for(value: Any, asked: list[Any]) -> Any:
+    """What a replica has in place of something that only the caller can ask."""
+    return ThreadLocalPlaceholder(value, asked) if is_thread_local(value) else IteratorPlaceholder(value, asked)
+
+
+def is_caller_only(value: Any) -> bool:
+    """Whether only the caller can ask a value: an iterator, or what each thread has its own of."""
+    return is_thread_local(value) or is_library_iterator(value)
+
+
+def caller_only_message(value: Any, name: str) -> str:
+    """Why calls run on one device that ask for such a value, and what to do."""
+    if is_thread_local(value):
+        return (
+            f"forward uses {name!r}, in which each thread has values of its own (threading.local): calls run on one "
+            f"device, in the caller's thread.\nKeep them as plain attributes: each replica has its own."
+        )
+    return (
+        f"forward may draw from the iterator {name!r}, of which there is one for all replicas: calls run on "
+        f"one device.\nDraw from it outside, and set what it gave as an attribute."
+    )

@@ -1,4 +1,4 @@
-"""The dotted names of modules and tensors, for rules and messages."""
+"""Dotted names of modules and tensors, for rules and error messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from instep.errors import StateError
 
-_UNTOUCHED = "The module's own is as it was before the call."
+_NOT_OVERWRITTEN = "The module's own is as it was before the call."
 _OVERWRITTEN = (
     "What forward wrote is now in the module's own {names}, whose memory replicas share: bring back the values from "
     "before (load_state_dict).\n"
@@ -17,7 +17,7 @@ _OVERWRITTEN = (
 )
 
 
-class Owner(NamedTuple):
+class TensorOwner(NamedTuple):
     """The module that holds a tensor, the name it has there, and its dotted name from the root."""
 
     module: nn.Module | None
@@ -25,7 +25,7 @@ class Owner(NamedTuple):
     path: str
 
 
-_NOBODY = Owner(None, "", "a tensor that no module holds by name")
+_NO_OWNER = TensorOwner(None, "", "a tensor that no module holds by name")
 
 
 def module_names(source: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
@@ -34,52 +34,54 @@ def module_names(source: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
     return [known.get(id(module), type(module).__name__) for module in modules]
 
 
-class Owners:
+class TensorOwners:
     """Who holds each tensor of a source module; looked up in one pass when it is first asked, and again after `renew`
     for one that is not where it was."""
 
     def __init__(self, source: nn.Module) -> None:
         self._source = source
-        self._known: dict[int, Owner] = {}
-        self._fresh = False
+        self._owners: dict[int, TensorOwner] = {}
+        self._is_current = False
 
-    def renew(self) -> None:
+    def invalidate(self) -> None:
         """Tensors may have come and gone since."""
-        self._fresh = False
+        self._is_current = False
 
-    def of(self, tensor: Tensor) -> Owner:
-        owner = self._known.get(id(tensor), _NOBODY)
-        if not self._fresh and not _holds(owner, tensor):
-            self._known, self._fresh = dict(self._look()), True
-            owner = self._known.get(id(tensor), _NOBODY)
+    def find(self, tensor: Tensor) -> TensorOwner:
+        owner = self._owners.get(id(tensor), _NO_OWNER)
+        if not self._is_current and not _still_holds(owner, tensor):
+            self._owners, self._is_current = dict(self._scan()), True
+            owner = self._owners.get(id(tensor), _NO_OWNER)
         return owner
 
-    def _look(self) -> Iterator[tuple[int, Owner]]:
+    def _scan(self) -> Iterator[tuple[int, TensorOwner]]:
         seen: set[int] = set()
         for prefix, module in self._source.named_modules():
-            for table in _tables(module):
+            for table in _tensor_dicts(module):
                 for name, value in table.items():
                     if isinstance(value, Tensor) and id(value) not in seen:
                         seen.add(id(value))
-                        yield id(value), Owner(module, name, f"{prefix}.{name}" if prefix else name)
+                        yield id(value), TensorOwner(module, name, f"{prefix}.{name}" if prefix else name)
 
 
-def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
+def _tensor_dicts(module: nn.Module) -> tuple[dict[str, Any], ...]:
     return module._parameters, module._buffers, module.__dict__
 
 
-def _holds(owner: Owner, tensor: Tensor) -> bool:
+def _still_holds(owner: TensorOwner, tensor: Tensor) -> bool:
     """Whether a tensor still is where it was, and not another one whose id was its own."""
-    return owner.module is not None and any(table.get(owner.name) is tensor for table in _tables(owner.module))
+    return owner.module is not None and any(table.get(owner.name) is tensor for table in _tensor_dicts(owner.module))
 
 
-def trainable_written(source: nn.Module, written: Sequence[Tensor], overwritten: Sequence[Tensor] = ()) -> StateError:
+def parameter_write_error(
+    source: nn.Module, written: Sequence[Tensor], overwritten: Sequence[Tensor] = ()
+) -> StateError:
     """Trainable tensors that `forward` wrote to; those that are `overwritten` hold now what it wrote."""
-    owners = Owners(source)
-    names = [repr(owners.of(tensor).path) for tensor in {id(tensor): tensor for tensor in overwritten}.values()]
-    path = owners.of((overwritten or written)[0]).path
+    owners = TensorOwners(source)
+    names = [repr(owners.find(tensor).path) for tensor in {id(tensor): tensor for tensor in overwritten}.values()]
+    path = owners.find((overwritten or written)[0]).path
     return StateError(
         f"forward wrote to the trainable parameter {path!r}, which every replica would do once more.\n"
-        f"{_OVERWRITTEN.format(names=', '.join(names)) if names else _UNTOUCHED}\n"
+        f"{_OVERWRITTEN.format(names=', '.join(names)) if names else _NOT_OVERWRITTEN}\n"
         f"Change it outside forward (after optimizer.step()), or make it a buffer and give it a state rule."
     )

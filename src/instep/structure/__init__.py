@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from instep.structure import optional_kinds, torch_kinds
+from instep.structure import types_hf, types_torch
 
-torch_kinds.install()
-optional_kinds.install()
+types_torch.register_torch_types()
+types_hf.register_optional_types()

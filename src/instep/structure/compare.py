@@ -1,4 +1,4 @@
-"""Comparing what parts of a batch gave with what the whole gave."""
+"""Compares outputs of parts of a batch with outputs of the whole batch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.structure.fit import own_kind
-from instep.structure.tree import attributes_beside, open_node, tensors_in
+from instep.structure.infer import handler_for
+from instep.structure.tree import extra_attributes, flatten_one_level, tensors_in
 
 
-def unsqueezed(values: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
+def restore_batch_dim(values: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
     """A part of one sample that has lost the dim of its batch, with that dim put back, where it can be seen."""
     whole = values[2]
     made = list(values)
@@ -29,7 +29,7 @@ def unsqueezed(values: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tenso
     return made
 
 
-def ordinary(value: Tensor) -> Tensor:
+def to_comparable(value: Tensor) -> Tensor:
     """The same numbers in a type that every operation knows."""
     if value.is_complex():
         return value.to(torch.complex128)
@@ -45,7 +45,7 @@ def is_sorted(whole: Tensor) -> bool:
     return bool((whole[1:] >= whole[:-1]).all()) or bool((whole[1:] <= whole[:-1]).all())
 
 
-def in_order(items: Sequence[Any]) -> bool:
+def is_sorted_list(items: Sequence[Any]) -> bool:
     """Whether a list of words or of numbers is in order, as `sorted` gives it, and they are not all the same."""
     kinds = {type(item) for item in items}
     if len(kinds) != 1 or not kinds <= {str, int, float}:
@@ -54,12 +54,12 @@ def in_order(items: Sequence[Any]) -> bool:
     return items[0] != items[-1] and (rising or all(one >= two for one, two in pairwise(items)))
 
 
-def same(left: Tensor, right: Tensor) -> bool:
+def equal_or_nan(left: Tensor, right: Tensor) -> bool:
     """Whether every entry is equal, or NaN in both."""
     return torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
-def apart(left: Tensor, right: Tensor) -> float:
+def relative_difference(left: Tensor, right: Tensor) -> float:
     """The largest difference relative to the largest entry; NaN and infinities count as equal to themselves."""
     if not left.numel():
         return 0.0
@@ -74,21 +74,21 @@ def apart(left: Tensor, right: Tensor) -> float:
     return difference / scale if scale else difference
 
 
-def turned(left: Tensor, right: Tensor) -> float:
+def mismatch_fraction(left: Tensor, right: Tensor) -> float:
     """The share of entries that differ."""
     return float((left != right).double().mean()) if left.numel() else 0.0
 
 
-def by_how_much(left: Tensor, right: Tensor) -> str:
+def describe_difference(left: Tensor, right: Tensor) -> str:
     """The difference in words, for a message."""
     if left.is_floating_point() or left.is_complex():
-        return f" (off by {apart(left, right):.2g} of the largest)"
-    return f" ({turned(left, right):.0%} of them differ)"
+        return f" (off by {relative_difference(left, right):.2g} of the largest)"
+    return f" ({mismatch_fraction(left, right):.0%} of them differ)"
 
 
-def differ_beside(parts: Sequence[Any]) -> list[str]:
+def differing_attributes(parts: Sequence[Any]) -> list[str]:
     """The attributes beside what parts hold that are not the same for all of them, or are tensors of each."""
-    first, *others = [attributes_beside(part) for part in parts]
+    first, *others = [extra_attributes(part) for part in parts]
     names = {name: None for table in (first, *others) for name in table}
     return [name for name in names if not all(_same_attribute(first, table, name) for table in others)]
 
@@ -107,13 +107,13 @@ def _same_attribute(one: dict[str, Any], two: dict[str, Any], name: str) -> bool
         return False
 
 
-def plain_alike(left: Any, right: Any) -> bool:
+def plain_values_equal(left: Any, right: Any) -> bool:
     """Whether what is not a tensor is equal too, where equality is cheap and known to mean it."""
-    if isinstance(left, Tensor) or own_kind(left) is not None:
+    if isinstance(left, Tensor) or handler_for(left) is not None:
         return type(left) is type(right)
     if isinstance(left, (str, bytes, bool, int)) or left is None:
         return bool(left == right)
-    one, two = open_node(left), open_node(right)
+    one, two = flatten_one_level(left), flatten_one_level(right)
     if one is None or two is None:
         return type(left) is type(right)
-    return list(one.keys) == list(two.keys) and all(map(plain_alike, one.children, two.children))
+    return list(one.keys) == list(two.keys) and all(map(plain_values_equal, one.children, two.children))

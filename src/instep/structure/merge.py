@@ -1,4 +1,4 @@
-"""One output from the outputs of the replicas: joined along the batch where it can be seen, by rule elsewhere."""
+"""Merges the replicas' outputs into one output: by rule, by probe verdict, or by concatenation along the batch."""
 
 from __future__ import annotations
 
@@ -12,42 +12,41 @@ import torch
 from torch import Tensor
 
 from instep.errors import InstepError, MergeError
-from instep.structure.dims import AUTO, Declared, check_dims, declared_root
-from instep.structure.fit import (
-    NUMBERS,
-    holds_samples,
-    holds_tensors,
-    is_record_of_samples,
-    own_kind,
-)
-from instep.structure.joining import join_by_kind
-from instep.structure.merge_messages import cannot_merge, no_rule_for_type, no_samples, other_entries, two_readings
-from instep.structure.recipe import COLUMN, Miss, Recipe, recipe_for
-from instep.structure.rules import (
-    Rule,
-    Scene,
+from instep.structure.infer import NUMBER_TYPES, contains_tensors, handler_for, has_batch_size, is_sample_tuple
+from instep.structure.merge_cache import PER_SAMPLE, CachedMerge, CacheMiss, build_cached_merge
+from instep.structure.merge_messages import ambiguous_list, cannot_merge, keys_differ, no_batch_size, unregistered_type
+from instep.structure.merge_rules import (
+    MergeContext,
+    MergeRule,
+    applies_to,
     apply_rule,
     check_rule,
+    find_rule,
     is_leaf_rule,
-    mean_of_equals,
-    rule_for,
-    speaks_of,
+    mean_of_equal_tensors,
+)
+from instep.structure.output_placements import (
+    ListKind,
+    OutputShard,
+    Verdicts,
+    check_extra_attributes,
+    check_missing_parts,
+    merge_torch_sizes,
 )
 from instep.structure.shapes import (
-    equal_scalars,
+    can_cat,
+    can_cat_plain_tensors,
     equal_values,
-    few,
-    follow,
+    format_values,
+    has_batch_dim,
     is_integer,
-    join_along,
-    join_as_before,
     layout_of,
+    tensors_equal,
 )
-from instep.structure.sizes_seen import sizes_seen
-from instep.structure.split import Parts, join, undo_plan
-from instep.structure.tree import SCALARS, Node, Path, is_sequence, open_node, specific_first
-from instep.structure.types import Kind, kind_of
-from instep.structure.verdicts import Joined, Reading, Verdicts, check_absent, check_beside, merge_shapes
+from instep.structure.spec import AUTO, DimSpec, root_spec, validate_dims
+from instep.structure.split import Parts, concat_sequences, infer_part_sizes, merge_by_handler, undo_plan
+from instep.structure.tree import SCALARS, Node, Path, flatten_one_level, is_sequence, order_patterns
+from instep.structure.types import TypeHandler, handler_for_type
 
 
 @dataclass
@@ -56,78 +55,83 @@ class Merger:
 
     dim: int = 0
     out_dims: Any = AUTO
-    rules: Mapping[str, Rule] = field(default_factory=dict)
+    rules: Mapping[str, MergeRule] = field(default_factory=dict)
     """By path or pattern; `"*"` is the rule of every leaf that no other rule names and to which it applies."""
-    seen: dict[Path, str] = field(default_factory=dict)
+    actions: dict[Path, str] = field(default_factory=dict)
     """What was done at each path at the last merge, in words."""
-    readings: dict[Path, str] = field(default_factory=dict)
-    dims: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    list_kinds: dict[Path, str] = field(default_factory=dict)
+    batch_dims: dict[Path, tuple[int, int]] = field(default_factory=dict)
     """The rank of a leaf and the dim of it that followed the batch, which decides when two dims do."""
-    found: Verdicts = field(default_factory=dict)
+    verdicts: Verdicts = field(default_factory=dict)
     """What a trial said of leaves that no rule names."""
 
     def __post_init__(self) -> None:
-        check_dims(self.out_dims, "out_dims")
-        self.declared = declared_root(self.out_dims, self.dim)
-        self.named = {pattern: rule for pattern, rule in self.rules.items() if pattern != "*"}
-        self.general = self.rules.get("*")
-        self._recipes: dict[tuple[int, ...], tuple[Recipe, dict[Path, str]]] = {}
+        validate_dims(self.out_dims, "out_dims")
+        self.dim_spec = root_spec(self.out_dims, self.dim)
+        self.path_rules = {pattern: rule for pattern, rule in self.rules.items() if pattern != "*"}
+        self.default_rule = self.rules.get("*")
+        self._cache: dict[tuple[int, ...], tuple[CachedMerge, dict[Path, str]]] = {}
 
     @classmethod
-    def of(cls, merge: Any = AUTO, out_dims: Any = AUTO, dim: int = 0) -> Merger:
+    def from_options(cls, merge: Any = AUTO, out_dims: Any = AUTO, dim: int = 0) -> Merger:
         """A merger from what a user writes: `"auto"`, one rule for every leaf, or rules by path or pattern."""
-        rules: dict[str, Rule] = {}
+        rules: dict[str, MergeRule] = {}
         if isinstance(merge, Mapping):
-            rules = {pattern: rule for pattern, rule in specific_first(merge.items()).items() if not _is_auto(rule)}
+            rules = {pattern: rule for pattern, rule in order_patterns(merge.items()).items() if not _is_auto(rule)}
         elif not _is_auto(merge):
             rules = {"*": merge}
         for rule in rules.values():
             check_rule(rule)
         return cls(dim=dim, out_dims=out_dims, rules=rules)
 
-    def once(self) -> Merger:
+    def fresh_copy(self) -> Merger:
         """A merger with the same rules, from which nothing is learned."""
-        return replace(self, seen={}, readings={}, dims={})
+        return replace(self, actions={}, list_kinds={}, batch_dims={})
 
     def merge(self, parts: Sequence[Any], sizes: Sequence[int], inputs: Sequence[Mapping[str, Any]] = ()) -> Any:
         """The whole output; `MergeError` where that would be a guess."""
         if len(parts) != len(sizes):
             raise MergeError(f"there are {len(parts)} parts and {len(sizes)} sizes: give one size for each part.")
         sizes = tuple(sizes)
-        if sizes in self._recipes:
-            recipe, self.seen = self._recipes[sizes]
+        if sizes in self._cache:
+            recipe, self.actions = self._cache[sizes]
             try:
                 return recipe(parts)
-            except (Miss, RuntimeError):  # torch's own refusals too: what does not fit is named below
+            except (CacheMiss, RuntimeError):  # torch's own refusals too: what does not fit is named below
                 pass
-        self.seen = {}
-        merged = _Merging(self).node(parts, Scene(sizes, tuple(parts), tuple(inputs)), (), self.declared, None)
-        if not self.rules and self.declared.auto and not self.declared.patterns and len(parts) > 1:
-            self._learn(parts, sizes)
+        self.actions = {}
+        merged = _MergePass(self).merge_node(
+            parts, MergeContext(sizes, tuple(parts), tuple(inputs)), (), self.dim_spec, None
+        )
+        if not self.rules and self.dim_spec.is_auto and not self.dim_spec.patterns and len(parts) > 1:
+            self._cache_merge(parts, sizes)
         return merged
 
-    def use(self, found: Verdicts) -> None:
+    def set_verdicts(self, found: Verdicts) -> None:
         """Merge by other verdicts from now on."""
-        if found is self.found:
+        if found is self.verdicts:
             return
-        self.found = found
-        self._recipes.clear()
+        self.verdicts = found
+        self._cache.clear()
         for path, verdict in found.items():
-            self.dims.pop(path, None)
-            if isinstance(verdict, Joined):
-                self.dims[path] = verdict.rank, verdict.dim
-            elif isinstance(verdict, Reading):
-                self.readings[path] = COLUMN if verdict.samples else "inside"
+            self.batch_dims.pop(path, None)
+            if isinstance(verdict, OutputShard):
+                self.batch_dims[path] = verdict.rank, verdict.dim
+            elif isinstance(verdict, ListKind):
+                self.list_kinds[path] = PER_SAMPLE if verdict.per_sample else "inside"
 
-    def _learn(self, parts: Sequence[Any], sizes: tuple[int, ...]) -> None:
-        recipe = recipe_for(
-            parts, sizes, {path: self.dims[path] for path in self.seen if path in self.dims}, self.readings
+    def _cache_merge(self, parts: Sequence[Any], sizes: tuple[int, ...]) -> None:
+        recipe = build_cached_merge(
+            parts,
+            sizes,
+            {path: self.batch_dims[path] for path in self.actions if path in self.batch_dims},
+            self.list_kinds,
         )
-        if len(self._recipes) >= 64:  # batches of many sizes: begin again rather than grow
-            self._recipes.clear()
-        self._recipes.pop(sizes, None)
+        if len(self._cache) >= 64:  # batches of many sizes: begin again rather than grow
+            self._cache.clear()
+        self._cache.pop(sizes, None)
         if recipe is not None:
-            self._recipes[sizes] = recipe, self.seen
+            self._cache[sizes] = recipe, self.actions
 
 
 def _is_auto(rule: Any) -> bool:
@@ -152,186 +156,198 @@ def merge(
             return undo_plan(parts.plan, [[part] for part in parts])[0]
         sizes = parts.sizes
     if sizes is None:
-        sizes = sizes_seen(parts, dim)
-    return Merger.of(merge, out_dims, dim).merge(parts, sizes)
+        sizes = infer_part_sizes(parts, dim)
+    return Merger.from_options(merge, out_dims, dim).merge(parts, sizes)
 
 
 _PLAIN_TYPES = frozenset(SCALARS)
 
 
 @functools.cache
-def _joined(dim: int) -> str:
+def _cat_description(dim: int) -> str:
     return f"joined along dim {dim}"
 
 
-class _Merging:
+class _MergePass:
     def __init__(self, merger: Merger) -> None:
         self.merger = merger
-        self.dims, self.seen, self.readings = merger.dims, merger.seen, merger.readings
-        self.named, self.general, self.found = merger.named, merger.general, merger.found
-        self.undeclared = merger.declared.auto and not merger.declared.patterns
+        self.batch_dims, self.actions, self.list_kinds = merger.batch_dims, merger.actions, merger.list_kinds
+        self.path_rules, self.default_rule, self.verdicts = merger.path_rules, merger.default_rule, merger.verdicts
+        self.is_auto = merger.dim_spec.is_auto and not merger.dim_spec.patterns
 
-    def node(self, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared, inherited: Rule | None) -> Any:
-        known = self.dims.get(path)
-        if known is not None and join_as_before(parts, scene.sizes, *known):
-            self.seen[path] = _joined(known[1])
+    def merge_node(
+        self, parts: Sequence[Any], scene: MergeContext, path: Path, spec: DimSpec, inherited: MergeRule | None
+    ) -> Any:
+        known = self.batch_dims.get(path)
+        if known is not None and can_cat_plain_tensors(parts, scene.sizes, *known):
+            self.actions[path] = _cat_description(known[1])
             return torch.cat(tuple(parts), known[1])
-        rule = (rule_for(self.named, path) if self.named else None) or inherited
+        rule = (find_rule(self.path_rules, path) if self.path_rules else None) or inherited
         if rule is not None and not is_leaf_rule(rule):
-            return self._by_rule(rule, parts, scene, path, spec)
+            return self._apply_rule(rule, parts, scene, path, spec)
         types = set(map(type, parts))
         if type(None) in types:
             present = [index for index, part in enumerate(parts) if part is not None]
             if not present:
                 return None
-            check_absent(rule or self.general or not spec.auto, self.found.get(path), parts, scene, path)
-            parts, scene = [parts[index] for index in present], scene.only(present)
+            check_missing_parts(
+                rule or self.default_rule or not spec.is_auto, self.verdicts.get(path), parts, scene, path
+            )
+            parts, scene = [parts[index] for index in present], scene.select(present)
             types.discard(type(None))
-        if rule is not None and not any(open_node(part) is not None for part in parts):
-            return self._by_rule(rule, parts, scene, path, spec)
-        if self.general is not None and rule is None and speaks_of(self.general, parts):
-            return self._by_rule(self.general, parts, scene, path, spec)
+        if rule is not None and not any(flatten_one_level(part) is not None for part in parts):
+            return self._apply_rule(rule, parts, scene, path, spec)
+        if self.default_rule is not None and rule is None and applies_to(self.default_rule, parts):
+            return self._apply_rule(self.default_rule, parts, scene, path, spec)
         first = parts[0]
         if len(parts) == 1:
             return first
-        if spec.spec is None:
-            self._note(path, "the first replica's (out_dims is None)")
+        if spec.value is None:
+            self._record(path, "the first replica's (out_dims is None)")
             return first
         if type(first) is not Tensor:
-            check_beside(parts, scene, path)
-        verdict = self.found.get(path) if rule is None else None
+            check_extra_attributes(parts, scene, path)
+        verdict = self.verdicts.get(path) if rule is None else None
         own = isinstance(first, Tensor) and first is parts[-1]  # the module's, and whole already
-        if verdict is not None and not own and not any(map(own_kind, parts)) and verdict.fits(parts, scene):
-            self._note(path, verdict.words)
+        if verdict is not None and not own and not any(map(handler_for, parts)) and verdict.accepts(parts, scene):
+            self._record(path, verdict.description)
             return verdict.merge(parts, scene, path)
         if first is parts[-1] and all(part is first for part in parts):
-            self._note(path, "the same on every replica")
+            self._record(path, "the same on every replica")
             return first
         if isinstance(first, Tensor) and (len(types) == 1 or all(isinstance(part, Tensor) for part in parts)):
-            return self._tensors(parts, scene, path, spec)
-        if len(types) > 1 and not all(isinstance(part, NUMBERS) for part in parts):
+            return self._merge_tensors(parts, scene, path, spec)
+        if len(types) > 1 and not all(isinstance(part, NUMBER_TYPES) for part in parts):
             names = [type(part).__name__ for part in parts]
             raise cannot_merge(path, parts, f"the replicas gave different types, {names}", scene.sizes)
-        return self._together(parts, scene, path, spec, rule)
+        return self._merge_by_type(parts, scene, path, spec, rule)
 
-    def _by_rule(self, rule: Rule, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared) -> Any:
-        self._note(path, f"rule {rule if isinstance(rule, (str, tuple)) else getattr(rule, '__name__', rule)}")
+    def _apply_rule(self, rule: MergeRule, parts: Sequence[Any], scene: MergeContext, path: Path, spec: DimSpec) -> Any:
+        self._record(path, f"rule {rule if isinstance(rule, (str, tuple)) else getattr(rule, '__name__', rule)}")
         return apply_rule(rule, parts, scene, path, spec.batch_dim)
 
-    def _together(self, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared, rule: Rule | None) -> Any:
+    def _merge_by_type(
+        self, parts: Sequence[Any], scene: MergeContext, path: Path, spec: DimSpec, rule: MergeRule | None
+    ) -> Any:
         first = parts[0]
         cls = type(first)
         if cls is list or cls is tuple:
-            return self._sequence(parts, scene, path, spec, rule)
-        if cls is dict and self.undeclared and all(part.keys() == first.keys() for part in parts):
-            return {key: self.node([p[key] for p in parts], scene, (*path, key), spec, rule) for key in first}
-        kind = kind_of(cls)
+            return self._merge_sequence(parts, scene, path, spec, rule)
+        if cls is dict and self.is_auto and all(part.keys() == first.keys() for part in parts):
+            return {key: self.merge_node([p[key] for p in parts], scene, (*path, key), spec, rule) for key in first}
+        kind = handler_for_type(cls)
         if kind is not None:
-            return self._custom(parts, scene, path, kind)
+            return self._merge_custom(parts, scene, path, kind)
         if isinstance(first, np.ndarray) and first.ndim:
-            return self._arrays(parts, scene, path, spec)
+            return self._merge_arrays(parts, scene, path, spec)
         if cls is torch.Size:
-            return self._values(parts, scene, path)
+            return self._merge_plain(parts, scene, path)
         if is_sequence(first):
-            return self._sequence(parts, scene, path, spec, rule)
-        nodes = [node for node in map(open_node, parts) if node is not None]
+            return self._merge_sequence(parts, scene, path, spec, rule)
+        nodes = [node for node in map(flatten_one_level, parts) if node is not None]
         if not nodes:
-            return self._values(parts, scene, path)
-        return self._inside(nodes, scene, path, spec, rule)
+            return self._merge_plain(parts, scene, path)
+        return self._merge_children(nodes, scene, path, spec, rule)
 
-    def _inside(self, nodes: list[Node], scene: Scene, path: Path, spec: Declared, rule: Rule | None) -> Any:
+    def _merge_children(
+        self, nodes: list[Node], scene: MergeContext, path: Path, spec: DimSpec, rule: MergeRule | None
+    ) -> Any:
         keys = tuple(nodes[0].keys)
         columns = [node.children for node in nodes]
         for index, node in enumerate(nodes[1:], start=1):
             if tuple(node.keys) != keys:
                 if set(node.keys) != set(keys):
-                    raise other_entries(path, keys, index, node.keys, scene.sizes)
+                    raise keys_differ(path, keys, index, node.keys, scene.sizes)
                 table = dict(zip(node.keys, node.children, strict=True))
                 columns[index] = [table[key] for key in keys]
-        declared = [spec] * len(keys) if self.undeclared else spec.children(keys, path)
-        return nodes[0].close(
+        declared = [spec] * len(keys) if self.is_auto else spec.children(keys, path)
+        return nodes[0].unflatten(
             [
-                self.node(column, scene, (*path, key), below, rule)
+                self.merge_node(column, scene, (*path, key), below, rule)
                 for key, column, below in zip(keys, zip(*columns, strict=True), declared, strict=True)
             ]
         )
 
-    def _sequence(self, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared, rule: Rule | None) -> Any:
+    def _merge_sequence(
+        self, parts: Sequence[Any], scene: MergeContext, path: Path, spec: DimSpec, rule: MergeRule | None
+    ) -> Any:
         """The two readings of a list, as on the way in: one entry a sample, or a structure."""
         lengths, sizes = [len(part) for part in parts], list(scene.sizes)
-        reading = self.readings.get(path)
-        column = lengths == sizes and (reading == COLUMN or all(map(_is_sliceable, parts)))
+        reading = self.list_kinds.get(path)
+        column = lengths == sizes and (reading == PER_SAMPLE or all(map(_is_sliceable, parts)))
         inside = len(set(lengths)) == 1
-        if spec.samples or reading == COLUMN:
+        if spec.is_samples or reading == PER_SAMPLE:
             inside = False
-        elif column and ((reading == "inside" and inside) or self._is_spoken_of_inside(parts, path, spec, rule)):
+        elif column and ((reading == "inside" and inside) or self._has_entry_rules(parts, path, spec, rule)):
             column = False
         doubt = column and inside
         if doubt:
-            inside = self._could_be_inside(parts, sizes, path)
+            inside = self._could_be_structure(parts, sizes, path)
         if column:
             if not inside and (doubt or len(set(sizes)) > 1):
-                self.readings[path] = COLUMN
-            self._note(path, "joined, one entry a sample")
-            return join(parts)
+                self.list_kinds[path] = PER_SAMPLE
+            self._record(path, "joined, one entry a sample")
+            return concat_sequences(parts)
         if inside:
             if lengths != sizes:
-                self.readings[path] = "inside"
-            nodes = [node for node in map(open_node, parts) if node is not None]
-            return self._inside(nodes, scene, path, spec, rule)
-        kept = ", read before as one entry a sample" if reading == COLUMN else ""
+                self.list_kinds[path] = "inside"
+            nodes = [node for node in map(flatten_one_level, parts) if node is not None]
+            return self._merge_children(nodes, scene, path, spec, rule)
+        kept = ", read before as one entry a sample" if reading == PER_SAMPLE else ""
         raise cannot_merge(path, parts, f"lists of {lengths} entries{kept}", sizes)
 
-    def _is_spoken_of_inside(self, parts: Sequence[Any], path: Path, spec: Declared, rule: Rule | None) -> bool:
+    def _has_entry_rules(self, parts: Sequence[Any], path: Path, spec: DimSpec, rule: MergeRule | None) -> bool:
         """Whether a rule or a dim is meant for the entries of a list, which is therefore a structure."""
         keys = range(len(parts[0]))
-        if rule is not None or (self.named and any(rule_for(self.named, (*path, key)) for key in keys)):
+        if rule is not None or (self.path_rules and any(find_rule(self.path_rules, (*path, key)) for key in keys)):
             return True
         if spec.is_dim:
-            return any(holds_tensors(part) for part in parts)
-        if self.general is not None and is_leaf_rule(self.general):
+            return any(contains_tensors(part) for part in parts)
+        if self.default_rule is not None and is_leaf_rule(self.default_rule):
             alike = len({len(part) for part in parts}) == 1
-            return alike and all(speaks_of(self.general, [item]) for part in parts for item in part)
-        return not spec.is_plain or (bool(spec.patterns) and any(not s.auto for s in spec.children(keys, path)))
+            return alike and all(applies_to(self.default_rule, [item]) for part in parts for item in part)
+        return not spec.is_uniform or (bool(spec.patterns) and any(not s.is_auto for s in spec.children(keys, path)))
 
-    def _could_be_inside(self, parts: Sequence[Any], sizes: Sequence[int], path: Path) -> bool:
+    def _could_be_structure(self, parts: Sequence[Any], sizes: Sequence[int], path: Path) -> bool:
         """Whether a list as long as its shard could be a structure too; `MergeError` if its entries speak for that."""
         if all(_PLAIN_TYPES.issuperset(map(type, part)) for part in parts):
             return True
-        found = {holds_samples(item, size) for part, size in zip(parts, sizes, strict=True) for item in part}
+        found = {has_batch_size(item, size) for part, size in zip(parts, sizes, strict=True) for item in part}
         if True in found and False not in found:
-            raise two_readings(path, self.merger.dim)
+            raise ambiguous_list(path, self.merger.dim)
         return False not in found
 
-    def _tensors(self, parts: Sequence[Tensor], scene: Scene, path: Path, spec: Declared) -> Any:
-        kinds = [own_kind(part) for part in parts]
+    def _merge_tensors(self, parts: Sequence[Tensor], scene: MergeContext, path: Path, spec: DimSpec) -> Any:
+        kinds = [handler_for(part) for part in parts]
         if any(kinds):
-            return self._of_kinds(parts, kinds, scene, path)
+            return self._merge_custom_tensors(parts, kinds, scene, path)
         shapes = [part.shape for part in parts]
         if not any(shapes):
-            return self._scalars(parts, scene, path)
-        dim = self._batch_dim(shapes, scene.sizes, path, spec, parts)
-        self._note(path, _joined(dim))
+            return self._merge_scalars(parts, scene, path)
+        dim = self._find_batch_dim(shapes, scene.sizes, path, spec, parts)
+        self._record(path, _cat_description(dim))
         return torch.cat(list(parts), dim)
 
-    def _of_kinds(self, parts: Sequence[Any], kinds: Sequence[Kind | None], scene: Scene, path: Path) -> Any:
+    def _merge_custom_tensors(
+        self, parts: Sequence[Any], kinds: Sequence[TypeHandler | None], scene: MergeContext, path: Path
+    ) -> Any:
         kind = kinds[0]
         if kind is None or any(other is not kind for other in kinds):
             shown = [layout_of(part) for part in parts]
             raise cannot_merge(path, parts, f"the replicas gave tensors of different layouts, {shown}", scene.sizes)
-        return self._custom(parts, scene, path, kind)
+        return self._merge_custom(parts, scene, path, kind)
 
-    def _arrays(self, parts: Sequence[Any], scene: Scene, path: Path, spec: Declared) -> Any:
-        known, shapes = self.dims.get(path), [part.shape for part in parts]
-        if known is not None and join_along(shapes, scene.sizes, *known):
+    def _merge_arrays(self, parts: Sequence[Any], scene: MergeContext, path: Path, spec: DimSpec) -> Any:
+        known, shapes = self.batch_dims.get(path), [part.shape for part in parts]
+        if known is not None and can_cat(shapes, scene.sizes, *known):
             dim = known[1]
         else:
-            dim = self._batch_dim(shapes, scene.sizes, path, spec, parts)
-        self._note(path, _joined(dim))
+            dim = self._find_batch_dim(shapes, scene.sizes, path, spec, parts)
+        self._record(path, _cat_description(dim))
         return np.concatenate(parts, dim)
 
-    def _batch_dim(
-        self, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], path: Path, spec: Declared, parts: Sequence[Any]
+    def _find_batch_dim(
+        self, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], path: Path, spec: DimSpec, parts: Sequence[Any]
     ) -> int:
         """The declared dim, or the one whose size is the shard's on every replica, the usual batch dim first."""
         rank = len(shapes[0])
@@ -339,60 +355,66 @@ class _Merging:
         if spec.is_dim:
             same_rank = all(len(shape) == rank for shape in shapes) and -rank <= spec.batch_dim < rank
             dim = spec.batch_dim % rank if rank else 0
-            if same_rank and join_along(shapes, [shape[dim] for shape in shapes], rank, dim):
+            if same_rank and can_cat(shapes, [shape[dim] for shape in shapes], rank, dim):
                 return dim
             raise cannot_merge(path, parts, f"tensors of shapes {shown} cannot be joined along dim {dim}", sizes)
         usual = self.merger.dim % rank if -rank <= self.merger.dim < rank else -1
-        matches = [dim for dim in range(rank) if follow(shapes, sizes, rank, dim)]
-        known = self.dims.get(path)
+        matches = [dim for dim in range(rank) if has_batch_dim(shapes, sizes, rank, dim)]
+        known = self.batch_dims.get(path)
         if known is not None and known[0] == rank and known[1] in matches:
             usual = known[1]
-        fitting = [dim for dim in matches if join_along(shapes, sizes, rank, dim)]
+        fitting = [dim for dim in matches if can_cat(shapes, sizes, rank, dim)]
         if usual in fitting or len(fitting) == 1:
             dim = usual if usual in fitting else fitting[0]
-            self.dims[path] = rank, dim
+            self.batch_dims[path] = rank, dim
             return dim
-        raise cannot_merge(path, parts, f"tensors of shapes {shown}", sizes, two_dims=len(matches) > 1)
+        raise cannot_merge(path, parts, f"tensors of shapes {shown}", sizes, has_two_batch_dims=len(matches) > 1)
 
-    def _scalars(self, parts: Sequence[Tensor], scene: Scene, path: Path) -> Any:
-        if not equal_scalars(parts):
-            raise cannot_merge(path, parts, f"a 0-d tensor that differs between replicas ({few(parts)})", scene.sizes)
+    def _merge_scalars(self, parts: Sequence[Tensor], scene: MergeContext, path: Path) -> Any:
+        if not tensors_equal(parts):
+            raise cannot_merge(
+                path, parts, f"a 0-d tensor that differs between replicas ({format_values(parts)})", scene.sizes
+            )
         if is_integer(parts[0]):
-            raise cannot_merge(path, parts, f"a constant or a count, which is equal here ({few(parts)})", scene.sizes)
-        self._note(path, "equal on every replica")
+            raise cannot_merge(
+                path, parts, f"a constant or a count, which is equal here ({format_values(parts)})", scene.sizes
+            )
+        self._record(path, "equal on every replica")
         if any(part.requires_grad for part in parts):
-            return mean_of_equals(parts, scene.sizes)
+            return mean_of_equal_tensors(parts, scene.sizes)
         return parts[0]
 
-    def _custom(self, parts: Sequence[Any], scene: Scene, path: Path, kind: Kind) -> Any:
+    def _merge_custom(self, parts: Sequence[Any], scene: MergeContext, path: Path, kind: TypeHandler) -> Any:
         try:
             counts = [kind.size(part) for part in parts]
             if counts == list(scene.sizes):
-                self._note(path, "joined by its type's rule")
-                return join_by_kind(kind, parts)
+                self._record(path, "joined by its type's rule")
+                return merge_by_handler(kind, parts)
         except InstepError as error:  # it does not know where its value stood
             raise cannot_merge(path, parts, str(error), scene.sizes) from error
         if all(count is None for count in counts):
-            raise no_samples(path, parts[0])
+            raise no_batch_size(path, parts[0])
         raise cannot_merge(path, parts, f"{type(parts[0]).__name__} of {counts} samples", scene.sizes)
 
-    def _values(self, parts: Sequence[Any], scene: Scene, path: Path) -> Any:
+    def _merge_plain(self, parts: Sequence[Any], scene: MergeContext, path: Path) -> Any:
         first = parts[0]
         if isinstance(first, torch.Size):
-            self._note(path, "a shape, number by number")
-            return merge_shapes(self.found, parts, scene, path)
+            self._record(path, "a shape, number by number")
+            return merge_torch_sizes(self.verdicts, parts, scene, path)
         if not isinstance(first, (*SCALARS, np.generic, np.ndarray)):
-            raise no_rule_for_type(path, first)
+            raise unregistered_type(path, first)
         if type(first) is int and parts == list(scene.sizes):
-            raise cannot_merge(path, parts, f"a constant or the number of samples ({few(parts)})", scene.sizes)
+            raise cannot_merge(
+                path, parts, f"a constant or the number of samples ({format_values(parts)})", scene.sizes
+            )
         if all(equal_values(part, first) for part in parts):
-            self._note(path, "equal on every replica")
+            self._record(path, "equal on every replica")
             return first
-        raise cannot_merge(path, parts, f"a value that differs between replicas ({few(parts)})", scene.sizes)
+        raise cannot_merge(path, parts, f"a value that differs between replicas ({format_values(parts)})", scene.sizes)
 
-    def _note(self, path: Path, what: str) -> None:
-        self.seen[path] = what
+    def _record(self, path: Path, what: str) -> None:
+        self.actions[path] = what
 
 
 def _is_sliceable(part: Any) -> bool:
-    return isinstance(part, list) or is_record_of_samples(part)
+    return isinstance(part, list) or is_sample_tuple(part)

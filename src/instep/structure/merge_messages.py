@@ -1,4 +1,4 @@
-"""The words of merge errors: the path, what each replica gave, and the line to write."""
+"""Error messages for outputs that cannot be merged."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ from typing import Any
 
 from instep.errors import MergeError
 from instep.structure.shapes import shape_of
-from instep.structure.tree import Path, open_node, show_path
-from instep.structure.types import kind_of
+from instep.structure.tree import Path, flatten_one_level, format_path
+from instep.structure.types import handler_for_type
 
 
-def _place(path: Path) -> str:
-    where = show_path(path)
+def _output_name(path: Path) -> str:
+    where = format_path(path)
     return f"the output {where!r}" if where else "the output"
 
 
-def _line(path: Path, rule: str) -> str:
-    where = show_path(path)
+def _rule_line(path: Path, rule: str) -> str:
+    where = format_path(path)
     return f"merge={{{where!r}: {rule}}}" if where else f"merge={rule}"
 
 
-def _is_one_value(part: Any) -> bool:
+def _is_container(part: Any) -> bool:
     """Whether a part is not a leaf that rules for leaves speak of."""
-    return open_node(part) is not None or kind_of(type(part)) is not None or getattr(part, "is_nested", False)
+    return (
+        flatten_one_level(part) is not None
+        or handler_for_type(type(part)) is not None
+        or getattr(part, "is_nested", False)
+    )
 
 
 def cannot_merge(
@@ -31,25 +35,25 @@ def cannot_merge(
     parts: Sequence[Any],
     why: str,
     sizes: Sequence[int],
-    two_dims: bool = False,
-    counts: Sequence[str] = (),
+    has_two_batch_dims: bool = False,
+    suggestions: Sequence[str] = (),
 ) -> MergeError:
     """Parts that could mean several things: what they are, and the rules to choose from."""
-    if any(map(_is_one_value, parts)):
+    if any(map(_is_container, parts)):
         choices = "'list', 'first', 'drop'"
     elif any(map(shape_of, parts)):
         choices = "'cat', 'pad', 'nested', 'list', 'unique', 'stack', 'sum', 'mean', 'first', 'drop'"
     else:
         choices = "'mean', 'sum', 'max', 'min', 'stack', 'list', 'first', 'drop'"
     lines = [
-        f"cannot merge {_place(path)}: {why}, from shards of {list(sizes)} samples.",
-        f"Write what it means:  {_line(path, '...')}  with {choices},",
+        f"cannot merge {_output_name(path)}: {why}, from shards of {list(sizes)} samples.",
+        f"Write what it means:  {_rule_line(path, '...')}  with {choices},",
         "  instep.weighted_by(...) for a mean over something else than samples, or a function (parts, sizes) -> value.",
     ]
-    lines += [f"  {_line(path, count)}" for count in counts]
+    lines += [f"  {_rule_line(path, count)}" for count in suggestions]
     if 1 in sizes:
         lines.append("Where a shard of one sample loses a dim (squeeze), min_shard=2 keeps shards larger.")
-    if two_dims:
+    if has_two_batch_dims:
         lines.append(
             "Where an entry depends on the whole batch, gather what it is computed from, instep.all_gather(z), or "
             "compute it outside forward, on the merged outputs."
@@ -57,22 +61,22 @@ def cannot_merge(
     return MergeError("\n".join(lines))
 
 
-def across_samples(path: Path, why: str, sizes: Sequence[int]) -> MergeError:
+def depends_on_other_samples(path: Path, why: str, sizes: Sequence[int]) -> MergeError:
     """An output whose entries look at other samples than their own."""
     a, b = sizes
     return MergeError(
-        f"cannot merge {_place(path)}: {why}. It was tried on {a} and {b} samples apart and on the {a + b} together.\n"
+        f"cannot merge {_output_name(path)}: {why}. It was tried on {a} and {b} samples apart and on the {a + b} together.\n"
         f"Samples meet somewhere in forward. Write one of:\n"
         f"  z = instep.all_gather(z)   # inside forward, before samples meet: every replica sees the whole batch\n"
         f"  compute it outside forward, on the merged outputs\n"
-        f"  {_line(path, '...')}   # 'cat', 'list', 'drop', ...: what the parts give is what is meant\n"
-        f"  {_line(path, '(lambda parts, sizes: ...)')}   # a function of the parts"
+        f"  {_rule_line(path, '...')}   # 'cat', 'list', 'drop', ...: what the parts give is what is meant\n"
+        f"  {_rule_line(path, '(lambda parts, sizes: ...)')}   # a function of the parts"
     )
 
 
-def unexplained(path: Path, parts: Sequence[Any], why: str, sizes: Sequence[int], counts: Sequence[str]) -> MergeError:
+def no_rule_fits(path: Path, parts: Sequence[Any], why: str, sizes: Sequence[int], counts: Sequence[str]) -> MergeError:
     """An output for which no rule gives, from the parts, what the whole gives."""
-    error = cannot_merge(path, parts, f"{why}; no sum, mean or constant explains it", sizes, counts=counts)
+    error = cannot_merge(path, parts, f"{why}; no sum, mean or constant explains it", sizes, suggestions=counts)
     return MergeError(
         f"{error}\n"
         f"If samples meet in it (a contrastive loss, a variance), none of these is right. Write one of:\n"
@@ -81,48 +85,46 @@ def unexplained(path: Path, parts: Sequence[Any], why: str, sizes: Sequence[int]
     )
 
 
-def contradicted(path: Path, before: str, now: str) -> MergeError:
+def conflicting_trials(path: Path, before: str, now: str) -> MergeError:
     """An output that some samples show to be one thing, and others another."""
     return MergeError(
-        f"cannot merge {_place(path)}: some samples of the batch show a {before}, others a {now}.\n"
-        f"Write what it means:  {_line(path, 'instep.weighted_by(...)')}  for a mean over something else than samples, "
+        f"cannot merge {_output_name(path)}: some samples of the batch show a {before}, others a {now}.\n"
+        f"Write what it means:  {_rule_line(path, 'instep.weighted_by(...)')}  for a mean over something else than samples, "
         f"or a function (parts, sizes) -> value."
     )
 
 
-def other_entries(
-    path: Path, keys: Sequence[Any], index: int, other: Sequence[Any], sizes: Sequence[int]
-) -> MergeError:
+def keys_differ(path: Path, keys: Sequence[Any], index: int, other: Sequence[Any], sizes: Sequence[int]) -> MergeError:
     """A container whose entries differ between replicas."""
     missing = [key for key in keys if key not in set(other)]
     added = [key for key in other if key not in set(keys)]
     said = [f"has no {missing}"] * bool(missing) + [f"has {added} besides"] * bool(added)
     return MergeError(
-        f"cannot merge {_place(path)}: the first replica has the entries {list(keys)}, replica {index} "
+        f"cannot merge {_output_name(path)}: the first replica has the entries {list(keys)}, replica {index} "
         f"{' and '.join(said)}, from shards of {list(sizes)} samples.\n"
         f"Return the same entries always, None where there is nothing, or write what it means:\n"
-        f"  {_line(path, '...')}  with 'list', 'first', 'drop' or a function (parts, sizes) -> value."
+        f"  {_rule_line(path, '...')}  with 'list', 'first', 'drop' or a function (parts, sizes) -> value."
     )
 
 
-def two_readings(path: Path, dim: int) -> MergeError:
+def ambiguous_list(path: Path, dim: int) -> MergeError:
     """A list that fits both as samples and as a structure of batched leaves."""
     return MergeError(
-        f"cannot tell how to read {_place(path)}: each replica gave a list as long as its shard, whose entries hold as "
+        f"cannot tell how to read {_output_name(path)}: each replica gave a list as long as its shard, whose entries hold as "
         f"many samples as the shard too.\nWrite the line that is meant:\n"
-        f"  {_line(path, repr('list'))}   # one entry a sample\n"
-        f"  {_line((*path, '*'), repr('cat'))}   # a structure of batched tensors, in dim {dim}"
+        f"  {_rule_line(path, repr('list'))}   # one entry a sample\n"
+        f"  {_rule_line((*path, '*'), repr('cat'))}   # a structure of batched tensors, in dim {dim}"
     )
 
 
-def no_rule_for_type(path: Path, value: Any) -> MergeError:
+def unregistered_type(path: Path, value: Any) -> MergeError:
     """An object of a type that instep was not told about."""
     name = type(value).__name__
     return MergeError(
-        f"cannot merge {_place(path)}: instep has not been told how to merge a {name}.\n"
+        f"cannot merge {_output_name(path)}: instep has not been told how to merge a {name}.\n"
         f"Write, once:\n"
         f"  instep.register({name}, size=lambda v: ..., split=lambda v, sizes: [...], merge=lambda parts: ...)\n"
-        f"or choose:  {_line(path, repr('first'))}  or 'list', 'drop', a function (parts, sizes) -> value."
+        f"or choose:  {_rule_line(path, repr('first'))}  or 'list', 'drop', a function (parts, sizes) -> value."
     )
 
 
@@ -134,18 +136,18 @@ def attributes_differ(path: Path, parts: Sequence[Any], names: Sequence[str], si
     return MergeError(f"{error}\nOr return them as entries of a dictionary, each of which is merged by itself.")
 
 
-def no_samples(path: Path, value: Any) -> MergeError:
+def no_batch_size(path: Path, value: Any) -> MergeError:
     """A value of a type that holds samples, which holds none in particular: a TensorDict of losses."""
     name = type(value).__name__
     return MergeError(
-        f"cannot merge {_place(path)}: a {name} that does not say how many samples it holds (no batch size), so that "
+        f"cannot merge {_output_name(path)}: a {name} that does not say how many samples it holds (no batch size), so that "
         f"its entries are not merged one by one.\n"
         f"Return a dictionary ({name}.to_dict() makes one), or write what it means:\n"
-        f"  {_line(path, '...')}  with 'list', 'first', 'drop' or a function (parts, sizes) -> value."
+        f"  {_rule_line(path, '...')}  with 'list', 'first', 'drop' or a function (parts, sizes) -> value."
     )
 
 
-def unknown_sizes(length: int | None, inner: Sequence[set[int | None]]) -> MergeError:
+def ambiguous_part_sizes(length: int | None, inner: Sequence[set[int | None]]) -> MergeError:
     """Parts that are lists of tensors, and nothing that tells how many samples they hold."""
     batched = [next(iter(sizes)) for sizes in inner]
     return MergeError(
@@ -167,7 +169,7 @@ def wrong_divisor(criterion: str, divisor: Any, ours: Any, plain: Any) -> MergeE
     )
 
 
-def losses_meet() -> MergeError:
+def loss_not_additive() -> MergeError:
     """The losses of parts of a batch do not add up to the loss of the whole."""
     return MergeError(
         "the losses of two parts of the batch do not add up to the loss of both: samples meet in forward or in the "

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from instep.errors import StructureError
-from instep.structure.tree import SCALARS, attributes_of, forget_types, map_tensors, shallow_copy
-from instep.structure.types import Kind, TensorMap, add_kind
+from instep.structure.tree import SCALARS, attributes_of, clear_type_cache, map_tensors, shallow_copy
+from instep.structure.types import TensorFn, TypeHandler, add_handler
 
 
 def register(
@@ -18,7 +18,7 @@ def register(
     size: Callable[[Any], int],
     split: Callable[[Any, Sequence[int]], Sequence[Any]],
     merge: Callable[[Sequence[Any]], Any],
-    map: Callable[[TensorMap, Any], Any] | None = None,
+    map: Callable[[TensorFn, Any], Any] | None = None,
 ) -> None:
     """Teach instep how many samples a value of `cls` holds, how to cut it into parts of given sizes, and to join them.
 
@@ -47,11 +47,11 @@ def register(
             )
     if cls in (*SCALARS, Tensor, list, tuple, dict):
         raise StructureError(f"{cls.__name__} is split and merged by rules of its own: register a class of yours.")
-    add_kind(cls, Kind(size=size, split=split, merge=merge, map=map or map_attributes))
-    forget_types()
+    add_handler(cls, TypeHandler(size=size, split=split, merge=merge, map=map or map_attribute_tensors))
+    clear_type_cache()
 
 
-def map_attributes(fn: TensorMap, value: Any) -> Any:
+def map_attribute_tensors(fn: TensorFn, value: Any) -> Any:
     """A copy of an object in which the tensors held by its attributes are mapped."""
     made = shallow_copy(value)
     for name, item in attributes_of(value).items():

@@ -1,4 +1,4 @@
-"""What the shapes and dtypes of the replicas' tensors say about joining them."""
+"""Predicates on tensor shapes and dtypes, and short descriptions of values for messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def is_ordinary(tensor: Tensor) -> bool:
+def is_plain_tensor(tensor: Tensor) -> bool:
     """Whether a tensor is one of torch's own class, and dense."""
     return type(tensor) is Tensor and is_dense(tensor)
 
@@ -25,20 +25,20 @@ def is_integer(part: Tensor) -> bool:
     return not (part.is_floating_point() or part.is_complex() or part.dtype is torch.bool)
 
 
-def follow(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: int, dim: int) -> bool:
+def has_batch_dim(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: int, dim: int) -> bool:
     """Whether a dim has the shard's size in every shape."""
     return all(len(shape) == rank and shape[dim] == size for shape, size in zip(shapes, sizes, strict=True))
 
 
-def join_as_before(parts: Sequence[Any], sizes: Sequence[int], rank: int, dim: int) -> bool:
+def can_cat_plain_tensors(parts: Sequence[Any], sizes: Sequence[int], rank: int, dim: int) -> bool:
     """Whether ordinary tensors, each replica its own, follow the batch in the dim that was seen before."""
     for part in parts:
         if type(part) is not Tensor or part.layout is not torch.strided or part.is_nested:
             return False
-    return parts[0] is not parts[-1] and join_along([part.shape for part in parts], sizes, rank, dim)
+    return parts[0] is not parts[-1] and can_cat([part.shape for part in parts], sizes, rank, dim)
 
 
-def join_along(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: int, dim: int) -> bool:
+def can_cat(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: int, dim: int) -> bool:
     """Whether tensors of these shapes follow the batch along a dim and agree in the others."""
     first = shapes[0]
     for shape, size in zip(shapes, sizes, strict=True):
@@ -49,7 +49,7 @@ def join_along(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: in
     return True
 
 
-def equal_scalars(parts: Sequence[Tensor]) -> bool:
+def tensors_equal(parts: Sequence[Tensor]) -> bool:
     """Whether tensors of one shape are equal to the last bit, or all nothing but NaN."""
     first = parts[0]
     return all(part.dtype == first.dtype and torch.equal(part, first) for part in parts) or all(
@@ -62,18 +62,18 @@ def equal_values(one: Any, other: Any) -> bool:
     return bool(np.all(one == other)) or bool(np.all(one != one) and np.all(other != other))
 
 
-def few(parts: Sequence[Any]) -> str:
+def format_values(parts: Sequence[Any]) -> str:
     """The first values, for a message."""
     shown = [repr(part.item()) if isinstance(part, Tensor) else repr(part) for part in parts[:4]]
     return ", ".join(shown) + (", ..." if len(parts) > 4 else "")
 
 
-def brief(values: Sequence[Any]) -> str:
+def summarize_values(values: Sequence[Any]) -> str:
     """The first values of any kind, for a message: what fits in a few words, else what it is and its shape."""
-    return " and ".join(map(_brief, values[:4])) + (", ..." if len(values) > 4 else "")
+    return " and ".join(map(_summarize_value, values[:4])) + (", ..." if len(values) > 4 else "")
 
 
-def _brief(value: Any) -> str:
+def _summarize_value(value: Any) -> str:
     if isinstance(value, (Tensor, np.ndarray)):
         small = not getattr(value, "is_nested", False) and np.prod(value.shape) <= 8
         return repr(value.tolist()) if small else f"a {type(value).__name__} of shape {shape_of(value)}"

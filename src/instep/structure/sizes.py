@@ -1,4 +1,4 @@
-"""How many samples each replica gets: about equal, in given proportions, or of about equal cost. Order is kept."""
+"""Shard sizes: balanced, proportional to shares, or balanced by cost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 
-def sizes_for(batch: int, replicas: int, min_shard: int = 1, shares: Sequence[float] = ()) -> tuple[int, ...]:
+def balanced_sizes(batch: int, replicas: int, min_shard: int = 1, shares: Sequence[float] = ()) -> tuple[int, ...]:
     """Sizes that sum to `batch` and use fewer replicas rather than less than `min_shard`.
 
     They differ by at most one, or follow `shares` as closely as whole samples can.
@@ -26,7 +26,7 @@ def sizes_for(batch: int, replicas: int, min_shard: int = 1, shares: Sequence[fl
     if not shares:
         base, extra = divmod(batch, active)
         return tuple(base + (index < extra) for index in range(active))
-    return _by_targets([1.0] * batch, _targets(shares[:active], float(batch)), least)
+    return _sizes_near_ends([1.0] * batch, _shard_ends(shares[:active], float(batch)), least)
 
 
 def sizes_by_cost(
@@ -41,16 +41,16 @@ def sizes_by_cost(
     total = sum(numbers)
     if not total > 0:
         numbers, total = [1.0] * len(numbers), float(len(numbers))
-    return _by_targets(numbers, _targets(shares[:parts] or [1.0] * parts, total), max(1, min_shard))
+    return _sizes_near_ends(numbers, _shard_ends(shares[:parts] or [1.0] * parts, total), max(1, min_shard))
 
 
-def _targets(shares: Sequence[float], total: float) -> list[float]:
+def _shard_ends(shares: Sequence[float], total: float) -> list[float]:
     """Where each part should end, on the scale of what is added up."""
     whole = sum(shares)
     return [total * reached / whole for reached in accumulate(shares)]
 
 
-def _by_targets(amounts: Sequence[float], targets: Sequence[float], least: int) -> tuple[int, ...]:
+def _sizes_near_ends(amounts: Sequence[float], targets: Sequence[float], least: int) -> tuple[int, ...]:
     """Runs that end as near to the targets as they can, none shorter than `least`."""
     reached = [0.0, *accumulate(amounts)]
     count, parts, start = len(amounts), len(targets), 0

@@ -1,8 +1,4 @@
-"""Containers, opened into named children and closed again around other children, with their type kept.
-
-`open_node` is the one place that knows what a container is. Everything else in the structure layer recurses
-through it.
-"""
+"""Flatten containers one level at a time and rebuild them with the same type."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as torch_pytree
 
-from instep.structure.types import TensorMap, kind_of
+from instep.structure.types import TensorFn, handler_for_type
 
 Path = tuple[Any, ...]
 """Keys from the root to a leaf: names, dictionary keys and positions."""
@@ -28,7 +24,7 @@ SCALARS = (int, float, complex, bool, str, bytes, type(None))
 T = TypeVar("T")
 
 
-def show_path(path: Path) -> str:
+def format_path(path: Path) -> str:
     """A path as patterns see it: `("batch", "ids", 0)` is `batch.ids.0`; a root without a name is not shown.
 
     >>> show_path(("batch", "ids", 0))
@@ -37,7 +33,7 @@ def show_path(path: Path) -> str:
     return ".".join([str(key) for key in (path[1:] if path and path[0] == "" else path)])
 
 
-def specific_first(patterns: Iterable[tuple[Any, T]]) -> dict[str, T]:
+def order_patterns(patterns: Iterable[tuple[Any, T]]) -> dict[str, T]:
     """Patterns in the order in which they are tried: as written, but `"*"`, which is meant for the rest, last."""
     found = {str(pattern): meaning for pattern, meaning in patterns}
     return {**{pattern: found[pattern] for pattern in found if pattern != "*"}, **found}
@@ -48,13 +44,13 @@ class Node(NamedTuple):
 
     keys: Sequence[Any]
     children: Sequence[Any]
-    close: Callable[[Sequence[Any]], Any]
+    unflatten: Callable[[Sequence[Any]], Any]
 
 
-Opener = Callable[[Any], Node]
+FlattenFn = Callable[[Any], Node]
 
 
-def _open_list(value: Any) -> Node:
+def _flatten_list(value: Any) -> Node:
     if type(value) is list:
         return Node(range(len(value)), value, list)
 
@@ -66,7 +62,7 @@ def _open_list(value: Any) -> Node:
     return Node(range(len(value)), list(value), close)
 
 
-def _open_tuple(value: Any) -> Node:
+def _flatten_tuple(value: Any) -> Node:
     cls = type(value)
     if cls is tuple:
         return Node(range(len(value)), value, tuple)
@@ -85,7 +81,7 @@ def _open_tuple(value: Any) -> Node:
     return Node(keys, value, close)
 
 
-def _open_struct(value: Any) -> Node:
+def _flatten_structseq(value: Any) -> Node:
     """What torch returns from `max`, `topk` and others: a tuple whose entries also have names."""
     cls = type(value)
     named = len(cls.__match_args__) == len(value)
@@ -100,7 +96,7 @@ def is_sequence(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and not (hasattr(cls, "_fields") or hasattr(cls, "n_sequence_fields"))
 
 
-def _open_dict(value: Any) -> Node:
+def _flatten_dict(value: Any) -> Node:
     keys = tuple(value)
     cls = type(value)
     if cls is dict or cls is OrderedDict:
@@ -123,7 +119,7 @@ def _open_dict(value: Any) -> Node:
     return Node(keys, tuple([dict.__getitem__(value, key) for key in keys]), close)
 
 
-def _open_mapping(value: Any) -> Node:
+def _flatten_mapping(value: Any) -> Node:
     keys = tuple(value)
 
     def close(children: Sequence[Any]) -> Any:
@@ -133,7 +129,7 @@ def _open_mapping(value: Any) -> Node:
             new.data = items
             return new
         if isinstance(value, MutableMapping) and hasattr(value, "__dict__"):
-            new = _copy_with_storage(value)
+            new = _copy_with_containers(value)
             for key, child in items.items():
                 new[key] = child
             return new
@@ -143,7 +139,7 @@ def _open_mapping(value: Any) -> Node:
     return Node(keys, tuple(value[key] for key in keys), close)
 
 
-def _copy_with_storage(value: Any) -> Any:
+def _copy_with_containers(value: Any) -> Any:
     """A copy whose dictionaries and lists are its own, so that writing items into it leaves the old one alone."""
     new = copy.copy(value)
     for name, item in vars(new).items():
@@ -152,7 +148,7 @@ def _copy_with_storage(value: Any) -> Any:
     return new
 
 
-def _open_fields(value: Any, names: Sequence[str]) -> Node:
+def _flatten_fields(value: Any, names: Sequence[str]) -> Node:
     """A dataclass or attrs instance: closed without running `__init__`, so frozen and derived fields are kept.
 
     Attributes beside the fields are children too, lest a tensor among them stay whole; cached properties are made anew.
@@ -200,7 +196,7 @@ def has_slots(cls: type) -> bool:
 
 def shallow_copy(value: Any) -> Any:
     """A new object of the same class with the same attributes, made without calling any of the class's own code."""
-    new = _empty_like(value)
+    new = _new_like(value)
     own = getattr(new, "__dict__", None)
     for name, item in attributes_of(value).items():
         if own is not None and name in value.__dict__:
@@ -210,21 +206,21 @@ def shallow_copy(value: Any) -> Any:
     return new
 
 
-def _empty_like(value: Any) -> Any:
+def _new_like(value: Any) -> Any:
     """An object of the same class without attributes; one that is a number or text is the same number or text."""
     base: Any = next((kind for kind in SCALARS if isinstance(value, kind)), object)
     return object.__new__(type(value)) if base is object else base.__new__(type(value), *base.__getnewargs__(value))
 
 
-def _open_dataclass(value: Any) -> Node:
-    return _open_fields(value, tuple(field.name for field in dataclasses.fields(value)))
+def _flatten_dataclass(value: Any) -> Node:
+    return _flatten_fields(value, tuple(field.name for field in dataclasses.fields(value)))
 
 
-def _open_attrs(value: Any) -> Node:
-    return _open_fields(value, tuple(field.name for field in type(value).__attrs_attrs__))
+def _flatten_attrs(value: Any) -> Node:
+    return _flatten_fields(value, tuple(field.name for field in type(value).__attrs_attrs__))
 
 
-def _open_model_output(value: Any) -> Node:
+def _flatten_model_output(value: Any) -> Node:
     """Hugging Face's `ModelOutput`: an ordered dictionary whose items are also fields."""
     keys = tuple(value.keys())
     cls = type(value)
@@ -241,7 +237,7 @@ def _open_model_output(value: Any) -> Node:
     return Node(keys, tuple(value.values()), close)
 
 
-def _open_torch_pytree(value: Any) -> Node:
+def _flatten_torch_pytree(value: Any) -> Node:
     cls = type(value)
     flatten = torch_pytree.SUPPORTED_NODES[cls]
     children, context = flatten.flatten_fn(value)
@@ -259,72 +255,77 @@ def _plain_key(key: Any) -> Any:
     return str(key)
 
 
-_openers: dict[type, Opener | None] = {list: _open_list, tuple: _open_tuple, dict: _open_dict}
+_flatten_fns: dict[type, FlattenFn | None] = {list: _flatten_list, tuple: _flatten_tuple, dict: _flatten_dict}
 
 
-def _opener_of(cls: type) -> Opener | None:
-    if issubclass(cls, (Tensor, nn.Module, *SCALARS)) or cls is torch.Size or kind_of(cls) is not None:
+def _flatten_fn_for(cls: type) -> FlattenFn | None:
+    if issubclass(cls, (Tensor, nn.Module, *SCALARS)) or cls is torch.Size or handler_for_type(cls) is not None:
         return None
     hugging_face = sys.modules.get("transformers.utils")
     if hugging_face is not None and issubclass(cls, hugging_face.ModelOutput):
-        return _open_model_output
+        return _flatten_model_output
     if issubclass(cls, tuple) and hasattr(cls, "n_sequence_fields") and hasattr(cls, "__match_args__"):
-        return _open_struct
+        return _flatten_structseq
     if cls in torch_pytree.SUPPORTED_NODES and cls not in (OrderedDict, defaultdict):
-        return _open_torch_pytree
-    for parent, opener in ((list, _open_list), (tuple, _open_tuple), (dict, _open_dict), (Mapping, _open_mapping)):
+        return _flatten_torch_pytree
+    for parent, opener in (
+        (list, _flatten_list),
+        (tuple, _flatten_tuple),
+        (dict, _flatten_dict),
+        (Mapping, _flatten_mapping),
+    ):
         if issubclass(cls, parent):
             return opener
     if dataclasses.is_dataclass(cls):
-        return _open_dataclass
+        return _flatten_dataclass
     if hasattr(cls, "__attrs_attrs__"):
-        return _open_attrs
+        return _flatten_attrs
     return None
 
 
-def open_node(value: Any) -> Node | None:
+def flatten_one_level(value: Any) -> Node | None:
     """The container opened, or None for a leaf. Types with a `Kind` are leaves."""
     cls = type(value)
     try:
-        opener = _openers[cls]
+        opener = _flatten_fns[cls]
     except KeyError:
-        opener = _openers[cls] = _opener_of(cls)
+        opener = _flatten_fns[cls] = _flatten_fn_for(cls)
     return None if opener is None else opener(value)
 
 
-_BARE = frozenset((*SCALARS, Tensor, list, tuple, dict, OrderedDict, defaultdict))
+_BUILTIN_TYPES = frozenset((*SCALARS, Tensor, list, tuple, dict, OrderedDict, defaultdict))
 
 
-def attributes_beside(value: Any) -> dict[str, Any]:
+def extra_attributes(value: Any) -> dict[str, Any]:
     """What a list, tuple, dictionary, number or text of a class of its own has beside what it holds."""
     cls = type(value)
-    if cls in _BARE:
+    if cls in _BUILTIN_TYPES:
         return {}
     if not isinstance(value, SCALARS):
-        open_node(value)
-        if _openers[cls] not in (_open_list, _open_tuple, _open_dict):
+        flatten_one_level(value)
+        if _flatten_fns[cls] not in (_flatten_list, _flatten_tuple, _flatten_dict):
             return {}
     shown = value.keys() if isinstance(value, dict) else ()
     return {name: item for name, item in attributes_of(value).items() if name not in shown}
 
 
-def forget_types() -> None:
+def clear_type_cache() -> None:
     """Look at every class afresh; called when a type is registered."""
-    _openers.clear()
-    _openers.update({list: _open_list, tuple: _open_tuple, dict: _open_dict})
+    _flatten_fns.clear()
+    _flatten_fns.update({list: _flatten_list, tuple: _flatten_tuple, dict: _flatten_dict})
 
 
-def map_tensors(fn: TensorMap, value: Any) -> Any:
+def map_tensors(fn: TensorFn, value: Any) -> Any:
     """A new structure in which each tensor `t` is `fn(t)`, visited in a fixed order; other leaves are kept."""
     if isinstance(value, Tensor):
         return fn(value)
-    kind = kind_of(type(value))
+    kind = handler_for_type(type(value))
     if kind is not None:
         return kind.map(fn, value)
-    node = open_node(value)
+    node = flatten_one_level(value)
     if node is None:
         return value
-    return node.close([map_tensors(fn, child) for child in node.children])
+    return node.unflatten([map_tensors(fn, child) for child in node.children])
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -339,3 +340,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
     map_tensors(keep, value)
     return iter(found)
+
+
+def structure_key(value: Any) -> Any:
+    """The types, keys and ranks of a structure, hashable; a list counts by the kinds of its entries."""
+    if isinstance(value, Tensor):
+        return (Tensor, value.ndim, value.is_floating_point())
+    node = None if handler_for_type(type(value)) is not None else flatten_one_level(value)
+    if node is None:
+        return type(value)
+    below = [structure_key(child) for child in node.children]
+    if is_sequence(value):
+        return (type(value), tuple(dict.fromkeys(below)))
+    return (type(value), tuple(map(str, node.keys)), tuple(below))

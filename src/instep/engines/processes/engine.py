@@ -1,10 +1,4 @@
-"""One worker process for each replica but the first, which is this process's own: no GIL between them.
-
-The thread that calls asks every worker for its part, runs the first replica, and hears the workers where replicas meet
-and after that. Where they run in turn, work on accelerators, or something is around the call (hooks on saved tensors,
-for one), a thread of this process sits at each worker's desk instead, as each replica has one on `threads`: who meets
-whom, and what becomes of an interruption, is the same.
-"""
+"""The `processes` engine: replica 0 runs in this process, every other replica in a worker process."""
 
 from __future__ import annotations
 
@@ -18,321 +12,328 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.bridge import Gradients, Span
-from instep.engines.processes.ahead import Ahead
-from instep.engines.processes.asking import Asked, ask_now
-from instep.engines.processes.call import Call
-from instep.engines.processes.desk import Desk
-from instep.engines.processes.desks import desk_of, leave_desks
-from instep.engines.processes.dice import Dice
-from instep.engines.processes.driver import Refused
-from instep.engines.processes.estate import move_in
-from instep.engines.processes.fleet import Fleet
-from instep.engines.processes.gathering import Gathering, here, run_all
-from instep.engines.processes.hands import Hands, Worker
-from instep.engines.processes.hearing import TOLD, Hearing, hear_out, unwrapped
-from instep.engines.processes.hold import allocate
-from instep.engines.processes.homecoming import Homecoming
-from instep.engines.processes.parts import BackwardPart, ForwardPart
-from instep.engines.processes.questions import NearPart, ReachPart
-from instep.engines.processes.rounds import Sharing
-from instep.engines.processes.shadow import Shadow
-from instep.engines.processes.shore import Passage
-from instep.engines.processes.wire import Gone
-from instep.engines.protocol import Job, perform, raise_first
-from instep.engines.room import FORWARD
-from instep.engines.side_by_side import Part, SideBySide
-from instep.engines.tasks import inside_replica
+from instep.autograd.bridge import CallGraph, Gradients
+from instep.autograd.graph_walk import ReachedCollectives
+from instep.collectives.buckets import reusable_gradients, sum_gradients
+from instep.engines.base import ReplicaCall, raise_first_error, run_forward
+from instep.engines.concurrent import BackwardTask, ConcurrentEngine
+from instep.engines.processes.controller.backward import ReplicaBackward
+from instep.engines.processes.controller.client import WorkerClient, client_for, drop_dead_clients
+from instep.engines.processes.controller.forward import ReplicaForward
+from instep.engines.processes.controller.nccl_manager import NcclManager, ParameterBroadcast
+from instep.engines.processes.controller.nccl_reduction import GradientReduction
+from instep.engines.processes.controller.overlap import OverlappedSum
+from instep.engines.processes.controller.remote_replica import RemoteReplica
+from instep.engines.processes.controller.rendezvous import ControllerRendezvous, run_as_replica, run_replicas
+from instep.engines.processes.controller.replay import ReplayableCall
+from instep.engines.processes.controller.replies import RUNNING, ReplyGenerator, run_to_end, unwrap_stop_iteration
+from instep.engines.processes.controller.requests import IpcCheck, ReachabilityRequest, RetryingRequest, send_and_wait
+from instep.engines.processes.controller.shared_parameters import share_parameters
+from instep.engines.processes.lifecycle.pool import WorkerPool
+from instep.engines.processes.lifecycle.process import WorkerProcess
+from instep.engines.processes.transport.connection import ConnectionClosed
+from instep.engines.processes.transport.copy_streams import CallStreams
+from instep.engines.processes.transport.cuda_driver import DriverError
+from instep.engines.processes.transport.cuda_ipc import allocate_shared
+from instep.engines.processes.worker.rng import PythonRngMonitor
+from instep.engines.rendezvous import LEFT_FORWARD
+from instep.engines.thread_pool import is_replica_thread
 from instep.errors import EngineError, WorkerFailure
-from instep.locks import ProcessLock
-from instep.private import saves_as_usual
-from instep.reaching import Reach
-from instep.reduce import add_up, free_to_use
-from instep.replicas.replica import Outcome, Replica
+from instep.replicas.replica import Replica, ReplicaResult
+from instep.runtime.locks import ForkSafeLock
+from instep.runtime.torch_private import has_no_saved_tensor_hooks
 
-WINDOW = 60.0
+RESTART_WINDOW = 60.0
 """Seconds in which deaths of workers are counted."""
 
 
-class ProcessesEngine(SideBySide):
+class ProcessesEngine(ConcurrentEngine):
     """Runs the first replica here and each other one in a worker process."""
 
     name = "processes"
-    far = True
+    out_of_process = True
 
     def __init__(self, devices: Sequence[torch.device], *, restarts: int = 3, timeout: float = 600.0) -> None:
         if any(device.type not in ("cpu", "cuda") for device in devices):
             raise EngineError("engine='processes' runs replicas on the CPU and on CUDA; write engine='threads'.")
         super().__init__(devices, timeout=timeout)
         self.restarts = restarts
-        self._hands = Hands(devices)
-        self._deaths: list[float] = []
-        self._counting = ProcessLock()
-        self.crossing: dict[int, str | None] = {}
+        self._pool = WorkerPool(devices)
+        self._death_times: list[float] = []
+        self._death_lock = ForkSafeLock()
+        self.ipc_status: dict[int, str | None] = {}
         """By the index of a replica: why its tensors leave the device to cross (see `Desk.sharing`)."""
-        self._passage: Passage
+        self._streams: CallStreams
         """The one of the backward that runs."""
-        self._ahead = Ahead()
+        self._overlap = OverlappedSum()
         """The same."""
-        self._fleet = Fleet(self, devices)
-        self._dice = Dice()
+        self._nccl = NcclManager(self, devices)
+        self._python_rng = PythonRngMonitor()
 
-    def settle_in(self, tensors: Iterable[Tensor]) -> None:
+    def share_tensors(self, tensors: Iterable[Tensor]) -> None:
         home = self._devices[0]
         if home.type == "cpu":
-            move_in(tensors)
+            share_parameters(tensors)
             return
         beside = [index for index, device in enumerate(self._devices) if index and device == home]
-        near: bool = bool(beside) and ask_now(self, beside[0], NearPart(), Passage(self._devices), True)
+        near: bool = bool(beside) and send_and_wait(self, beside[0], IpcCheck(), CallStreams(self._devices), True)
         if near:
             # Where there is no memory for it, it stays where it is, and workers get copies.
-            with suppress(Refused):
-                move_in(tensors, partial(allocate, device=home), home)
+            with suppress(DriverError):
+                share_parameters(tensors, partial(allocate_shared, device=home), home)
 
-    def words(self) -> str:
-        if self._on_host or not self.crossing:
+    def describe_transport(self) -> str:
+        if self._on_cpu or not self.ipc_status:
             return ""
-        near = [index for index, why in self.crossing.items() if why == ""]
-        refused = next((why for why in self.crossing.values() if why), None)
+        near = [index for index, why in self.ipc_status.items() if why == ""]
+        refused = next((why for why in self.ipc_status.values() if why), None)
         if refused is not None:
             return f"tensors cross by host memory, because device memory cannot be shared here ({refused})"
-        ways = ["CUDA IPC"] * bool(near) + ["host memory"] * (len(near) < len(self.crossing))
-        return f"tensors cross by {' or '.join(ways)}{self._fleet.words()}"
+        ways = ["CUDA IPC"] * bool(near) + ["host memory"] * (len(near) < len(self.ipc_status))
+        return f"tensors cross by {' or '.join(ways)}{self._nccl.describe()}"
 
-    def kinds(self) -> list[type[Replica]]:
-        return [Replica, *[Shadow] * (len(self._devices) - 1)]
+    def replica_classes(self) -> list[type[Replica]]:
+        return [Replica, *[RemoteReplica] * (len(self._devices) - 1)]
 
-    def worker(self, index: int) -> tuple[Worker, Desk]:
-        worker = self._hands.get(index, self.timeout)
-        desk = desk_of(worker)
+    def get_worker(self, index: int) -> tuple[WorkerProcess, WorkerClient]:
+        worker = self._pool.get(index, self.timeout)
+        desk = client_for(worker)
         desk.timeout = self.timeout
         return worker, desk
 
-    def settle(self, index: int, desk: Desk, passage: Passage, near: bool) -> None:
-        desk.settle(self._devices[index], near)
-        self.crossing[index] = desk.sharing if near else None
-        desk.worker.line.shore = passage.shore()
+    def prepare_device(self, index: int, desk: WorkerClient, passage: CallStreams, near: bool) -> None:
+        desk.prepare_device(self._devices[index], near)
+        self.ipc_status[index] = desk.ipc_refusal if near else None
+        desk.worker.connection.receiver = passage.receiver()
 
-    def bury(self, index: int, worker: Worker | None, gone: Gone) -> None:
-        why = str(gone) if worker is None else f"the worker of {worker.name} ended: {worker.death()}"
-        self.part(worker)
-        self._hands.end(index)
-        with self._counting:
+    def replace_dead(self, index: int, worker: WorkerProcess | None, gone: ConnectionClosed) -> None:
+        why = str(gone) if worker is None else f"the worker of {worker.name} ended: {worker.exit_reason()}"
+        self.abort_groups(worker)
+        self._pool.kill(index)
+        with self._death_lock:
             now = time.monotonic()
-            self._deaths = [*(then for then in self._deaths if now - then < WINDOW), now]
-            too_many = len(self._deaths) > self.restarts
+            self._death_times = [*(then for then in self._death_times if now - then < RESTART_WINDOW), now]
+            too_many = len(self._death_times) > self.restarts
             if too_many:
-                self._deaths = []
+                self._death_times = []
         if too_many:
             raise WorkerFailure(
                 f"{why}\n"
-                f"That was death number {self.restarts + 1} within {WINDOW:.0f} seconds, so the step is not tried "
+                f"That was death number {self.restarts + 1} within {RESTART_WINDOW:.0f} seconds, so the step is not tried "
                 f"again. The module is as it was before the call."
             ) from gone
 
-    def give_up(self, index: int) -> None:
-        self.part(self._hands.last(index))
-        self._hands.end(index)
+    def kill_stuck(self, index: int) -> None:
+        self.abort_groups(self._pool.last_worker(index))
+        self._pool.kill(index)
 
-    def part(self, worker: Worker | None) -> None:
-        self._fleet.lose(worker)
+    def abort_groups(self, worker: WorkerProcess | None) -> None:
+        self._nccl.abort_groups_of(worker)
 
-    def room_for(self, names: Sequence[str], end: str, **options: Any) -> Gathering:
-        return Gathering(names, end, timeout=self.timeout, **options)
+    def make_group(self, names: Sequence[str], exit_description: str, **options: Any) -> ControllerRendezvous:
+        return ControllerRendezvous(names, exit_description, timeout=self.timeout, **options)
 
-    def forward(self, job: Job) -> list[Outcome]:
-        job.passage, job.dice = Passage(self._devices), self._dice.read()
+    def forward(self, job: ReplicaCall) -> list[ReplicaResult]:
+        job.device_transfer, job.python_seed = CallStreams(self._devices), self._python_rng.begin_call()
         # The first replica is in one place at a time. On accelerators a gradient that it takes on its way comes from
         # another thread, which must not wait for this one.
-        with self._lock if self._on_host else self._sharing(job):
-            return self._forward_here(job) if self._is_heard_here(job) else super().forward(job)
+        with self._lock if self._on_cpu else self._broadcast_parameters(job):
+            return self._forward_in_caller(job) if self._can_run_in_caller(job) else super().forward(job)
 
     @contextmanager
-    def _sharing(self, job: Job) -> Iterator[None]:
+    def _broadcast_parameters(self, job: ReplicaCall) -> Iterator[None]:
         """Let the module's tensors come to all workers in their group, where they are one."""
-        in_group = job.follow and not job.streams.in_turn and self._fleet.fits(len(job.replicas))
-        home = self._fleet.ready(job.passage) if in_group else None
+        in_group = job.sync_state and not job.rng.serialized and self._nccl.can_use(len(job.replicas))
+        home = self._nccl.get_group(job.device_transfer) if in_group else None
         if home is None:
             yield
             return
-        sharing = job.passage.sharing = Sharing(home)
+        sharing = job.device_transfer.parameter_broadcast = ParameterBroadcast(home)
         try:
             yield
         except BaseException:
             sharing.abandon()
             raise
 
-    def _is_heard_here(self, job: Job) -> bool:
+    def _can_run_in_caller(self, job: ReplicaCall) -> bool:
         """Whether the thread that calls hears the workers, as for most: nobody in turn, and nothing in its way."""
         return (
-            self._on_host
-            and not job.streams.in_turn
-            and not inside_replica()
-            and job.ambient.lets_work(self._devices[0])
-            and saves_as_usual()
+            self._on_cpu
+            and not job.rng.serialized
+            and not is_replica_thread()
+            and job.ambient.allows_internal_ops(self._devices[0])
+            and has_no_saved_tensor_hooks()
         )
 
-    def _forward_here(self, job: Job) -> list[Outcome]:
-        room = job.room = self.room_for([replica.name for replica in job.replicas], FORWARD)
+    def _forward_in_caller(self, job: ReplicaCall) -> list[ReplicaResult]:
+        room = job.group = self.make_group([replica.name for replica in job.replicas], LEFT_FORWARD)
 
         meanwhile: list[Callable[[], None]] = []
 
-        def run() -> list[Outcome]:  # workers are told of the threads that a replica has here
-            return run_all(room, own, [self._part(job, index, meanwhile) for index in range(1, len(job.replicas))])
+        def run() -> list[ReplicaResult]:  # workers are told of the threads that a replica has here
+            return run_replicas(
+                room, own, [self._forward_task(job, index, meanwhile) for index in range(1, len(job.replicas))]
+            )
 
-        def own() -> Outcome:
+        def own() -> ReplicaResult:
             if job.ambient.autocast:  # weights may have changed since they were cast in the caller's block
                 torch.clear_autocast_cache()
-            outcome = self._perform_first(job)
+            outcome = self._run_first_replica(job)
             _raise_interruption(outcome.error)
-            room.lost = outcome.error is not None
+            room.has_failed = outcome.error is not None
             for do in meanwhile:
                 do()
             return outcome
 
-        outcomes = here(run, len(job.replicas), looked_after=True)
-        raise_first(job.replicas, outcomes)
+        outcomes = run_as_replica(run, len(job.replicas), caller_restores=True)
+        raise_first_error(job.replicas, outcomes)
         return outcomes
 
-    def perform(self, job: Job, index: int) -> Outcome:
+    def run_forward(self, job: ReplicaCall, index: int) -> ReplicaResult:
         if not index:
-            return self._perform_first(job)
-        with job.passage.enter():
-            return hear_out(self._part(job, index, []))
+            return self._run_first_replica(job)
+        with job.device_transfer.side_stream():
+            return run_to_end(self._forward_task(job, index, []))
 
-    def _perform_first(self, job: Job) -> Outcome:
-        outcome = perform(job, 0)
-        self._dice.note(job.dice)
+    def _run_first_replica(self, job: ReplicaCall) -> ReplicaResult:
+        outcome = run_forward(job, 0)
+        self._python_rng.end_call(job.python_seed)
         return outcome
 
-    def _part(self, job: Job, index: int, meanwhile: list[Callable[[], None]]) -> Hearing[Outcome]:
+    def _forward_task(
+        self, job: ReplicaCall, index: int, meanwhile: list[Callable[[], None]]
+    ) -> ReplyGenerator[ReplicaResult]:
         """Ask for one replica's part of a forward, and hear it; what is noted can come in between."""
-        asked: Asked[Any] = Asked(self, index, job.passage)
+        asked: RetryingRequest[Any] = RetryingRequest(self, index, job.device_transfer)
         failure: BaseException | None = None
         waiting = False
         try:
-            job.room.enter(index)
-            part = ForwardPart(job, index)
-            asked.ask(part, part.near)
-            meanwhile.append(partial(asked.meanwhile, part.meanwhile))
+            job.group.enter(index)
+            part = ReplicaForward(job, index)
+            asked.send(part, part.same_device)
+            meanwhile.append(partial(asked.run_if_sent, part.prepare_replay))
             waiting = True
-            yield TOLD
-            return part.outcome(*(yield from asked.hear()))
+            yield RUNNING
+            return part.to_result(*(yield from asked.receive()))
         except BaseException as error:
-            failure = unwrapped(error)
-            asked.give_up()
-            if job.passage.sharing is not None and not waiting:
-                job.passage.sharing.fail("a worker could not be asked")
-            if not asked.is_answer(failure):
+            failure = unwrap_stop_iteration(error)
+            asked.abandon()
+            if job.device_transfer.parameter_broadcast is not None and not waiting:
+                job.device_transfer.parameter_broadcast.fail("a worker could not be asked")
+            if not asked.is_reply_error(failure):
                 _raise_interruption(failure)
-            return Outcome(error=failure)
+            return ReplicaResult(error=failure)
         finally:
-            job.room.leave(index, failure)
+            job.group.leave(index, failure)
             failure = None  # its traceback holds this frame
 
-    def reach(self, span: Span, index: int, outputs: Sequence[Tensor]) -> Reach:
-        call: Call | None = span.sides[index].remote
+    def reached_collectives(self, span: CallGraph, index: int, outputs: Sequence[Tensor]) -> ReachedCollectives:
+        call: ReplayableCall | None = span.replicas[index].remote_call
         if call is None:
-            return super().reach(span, index, outputs)
-        return ask_now(self, index, ReachPart(call, outputs), self._passage, call.told.near)
+            return super().reached_collectives(span, index, outputs)
+        return send_and_wait(
+            self, index, ReachabilityRequest(call, outputs), self._streams, call.module_state.same_device
+        )
 
-    def backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> tuple[Gradients, list[Gradients]]:
+    def backward(
+        self, span: CallGraph, gradients: Sequence[Gradients], keep: bool
+    ) -> tuple[Gradients, list[Gradients]]:
         with self._lock:
-            outer, self._ahead = self._ahead, Ahead()
+            outer, self._overlap = self._overlap, OverlappedSum()
             try:
                 return super().backward(span, gradients, keep)
             finally:
-                self._ahead = outer
+                self._overlap = outer
 
-    def _run_backward(self, span: Span, gradients: Sequence[Gradients], keep: bool) -> None:
-        self._passage = Passage(self._devices)
+    def _run_backward(self, span: CallGraph, gradients: Sequence[Gradients], keep: bool) -> None:
+        self._streams = CallStreams(self._devices)
         super()._run_backward(span, gradients, keep)
 
-    def differentiate_all(self, parts: Sequence[Part], room: Any) -> None:
+    def backward_replicas(self, parts: Sequence[BackwardTask], room: Any) -> None:
         first, *others = parts
-        if self._fleet.fits(len(parts)):
-            with Homecoming(self, self._fleet, self._passage, len(parts)) as room.homecoming:
-                super().differentiate_all(parts, room)
+        if self._nccl.can_use(len(parts)):
+            with GradientReduction(self, self._nccl, self._streams, len(parts)) as room.gradient_reduction:
+                super().backward_replicas(parts, room)
             return
-        sides = first.span.sides
-        apart = bool(first.crossings) and not all(sides[part.index].remote is not None for part in others)
-        if first.span.streams.in_turn or not self._on_host or sides[0].remote is not None or apart:
-            super().differentiate_all(parts, room)
+        sides = first.graph.replicas
+        apart = bool(first.collectives) and not all(sides[part.index].remote_call is not None for part in others)
+        if first.graph.rng.serialized or not self._on_cpu or sides[0].remote_call is not None or apart:
+            super().backward_replicas(parts, room)
             return
 
         def run() -> list[None]:
-            return run_all(room, own, [self._part_back(part) for part in others])
+            return run_replicas(room, own, [self._backward_task(part) for part in others])
 
         def own() -> None:
-            self.differentiate(first)
-            self._ahead.into = free_to_use([leaf.grad for leaf in first.span.sides[0].leaves])
-            if not self._holding:
-                self._ahead.work(first.span.sides)
+            self.backward_replica(first)
+            self._overlap.writable = reusable_gradients([leaf.grad for leaf in first.graph.replicas[0].leaves])
+            if not self._in_no_sync:
+                self._overlap.run(first.graph.replicas)
 
-        here(run, len(parts))
+        run_as_replica(run, len(parts))
 
-    def differentiate(self, part: Part) -> None:
-        if part.span.sides[part.index].remote is None:
-            super().differentiate(part)
+    def backward_replica(self, part: BackwardTask) -> None:
+        if part.graph.replicas[part.index].remote_call is None:
+            super().backward_replica(part)
         else:
-            with self._passage.enter():
-                hear_out(self._part_back(part))
+            with self._streams.side_stream():
+                run_to_end(self._backward_task(part))
 
-    def _part_back(self, part: Part) -> Hearing[None]:
+    def _backward_task(self, part: BackwardTask) -> ReplyGenerator[None]:
         """Ask for one replica's part of a backward, and hear it."""
-        call: Call | None = part.span.sides[part.index].remote
+        call: ReplayableCall | None = part.graph.replicas[part.index].remote_call
         if call is None:  # none of its outputs needs a gradient
-            yield TOLD
-            super().differentiate(part)
+            yield RUNNING
+            super().backward_replica(part)
             return
-        asked: Asked[Any] = Asked(self, part.index, self._passage)
+        asked: RetryingRequest[Any] = RetryingRequest(self, part.index, self._streams)
         failure: BaseException | None = None
         try:
-            part.room.enter(part.index)
-            back = BackwardPart(call, part, self._passage)
-            homecoming: Homecoming | None = getattr(part.room, "homecoming", None)
+            part.group.enter(part.index)
+            back = ReplicaBackward(call, part, self._streams)
+            homecoming: GradientReduction | None = getattr(part.group, "gradient_reduction", None)
             if homecoming is not None:
-                homecoming.expect(part.index, back)
-            asked.ask(back, call.told.near)
-            back.expect(self._ahead)
-            yield TOLD
-            back.leave((yield from asked.hear()), self._ahead.late)
+                homecoming.add(part.index, back)
+            asked.send(back, call.module_state.same_device)
+            back.register_overlap(self._overlap)
+            yield RUNNING
+            back.store_gradients((yield from asked.receive()), self._overlap.late_gradients)
         except BaseException as error:
-            failure = unwrapped(error)
-            asked.give_up()
+            failure = unwrap_stop_iteration(error)
+            asked.abandon()
             raise
         finally:
-            part.room.leave(part.index, failure)
+            part.group.leave(part.index, failure)
             failure = None  # its traceback holds this frame
 
-    def _sum(self, columns: Sequence[Gradients], into: Collection[int] | None = None) -> Gradients:
+    def _sum_gradients(self, columns: Sequence[Gradients], into: Collection[int] | None = None) -> Gradients:
         """The sum over replicas, in memory of its own: the next backward writes to the workers' slots again."""
-        done = self._ahead.finish(columns)
+        done = self._overlap.finish(columns)
         rest = [[g for place, g in enumerate(column) if place not in done] for column in columns] if done else columns
-        into = None if done else self._ahead.into
-        sums = super()._sum(rest, into)
+        into = None if done else self._overlap.writable
+        sums = super()._sum_gradients(rest, into)
         if any(gradient is None for gradient in rest[0]):  # then another one's may be the sum
             slots = {id(gradient) for column in rest[1:] for gradient in column}
             sums = [g.clone() if g is not None and id(g) in slots else g for g in sums]
         if done:
             more = iter(sums)
             sums = [done[place] if place in done else next(more) for place in range(len(columns[0]))]
-        for _, place, gradient in sorted(self._ahead.late, key=itemgetter(0)):
-            sums[place] = add_up([[sums[place]], [gradient]])[0]
+        for _, place, gradient in sorted(self._overlap.late_gradients, key=itemgetter(0)):
+            sums[place] = sum_gradients([[sums[place]], [gradient]])[0]
         return sums
 
-    def _hold(self, sources: list[Tensor], columns: list[Gradients]) -> None:
+    def _defer(self, sources: list[Tensor], columns: list[Gradients]) -> None:
         own = [[None if g is None else g.clone() for g in column] for column in columns[1:]]
-        for index, place, gradient in self._ahead.late:
-            own[index - 1][place] = add_up([[own[index - 1][place]], [gradient]])[0]
-        super()._hold(sources, [columns[0], *own])
+        for index, place, gradient in self._overlap.late_gradients:
+            own[index - 1][place] = sum_gradients([[own[index - 1][place]], [gradient]])[0]
+        super()._defer(sources, [columns[0], *own])
 
     def close(self) -> None:
         super().close()
-        self._fleet.close()
-        self._hands.close()
-        leave_desks()
-        self._hands = Hands(self._devices)
+        self._nccl.close()
+        self._pool.close()
+        drop_dead_clients()
+        self._pool = WorkerPool(self._devices)
 
 
 def _raise_interruption(error: BaseException | None) -> None:

@@ -1,0 +1,129 @@
+"""What `DataParallel.explain` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from instep.engines.select import EngineChoice
+from instep.structure.merge import Merger
+from instep.structure.placements import Nested, Placement, describe
+from instep.structure.plan import SplitPlan
+from instep.structure.spec import strip_marks
+from instep.structure.split_messages import summarize
+from instep.structure.tree import Path, flatten_one_level, format_path, is_sequence
+
+_AS_RETURNED = "as the module returns them"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Rows of (leaf, value, what happens); `str()` is a table."""
+
+    heading: str
+    inputs: tuple[tuple[str, str, str], ...]
+    outputs: tuple[tuple[str, str], ...]
+    trial: str = ""
+    """What the probe did for the last call."""
+    unmerged: str = "known after the first call"
+    """What is said of outputs where none were merged."""
+    unused: tuple[str, ...] = ()
+    """What was said of outputs that the last call did not have."""
+
+    def __str__(self) -> str:
+        lines = [self.heading, "inputs:" if self.inputs else "inputs: none"]
+        lines += _align_columns(self.inputs)
+        if self.outputs:
+            lines += ["outputs, as they were merged last:", *_align_columns(self.outputs), *self.unused]
+        else:
+            lines.append(f"outputs: {self.unmerged}")
+        if self.trial:
+            lines.append(f"probe: {self.trial}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def explain(
+    plan: SplitPlan,
+    values: Sequence[Any],
+    devices: Sequence[torch.device],
+    choice: EngineChoice,
+    merger: Merger,
+    trial: str = "",
+) -> Explanation:
+    """The explanation of a plan."""
+    if plan.batch_size is None:
+        heading = f"nothing is batched: the call runs on {devices[0]} alone"
+    elif plan.parts == 1:
+        heading = f"a batch of {plan.batch_size} runs on {devices[0]} alone"
+    else:
+        shares = ", ".join(f"{size} on {device}" for size, device in zip(plan.sizes, devices, strict=False))
+        heading = f"a batch of {plan.batch_size}: {shares} ({choice.name}: {choice.reason})"
+    rows = [
+        row
+        for name, value, role in zip(plan.names, values, plan.placements, strict=True)
+        for row in _rows(role, value, (name,))
+    ]
+    if plan.parts == 1:
+        return Explanation(heading, tuple(rows), (), unmerged=_AS_RETURNED)
+    outputs = tuple(
+        (format_path(path) or "(output)", _why(path, what, merger)) for path, what in merger.actions.items()
+    )
+    return Explanation(heading, tuple(rows), outputs, trial, unused=tuple(_unused(merger)))
+
+
+def explain_one_device(names: Sequence[str], values: Sequence[Any], device: torch.device) -> Explanation:
+    """The explanation of a call on one device, which nothing is planned for."""
+    how = "with the whole batch as it is; nothing is split or merged"
+    rows = [row for name, value in zip(names, values, strict=True) for row in _whole_rows(strip_marks(value), (name,))]
+    return Explanation(f"one device: the module itself runs on {device}, {how}", tuple(rows), (), unmerged=_AS_RETURNED)
+
+
+def _why(path: Path, what: str, merger: Merger) -> str:
+    """What was done at a path, and whether it was the probe that said so."""
+    verdict = merger.verdicts.get(path)
+    if verdict is None:
+        return what
+    return f"{what} (the probe)" if verdict.description == what else f"{what} (the probe: {verdict.description})"
+
+
+def _unused(merger: Merger) -> Iterator[str]:
+    """Rules and dims for outputs that were not there; a mistake, or outputs of other calls."""
+    places = {format_path(path[:depth]) for path in merger.actions for depth in range(len(path) + 1)}
+    dims = merger.out_dims if isinstance(merger.out_dims, Mapping) else {}
+    for option, patterns in (("merge", merger.path_rules), ("out_dims", dims)):
+        for pattern in patterns:
+            if not any(fnmatchcase(place, str(pattern)) for place in places):
+                yield f"  {option}={{{pattern!r}: ...}} names none of them"
+
+
+def _whole_rows(value: Any, path: Path) -> Iterator[tuple[str, str, str]]:
+    """Leaves by name; a list is one row, however many samples it has."""
+    node = None if is_sequence(value) else flatten_one_level(value)
+    if node is None or not node.keys:
+        yield format_path(path), summarize(value), "as it is"
+        return
+    for key, child in zip(node.keys, node.children, strict=True):
+        yield from _whole_rows(child, (*path, key))
+
+
+def _rows(role: Placement, value: Any, path: Path) -> Iterator[tuple[str, str, str]]:
+    node = flatten_one_level(value) if isinstance(role, Nested) else None
+    if node is None:
+        yield format_path(path), summarize(value), describe(role)
+        return
+    assert isinstance(role, Nested)
+    for key, child, below in zip(node.keys, node.children, role.placements, strict=True):
+        yield from _rows(below, child, (*path, key))

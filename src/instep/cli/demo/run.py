@@ -1,0 +1,145 @@
+"""The demo from beginning to end, as a reader of its output sees it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+import instep
+from instep.cli.demo.corpus import Corpus, load
+from instep.cli.demo.model import Reader, write_line
+from instep.cli.demo.train import BATCH, Evaluation, Learner, Step, evaluate, predicts_the_same, prove
+
+PROVED_STEPS = 5
+PROMPT = "def "
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the command line can ask for."""
+
+    steps: int = 400
+    replicas: int | None = None
+    engine: str = "auto"
+    out: Path = Path("instep-demo.pt")
+    seed: int = 0
+
+
+def run(options: DemoOptions, console: Console) -> int:
+    """Runs the demo and returns the exit code: 0 if everything it claims was found to be so, else 1."""
+    started = time.perf_counter()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(options.seed)
+    corpus = load(options.seed)
+    devices = choose_devices(options.replicas)
+    module = Reader().to(to_device(devices[0]))
+    plain = copy.deepcopy(module)
+    introduce(console, corpus, module, devices)
+
+    with instep.DataParallel(module, device_ids=devices, engine=options.engine) as model:
+        learner = Learner(model, options.steps)
+        proved = min(PROVED_STEPS, options.steps)
+        first = [corpus.batch(step, BATCH) for step in range(proved)]
+        proof = prove(Learner(plain, options.steps), learner, first)
+        show_proof(console, proof, len(devices))
+        if not all(step.holds for step in proof):
+            return 1
+        console.print(Panel(Text(str(model.explain(first[0]))), title="model.explain(batch)", expand=False))
+        rate = train(console, learner, corpus, range(proved, options.steps))
+        evaluation = evaluate(model, corpus)
+        exact = evaluation.is_exact(corpus.held_out)
+        show_evaluation(console, evaluation, corpus, exact)
+        console.print(Text("it writes     ").append(write_line(module, PROMPT, options.seed), style="cyan"))
+        torch.save(model.state_dict(), options.out)
+        same = predicts_the_same(module, options.out, first[0])
+        show_saved(console, options.out, same)
+    summarize(console, rate, time.perf_counter() - started)
+    return 0 if exact and same else 1
+
+
+def choose_devices(replicas: int | None) -> list[int | str]:
+    """Every accelerator, or the CPU; at least two replicas unless asked otherwise, since one proves nothing."""
+    # A build for CUDA names it as its accelerator also where there is none.
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None or kind.type not in {"cuda", "xpu"}:
+        return ["cpu"] * (replicas or 2)
+    count = torch.accelerator.device_count()
+    wanted = range(replicas or max(2, count))
+    return [number % count if kind.type == "cuda" else f"{kind.type}:{number % count}" for number in wanted]
+
+
+def to_device(device: int | str) -> torch.device:
+    """The torch device that an entry of `device_ids` stands for."""
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def introduce(console: Console, corpus: Corpus, module: Reader, devices: list[int | str]) -> None:
+    """Says what is about to be trained, on what and where."""
+    size = sum(parameter.numel() for parameter in module.parameters())
+    console.print(f"[bold]instep {instep.__version__}[/], torch {torch.__version__}")
+    console.print(f"data          {len(corpus.train):,} snippets of the standard library, of many lengths")
+    console.print(f"model         a character transformer of {size:,} parameters")
+    console.print(f"replicas      {', '.join(str(to_device(device)) for device in devices)}")
+
+
+def show_proof(console: Console, proof: list[Step], replicas: int) -> None:
+    """Shows the losses of both runs, and how far they, the gradients and the weights are apart."""
+    table = Table(title="the first steps, taken twice: differences in")
+    for name in ("step", "one device", f"{replicas} replica{'s' * (replicas > 1)}", "loss", "gradients", "weights"):
+        table.add_column(name, justify="right")
+    for number, step in enumerate(proof, start=1):
+        apart = (f"{value:.0e}" for value in (step.loss, step.gradients, step.weights))
+        table.add_row(str(number), f"{step.plain:.6f}", f"{step.instep:.6f}", *apart, style="" if step.holds else "red")
+    console.print(table)
+    same = all(step.holds for step in proof)
+    verdict = "[green]the same up to float32 rounding[/]" if same else "[bold red]NOT the same[/]"
+    console.print(f"proof         losses, gradients and weights are {verdict}")
+
+
+def train(console: Console, learner: Learner, corpus: Corpus, steps: range) -> float:
+    """Takes the remaining steps under a progress bar and returns the samples learned per second."""
+    columns = (
+        TextColumn("training     "),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TextColumn("{task.fields[rate]:.0f} samples/s"),
+        TimeRemainingColumn(),
+    )
+    if not steps:
+        return 0.0
+    rate, started = 0.0, time.perf_counter()
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("training", total=len(steps), loss=float("nan"), rate=0.0)
+        for done, step in enumerate(steps, start=1):
+            loss = learner.step(corpus.batch(step, BATCH))
+            rate = done * BATCH / (time.perf_counter() - started)
+            progress.update(task, advance=1, loss=loss, rate=rate)
+    return rate
+
+
+def show_evaluation(console: Console, evaluation: Evaluation, corpus: Corpus, exact: bool) -> None:
+    """Shows the held-out result and whether every sample was counted once."""
+    seen, there = len(evaluation.places), len(corpus.held_out)
+    verdict = "[green]each once, in order[/]" if exact else "[bold red]NOT each once, in order[/]"
+    console.print(f"held out      {evaluation.bits:.3f} bits a character; {seen} of {there} samples, {verdict}")
+
+
+def show_saved(console: Console, path: Path, same: bool) -> None:
+    """Shows where the weights are and whether a bare module that loads them is the same model."""
+    verdict = "[green]a bare module loads it and reads the same[/]" if same else "[bold red]a bare module differs[/]"
+    console.print(Text("saved         ").append(str(path)).append("; ").append(Text.from_markup(verdict)))
+
+
+def summarize(console: Console, rate: float, seconds: float) -> None:
+    """Closes with the numbers to remember."""
+    console.print(f"done          {rate:.0f} samples/s, {seconds:.0f} s in all")

@@ -1,0 +1,69 @@
+"""The command line: `instep demo`. Exit codes: 0 for success, 1 for failure, 2 for wrong usage, 130 for Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+import instep
+from instep.errors import InstepError
+from instep.runtime.env import ENGINE_NAMES
+
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code. Failures that have an explanation are shown without a traceback."""
+    options = parser().parse_args(arguments)
+    try:
+        return demo(options)
+    except KeyboardInterrupt:
+        print_error("interrupted")
+        return INTERRUPTED
+    except (InstepError, OSError) as error:
+        print_error(str(error))
+        return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """Everything the command line understands."""
+    top = argparse.ArgumentParser(prog="instep", description="A PyTorch module on several devices, as on one.")
+    top.add_argument("--version", action="version", version=f"instep {instep.__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+
+    command = commands.add_parser(
+        "demo",
+        help="train a small model on every device and prove its steps against one",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    command.add_argument("--steps", type=positive, default=400, help="training steps")
+    command.add_argument("--replicas", type=positive, help="replicas of the module (default: one a device, at least 2)")
+    command.add_argument("--engine", choices=ENGINE_NAMES, default="auto", help="where the replicas live")
+    command.add_argument("--out", type=Path, default=Path("instep-demo.pt"), help="where to save the weights")
+    command.add_argument("--seed", type=int, default=0, help="of the weights and the order of the samples")
+    return top
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 up."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def demo(options: argparse.Namespace) -> int:
+    """`instep demo`."""
+    from instep.cli.demo.run import DemoOptions, run
+
+    chosen = DemoOptions(options.steps, options.replicas, options.engine, options.out, options.seed)
+    return run(chosen, Console(highlight=False))
+
+
+def print_error(message: str) -> None:
+    """One message on standard error."""
+    Console(stderr=True, highlight=False).print(Text("instep: ", style="bold red").append(message, style="default"))

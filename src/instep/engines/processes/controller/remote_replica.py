@@ -1,0 +1,150 @@
+"""The controller's stand-in for a replica that runs in a worker."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.engines.processes.transport.cuda_driver import DeviceMemory
+from instep.engines.processes.transport.shared_memory import SharedMemory
+from instep.replicas.clone import reaches_source
+from instep.replicas.diff import AttributeChange, Changes
+from instep.replicas.object_graph import is_atomic
+from instep.replicas.replica import Replica, TensorPair
+from instep.replicas.state.carried import CarriedValue
+from instep.replicas.tensors import ParameterSharing, ReplicaTensors, leaf_like
+from instep.runtime.locks import ForkSafeLock
+from instep.runtime.modes import set_inference_mode
+
+_module_ids = itertools.count(1)
+
+_replayable_calls: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+_replayable_lock = ForkSafeLock()
+
+
+def register_call(root: nn.Module, call: Any) -> None:
+    """Let a call whose gradient may still be asked for hear of changes of its module."""
+    with _replayable_lock:
+        _replayable_calls.setdefault(root, weakref.WeakSet()).add(call)
+
+
+def registered_calls(root: nn.Module) -> list[Any]:
+    """The calls of a module whose gradient may still be asked for."""
+    with _replayable_lock:
+        return list(_replayable_calls.get(root, ()))
+
+
+class SourceViews(ReplicaTensors):
+    """The tensors of a stand-in: state is the source's own memory, until a worker says what it wrote there."""
+
+    def copy(self, source: Tensor) -> Tensor:
+        with set_inference_mode(False), torch.no_grad():
+            data = source.detach()
+            if isinstance(source, nn.Parameter):
+                return leaf_like(source, data)
+            data.__dict__ = source.__dict__
+            return data
+
+
+class RemoteReplica(Replica):
+    """A replica of another process, as this one sees it."""
+
+    tensors_class = SourceViews
+    is_remote = True
+
+    def __init__(
+        self,
+        index: int,
+        source: nn.Module,
+        device: torch.device,
+        way: ParameterSharing,
+        *,
+        home: torch.device,
+        **kwargs: Any,
+    ) -> None:
+        self.worker_device = device
+        """The worker's device."""
+        self.source_device = home
+        """The source's."""
+        self.worker_moves_args = False
+        """Whether the worker brings the arguments of the next call to its device by itself."""
+        self.module_id = next(_module_ids)
+        """What the worker knows it by."""
+        self.needs_full_sync = True
+        """Whether the worker has to be told the whole module."""
+        self.needs_state_refresh = False
+        """Whether the worker has to look at values again, even where nobody says that they changed."""
+        self.pending_attributes: list[AttributeChange] = []
+        """Attributes that the worker has to be told, if nothing else."""
+        patch: Any = kwargs.get("patch")
+        self.sync_batchnorm: bool | None = None if patch is None else patch.enabled
+        """Whether batch normalisation looks at the whole batch."""
+        self.worker_states: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        """What the worker at each desk was told of the module."""
+        self.gradient_memory: SharedMemory | DeviceMemory | None = None
+        """Where the worker leaves gradients."""
+        self.recreate = partial(type(self), index, source, device, way, home=home, **kwargs)
+        """Makes another one."""
+        self.carried_state: list[tuple[int, str, Any]] = []
+        """Parts of carried state for the next call: the module's index, the attribute, and the part."""
+        self._written: list[TensorPair] = []
+        # Arguments for another accelerator are put where the source is, from where the worker gets them.
+        near = home if home.type != "cpu" and device.type != "cpu" else device
+        super().__init__(index, source, near, way, home=home, **kwargs)
+        self.name = f"replica {index} on {device}"
+        self.same_device = device == home and device.type != "cpu" and way is ParameterSharing.ALIAS
+        """Whether tensors may stay on a device that both processes work on."""
+
+    def accepts_host_arguments(self, chosen: bool) -> bool:
+        self.worker_moves_args = (
+            not chosen and self.worker_device != self.source_device and self.worker_device.type != "cpu"
+        )
+        return self.worker_moves_args
+
+    def write_state(self, values: Mapping[int, Tensor]) -> list[TensorPair]:
+        """Take what the worker wrote to state, by the ids of the source's tensors, until `unwrite`."""
+        for source, view in self.tensors.state:
+            value = values.get(id(source))
+            if value is not None:
+                view.data = value.to(view.device)
+                self._written.append((source, view))
+        return list(self._written)
+
+    def restore_views(self) -> None:
+        """See the source's own memory again."""
+        for source, view in self._written:
+            view.data = source.detach()
+        self._written = []
+
+    def apply(self, changes: Changes) -> None:
+        super().apply(changes)
+        for call in registered_calls(self.source_modules[0]):
+            call.record_changes(changes)
+        plain = all(is_atomic(c.new) or not reaches_source(c.new) for c in changes.attributes)
+        if changes.containers or not plain or any(change.is_buffer for change in changes.attributes):
+            self.needs_full_sync = True
+        else:
+            self.pending_attributes += changes.attributes
+
+    def sync_state(self) -> None:
+        self.needs_state_refresh = True
+
+    def on_shared_object_changed(self) -> None:
+        self.needs_full_sync = True
+
+    def assign_shard(self, slots: Sequence[CarriedValue], parts: Sequence[Any] | None) -> None:
+        super().assign_shard(slots, parts)
+        places = {id(module): index for index, module in enumerate(self.source_modules)}
+        self.carried_state = []
+        if parts is not None:
+            self.carried_state = [
+                (places[id(slot.module)], slot.name, part) for slot, part in zip(slots, parts, strict=True)
+            ]
+        elif slots:
+            self.needs_full_sync = True

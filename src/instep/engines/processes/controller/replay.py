@@ -1,0 +1,266 @@
+"""What is kept of a worker's forward so that it can be replayed on a replacement worker."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from instep.engines.processes.controller.client import WorkerClient
+from instep.engines.processes.controller.remote_module import RemoteModuleState, versioned_tensors
+from instep.engines.processes.controller.remote_replica import RemoteReplica, register_call, registered_calls
+from instep.engines.processes.controller.rendezvous import CollectiveLog
+from instep.engines.processes.messages import ForwardRequest
+from instep.engines.processes.transport.channel import reply_rebuilder
+from instep.errors import WorkerFailure
+from instep.replicas.diff import MISSING, Changes
+from instep.replicas.object_graph import Contents, is_atomic, read_contents, tensors_equal, write_contents
+from instep.replicas.write_watch import get_version
+from instep.structure.tree import map_tensors, tensors_in
+
+AttributeKey = tuple[nn.Module, str, bool]
+"""A module, the name of an attribute, and whether it is a buffer."""
+
+
+@dataclass(eq=False)
+class ReplayableCall:
+    """What is kept of a call until nobody can ask for its gradient any longer: then its worker may forget it too.
+
+    It does not hold the stand-in that it was made with: that leads to tensors which earlier calls left on the module,
+    and so to these calls.
+    """
+
+    call_id: int
+    client: WorkerClient
+    module_state: RemoteModuleState
+    name: str
+    recreate_replica: Callable[[], RemoteReplica]
+    """Makes a stand-in of the module as it is then."""
+    private_containers: list[str]
+    """Containers of the module of which each replica has its own."""
+    modules: list[nn.Module]
+    change_detector: Callable[[], Callable[[], Changes | None] | None]
+    """What says what has changed on the module since its replicas were last ready, as long as that exists."""
+    request: ForwardRequest
+    collectives: CollectiveLog
+    arguments: list[Tensor]
+    output_indices: dict[int, int] = field(default_factory=dict)
+    """By the id of an output's tensor here: its number."""
+    output_versions: dict[int, int] = field(default_factory=dict)
+    """By the number of an output's tensor: its version when it came."""
+    input_indices: list[int] = field(default_factory=list)
+    """The numbers of the arguments that a gradient is wanted for."""
+    old_attributes: dict[AttributeKey, Any] = field(default_factory=dict)
+    """What attributes and buffers were that have changed since."""
+    old_contents: dict[int, tuple[Any, Contents]] = field(default_factory=dict)
+    """By their ids: containers of the module that were changed since, and what was in them."""
+    old_values: dict[int, Tensor] = field(default_factory=dict)
+    """By the id of a tensor of the source: its value before it was written."""
+    is_exact: bool = True
+    """Whether the module's state before the call can be had back."""
+    consumed_tokens: list[list[int]] = field(default_factory=list)
+    """Tokens of meetings that backwards have used up, one after another."""
+    arguments_changed: bool = False
+    """Whether `forward` changed its arguments: they are no longer what it was given."""
+
+    def keep_inputs(self, places: Sequence[int]) -> None:
+        """Want the gradients of the arguments at these places only: no others were used."""
+        self.input_indices = [self.input_indices[place] for place in places]
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, self.client.released.append, ("call", self.call_id))
+        self._source_ids, self._local_indices = self.module_state.source_ids, self.module_state.local_indices
+        self.record_versions()
+        self._replica: RemoteReplica | None = None  # held: a worker forgets the module of a stand-in that is gone
+        register_call(self.modules[0], self)
+
+    def record_versions(self) -> None:
+        """What is written to the arguments and to the module from now on comes after the forward."""
+        self._argument_versions = TensorVersions(*versioned_tensors(self.arguments))
+        self._module_versions = TensorVersions(*self.module_state.versioned)
+
+    def tensor_indices(self, leaves: Sequence[Tensor]) -> list[int | None]:
+        """The numbers that the worker knows leaves of the stand-in by; None for one that it was not told of."""
+        return list(map(self._local_indices.get, map(id, leaves)))
+
+    def changed_tensors(self) -> tuple[list[int], list[int]]:
+        """The arguments, and the tensors of the module, that were written to since the forward."""
+        return self._argument_versions.changed(), self._module_versions.changed()
+
+    def record_changes(self, changes: Changes) -> None:
+        """What attributes and containers of the module were that were changed since."""
+        for change in changes.attributes:
+            key = self.modules[change.module_index], change.name, change.is_buffer
+            self.old_attributes.setdefault(key, _detached(change.old))
+        for container, before, _ in changes.containers:
+            if id(container) in self.old_contents:
+                continue
+            if any(map(_holds_graph, before.items)):
+                self.is_exact = False
+            else:
+                self.old_contents[id(container)] = (
+                    container,
+                    Contents(before.keys, tuple(map(_detached_item, before.items))),
+                )
+        self.is_exact = self.is_exact and not changes.is_structural
+
+    def ensure_on(self, desk: WorkerClient, outputs: Sequence[Tensor]) -> list[list[int]]:
+        """See to it that a worker has the graph; the tokens of it that were used up already and are there again.
+
+        The `outputs` are those that somebody has got of the forward.
+        """
+        if desk is self.client:
+            return []
+        self._replay(desk, outputs)
+        return self.consumed_tokens
+
+    def _replay(self, desk: WorkerClient, outputs: Sequence[Tensor]) -> None:
+        """Run the forward again on a worker that does not have its graph."""
+        given, sources = self.changed_tensors()
+        look = self.change_detector()
+        changes = None if look is None else look()
+        if changes is not None:
+            self.record_changes(changes)
+        elif not all(map(self._is_unmodified, outputs)):  # nobody has watched: only the outputs tell of changes
+            self.is_exact = False
+        spoilt = self.arguments_changed or bool(given)
+        if spoilt or sources or not self.is_exact or not self._has_same_structure():
+            raise self._lost_error("weights" if sources else "arguments" if spoilt else "module")
+        with self._restored_module():
+            shadow = self._replica = self.recreate_replica()
+            shadow.private_containers = self.private_containers
+            told = desk.sync_module(shadow, self.request.method)
+        state = {
+            told.tensor_indices[key]: value for key, value in self.old_values.items() if key in told.tensor_indices
+        }
+        run = self.request
+        told.refresh_staging(self, follow=True)
+        run.module_id, run.refresh_state, run.tensor_values, run.sequence_number = (
+            shadow.module_id,
+            True,
+            told.unshared_values() | state,
+            0,
+        )
+        states = {id(self.module_state.generators[number]): state for number, state in run.generator_states.items()}
+        numbered = [(number, states.get(id(source))) for number, source in enumerate(told.generators)]
+        run.generator_states = {number: state for number, state in numbered if state is not None}
+        box, _ = desk.send_forward(run)
+        _, tensors = desk.channel.decode(
+            desk.wait_reply(box, self.collectives), reply_rebuilder(self.arguments, told.local_tensors)
+        )
+        if not all(self._matches(output, tensors) for output in outputs):
+            desk.released.append(("call", box.request_id))
+            raise self._lost_error("weights, or something else that it reads,")
+        self.call_id, self.client, self.module_state = box.request_id, desk, told
+        self._local_indices = {
+            made: told.tensor_indices[source]
+            for made, source in self._source_ids.items()
+            if source in told.tensor_indices
+        }
+        weakref.finalize(self, desk.released.append, ("call", box.request_id))
+
+    def _matches(self, output: Tensor, tensors: Sequence[Tensor]) -> bool:
+        """Whether an output came out the same: writes that move no version (`.data`, fused optimizers) show in that.
+
+        One that the caller has written to since says nothing.
+        """
+        number = self.output_indices[id(output)]
+        if not self._is_unmodified(output):
+            return True
+        return number < len(tensors) and tensors_equal(output, tensors[number].to(output.device))
+
+    def _is_unmodified(self, output: Tensor) -> bool:
+        return output._version == self.output_versions[self.output_indices[id(output)]]
+
+    def _lost_error(self, what: str) -> WorkerFailure:
+        return WorkerFailure(
+            f"the worker of {self.name} ended between a forward and its backward, and the {what} changed since, so "
+            f"that its part cannot be run again exactly.\n"
+            f"Call backward() before the module is changed, or run the step again."
+        )
+
+    def _has_same_structure(self) -> bool:
+        known = set(map(id, self.modules))
+        tensors = set(map(id, self.module_state.tensors))
+        root = self.modules[0]
+        return all(id(module) in known for module in root.modules()) and all(
+            id(parameter) in tensors for parameter in root.parameters()
+        )
+
+    @contextmanager
+    def _restored_module(self) -> Iterator[None]:
+        """The module with the attributes that it had before the call, and with what was in its containers."""
+        now = {key: _attribute_dict(key).get(key[1], MISSING) for key in self.old_attributes}
+        held = [(container, read_contents(container)) for container, _ in self.old_contents.values()]
+        try:
+            for container, contents in self.old_contents.values():
+                write_contents(container, contents)
+            for key, value in self.old_attributes.items():
+                _set_attribute(key, value)
+            yield
+        finally:
+            for container, contents in held:
+                write_contents(container, contents)
+            for key, value in now.items():
+                _set_attribute(key, value)
+
+
+def record_old_values(root: nn.Module, written: Iterable[Tensor]) -> None:
+    """Before state of a module is written: what it was, for calls that may have to be run again."""
+    values: dict[int, Tensor] = {}
+    for call in registered_calls(root):
+        values = values or {id(source): source.detach().clone() for source in written}
+        for number, copy in values.items():
+            call.old_values.setdefault(number, copy)
+
+
+def _detached(value: Any) -> Any:
+    """A value without the graphs that its tensors come from, which may lead to earlier calls and so on."""
+    return map_tensors(lambda t: t if t.is_leaf else t.detach().requires_grad_(t.requires_grad), value)
+
+
+def _detached_item(item: Any) -> Any:
+    return _detached(item) if isinstance(item, Tensor) else item
+
+
+def _holds_graph(item: Any) -> bool:
+    """Whether something else than a tensor holds graphs: it cannot be had without them and as it is."""
+    if isinstance(item, Tensor) or is_atomic(item):
+        return False
+    return any(not tensor.is_leaf for tensor in tensors_in(item))
+
+
+def _attribute_dict(key: AttributeKey) -> dict[str, Any]:
+    module, _, buffer = key
+    held: dict[str, Any] = module._buffers if buffer else module.__dict__
+    return held
+
+
+def _set_attribute(key: AttributeKey, value: Any) -> None:
+    holder, name = _attribute_dict(key), key[1]
+    if value is MISSING:
+        holder.pop(name, None)
+    else:
+        holder[name] = value
+
+
+class TensorVersions:
+    """How many times tensors were written to when this was made."""
+
+    def __init__(self, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        self._indices, self._tensors = places, tensors
+        self._before = self._read()
+
+    def _read(self) -> list[int]:
+        return list(map(get_version, self._tensors))
+
+    def changed(self) -> list[int]:
+        """The places of those that were written to since."""
+        now = self._read()
+        if now == self._before:
+            return []
+        return [n for n, then, later in zip(self._indices, self._before, now, strict=True) if then != later]

@@ -1,0 +1,183 @@
+"""Moves parameters into memory that workers map, and stages accelerator tensors in host memory."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from instep.engines.processes.transport.copy_streams import StagedTensor, copy_all_to_host
+from instep.engines.processes.transport.cuda_driver import DeviceMemory
+from instep.engines.processes.transport.shared_memory import SharedMemory
+from instep.errors import CannotCross, EngineError
+from instep.runtime.locks import ForkSafeLock
+from instep.runtime.modes import set_inference_mode
+from instep.runtime.torch_private import storage_use_count
+from instep.structure.shapes import is_dense
+
+_ALIGNMENT = 64
+_HOST = torch.device("cpu")
+_block_ids = itertools.count(1)
+
+
+class SharedBlock:
+    """One piece of memory, of the host or of an accelerator, that tensors of a module were moved into."""
+
+    def __init__(self, memory: SharedMemory | DeviceMemory) -> None:
+        self.block_id = next(_block_ids)
+        self.memory = memory
+        self.address = memory.tensor(0, memory.nbytes).data_ptr()
+
+
+class SharedLocation(NamedTuple):
+    """Where a tensor's storage lies: a block, and the bytes of it."""
+
+    block: SharedBlock
+    offset: int
+    nbytes: int
+
+
+_blocks: list[SharedBlock] = []
+_storage_counts: dict[int, int] = {}
+"""By the number of a block: how many storages still lie in it."""
+
+
+def share_parameters(
+    tensors: Iterable[Tensor],
+    make: Callable[[int], SharedMemory | DeviceMemory] = SharedMemory.create,
+    device: torch.device = _HOST,
+) -> None:
+    """Move tensors' memory into shared memory, whole storages at a time; views of one storage stay views of one.
+
+    Those of a device are moved, into memory that `make` gives.
+    """
+    found: dict[int, list[Tensor]] = {}
+    for tensor in {id(t): t for t in tensors}.values():
+        if tensor.device == device and _can_share(tensor) and locate(tensor) is None:
+            found.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    groups = [group for group in found.values() if storage_use_count(group[0]) <= len(group)]
+    if not groups:
+        return
+    sizes = [group[0].untyped_storage().nbytes() for group in groups]
+    offsets, total = pack_offsets(sizes)
+    block = SharedBlock(make(total))
+    _blocks.append(block)
+    _storage_counts[block.block_id] = len(groups)
+    with torch.no_grad(), set_inference_mode(False):
+        for group, offset, nbytes in zip(groups, offsets, sizes, strict=True):
+            there = block.memory.tensor(offset, nbytes)
+            there.copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(group[0].untyped_storage()))
+            storage = there.untyped_storage()
+            weakref.finalize(storage, _release_storage, block)
+            for tensor in group:
+                view = torch.empty(0, dtype=tensor.dtype, device=device).set_(
+                    storage, tensor.storage_offset(), tensor.size(), tensor.stride()
+                )
+                tensor.data = view
+
+
+def _release_storage(block: SharedBlock) -> None:
+    _storage_counts[block.block_id] -= 1
+    if not _storage_counts[block.block_id]:
+        del _storage_counts[block.block_id]
+        _blocks.remove(block)
+
+
+def locate(tensor: Tensor) -> SharedLocation | None:
+    """Where a tensor lies in shared memory; None for one that does not.
+
+    In a forked child, what its parent shared is from now on shared by the child, in memory of its own.
+    """
+    storage = tensor.untyped_storage()
+    address = storage.data_ptr()
+    for block in _blocks:
+        if block.address <= address < block.address + block.memory.nbytes:
+            if isinstance(block.memory, SharedMemory):
+                block.memory.share()
+            return SharedLocation(block, address - block.address, storage.nbytes())
+    return None
+
+
+def pack_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where pieces of these sizes go in one piece of memory, and its size."""
+    offsets, at = [], 0
+    for size in sizes:
+        offsets.append(at)
+        at += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return offsets, max(at, _ALIGNMENT)
+
+
+def _can_share(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and is_dense(tensor)
+        and not tensor.is_inference()
+        and tensor.is_leaf
+        and tensor.untyped_storage().nbytes() > 0
+        and tensor.untyped_storage().resizable()
+    )
+
+
+class HostStagingCopy:
+    """The values of some storages."""
+
+    def __init__(self, storages: Mapping[int, Tensor]) -> None:
+        """`storages` are bytes, by their addresses."""
+        offsets, total = pack_offsets([storage.nbytes for storage in storages.values()])
+        try:
+            self.memory = SharedMemory.create(total, "an image of the module for replicas of other devices")
+        except EngineError as error:
+            raise CannotCross(f"{error}\nWrite engine='threads'.") from error
+        self.block_id = SharedBlock(self.memory).block_id
+        self.offsets = dict(zip(storages, offsets, strict=True))
+        self._regions = [
+            StagedTensor(offset, storage) for offset, storage in zip(offsets, storages.values(), strict=True)
+        ]
+        self._last_call: object = None
+        self._lock = ForkSafeLock()
+
+    def covers(self, storages: Mapping[int, Tensor]) -> bool:
+        """Whether it is of these storages, or of more."""
+        known = {offset: piece.tensor.nbytes for (offset, piece) in zip(self.offsets, self._regions, strict=True)}
+        return all(known.get(address) == storage.nbytes for address, storage in storages.items())
+
+    def regions(self, offsets: Collection[int]) -> list[StagedTensor]:
+        """The storages whose values lie at these places."""
+        return [piece for piece in self._regions if piece.offset in offsets]
+
+    def refresh(self, call: object) -> None:
+        """Bring it up to the storages' values, once for each call."""
+        with self._lock:
+            if self._last_call is not call:
+                copy_all_to_host(self.memory, self._regions)
+                self._last_call = call
+
+
+_staging_copies: weakref.WeakKeyDictionary[nn.Module, HostStagingCopy] = weakref.WeakKeyDictionary()
+_staging_lock = ForkSafeLock(_staging_copies.clear)
+
+
+def staging_copy_for(root: nn.Module, tensors: Sequence[Tensor]) -> HostStagingCopy | None:
+    """The image for tensors of a module; None where there is none to make."""
+    storages: dict[int, Tensor] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in storages and storage.nbytes():
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            storages[storage.data_ptr()] = whole
+    if not storages:
+        return None
+    with _staging_lock:
+        known = _staging_copies.get(root)
+        if known is None or not known.covers(storages):
+            known = _staging_copies[root] = HostStagingCopy(storages)
+        return known
+
+
+def needs_staging(tensor: Tensor) -> bool:
+    """Whether workers cannot reach a tensor's memory by themselves."""
+    return tensor.device.type != "cpu"

@@ -1,0 +1,77 @@
+"""A fingerprint of the source module's configuration: modes, layers and plain attributes."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from instep.replicas.clone import WEAK_PROXIES
+from instep.replicas.object_graph import is_atomic
+from instep.structure.tree import SCALARS
+
+_MAX_FINGERPRINTS = 256
+_BASE_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
+
+
+class ConfigFingerprint:
+    """Numbers the kinds that one source module has been of."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        """The kind it is of."""
+        self._ids: dict[Any, tuple[int, list[Any]]] = {}
+        """By what tells kinds apart: the number, and objects told by their address, which is then not used again."""
+        self._serials: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._count = itertools.count()
+        self._state_attributes: set[tuple[int, str]] = set()
+        self._edit_count = 0
+
+    def update(self, modules: Iterable[nn.Module], edited: bool = False) -> None:
+        """Something has changed on the source, perhaps inside an object that it holds: see which kind it is of now."""
+        self._edit_count += edited
+        key, held = self._key(modules)
+        if key not in self._ids and len(self._ids) >= _MAX_FINGERPRINTS:
+            self._ids.clear()
+        if key not in self._ids:
+            self._ids[key] = next(self._count), held
+        self.current = self._ids[key][0]
+
+    def _key(self, modules: Iterable[nn.Module]) -> tuple[Any, list[Any]]:
+        held: list[Any] = []
+        return (self._edit_count, *[self._describe(module, held) for module in modules]), held
+
+    def exclude_state(self, attributes: Iterable[tuple[nn.Module, str]], modules: Iterable[nn.Module]) -> None:
+        """Attributes that are set by `forward`, and so no settings of the module's: without them it is the same."""
+        new = {(self._serial(module), name) for module, name in attributes} - self._state_attributes
+        if new:
+            self._state_attributes |= new
+            key, held = self._key(modules)
+            self._ids[key] = self.current, held
+
+    def _serial(self, module: nn.Module) -> int:
+        if module not in self._serials:
+            self._serials[module] = next(self._count)
+        return self._serials[module]
+
+    def _describe(self, module: nn.Module, held: list[Any]) -> tuple[Any, ...]:
+        serial = self._serial(module)
+        found: list[Any] = [serial, type(module)]
+        for name, value in module.__dict__.items():
+            if name in _BASE_ATTRIBUTES or (serial, name) in self._state_attributes or isinstance(value, Tensor):
+                continue
+            bare = is_atomic(value)
+            if bare and isinstance(value, float):
+                continue
+            if (bare and isinstance(value, SCALARS)) or isinstance(value, enum.Enum):
+                found.append((name, type(value), value))
+            elif isinstance(value, nn.Module) and type(value) not in WEAK_PROXIES:
+                found.append((name, self._serial(value)))
+            else:
+                held.append(value)
+                found.append((name, id(value)))
+        return tuple(found)

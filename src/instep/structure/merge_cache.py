@@ -1,0 +1,111 @@
+"""Cached merge functions for outputs with the same structure and shapes as the last ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from instep.structure.tree import SCALARS, Path
+
+CachedMerge: TypeAlias = Callable[[Sequence[Any]], Any]
+
+PER_SAMPLE = "column"
+_PLAIN_TYPES = frozenset(SCALARS)
+
+
+class CacheMiss(Exception):
+    """These parts are not like those that the recipe was made from."""
+
+
+def build_cached_merge(
+    parts: Sequence[Any],
+    sizes: Sequence[int],
+    joined: Mapping[Path, tuple[int, int]],
+    readings: Mapping[Path, str],
+    path: Path = (),
+) -> CachedMerge | None:
+    """How parts like these are merged, if that can be said: `joined` and `readings` are what was seen of them."""
+    first = parts[0]
+    cls = type(first)
+    if cls is Tensor:
+        return _cached_cat(sizes, *joined[path]) if path in joined else None
+    if any(type(part) is not cls for part in parts):
+        return None
+    if cls is dict:
+        keys = tuple(first)
+        if any(tuple(part) != keys for part in parts):
+            return None
+    elif cls is list or cls is tuple:
+        lengths = [len(part) for part in parts]
+        plain = all(_PLAIN_TYPES.issuperset(map(type, part)) for part in parts)
+        column = readings.get(path) == PER_SAMPLE or (plain and readings.get(path) != "inside")
+        if lengths == list(sizes) and cls is list and column:
+            return _cached_list_concat(sizes, plain and readings.get(path) != PER_SAMPLE)
+        if len(set(lengths)) > 1 or lengths == list(sizes):
+            return None
+        keys = tuple(range(len(first)))
+    else:
+        return None
+    columns = [[part[key] for part in parts] for key in keys]
+    below = [build_cached_merge(column, sizes, joined, readings, (*path, key)) for key, column in zip(keys, columns)]
+    known = [recipe for recipe in below if recipe is not None]
+    if len(known) < len(keys):
+        return None
+    return _cached_dict_merge(keys, known) if cls is dict else _cached_sequence_merge(cls, known)
+
+
+def _cached_cat(sizes: Sequence[int], rank: int, dim: int) -> CachedMerge:
+    cat, strided = torch.cat, torch.strided
+
+    def join(parts: Sequence[Any]) -> Any:
+        for part, size in zip(parts, sizes):
+            if type(part) is not Tensor or part.layout is not strided:
+                raise CacheMiss
+            shape = part.shape
+            if len(shape) != rank or shape[dim] != size:
+                raise CacheMiss
+        if parts[0] is parts[-1]:
+            raise CacheMiss
+        return cat(parts, dim)  # type: ignore[arg-type]
+
+    return join
+
+
+def _cached_list_concat(sizes: Sequence[int], only_plain: bool) -> CachedMerge:
+    def join(parts: Sequence[Any]) -> Any:
+        items: list[Any] = []
+        for part, size in zip(parts, sizes):
+            if type(part) is not list or len(part) != size:
+                raise CacheMiss
+            items += part
+        if parts[0] is parts[-1] or (only_plain and not _PLAIN_TYPES.issuperset(map(type, items))):
+            raise CacheMiss
+        return items
+
+    return join
+
+
+def _cached_dict_merge(keys: tuple[Any, ...], below: Sequence[CachedMerge]) -> CachedMerge:
+    def join(parts: Sequence[Any]) -> Any:
+        for part in parts:
+            if type(part) is not dict or tuple(part) != keys:
+                raise CacheMiss
+        columns = zip(*[part.values() for part in parts])
+        return {key: merge(column) for key, merge, column in zip(keys, below, columns)}
+
+    return join
+
+
+def _cached_sequence_merge(cls: type[list[Any]] | type[tuple[Any, ...]], below: Sequence[CachedMerge]) -> CachedMerge:
+    length = len(below)
+
+    def join(parts: Sequence[Any]) -> Any:
+        for part in parts:
+            if type(part) is not cls or len(part) != length:
+                raise CacheMiss
+        return cls([merge(column) for merge, column in zip(below, zip(*parts))])
+
+    return join

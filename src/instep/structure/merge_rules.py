@@ -1,0 +1,278 @@
+"""The named merge rules (`cat`, `mean`, `sum`, ...) and `weighted_by`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from instep.errors import MergeError
+from instep.structure.infer import NUMBER_TYPES, handler_for
+from instep.structure.shapes import shape_of
+from instep.structure.split_messages import summarize
+from instep.structure.tree import Path, flatten_one_level, format_path, is_sequence
+from instep.structure.weights import Weight
+
+MergeFunction = Callable[[Sequence[Any], Sequence[int]], Any]
+
+
+@dataclass(frozen=True)
+class MergeContext:
+    """What a rule may look at besides its own parts: an entry for each replica that has a part."""
+
+    sizes: tuple[int, ...]
+    outputs: tuple[Any, ...] = ()
+    inputs: tuple[Mapping[str, Any], ...] = ()
+
+    def select(self, kept: Sequence[int]) -> MergeContext:
+        """The scene of some of the replicas."""
+        inputs = tuple([self.inputs[index] for index in kept]) if self.inputs else ()
+        outputs = tuple([self.outputs[index] for index in kept])
+        return MergeContext(tuple([self.sizes[index] for index in kept]), outputs, inputs)
+
+
+@dataclass(frozen=True)
+class WeightedBy:
+    """A mean over replicas with weights of its own; made by `weighted_by`."""
+
+    weight: str | Callable[..., Any]
+
+    def weights(self, scene: MergeContext, where: str) -> list[Any]:
+        if callable(self.weight):
+            if not scene.inputs:
+                raise MergeError(f"{where}: weighted_by(function) needs the arguments of the call, and there are none.")
+            return [_sum_entries(call_with_accepted(self.weight, shard)) for shard in scene.inputs]
+        return [_sum_entries(self._lookup(self.weight, scene, index, where)) for index in range(len(scene.sizes))]
+
+    def _lookup(self, path: str, scene: MergeContext, index: int, where: str) -> Any:
+        value = get_by_dotted_path(path, scene.outputs[index])
+        if value is None and scene.inputs:
+            value = get_by_dotted_path(path, scene.inputs[index])
+        if value is None:
+            raise MergeError(f"{where}: weighted_by({path!r}) names no output and no argument of the call.")
+        return value
+
+
+def weighted_by(weight: str | Callable[..., Any]) -> WeightedBy:
+    """A mean over replicas, exact where each shard's value is a mean over something else than its samples.
+
+    `weight` is the path of an output or an argument whose sum is the weight (`weighted_by("mask")`), or a function that
+    takes a shard's arguments by name: `weighted_by(lambda labels: (labels != -100).sum())`.
+    """
+    return WeightedBy(weight)
+
+
+MergeRule: TypeAlias = str | tuple[str, Any] | WeightedBy | MergeFunction
+
+
+def call_with_accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a function with those of the arguments that it asks for."""
+    if isinstance(function, Weight):
+        return function(**arguments)
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return function(**arguments)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return function(**arguments)
+    return function(**{name: value for name, value in arguments.items() if name in parameters})
+
+
+def _sum_entries(value: Any) -> Any:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return value.sum()
+    return sum(value) if isinstance(value, (list, tuple)) else value
+
+
+def get_by_dotted_path(path: str, value: Any) -> Any:
+    """What a dotted path leads to inside a structure; None where it leads nowhere."""
+    for key in path.split("."):
+        node = flatten_one_level(value)
+        if node is None:
+            return None
+        match = [child for name, child in zip(node.keys, node.children, strict=True) if str(name) == key]
+        if not match:
+            return None
+        value = match[0]
+    return value
+
+
+# Rules that speak of leaves: given for a container, they hold for every leaf below it.
+LEAF_RULES = ("cat", "stack", "mean", "sum", "max", "min", "unique", "pad", "nested")
+# Rules that speak of any value as it stands.
+VALUE_RULES = ("list", "first", "drop")
+_PARAMETRIC_RULES = ("cat", "stack", "pad")
+_NUMERIC_RULES = ("mean", "sum", "max", "min")
+
+
+def find_rule(rules: Mapping[str, MergeRule], path: Path) -> MergeRule | None:
+    """The rule of the first pattern that matches a path."""
+    where = format_path(path)
+    for pattern, rule in rules.items():
+        if fnmatchcase(where, pattern):
+            return rule
+    return None
+
+
+def check_rule(rule: Any) -> None:
+    """Refuse a rule that does not exist, when it is given rather than when it is needed."""
+    if callable(rule) or isinstance(rule, WeightedBy):
+        return
+    if isinstance(rule, str) and rule in (*LEAF_RULES, *VALUE_RULES):
+        return
+    if isinstance(rule, tuple) and len(rule) == 2 and rule[0] in _PARAMETRIC_RULES:
+        return
+    known = ", ".join((*LEAF_RULES, *VALUE_RULES))
+    raise MergeError(
+        f"there is no merge rule {rule!r}: write one of {known}, ('pad', value), ('cat', dim), ('stack', dim), "
+        f"instep.weighted_by(...) or a function (parts, sizes)."
+    )
+
+
+def _rule_name(rule: MergeRule) -> Any:
+    return rule[0] if isinstance(rule, tuple) else rule
+
+
+def is_leaf_rule(rule: MergeRule) -> bool:
+    """Whether a rule that is given for a container is meant for the leaves below it."""
+    return isinstance(rule, WeightedBy) or _rule_name(rule) in LEAF_RULES
+
+
+def applies_to(rule: MergeRule, parts: Sequence[Any]) -> bool:
+    """Whether a rule that is given for every leaf has anything to say about these parts."""
+    if rule in ("first", "drop"):
+        return True
+    if any(flatten_one_level(part) is not None for part in parts):
+        return rule == "list" and all(is_sequence(part) for part in parts)
+    if not is_leaf_rule(rule):
+        return True
+    if all(isinstance(part, (Tensor, np.ndarray)) for part in parts):
+        return all(handler_for(part) is None for part in parts)
+    numbers = all(isinstance(part, (*NUMBER_TYPES, Tensor)) and not isinstance(part, bool) for part in parts)
+    return numbers and (isinstance(rule, WeightedBy) or rule in _NUMERIC_RULES)
+
+
+def apply_rule(rule: MergeRule, parts: Sequence[Any], scene: MergeContext, path: Path, dim: int = 0) -> Any:
+    """The parts merged under a rule; `dim` is where their batch is."""
+    where = repr(format_path(path)) if path else "the output"
+    if isinstance(rule, WeightedBy):
+        return _weighted_mean(parts, rule.weights(scene, where), where)
+    name, argument = rule if isinstance(rule, tuple) else (rule, None)
+    if not isinstance(name, str):
+        return name(list(parts), list(scene.sizes))
+    if name == "first":
+        return parts[0]
+    if name == "drop":
+        return None
+    if name == "list":
+        return [item for part in parts for item in part] if all(map(is_sequence, parts)) else list(parts)
+    if name == "mean":
+        return _weighted_mean(parts, scene.sizes, where)
+    parts = _promote_numbers(parts)
+    if not all(isinstance(part, (Tensor, np.ndarray)) for part in parts):
+        return _merge_numbers(name, parts, where)
+    try:
+        merged = _merge_tensors(name, argument, [torch.as_tensor(part) for part in parts], dim)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        shapes = [shape_of(part) for part in parts]
+        raise MergeError(f"{where}: the rule {name!r} does not apply to parts of shapes {shapes}: {error}") from error
+    return merged.numpy() if isinstance(parts[0], np.ndarray) else merged
+
+
+def _promote_numbers(parts: Sequence[Any]) -> Sequence[Any]:
+    """A number beside tensors as a tensor: `loss = 0.0` on the one replica that had nothing to do."""
+    like = next((part for part in parts if isinstance(part, Tensor)), None)
+    if like is None or not all(isinstance(part, (*NUMBER_TYPES, Tensor)) for part in parts):
+        return parts
+    return [part if isinstance(part, Tensor) else torch.as_tensor(part).to(like) for part in parts]
+
+
+def _merge_tensors(name: str, argument: Any, parts: list[Tensor], dim: int) -> Tensor:
+    if name == "cat":
+        return torch.cat(parts, dim if argument is None else argument)
+    if name == "stack":
+        return torch.stack(parts, argument or 0)
+    if name == "unique":
+        unique: Tensor = torch.unique(torch.cat(parts, dim), dim=dim)
+        return unique
+    if name == "pad":
+        return _pad_and_cat(parts, 0 if argument is None else argument, dim)
+    if name == "nested":
+        rows = [row for part in parts for row in part.unbind(dim)]
+        nested: Tensor = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        return nested
+    _check_same_shape(parts)
+    total = parts[0]
+    for part in parts[1:]:
+        total = _reduce_pair(name, total, part)
+    return total
+
+
+def _reduce_pair(name: str, left: Tensor, right: Tensor) -> Tensor:
+    if name == "sum":
+        return left + right
+    return torch.maximum(left, right) if name == "max" else torch.minimum(left, right)
+
+
+def _check_same_shape(parts: Sequence[Any]) -> None:
+    if len({tuple(part.shape) for part in parts}) > 1:
+        raise ValueError("it needs equal shapes")
+
+
+def _merge_numbers(name: str, parts: Sequence[Any], where: str) -> Any:
+    if name in _NUMERIC_RULES and all(isinstance(part, NUMBER_TYPES) for part in parts):
+        return {"sum": sum, "max": max, "min": min}[name](parts)  # type: ignore[operator]
+    raise MergeError(f"{where}: the rule {name!r} does not apply to {summarize(parts[0])}.")
+
+
+def _pad_and_cat(parts: list[Tensor], value: Any, dim: int) -> Tensor:
+    """Joined along `dim`, with every other dim filled up to the longest."""
+    longest = [max(sizes) for sizes in zip(*[part.shape for part in parts], strict=True)]
+    filled = []
+    for part in parts:
+        wanted = [
+            size if axis == dim % part.ndim else most
+            for axis, (size, most) in enumerate(zip(part.shape, longest, strict=True))
+        ]
+        margins = [margin for size, most in zip(part.shape, wanted, strict=True) for margin in (most - size, 0)][::-1]
+        filled.append(torch.nn.functional.pad(part, margins, value=value) if any(margins) else part)
+    return torch.cat(filled, dim)
+
+
+def _weighted_mean(parts: Sequence[Any], weights: Sequence[Any], where: str) -> Any:
+    """Sum of weight times value over sum of weights; a part of weight 0 does not count, even where it is NaN."""
+    parts = _promote_numbers(parts)
+    numbers = all(isinstance(part, NUMBER_TYPES) for part in parts)
+    dense = all(isinstance(part, Tensor) and not part.is_nested for part in parts)
+    if not numbers and not dense and not all(isinstance(part, np.ndarray) for part in parts):
+        raise MergeError(f"{where}: a mean does not apply to {summarize(parts[0])}.")
+    if not numbers and len({tuple(part.shape) for part in parts}) > 1:
+        raise MergeError(
+            f"{where}: a mean needs equal shapes, the replicas gave {[list(part.shape) for part in parts]}."
+        )
+    kept = [(part, float(weight)) for part, weight in zip(parts, weights, strict=True) if float(weight) != 0]
+    if not kept:  # nothing anywhere: whatever one device gives for nothing
+        return parts[0]
+    whole = sum(weight for _, weight in kept)
+    merged = kept[0][0] * (kept[0][1] / whole)
+    for part, weight in kept[1:]:
+        merged = merged + part * (weight / whole)
+    return merged
+
+
+def mean_of_equal_tensors(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """The mean, weighted by size, of tensors that are equal: their value to the last bit, with the mean's gradient."""
+    first, whole = parts[0], sum(sizes)
+    if not whole or not bool(torch.isfinite(first).all()):
+        merged: Tensor = _weighted_mean(parts, sizes, "")
+        return merged
+    total = first
+    for part, size in zip(parts[1:], sizes[1:], strict=True):
+        total = total + (part - first) * (size / whole)
+    return total

@@ -1,0 +1,374 @@
+"""Workers in a group, on the CPU with Gloo in NCCL's place: the same orders, the same deaths, the same ways back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.engines.processes.controller import nccl_manager
+from instep.engines.processes.lifecycle.pool import WorkerPool, inside_worker
+from instep.engines.processes.messages import JoinGroupRequest
+from instep.engines.processes.nccl import group
+from instep.engines.processes.nccl.group import NCCL_ENVIRONMENT, EnvironmentOverride, GroupAborted, NcclGroup
+from instep.errors import WorkerFailure
+
+from ....interference import begin_with
+from ....system_usage import wait_for_threads
+
+
+@pytest.fixture(scope="module")
+def up(workers: WorkerPool) -> None:
+    """Workers that are there before the first test."""
+    workers.get(1)
+    workers.get(2)
+
+
+@pytest.fixture
+def grouped(monkeypatch: pytest.MonkeyPatch, up: None) -> Iterator[None]:
+    """Replicas of the CPU are taken for replicas of different GPUs."""
+    monkeypatch.setattr(nccl_manager, "BACKEND", "gloo")
+    monkeypatch.setattr(nccl_manager, "are_distinct_gpus", lambda _: True)
+    monkeypatch.setattr("instep.engines.processes.controller.remote_module.needs_staging", lambda _: True)
+    monkeypatch.setattr("instep.engines.processes.controller.remote_module.needs_device_copies", lambda _: True)
+    yield
+    nccl_manager.abort_all_groups()
+
+
+class Net(nn.Module):
+    """A buffer that moves, weights of two dtypes, one that few use and one that nobody does, sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
+        self.single = nn.Parameter(torch.ones(3))
+        self.rare = nn.Parameter(torch.ones(6).double())
+        self.unused = nn.Parameter(torch.ones(2).double())
+        self.table = nn.Embedding(5, 6, sparse=True).double()
+        self.register_buffer("seen", torch.zeros(()).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        if (x[:, 2] == 77).any() and inside_worker():
+            raise KeyError("no luck")
+        hidden = self.first(x).relu() + self.table(x[:, 0].abs().long().clamp(max=4))
+        far = x[:, 1:2] > 5
+        if far.any():
+            hidden = torch.where(far, hidden * self.rare, hidden)
+        return self.last(hidden) + self.single
+
+
+def wrap(net: nn.Module, count: int, **options: Any) -> instep.DataParallel:
+    model = instep.DataParallel(net, ["cpu"] * count, engine="processes", state={"seen": "sum"}, probe=False, **options)
+    engine: Any = model._instep_engine
+    engine._on_cpu = False  # each worker has a desk with a thread of its own, as those of accelerators have
+    return model
+
+
+def home(model: instep.DataParallel) -> Any:
+    engine: Any = model._instep_engine
+    return engine._nccl._home
+
+
+def batch(step: int) -> Tensor:
+    x = torch.randn(7, 4, generator=torch.Generator().manual_seed(step)).double()
+    x[-1, 1] = 10.0 if step % 2 else 0.0
+    return x
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+def train(net: nn.Module, model: nn.Module, steps: int = 4, during: Callable[[int, str], None] = nothing) -> None:
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.dtype == torch.float64], 1e-2)
+    for step in range(steps):
+        during(step, "forward")
+        out = model(batch(step))
+        during(step, "backward")
+        net.zero_grad()
+        out.square().mean().backward()
+        optimizer.step()
+
+
+def assert_alike(net: nn.Module, plain: nn.Module) -> None:
+    for mine, other in zip(net.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(net.single.grad, plain.single.grad)
+    assert net.unused.grad is None
+
+
+@pytest.fixture
+def plain() -> Net:
+    torch.manual_seed(0)
+    net = Net()
+    train(net, net)
+    return net
+
+
+@pytest.mark.usefixtures("grouped")
+def test_training_in_a_group(plain: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    by_host = copy.deepcopy(net)
+    with wrap(net, 3) as model:
+        train(net, model)
+        assert home(model).group.last == home(model).first + 8
+        assert net.table.weight.grad.is_sparse
+    assert_alike(net, plain)
+    monkeypatch.setenv("INSTEP_NCCL", "0")
+    with wrap(by_host, 3) as model:
+        train(by_host, model)
+        assert home(model) is None
+    assert_alike(by_host, plain)
+
+
+@pytest.mark.usefixtures("grouped")
+def test_an_exception_in_a_worker_leaves_the_group(plain: Net) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    with wrap(net, 3) as model:
+        model(batch(0))
+        net.seen.zero_()
+        group = home(model).group
+        bad = batch(0)
+        bad[-1, 2] = 77
+        with pytest.raises(KeyError, match="no luck"):
+            model(bad)
+        train(net, model)
+        assert home(model).group is group
+    assert_alike(net, plain)
+
+
+@pytest.mark.usefixtures("grouped")
+def test_a_group_that_cannot_be_made_is_said_once(plain: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_manager, "BACKEND", "none")
+    torch.manual_seed(0)
+    net = Net()
+    with wrap(net, 3) as model:
+        with pytest.warns(UserWarning, match="by host memory, because NCCL is of no use here"):
+            train(net, model)
+        assert home(model) is None
+    assert_alike(net, plain)
+
+
+@pytest.mark.usefixtures("grouped")
+def test_fewer_samples_than_replicas_and_no_sync() -> None:
+    torch.manual_seed(0)
+    net = Net()
+    plain = copy.deepcopy(net)
+    with wrap(net, 3) as model:
+        for one in (model, plain):
+            with model.no_sync() if one is model else nullcontext():
+                one(batch(0)).square().mean().backward()
+                one(batch(1)[:2]).square().mean().backward()
+            one(batch(2)).square().mean().backward()
+    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(mine.grad.to_dense(), other.grad.to_dense())
+
+
+@pytest.mark.usefixtures("grouped")
+def test_two_wrappers_share_a_group_and_the_last_one_ends_it() -> None:
+    one, two = wrap(Net(), 2), wrap(Net(), 2)
+    before = threading.active_count()
+    one(batch(0)).sum().backward()
+    two(batch(0)).sum().backward()
+    group = home(one).group
+    assert home(two).group is group
+    one.close()
+    assert not group.over
+    two(batch(1)).sum().backward()
+    assert home(two).group is group
+    two.close()
+    assert group.over
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [thread.name for thread in threading.enumerate() if thread.name in ("instep-bell", "instep-group")]
+
+
+@pytest.mark.usefixtures("grouped")
+def test_the_group_of_a_dropped_wrapper_is_the_next_ones_and_ends_when_any_is_closed() -> None:
+    dropped = wrap(Net(), 3)
+    dropped(batch(0))
+    left = home(dropped)
+    del dropped
+    gc.collect()
+    following = wrap(Net(), 3)
+    following(batch(0))
+    assert home(following) is left
+    del following
+    gc.collect()
+    assert not left.group.over
+    with wrap(Net(), 2):
+        pass
+    assert left.group.over
+    assert not nccl_manager._groups
+
+
+@pytest.mark.usefixtures("grouped")
+def test_an_interruption_in_a_collective(plain: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    torch.manual_seed(0)
+    net = Net()
+    with wrap(net, 3) as model:
+        for place in (
+            "instep.engines.processes.controller.nccl_manager.broadcast_coalesced",
+            "instep.engines.processes.controller.nccl_reduction.reduce_coalesced",
+        ):
+            begin_with(place, interrupt, monkeypatch)
+            with pytest.raises(KeyboardInterrupt):
+                model(batch(0)).sum().backward()
+            assert all(parameter.grad is None for parameter in net.parameters())
+        net.seen.zero_()
+        train(net, model)
+        assert not home(model).group.over
+    assert_alike(net, plain)
+
+
+@pytest.mark.usefixtures("grouped")
+def test_gradients_twice_of_one_graph_and_of_inputs_alone() -> None:
+    torch.manual_seed(0)
+    net = Net()
+    plain = copy.deepcopy(net)
+    found = []
+    with wrap(net, 3) as model:
+        for one in (model, plain):
+            x = batch(1).requires_grad_()
+            out = one(x)
+            out.sum().backward(retain_graph=True)
+            found.append([*torch.autograd.grad(out.square().sum(), [x], retain_graph=True)])
+            out.square().sum().backward()
+            found[-1].append(x.grad)
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other)
+    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(mine.grad.to_dense(), other.grad.to_dense())
+
+
+def test_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
+    monkeypatch.delenv("NCCL_RAS_ENABLE", raising=False)
+    monkeypatch.setenv("NCCL_COMM_ID", "there")
+    before = dict(os.environ)
+    one = EnvironmentOverride(NCCL_ENVIRONMENT)
+    two = EnvironmentOverride(NCCL_ENVIRONMENT)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    assert "NCCL_COMM_ID" not in os.environ
+    one.restore()
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    two.restore()
+    two.restore()
+    assert dict(os.environ) == before
+
+
+def test_a_collective_out_of_turn_ends_the_group() -> None:
+    order = JoinGroupRequest("gloo", 0, 1, torch.device("cpu"), {}, sequence_base=10)
+    group = NcclGroup(order, os.memfd_create("store"), os.eventfd(0))
+    group.connect()
+    with group.collective(11):
+        x = torch.arange(3.0)
+        group.broadcast(x)
+        group.reduce(x)
+        assert x.tolist() == [0, 1, 2]
+    with pytest.raises(GroupAborted, match="collective 13 came after 11"), group.collective(13):
+        pytest.fail("it was not its turn")
+    assert "13" in group.abort_reason
+    with pytest.raises(GroupAborted):
+        group.broadcast(x)
+
+
+@pytest.mark.usefixtures("grouped")
+def test_a_new_description_of_a_frozen_module_brings_its_values() -> None:
+    net = Net()
+    with wrap(net, 2) as model:
+        model(batch(0))
+        with model.frozen():
+            net.seen = torch.zeros((), dtype=torch.float64)
+            torch.testing.assert_close(model(batch(0)), net(batch(0)))
+
+
+def test_another_group_of_the_user_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_manager, "_warned", False)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "cpu:gloo,cuda:nccl")
+    with pytest.warns(UserWarning, match="an NCCL group of its own already"):
+        nccl_manager._warn_existing_groups()
+    nccl_manager._warn_existing_groups()
+
+
+PHASES = ("none", "between", "share", "sum", "join", "none")
+BEGINNINGS = {
+    "share": ("forward", "instep.engines.processes.controller.nccl_manager.broadcast_coalesced"),
+    "sum": ("backward", "instep.engines.processes.controller.nccl_reduction.reduce_coalesced"),
+    "join": ("forward", "instep.engines.processes.controller.nccl_manager._init_group"),
+    "between": ("backward", ""),
+}
+"""When a worker is killed: at once, or where this process begins its part of something that all members do together."""
+
+
+def kill(model: instep.DataParallel) -> None:
+    engine: Any = model._instep_engine
+    os.kill(engine._pool.get(2).pid, signal.SIGKILL)
+
+
+def disturbed(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Net:
+    torch.manual_seed(0)
+    net = Net()
+    with wrap(net, 3, restarts=100) as model:
+
+        def during(step: int, phase: str) -> None:
+            when, place = BEGINNINGS.get(phases[step], ("", ""))
+            if when == phase and place:
+                if phases[step] == "join":
+                    home(model).group.abort("another one is to be made")
+                begin_with(place, lambda: kill(model), monkeypatch)
+            elif when == phase:
+                kill(model)
+
+        train(net, model, len(phases), during)
+        assert not home(model).group.over
+    return net
+
+
+@pytest.mark.usefixtures("grouped")
+@pytest.mark.timeout(120)
+def test_deaths_do_not_change_a_single_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also inside of a collective, where the others wait for the one that died."""
+    monkeypatch.setattr(group, "_TIMEOUT", timedelta(seconds=8))  # what is left of a group ends after that time
+    mine, theirs = disturbed(PHASES, monkeypatch), disturbed(["none"] * len(PHASES), monkeypatch)
+    for (name, one), other in zip(mine.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+    wait_for_threads("instep-group", 20)
+
+
+@pytest.mark.usefixtures("grouped")
+@pytest.mark.timeout(120)
+def test_too_many_deaths_as_a_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count as any others do, and the next call is none of theirs."""
+    monkeypatch.setattr(group, "_TIMEOUT", timedelta(seconds=2))
+    net = Net()
+    with wrap(net, 3, restarts=0) as model:
+        begin_with("instep.engines.processes.controller.nccl_manager._init_group", lambda: kill(model), monkeypatch)
+        with pytest.raises(WorkerFailure, match=r"(?s)SIGKILL.*death number 1"):
+            model(batch(0))
+        assert net.seen == 0
+        assert model(batch(0)).shape == (7, 3)
+        assert not home(model).group.over
+    wait_for_threads("instep-group", 20)

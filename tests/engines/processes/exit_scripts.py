@@ -1,0 +1,90 @@
+"""A script that ends in many ways, each in a forked copy of itself, and tells whether workers outlive it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from instep.engines.processes.lifecycle import process
+from instep.engines.processes.lifecycle.pool import WorkerPool
+from instep.engines.processes.lifecycle.process import WorkerProcess
+
+CASES = ("error", "exit", "term", "quit", "kill", "hang", "early")
+SECONDS = 2.0
+
+
+def there(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def ask(worker: WorkerProcess) -> bool:
+    worker.connection.send("echo", 1, b"still there")
+    message = worker.connection.receive(10)
+    return message is not None and message.body == b"still there"
+
+
+def end_like(case: str, worker: WorkerProcess) -> None:
+    if case == "error":
+        raise RuntimeError("an error of the script")
+    if case == "exit":
+        sys.exit(5)
+    if case == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if case == "quit":
+        os._exit(6)
+    if case == "kill" and not ctypes.PyDLL(None).fork():  # a child that no hook has told to close anything
+        os.closerange(0, 3)
+        time.sleep(SECONDS + 8)
+        os._exit(0)
+    if case == "hang":
+        worker.connection.send("hang")
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run() -> None:
+    process.ENTRY_POINT = "entry_points:obey"
+    hands = WorkerPool([torch.device("cpu")] * 2)
+    mine = hands.get(1)
+    torch.set_num_threads(1)
+    children: dict[str, tuple[int, int]] = {}
+    for case in CASES:
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            if case in ("kill", "hang"):
+                worker = hands.get(1)
+                assert ask(worker)
+            else:
+                worker = WorkerProcess.start("replica 1 on cpu")
+            assert worker.pid != mine.pid
+            os.write(write, b"%d" % worker.pid)
+            os.close(write)
+            end_like(case, worker)
+            break
+        os.close(write)
+        children[case] = child, read
+    else:
+        for case, (child, read) in children.items():
+            started = int(os.read(read, 20))
+            _, status = os.waitpid(child, 0)
+            deadline = time.monotonic() + SECONDS
+            while there(started) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            print(case, os.waitstatus_to_exitcode(status), "left" if there(started) else "gone", flush=True)
+        print("parent", "answers" if ask(mine) else "is silent", flush=True)
+        print(mine.pid, flush=True)  # and the script comes to its end
+
+
+if __name__ == "__main__":
+    run()

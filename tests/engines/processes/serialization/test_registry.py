@@ -1,0 +1,287 @@
+"""What crosses between processes comes out the same on the other side, and home again with home's own classes."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import sys
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from instep.engines.processes.serialization.registry import CodeRegistry
+from instep.errors import CannotCross
+
+from ..connections import Line, script
+
+SCRIPT = """
+import collections, dataclasses, enum, functools, typing
+from dataclasses import dataclass
+import torch
+from torch import nn
+from transformers.utils import ModelOutput
+
+@dataclass
+class Answer:
+    scores: torch.Tensor
+    names: list
+
+@dataclass
+class Output(ModelOutput):
+    logits: torch.Tensor = None
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+Pair = collections.namedtuple("Pair", "first second")
+T = typing.TypeVar("T")
+Name = typing.NewType("Name", str)
+
+class Base(nn.Module):
+    def __init_subclass__(cls, **options):
+        super().__init_subclass__(**options)
+        REGISTERED.append(cls.__name__)
+
+REGISTERED = []
+
+class Net(Base, typing.Generic[T]):
+    kinds = [Answer, Pair]
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.tied = self.layer.weight
+        self.color = Color.BLUE
+        self.layer.register_forward_hook(lambda module, args, out: out * factor())
+
+    @functools.cached_property
+    def double(self):
+        return 2 * self.layer.weight
+
+    def forward(self, x: torch.Tensor, name: Name = None) -> typing.Optional[T]:
+        scores = self.layer(x)
+        return Answer(scores, ["a"]), Output(logits=scores), self.color, Pair(scores, Net), make
+
+    def made(self):
+        class Made:
+            def factor(self):
+                return factor()
+        return Made(), lambda: factor()
+
+@functools.lru_cache(maxsize=3)
+def factor():
+    return FACTOR
+
+FACTOR = 3.0
+make = Net
+"""
+
+
+class Kept(Tensor):
+    pass
+
+
+def test_a_script_crosses_and_comes_home_as_its_own_classes() -> None:
+    at_home, line = script(SCRIPT), Line()
+    net = at_home.Net()
+    copy = line.there(net)
+    assert type(copy) is not at_home.Net
+    assert type(copy).__name__ == "Net"
+    assert copy.tied is copy.layer.weight
+    assert type(copy.tied) is nn.Parameter
+    assert copy.tied.requires_grad
+    assert isinstance(type(copy).__dict__["double"], functools.cached_property)
+    x = torch.randn(4, 3)
+    answer, output, color, pair, make = line.back(copy(x))
+    want = net(x)
+    assert type(answer) is at_home.Answer
+    assert type(output) is at_home.Output
+    assert color is at_home.Color.BLUE
+    assert type(pair) is at_home.Pair
+    assert pair.second is make is at_home.Net
+    torch.testing.assert_close(answer.scores, want[0].scores)
+    assert output.logits is answer.scores is pair.first
+    assert line.bytes < 600
+    assert line.away.modified_globals() == []
+    assert at_home.Net.forward.__globals__ is at_home.__dict__, "home's class is as it was"
+
+
+def test_definitions_cross_once() -> None:
+    at_home, line = script(SCRIPT), Line()
+    first = type(line.there(at_home.Net()))
+    sent = line.bytes
+    again = line.there([at_home.Net(), at_home.Color.RED, at_home.Pair(1, 2)])
+    assert type(again[0]) is first
+    assert type(again[2]) is first.kinds[1]
+    assert line.bytes < sent / 3
+    redefined = script(SCRIPT)
+    assert type(line.there(redefined.Net())) is not first, "a class of the same name is another class"
+
+
+def test_definitions_that_never_came_are_sent_again() -> None:
+    at_home, line = script(SCRIPT), Line()
+    line.home.pack(at_home.Pair(1, 2))
+    with pytest.raises(Exception, match="never came"):
+        line.there(at_home.Pair(1, 2))
+    line.home.mark_all_unsent()
+    pair = type(line.there(at_home.Pair(1, 2)))
+    line.home.mark_all_unsent()
+    assert type(line.there(at_home.Pair(1, 2))) is pair
+    assert type(line.back(pair(3, 4))) is at_home.Pair
+
+
+def test_what_forward_makes_comes_home_with_homes_globals() -> None:
+    at_home, line = script(SCRIPT), Line()
+    made, function = line.back(line.there(at_home.Net()).made())
+    assert function.__globals__ is at_home.__dict__
+    assert function() == made.factor() == 3.0
+    assert type(line.back(line.there(made))) is type(made)
+
+
+def test_closures_share_their_variables() -> None:
+    at_home = script("""
+def counter():
+    count = 0
+    def add():
+        nonlocal count
+        count += 1
+        return count
+    def read():
+        return count
+    def again(n):
+        return 0 if n == 0 else 1 + again(n - 1)
+    return add, read, again
+""")
+    add, read, again = Line().there(at_home.counter())
+    add()
+    assert (add(), read(), again(3)) == (2, 2, 3)
+
+
+def sparse() -> Tensor:
+    return torch.eye(3).to_sparse()
+
+
+VALUES: dict[str, Any] = {
+    "plain": lambda: {"a": [1, 2.5, None, "x", b"y", 1j, {3}, True], (1, 2): range(3)},
+    "torch": lambda: [torch.float16, torch.device("cpu", 0), torch.Size([2, 3]), torch.strided, torch.channels_last],
+    "sparse": lambda: [sparse(), sparse().to_sparse_csr()],
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "packed": lambda: nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]),
+    "tensors": lambda: [torch.ones(()), torch.ones(0, 2), torch.ones(2, dtype=torch.bfloat16), torch.arange(3)],
+    "subclass": lambda: torch.ones(3).as_subclass(Kept),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "arrays": lambda: [np.arange(5000.0), np.arange(6.0).reshape(2, 3).T, np.array(["a", None], dtype=object)],
+    "distribution": lambda: torch.distributions.Normal(torch.zeros(2), torch.ones(2)),
+}
+
+
+def flat(value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return [flat(item) for item in value]
+    if isinstance(value, Tensor):
+        parts = [] if value.is_meta else value.unbind() if value.is_nested else [value.to_dense()]
+        return type(value), value.dtype, value.layout, [part.tolist() for part in parts]
+    if isinstance(value, torch.distributions.Normal):
+        return flat([value.loc, value.scale])
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("make", VALUES.values(), ids=VALUES.keys())
+def test_values(make: Any) -> None:
+    value = make()
+    assert flat(Line().there(value)) == flat(value)
+
+
+def test_tensors_are_beside_the_pickle() -> None:
+    shared, weight = torch.ones(5000), nn.Parameter(torch.ones(5000), requires_grad=False)
+    weight.group = "decay"  # type: ignore[attr-defined]
+    array = np.arange(10_000)
+    array.flags.writeable = False
+    parcel = CodeRegistry(is_parent=True).pack([shared, {"again": shared}, weight, sparse(), array])
+    assert len(parcel.body) < 1000
+    assert parcel.tensors[0] is shared
+    assert parcel.tensors[1] is weight
+    one, again, other, _, back = CodeRegistry(is_parent=False).unpack(parcel)
+    assert one is again["again"]
+    assert (type(other), other.requires_grad, other.group) == (nn.Parameter, False, "decay")
+    assert np.array_equal(back, array)
+    assert not back.flags.writeable
+
+
+def test_parametrized_modules() -> None:
+    net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
+    line, x = Line(), torch.randn(4, 3)
+    copy = line.there(net)
+    torch.testing.assert_close(copy(x), net(x))
+    assert type(line.back(copy)[0]) is type(net[0])
+
+
+def test_generators_and_weak_references() -> None:
+    generator = torch.Generator().manual_seed(3)
+    layer = nn.Linear(1, 1)
+    line = Line()
+    copy, held, weak, dead = line.there([generator, layer, weakref.ref(layer), weakref.ref(set())])
+    assert torch.equal(torch.rand(3, generator=copy), torch.rand(3, generator=generator))
+    assert weak() is held
+    assert dead() is None
+
+
+def test_a_long_chain() -> None:
+    chain: list[Any] = []
+    for _ in range(3000):
+        chain = [chain]
+    deep = Line().there(chain)
+    for _ in range(3000):
+        (deep,) = deep
+    assert deep == []
+
+
+class Order:
+    PATHS = {"kwargs": "argument ", "module": "the module"}
+
+    def __init__(self, **held: Any) -> None:
+        self.__dict__.update(held)
+
+
+def holding(thing: Any) -> nn.Module:
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    net[1].cache = {"file": [thing]}  # type: ignore[assignment]
+    net[1].owner = [net]  # type: ignore[assignment]
+    net.encoder = net[1]
+    return net
+
+
+def closing_over(lock: Any) -> Any:
+    return lambda: lock
+
+
+@pytest.mark.parametrize(
+    ("value", "what", "message"),
+    [
+        (lambda: {"lock": threading.Lock()}, "argument 'batch'", r"argument 'batch'\['lock'\] \(a _thread.lock\)"),
+        (lambda: {"batch": [threading.Lock()]}, "argument ", r"argument 'batch'\[0\] \(a _thread.lock\)"),
+        (lambda: Order(kwargs={"b": {"f": sys.__stdin__}}), "", r"argument 'b'\['f'\] \(a _io.TextIOWrapper\)"),
+        (lambda: Order(module=holding(contextvars.copy_context())), "", "the module, attribute '1.cache"),
+        (lambda: holding(x for x in "ab"), "", r"attribute '1.cache\['file'\]\[0\]' \(a generator\)"),
+        (lambda: closing_over(threading.RLock()), "the hook", "variable 'lock', which closing_over.<locals>.<lambda>"),
+        (lambda: threading.Thread(), "x", r"x \(a threading.Thread\)"),
+    ],
+)
+def test_what_cannot_cross_is_named(value: Any, what: str, message: str) -> None:
+    with pytest.raises(CannotCross, match=message) as caught:
+        Line().there(value(), what)
+    assert "engine='threads'" in str(caught.value)
+
+
+def test_a_failed_parcel_leaves_no_trace() -> None:
+    at_home, line = script(SCRIPT), Line()
+    with pytest.raises(CannotCross):
+        line.there([at_home.Pair(1, 2), threading.Lock()])
+    assert line.there(at_home.Pair(1, 2)) == (1, 2)

@@ -1,0 +1,95 @@
+"""Python's and NumPy's random numbers in workers."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.engines.processes.worker.rng import PythonRngMonitor
+
+
+class Thrown(nn.Module):
+    """Adds a number of Python's and one of NumPy's, and after that ends a worker's process if it is told to."""
+
+    def __init__(self, flag: str = "", first: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.flag = flag
+        self.calls, self.first = 0, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        drawn = [random.random(), np.random.rand()] if self.calls > self.first else [0.0, 0.0]
+        if self.flag and instep.replica().index == 1 and os.path.exists(self.flag):
+            os.remove(self.flag)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x + self.weight + torch.tensor(drawn)
+
+
+def thrown(model: instep.DataParallel, count: int = 4) -> list[Tensor]:
+    random.seed(3)
+    np.random.seed(3)
+    return [model(torch.zeros(3, 2)).detach() for _ in range(count)]
+
+
+def test_the_same_seed_gives_the_same_numbers_whoever_worked_before() -> None:
+    with instep.DataParallel(Thrown(), ["cpu"] * 3, engine="processes", probe=False) as model:
+        first = thrown(model)
+        assert all(map(torch.equal, first, thrown(model)))
+    numbers = torch.cat(first).flatten().tolist()
+    assert len(set(numbers)) == len(numbers), "every replica and every call has its own"
+    instep.shutdown()
+    with instep.DataParallel(Thrown(), ["cpu"] * 3, engine="processes", probe=False) as model:
+        model(torch.zeros(3, 2))
+        assert all(map(torch.equal, first, thrown(model)))
+
+
+def test_a_worker_that_takes_the_place_of_another_draws_the_same(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    with instep.DataParallel(Thrown(str(flag)), ["cpu"] * 2, engine="processes", probe=False) as model:
+        undisturbed = thrown(model)
+        flag.touch()
+        assert all(map(torch.equal, undisturbed, thrown(model)))
+    assert not flag.exists()
+
+
+def test_a_forward_that_begins_to_draw_later_is_seen_in_time() -> None:
+    with instep.DataParallel(Thrown(first=5), ["cpu"] * 2, engine="processes", probe=False) as model:
+        thrown(model, 8)
+        assert all(map(torch.equal, thrown(model), thrown(model)))
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_whoever_does_not_draw_is_looked_at_less_and_less(draw: object) -> None:
+    dice = PythonRngMonitor()
+    looked = []
+    for call in range(1, 40):
+        before = dice.begin_call()
+        if before is not None:
+            looked.append(call)
+        dice.end_call(before)
+    assert looked == [1, 2, 3, 4, 8, 16, 32]
+    for _ in range(40, 65):
+        before = dice.begin_call()
+        assert callable(draw)
+        draw()
+        dice.end_call(before)
+    assert dice.begin_call() is not None
+
+
+def test_the_callers_generators_move_as_the_first_replica_draws() -> None:
+    with instep.DataParallel(Thrown(), ["cpu"] * 2, engine="processes", probe=False) as model:
+        thrown(model, 2)
+        after = random.random(), np.random.rand()
+    random.seed(3)
+    np.random.seed(3)
+    alone = [(random.random(), np.random.rand()) for _ in range(3)]
+    assert after == alone[2]

@@ -1,0 +1,29 @@
+"""Modules on worker processes that share a GPU.
+
+With `private` everything crosses by host memory, as it does between two GPUs; otherwise by CUDA IPC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from torch import nn
+
+import instep
+
+each_way = pytest.mark.parametrize("private", [False, True], ids=["near", "private"])
+
+
+def wrap(net: nn.Module, devices: Sequence[int | str], private: bool = False, **options: Any) -> instep.DataParallel:
+    return instep.DataParallel(net, devices, engine="processes", private_copies=private, **options)
+
+
+def pids(model: instep.DataParallel) -> list[int]:
+    engine: Any = model._instep_engine
+    return [engine._pool.get(index).pid for index in range(1, len(model._instep_devices))]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 64), nn.GELU(), nn.Linear(64, 3000), nn.Tanh(), nn.Linear(3000, 4))

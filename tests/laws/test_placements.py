@@ -1,0 +1,200 @@
+"""Laws of verdicts: a rule that made the whole from the parts is found, and none is found that did not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from instep.probe.judge import Findings, TrialOutputs, UserRules, judge
+from instep.probe.window import discriminating_window, find_traits
+from instep.structure.merge_rules import MergeContext, WeightedBy
+from instep.structure.output_placements import (
+    ListKind,
+    OutputPerSample,
+    OutputReplicate,
+    OutputShard,
+    Partial,
+    Undetermined,
+)
+from instep.structure.weights import EntryCount, find_weight_window
+
+SIZES = st.sampled_from([(1, 1), (1, 2), (1, 3), (2, 3), (4, 5), (8, 9)])
+SEEDS = st.integers(0, 2**31)
+
+
+def tried(sizes: tuple[int, int], first: Any, second: Any, whole: Any, inputs: Any = ({}, {}, {})) -> Findings:
+    return judge(TrialOutputs(sizes, (first, second), whole, inputs), UserRules())
+
+
+def samples(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def pieces(value: Tensor, sizes: tuple[int, int], dim: int = 0) -> list[Tensor]:
+    return list(value.split(list(sizes), dim))
+
+
+@given(SIZES, SEEDS, st.lists(st.integers(1, 5), max_size=3), st.integers(0, 3))
+def test_the_dim_of_the_batch_is_found_and_joining_gives_the_whole(
+    sizes: tuple[int, int], seed: int, shape: list[int], place: int
+) -> None:
+    dim = min(place, len(shape))
+    whole = samples(seed, *shape[:dim], sum(sizes), *shape[dim:])
+    first, second = pieces(whole, sizes, dim)
+    findings = tried(sizes, first, second, whole)
+    verdict = findings.outputs[()]
+    assert isinstance(verdict, OutputShard)
+    assert (verdict.rank, verdict.dim) == (whole.ndim, dim)
+    assert not findings.errors
+    scene = MergeContext(sizes)
+    assert verdict.accepts([first, second], scene)
+    assert torch.equal(verdict.merge([first, second], scene, ()), whole)
+
+
+@given(SIZES, SEEDS, st.lists(st.integers(1, 4), max_size=2), st.sampled_from(["sum", "mean"]))
+def test_sums_and_means_are_told_apart(sizes: tuple[int, int], seed: int, shape: list[int], rule: str) -> None:
+    whole = samples(seed, sum(sizes), *shape)
+    first, second = pieces(whole, sizes)
+    parts = [getattr(part, rule)(0) for part in (first, second)]
+    together = getattr(whole, rule)(0)
+    findings = tried(sizes, *parts, together)
+    verdict = findings.outputs[()]
+    assert verdict == Partial((rule,))
+    torch.testing.assert_close(verdict.merge(parts, MergeContext(sizes), ()), together)
+
+
+@given(SIZES, SEEDS)
+def test_what_no_rule_made_is_an_error(sizes: tuple[int, int], seed: int) -> None:
+    first, second, whole = samples(seed, 3)
+    a, b = sizes
+    guesses = [first + second, (a * first + b * second) / (a + b), first, second]
+    assume(all(abs(guess - whole) > 1e-2 for guess in guesses) and abs(first - second) > 1e-2)
+    findings = tried(sizes, first, second, whole)
+    assert not findings.outputs
+    assert list(findings.errors) == [()]
+    assert "no sum, mean or constant explains it" in str(findings.errors[()])
+
+
+@given(SIZES, SEEDS)
+def test_samples_that_meet_are_found(sizes: tuple[int, int], seed: int) -> None:
+    whole = samples(seed, sum(sizes), 3)
+    first, second = pieces(whole, sizes)
+    findings = tried(sizes, first - first.mean(0), second - second.mean(0), whole - whole.mean(0))
+    assert "depend on other samples" in str(findings.errors[()])
+    findings = tried(sizes, first @ first.T, second @ second.T, whole @ whole.T)
+    assert "both follow the batch" in str(findings.errors[()])
+
+
+@given(SIZES, SEEDS, st.sampled_from(["valid", "positive", "kept", "left"]), st.booleans())
+def test_what_a_mean_is_over_is_found_among_others(sizes: tuple[int, int], seed: int, test: str, shifted: bool) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    labels = torch.randint(-1, 2, (sum(sizes), 6), generator=draw)
+    name, rivals = ("mask", ["kept", "left"]) if test in ("kept", "left") else ("labels", ["valid", "positive"])
+    count = EntryCount((name,), test, shifted)
+    values = samples(seed, *labels.shape) + 3
+    counted = [count.entry_weights(part).sum() for part in pieces(labels, sizes)]
+    shares = {
+        round(float(other.entry_weights(pieces(labels, sizes)[0]).sum() / max(1, other.entry_weights(labels).sum())), 6)
+        for other in [EntryCount((name,), rival, shift) for rival in rivals for shift in (False, True)]
+    }
+    assume(all(int(c) for c in counted) and len(shares) == 4)
+    assume(round(sizes[0] / sum(sizes), 6) not in shares)
+
+    def mean(rows: Tensor, marks: Tensor) -> Tensor:
+        kept = count.entry_weights(marks)
+        return (rows[:, 1:] if shifted else rows)[kept].mean()
+
+    parts = [mean(*pair) for pair in zip(pieces(values, sizes), pieces(labels, sizes), strict=True)]
+    assume(abs(parts[0] - parts[1]) > 1e-2)
+    inputs = [{name: marks} for marks in (*pieces(labels, sizes), labels)]
+    together = mean(values, labels)
+    verdict = tried(sizes, *parts, together, inputs).outputs[()]
+    assert verdict == Partial((WeightedBy(count),))
+    merged = verdict.merge(parts, MergeContext(sizes, (None, None), tuple(inputs[:2])), ())
+    torch.testing.assert_close(merged, together)
+
+
+@given(SIZES, SEEDS)
+def test_lists_are_read_by_their_lengths(sizes: tuple[int, int], seed: int) -> None:
+    rows = list(samples(seed, sum(sizes), 2))
+    told = ListKind(per_sample=True, proven=sizes != (1, 1))
+    assert tried(sizes, rows[: sizes[0]], rows[sizes[0] :], rows).outputs == {(): told}
+    whole = samples(seed, sum(sizes), 2)
+    first, second = pieces(whole, sizes)
+    found = tried(sizes, [first] * 2, [second] * 2, [whole] * 2).outputs
+    assert found[()] == ListKind(per_sample=False)
+    assert found[0,] == found[1,] == OutputShard(2, 0)
+    twice = [row for row in rows for _ in range(2)]
+    assert tried(sizes, twice[: 2 * sizes[0]], twice[2 * sizes[0] :], twice).outputs == {(): OutputPerSample(None)}
+
+
+@pytest.mark.parametrize(
+    "value", [torch.zeros(()), torch.tensor(0), torch.tensor(float("nan")), torch.zeros(3), 0, 0.0]
+)
+def test_nothing_proves_nothing(value: Any) -> None:
+    findings = tried((2, 3), value, value, value)
+    assert findings.outputs == {(): Undetermined()}
+    assert (findings.unresolved, findings.errors) == ({()}, {})
+
+
+@pytest.mark.parametrize("value", [torch.tensor(2.0), torch.tensor(3), 7, 2.5, torch.ones(3), True])
+def test_equal_values_are_constant_until_seen_otherwise(value: Any) -> None:
+    findings = tried((2, 3), value, value, value)
+    assert findings.outputs == {(): OutputReplicate()}
+    assert findings.unresolved == {()}
+
+
+def test_a_count_with_nothing_to_add_is_open() -> None:
+    assert tried((2, 3), 0, 3, 3).unresolved == {()}
+    assert tried((2, 3), 1, 2, 3).outputs == {(): Partial(("sum",))}
+    assert tried((2, 3), torch.tensor([0, 2]), torch.tensor([1, 1]), torch.tensor([1, 3])).outputs[()] == Partial(
+        ("sum",)
+    )
+    assert list(tried((2, 3), True, False, True).errors) == [()]
+
+
+def test_sorted_rows_may_be_unique_by_chance() -> None:
+    findings = tried((2, 3), torch.tensor([1, 2]), torch.tensor([3, 4, 5]), torch.tensor([1, 2, 3, 4, 5]))
+    assert findings.outputs == {(): OutputShard(1, 0, proven=False)}
+    findings = tried((2, 3), torch.tensor([1]), torch.tensor([3, 4]), torch.tensor([1, 3, 4]))
+    assert findings.outputs == {(): OutputPerSample(0, proven=False)}
+    assert (findings.unresolved, findings.errors) == ({()}, {})
+
+
+def test_shapes_alone_decide_where_numbers_do_not_count() -> None:
+    noise = [torch.randn(n, 2) for n in (2, 3, 5)]
+    trial = TrialOutputs((2, 3), (noise[0], noise[1]), noise[2], ({}, {}, {}), compare_values=False)
+    findings = judge(trial, UserRules())
+    assert findings.outputs == {(): OutputShard(2, 0, proven=False)}
+    assert not findings.unresolved
+    scalars = TrialOutputs((2, 3), (torch.rand(()), torch.rand(())), torch.rand(()), ({}, {}, {}), compare_values=False)
+    assert judge(scalars, UserRules()) == Findings()
+
+
+def test_a_single_sample_gets_its_dim_back() -> None:
+    whole = torch.randn(3, 4)
+    verdict = tried((1, 2), whole[0], whole[1:], whole).outputs[()]
+    assert verdict == OutputShard(2, 0)
+    assert torch.equal(verdict.merge([whole[0], whole[1:]], MergeContext((1, 2)), ()), whole)
+
+
+def test_the_window_with_the_most_to_tell() -> None:
+    labels = torch.ones(12, 4, dtype=torch.long)
+    assert find_weight_window({"labels": labels}, 12, (2, 3)) == 0
+    labels[8, 1:] = -100
+    start = find_weight_window({"labels": labels}, 12, (2, 3))
+    assert start <= 8 < start + 5
+    start = discriminating_window(find_traits({"y": labels}, 12), set(), (2, 3))  # by any name
+    assert start is not None
+    assert start <= 8 < start + 5
+    assert discriminating_window(find_traits({"x": torch.rand(12, 3)}, 12), set(), (2, 3)) is None
+    assert find_weight_window({"x": torch.rand(12, 3)}, 12, (2, 3)) == 0
+    rivals = [EntryCount(("labels",), "valid", False), EntryCount(("labels",), "positive", False)]
+    labels[11, 0] = 0
+    start = find_weight_window({"labels": labels}, 12, (2, 3), rivals)
+    assert start + 5 == 12
