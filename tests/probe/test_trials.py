@@ -9,10 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import instep
+from instep.probe.probe import MAX_RECORDS
 from instep.probe.window import default_part_sizes, large_part_sizes
 from instep.runtime.probe_flag import exempt_trial
 
 from .helpers import Net, both_engines, is_probing, probe_of, said
+
+
+def record_counts(model: Any) -> list[int]:
+    return [len(records) for records in probe_of(model)._records.values()]
 
 
 def test_zeros_prove_nothing_until_there_are_others(wrap: Any) -> None:
@@ -53,12 +58,12 @@ def test_the_number_of_trials_is_bounded(wrap: Any) -> None:
     model, x = wrap(Net(lambda s, h: {"h": h, "scale": s.layer.weight.norm()})), torch.randn(6, 3)
     for _ in range(40):
         model(x)
-    assert 1 < probe_of(model).last_record.trials <= 6
+    assert 1 < probe_of(model).last_record.trials.count <= 6
     known = wrap(Net(lambda _, h: h))
     for batch in (6, 7, 9, 3, 2):
         known(torch.randn(batch, 3))
-    assert probe_of(known).last_record.trials == 1
-    assert len(probe_of(known)._records) == 1
+    assert probe_of(known).last_record.trials.count == 1
+    assert record_counts(known) == [1]
 
 
 def test_a_new_structure_is_tried_anew(wrap: Any) -> None:
@@ -69,16 +74,45 @@ def test_a_new_structure_is_tried_anew(wrap: Any) -> None:
     model = wrap(net)
     for reduction in ("mean", "sum", "mean", "sum"):
         torch.testing.assert_close(model(x, reduction=reduction), net(x, reduction=reduction))
-    assert len(probe_of(model)._records) == 2
-    for index in range(30):
-        model(x, reduction=f"kind {index}")
-    with pytest.raises(instep.MergeError, match="0-d tensor that differs"):
-        model(x, reduction="one kind more than are tried")  # and what they mean differs
-    assert len(probe_of(model)._records) == 32
-    texts = wrap(Net(lambda _, h, text: h.mean()))
-    for index in range(60):  # words that only pass through do not lead to a trial each
-        torch.testing.assert_close(texts(x, text=f"text {index}"), texts.layer(x).mean())
-    assert len(probe_of(texts)._records) == 32
+    assert record_counts(model) == [2]
+    for index in range(40):  # their verdicts differ: every value is tried, and the oldest record dropped
+        kind = "mean" if index == 35 else f"kind {index}"
+        torch.testing.assert_close(model(x, reduction=kind), net(x, reduction=kind))
+    assert record_counts(model) == [MAX_RECORDS]
+    assert probe_of(model).last_record.trials.count == 1
+
+
+def test_strings_that_do_not_matter_are_not_tried_for_ever(wrap: Any) -> None:
+    model, x = wrap(Net(lambda _, h, text: h.mean())), torch.randn(7, 3)
+    for index in range(60):
+        torch.testing.assert_close(model(x, text=f"text {index}"), model.layer(x).mean())
+    assert record_counts(model) == [MAX_RECORDS]
+    assert "which agree" in probe_of(model).last_record.summary
+
+
+def test_explain_adds_no_records(wrap: Any) -> None:
+    def then(_: Net, h: Tensor, scale: float) -> Tensor:
+        return (h * scale).mean()
+
+    net, x = Net(then), torch.randn(7, 3)
+    model = wrap(net)
+    for index in range(MAX_RECORDS + 8):
+        assert model.explain(x, scale=float(index)).trial == "not tried yet"
+    assert record_counts(model) == []
+    torch.testing.assert_close(model(x, scale=99.0), net(x, scale=99.0))
+    assert probe_of(model).last_record.status == "tried"
+
+
+def test_switches_are_tried_whatever_else_was_passed(wrap: Any) -> None:
+    def then(_: Net, h: Tensor, step: int, total: bool = False) -> Tensor:
+        return h.sum() if total else h.mean()
+
+    net, x = Net(then), torch.randn(7, 3)
+    model = wrap(net)
+    for step in range(MAX_RECORDS + 4):
+        torch.testing.assert_close(model(x, step=step), net(x, step=step))
+    for step in range(50, 53):
+        torch.testing.assert_close(model(x, step=step, total=True), net(x, step=step, total=True))
 
 
 def test_other_methods_have_verdicts_of_their_own(wrap: Any) -> None:

@@ -200,8 +200,8 @@ def test_a_plain_mean_stays_one_and_is_asked_about_a_few_times(wrap: Any, classe
     for _ in range(40):
         assert_step(model, plain, inputs(12), torch.randint(0, classes, (12,)))
     known = probe_of(model).last_record
-    assert known.trials <= 8  # the first, three soon, and then as often as the calls double
-    assert known.next_check > 40
+    assert known.trials.count <= 8  # the first, three soon, and then as often as the calls double
+    assert known.integer_checks.next_call > 40
 
 
 def test_traits_and_the_samples_that_tell_of_them() -> None:

@@ -1,10 +1,14 @@
-"""Runs a few samples as two parts and as one batch, before the first call of a structure, to find out how outputs merge."""
+"""The probe: finds out how outputs merge by running a few samples as two parts and as one batch.
+
+A trial runs on a private copy of the module before the first call of each structure. `judge` derives the verdicts,
+`sandbox` isolates the runs, `record` keeps the results. Where no trial can run, outputs merge by their shapes.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -12,7 +16,7 @@ from torch import nn
 from instep.errors import MergeError
 from instep.probe.gradients import are_gradients_additive
 from instep.probe.judge import UserRules
-from instep.probe.record import MAX_FAILED_MERGES, MAX_TRIALS, ProbeRecord, is_proven
+from instep.probe.record import MAX_FAILED_MERGES, MAX_TRIALS, ProbeRecord, common_record
 from instep.probe.trial import OutputCheck, PlaceFunction, Trial
 from instep.replicas.state.carried import CarriedValue
 from instep.structure.merge import Merger
@@ -22,13 +26,18 @@ from instep.structure.output_placements import Partial, Verdict, Verdicts
 from instep.structure.placements import Nested, Placement, PreSplit, Replicate, contains_placement
 from instep.structure.plan import SplitPlan
 from instep.structure.split import apply_plan
-from instep.structure.tree import SCALARS, Path, flatten_one_level, structure_key
+from instep.structure.tree import SCALARS, flatten_one_level, structure_key
 
+MAX_STRUCTURES = 32
 MAX_RECORDS = 32
+"""Records of one structure, which differ in the strings and numbers among the arguments."""
+_MAX_CACHED_PLANS = 512
+
+Values: TypeAlias = tuple[Any, ...]
 
 
 class Probe:
-    """What trials said about the calls of one method; its merger follows it."""
+    """Probe records for the calls of one method. Keeps the merger's verdicts up to date."""
 
     def __init__(
         self,
@@ -41,15 +50,15 @@ class Probe:
     ) -> None:
         self.method = method
         self.check = check
-        """Says what is wrong with the outputs of a trial, where more is known of them than numbers alone tell."""
+        """Validates the outputs of a trial, where the caller knows more about them (`with_loss`)."""
         self.additive_output = additive_output
-        """The output that has to be the sum of what the parts give, if it is known already what outputs are."""
+        """The output that has to be the sum of the parts' outputs, if the caller knows it."""
         self.min_part = least
         self.merger = merger
         self.user_rules = UserRules(merger.path_rules, merger.default_rule, merger.dim_spec)
-        self.last_record = ProbeRecord(summary="nothing was tried yet")
-        self._records: dict[Any, ProbeRecord] = {}
-        self._records_by_outline: dict[Any, list[ProbeRecord]] = {}
+        self.last_record = ProbeRecord(summary="not tried yet")
+        self._records: dict[Any, dict[Values, ProbeRecord]] = {}
+        """By structure and mode of the call, then by the strings and numbers among its arguments."""
         self._by_plan: dict[Any, tuple[SplitPlan, ProbeRecord]] = {}
         self._plain_by_plan: dict[int, tuple[SplitPlan, list[bool]]] = {}
 
@@ -64,33 +73,34 @@ class Probe:
         place: PlaceFunction,
         carried: Sequence[CarriedValue] = (),
     ) -> dict[str, Verdicts]:
-        """See to it that this call's outputs are known, as far as they can be; `MergeError` for what nothing explains.
+        """Run a trial if one is due, and give the merger the verdicts for this call.
 
-        `kind` tells apart what the module has been: its modes and settings. Gives what is known of the attributes that
-        `forward` sets.
+        `kind` is the fingerprint of the module's modes and settings. Returns the verdicts for attributes that `forward`
+        assigns. Raises `MergeError` for outputs that no rule explains.
         """
-        known = self._record_for(plan, values, kind)
-        if known.error:
-            raise MergeError(known.error)
-        due = known.is_trial_due()
-        rivals = [] if due else self._ambiguous_weights(known, plan, values)
-        looks = known.calls >= known.next_check
-        if due or rivals or looks:
-            attempt = Trial(
+        record = self._find_or_add_record(plan, values, kind)
+        if record.error:
+            raise MergeError(record.error)
+        record.count_call()
+        trial_due, check_due = record.trials.is_due, record.integer_checks.is_due
+        weights = [] if trial_due else self._ambiguous_weights(record, plan, values)
+        if trial_due or weights or check_due:
+            trial = Trial(
                 self.method, self.user_rules, plan, values, positional, place, self.min_part, carried, self.check
             )
             try:
-                if due or rivals or attempt.has_untested_traits(known):
-                    attempt.run(source, device, known, rivals)
-                    known.checks += looks and not due
+                if trial_due or weights or trial.has_untested_traits(record):
+                    trial.run(source, device, record, weights)
+                    if check_due and not trial_due:
+                        record.integer_checks.record()
             except MergeError as error:
-                raise self._user_error(error, attempt) from error
-            known.schedule_check()
-        if self.additive_output is not None and _is_proven_not_sum(known.outputs.get((self.additive_output,))):
+                raise self._user_error(error, trial) from error
+            record.schedule_check()
+        if self.additive_output is not None and _is_proven_not_sum(record.outputs.get((self.additive_output,))):
             raise loss_not_additive()
-        self.last_record = known
-        self.merger.set_verdicts(known.outputs)
-        return known.attributes
+        self.last_record = record
+        self.merger.set_verdicts(record.outputs)
+        return record.attributes
 
     def retry(
         self,
@@ -102,31 +112,29 @@ class Probe:
         place: PlaceFunction,
         carried: Sequence[CarriedValue] = (),
     ) -> bool:
-        """After outputs that what is known does not fit: whether another trial, on this batch, says something else.
+        """Probe the last call again because its outputs did not fit the verdicts; returns whether these changed.
 
-        Rows that were all selected look like the samples themselves, and what was zero so far like anything.
+        For example, selected rows look like a batch dimension if the samples tried had all their rows selected.
         """
-        known = self.last_record
-        if known.failed_merges >= MAX_FAILED_MERGES or not known.trials:
+        record = self.last_record
+        if record.failed_merges >= MAX_FAILED_MERGES or not record.trials.count:
             return False
-        known.failed_merges += 1
-        before = known.outputs
-        known.outputs = {path: verdict for path, verdict in before.items() if isinstance(verdict, Partial)}
-        attempt = Trial(
-            self.method, self.user_rules, plan, values, positional, place, self.min_part, carried, self.check
-        )
-        attempt.use_large_parts = True
+        record.failed_merges += 1
+        before = record.outputs
+        record.outputs = {path: verdict for path, verdict in before.items() if isinstance(verdict, Partial)}
+        trial = Trial(self.method, self.user_rules, plan, values, positional, place, self.min_part, carried, self.check)
+        trial.use_large_parts = True
         try:
-            attempt.run(source, device, known, ())
+            trial.run(source, device, record, ())
         except MergeError as error:
-            raise self._user_error(error, attempt) from error
+            raise self._user_error(error, trial) from error
         finally:
-            known.outputs = {**before, **known.outputs}
-        self.merger.set_verdicts(known.outputs)
-        return known.outputs != before
+            record.outputs = {**before, **record.outputs}
+        self.merger.set_verdicts(record.outputs)
+        return record.outputs != before
 
-    def _user_error(self, error: MergeError, attempt: Trial) -> MergeError:
-        return error if self.additive_output is None or error is attempt.check_error else loss_not_additive()
+    def _user_error(self, error: MergeError, trial: Trial) -> MergeError:
+        return error if self.additive_output is None or error is trial.check_error else loss_not_additive()
 
     def gradients_add_up(
         self,
@@ -138,97 +146,111 @@ class Probe:
         place: PlaceFunction,
         carried: Sequence[CarriedValue],
     ) -> bool:
-        """Whether, in a call like the last one, gradients of parts were seen to add up to those of the whole."""
-        attempt = Trial(self.method, self.user_rules, plan, values, positional, place, self.min_part, carried)
-        ready = attempt.batch_size < 2 or any(contains_placement(PreSplit, role) for role in plan.placements)
-        return ready or are_gradients_additive(attempt, source, device, self.last_record.outputs)
+        """Whether the gradients of two parts of the last call's batch add up to the gradients of the whole."""
+        if (plan.batch_size or 0) < 2 or any(contains_placement(PreSplit, placement) for placement in plan.placements):
+            return True
+        trial = Trial(self.method, self.user_rules, plan, values, positional, place, self.min_part, carried)
+        return are_gradients_additive(trial, source, device, self.last_record.outputs)
 
     def claim_graph_check(self) -> bool:
-        """Whether the graph of a call like the last one was not looked at yet; it is from now on."""
-        before, self.last_record.graph_checked = self.last_record.graph_checked, True
-        return not before
+        """Returns True once for each record: the caller then searches the autograd graph for custom functions."""
+        claimed, self.last_record.graph_checked = self.last_record.graph_checked, True
+        return not claimed
 
     def find_record(self, plan: SplitPlan, values: Sequence[Any], kind: int) -> ProbeRecord | None:
-        """What is known about such a call, if one was tried."""
-        known = self._record_for(plan, values, kind)
-        return known if known.summary else None
+        """The record that such a call would use, if there is one. Changes nothing."""
+        group, plain = self._record_keys(plan, values, kind)
+        records = self._records.get(group, {})
+        record = records.get(plain)
+        if record is None and len(records) >= MAX_RECORDS:
+            record = common_record(tuple(records.values()))
+        return record if record is not None and record.summary else None
 
-    def _record_for(self, plan: SplitPlan, values: Sequence[Any], kind: int) -> ProbeRecord:
-        pairs = zip(plan.placements, values, self._plain_arguments(plan), strict=True)
-        flags = (kind, *[flag for role, value, plain in pairs if plain for flag in _plain_values(role, value)])
-        key = (id(plan), flags)
+    def _find_or_add_record(self, plan: SplitPlan, values: Sequence[Any], kind: int) -> ProbeRecord:
+        closed, plain = self._plain_values(plan, values)
+        key = (id(plan), kind, closed, plain)
         entry = self._by_plan.get(key)
         if entry is not None:
             return entry[1]
-        loose = (plan.names, tuple([structure_key(value) for value in values]))
-        known = self._records.get((flags, loose))
-        if known is None and len(self._records) < MAX_RECORDS:
-            known = self._records[flags, loose] = ProbeRecord()
-            self._records_by_outline.setdefault(loose, []).append(known)
-        elif known is None:
-            known = _common_record(self._records_by_outline.get(loose, ()))
-        if len(self._by_plan) >= 512:
+        group, plain = self._record_keys(plan, values, kind)
+        record = self._add_record(group, plain)
+        if len(self._by_plan) >= _MAX_CACHED_PLANS:
             self._by_plan.clear()
-        self._by_plan[key] = plan, known
-        return known
+        self._by_plan[key] = plan, record
+        return record
 
-    def _plain_arguments(self, plan: SplitPlan) -> list[bool]:
-        """Which of the arguments hold plain values that every replica is given."""
+    def _add_record(self, group: Any, plain: Values) -> ProbeRecord:
+        """The record of a call, made if there is none.
+
+        A structure whose records are full gets a common record if they agree. Otherwise the oldest one is dropped and
+        the call is tried: a record that is untried is never used without a trial.
+        """
+        records = self._records.get(group)
+        if records is None:
+            if len(self._records) >= MAX_STRUCTURES:
+                del self._records[next(iter(self._records))]
+            records = self._records[group] = {}
+        if plain in records:
+            return records[plain]
+        if len(records) >= MAX_RECORDS:
+            common = common_record(tuple(records.values()))
+            if common is not None:
+                return common
+            del records[next(iter(records))]
+        record = records[plain] = ProbeRecord()
+        return record
+
+    def _record_keys(self, plan: SplitPlan, values: Sequence[Any], kind: int) -> tuple[Any, Values]:
+        closed, plain = self._plain_values(plan, values)
+        return (kind, closed, plan.names, tuple([structure_key(value) for value in values])), plain
+
+    def _plain_values(self, plan: SplitPlan, values: Sequence[Any]) -> tuple[Values, Values]:
+        """Replicated plain values, which may decide what the outputs mean: switches, then strings and numbers."""
+        closed: list[Any] = []
+        plain: list[Any] = []
+        for placement, value, has_plain in zip(plan.placements, values, self._has_plain_values(plan), strict=True):
+            for leaf in _replicated_scalars(placement, value) if has_plain else ():
+                switch = leaf is None or isinstance(leaf, (bool, enum.Enum))
+                (closed if switch else plain).append((type(leaf), leaf))
+        return tuple(closed), tuple(plain)
+
+    def _has_plain_values(self, plan: SplitPlan) -> list[bool]:
+        """For each argument, whether it contains replicated values."""
         entry = self._plain_by_plan.get(id(plan))
         if entry is None or entry[0] is not plan:
-            if len(self._plain_by_plan) >= 512:
+            if len(self._plain_by_plan) >= _MAX_CACHED_PLANS:
                 self._plain_by_plan.clear()
-            entry = self._plain_by_plan[id(plan)] = (
-                plan,
-                [contains_placement(Replicate, role) for role in plan.placements],
-            )
+            flags = [contains_placement(Replicate, placement) for placement in plan.placements]
+            entry = self._plain_by_plan[id(plan)] = plan, flags
         return entry[1]
 
-    def _ambiguous_weights(self, known: ProbeRecord, plan: SplitPlan, values: Sequence[Any]) -> list[Any]:
-        """The weights among which this call would have to choose."""
-        rivals = known.ambiguous()
-        if not rivals or known.trials > 4 * MAX_TRIALS:
+    def _ambiguous_weights(self, record: ProbeRecord, plan: SplitPlan, values: Sequence[Any]) -> list[Any]:
+        """Candidate weights of means for which the remaining rules disagree on this call."""
+        ambiguous = record.ambiguous()
+        if not ambiguous or record.trials.count > 4 * MAX_TRIALS:
             return []
         shards = apply_plan(plan, values)
         inputs = tuple([dict(zip(plan.names, shard, strict=True)) for shard in shards])
-        scene = MergeContext(plan.sizes, (None,) * plan.parts, inputs)
-        torn = [verdict for verdict in rivals if not verdict.rules_agree(scene)]
-        return [rule.weight for verdict in torn for rule in verdict.rules if isinstance(rule, WeightedBy)]
+        context = MergeContext(plan.sizes, (None,) * plan.parts, inputs)
+        return [
+            rule.weight
+            for verdict in ambiguous
+            if not verdict.rules_agree(context)
+            for rule in verdict.rules
+            if isinstance(rule, WeightedBy)
+        ]
 
 
 def _is_proven_not_sum(verdict: Verdict | None) -> bool:
-    """Whether numbers showed that an output is something else than a sum."""
     return verdict is not None and verdict.proven and not (isinstance(verdict, Partial) and "sum" in verdict.rules)
 
 
-def _plain_values(role: Placement, value: Any) -> Iterator[Any]:
-    """Plain values that every replica is given, and that may decide what the outputs mean: words, numbers, switches."""
-    if isinstance(role, Replicate):
+def _replicated_scalars(placement: Placement, value: Any) -> Iterator[Any]:
+    if isinstance(placement, Replicate):
         if isinstance(value, (*SCALARS, enum.Enum)):
-            yield type(value), value
-    elif isinstance(role, Nested):
+            yield value
+    elif isinstance(placement, Nested):
         node = flatten_one_level(value)
         assert node is not None
-        for below, child in zip(role.placements, node.children, strict=True):
-            yield from _plain_values(below, child)
-
-
-def _common_record(others: Sequence[ProbeRecord]) -> ProbeRecord:
-    """What calls that differ only in their words have in common: then words are just texts."""
-    said: dict[Path, set[Verdict]] = {}
-    for other in others:
-        for path, verdict in other.outputs.items():
-            if is_proven(verdict):
-                said.setdefault(path, set()).add(verdict)
-    found = {path: next(iter(verdicts)) for path, verdicts in said.items() if len(verdicts) == 1}
-    last = others[-1] if others else ProbeRecord()
-    words = "as other calls of this structure were found to be"
-    return ProbeRecord(
-        found,
-        last.attributes,
-        last.unmergeable,
-        last.sample_dependent,
-        last.constant,
-        summary=words,
-        next_trial=1 << 62,
-    )
+        for child_placement, child in zip(placement.placements, node.children, strict=True):
+            yield from _replicated_scalars(child_placement, child)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from instep.errors import MergeError
 from instep.probe.judge import Findings
 from instep.probe.window import Trait
+from instep.runtime.backoff import Backoff
 from instep.structure.merge_messages import conflicting_trials
 from instep.structure.output_placements import (
     OutputPerSample,
@@ -20,127 +23,153 @@ from instep.structure.tree import Path
 
 MAX_TRIALS, MAX_FAILED_MERGES = 6, 4
 EAGER_CHECKS, MAX_CHECKS = 3, 9
-"""Trials that come of other integers than those that a mean was tried on: some at once, the others far apart."""
 
 
 @dataclass
 class ProbeRecord:
-    """What is known about calls of one structure."""
+    """What trials have shown about the outputs and state of calls with one structure."""
 
     outputs: dict[Path, Verdict] = field(default_factory=dict)
     attributes: dict[str, Verdicts] = field(default_factory=dict)
-    """By dotted name: what was said of the tensors that `forward` sets on the module."""
+    """Verdicts for tensors that `forward` assigns to attributes, by dotted name."""
     unmergeable: frozenset[str] = frozenset()
-    """Names of attributes of which the whole has something that cannot be made from what the parts have."""
+    """Attributes whose whole-batch value cannot be computed from the parts' values."""
     sample_dependent: frozenset[str] = frozenset()
-    """Places of state that came to be another for other samples."""
+    """State whose new value depends on the samples."""
     constant: frozenset[str] = frozenset()
-    """Names of attributes that were set to the same for any samples."""
+    """Attributes that got the same value for all samples tried."""
+    status: Literal["untried", "tried", "failed"] = "untried"
+    """Whether a trial ran to its end, or the module failed in every trial."""
     graph_checked: bool = False
-    """Whether its graph was looked at for a backward of the user's own."""
+    """Whether the autograd graph was searched for custom `torch.autograd.Function`s."""
     summary: str = ""
-    trials: int = 0
-    calls: int = 0
-    next_trial: int = 1
-    """The call before which another trial is worth its cost."""
-    seen_traits: set[Trait] = field(default_factory=set)
-    """Of the integers among the arguments, what parts of a trial have had differently often."""
-    next_check: int = 1 << 62
-    """The call before which its integers are looked at, for what means were not tried on."""
-    checks: int = 0
+    """What was tried, for `explain`."""
     error: str = ""
-    """What was wrong with outputs that nothing explains: samples that happen to fit do not make it right."""
+    """Why outputs cannot be merged; later samples that happen to fit do not clear it."""
+    seen_traits: set[Trait] = field(default_factory=set)
+    """Integer arguments on which a mean has been tested with unequal counts."""
+    trials: Backoff = field(default_factory=lambda: Backoff(limit=MAX_TRIALS))
+    integer_checks: Backoff = field(default_factory=lambda: Backoff(limit=MAX_CHECKS, eager=EAGER_CHECKS))
+    """When to search a call for integers on which its means have not been tested."""
     failed_merges: int = 0
-    """How often the outputs of a call could not be merged by what is known, and it was tried once more."""
+    """How many calls had outputs that did not fit the verdicts and were probed again."""
 
-    def is_trial_due(self) -> bool:
-        self.calls += 1
-        return self.trials < MAX_TRIALS and self.calls >= self.next_trial
+    def __post_init__(self) -> None:
+        self.integer_checks.stop()  # until a trial finds a mean
+
+    def count_call(self) -> None:
+        """Advance both schedules by one call."""
+        self.trials.advance()
+        self.integer_checks.advance()
 
     def schedule_trial(self, useful: bool) -> None:
-        """Plan the next trial: soon, then ever later, as long as something is left to be found out."""
-        self.trials += 1
-        self.next_trial = self.calls + 2 ** (self.trials - 1) if useful else 1 << 62
+        """Count a trial. Schedule the next one if another may show more."""
+        self.trials.record()
+        if not useful:
+            self.trials.stop()
 
     def schedule_check(self) -> None:
-        """Plan the next look at integers: at each of the first calls, then ever later, and more so after trials."""
-        if self.checks >= MAX_CHECKS or not has_mean(self.outputs, *self.attributes.values()):
-            self.next_check = 1 << 62
-        elif self.checks >= EAGER_CHECKS:
-            self.next_check = 2 * self.calls
+        """Schedule the next search for untested integers, if any verdict is a mean."""
+        if has_mean(self.outputs, *self.attributes.values()):
+            self.integer_checks.reschedule()
         else:
-            self.next_check = self.calls + 1 + (self.calls // 4 if self.calls >= 16 else 0)
+            self.integer_checks.stop()
 
     def ambiguous(self) -> list[Partial]:
-        """Verdicts that leave more than one rule."""
+        """Verdicts that more than one merge rule still fits."""
         tables = (self.outputs, *self.attributes.values()) if self.attributes else (self.outputs,)
         return [v for table in tables for v in table.values() if isinstance(v, Partial) and len(v.rules) > 1]
 
 
+def common_record(records: Sequence[ProbeRecord]) -> ProbeRecord | None:
+    """A record for a further plain argument value, from the records of other values; None if they do not agree.
+
+    Records agree if none contradicts a proven verdict of another, or if the module failed in the trials of all.
+    """
+    last = records[-1]
+    if any(record.status != last.status or record.error for record in records) or last.status == "untried":
+        return None
+    proven: dict[Path, Verdict] = {}
+    for record in records:
+        for path, verdict in record.outputs.items():
+            if verdict.proven and proven.setdefault(path, verdict) != verdict:
+                return None
+    made = ProbeRecord(
+        {**last.outputs, **proven},
+        last.attributes,
+        last.unmergeable,
+        last.sample_dependent,
+        last.constant,
+        status=last.status,
+        summary=f"the verdicts of {len(records)} calls with other plain arguments, which agree",
+        trials=Backoff(limit=MAX_TRIALS, count=1),
+    )
+    made.trials.stop()
+    return made
+
+
 def has_mean(*tables: Verdicts) -> bool:
-    """Whether some verdict is a mean."""
+    """Whether any verdict is a mean."""
     return any(isinstance(verdict, Partial) and verdict.is_mean for table in tables for verdict in table.values())
 
 
 def is_proven(verdict: Verdict | None) -> bool:
-    """Whether there is a verdict, and the numbers of a trial have shown it."""
+    """Whether there is a verdict and a trial proved it."""
     return verdict is not None and verdict.proven
 
 
 def is_settled(verdict: Verdict | None) -> bool:
-    """Whether a verdict is not shaken by a later trial; that of a mean may have rested on samples that weigh alike."""
+    """Whether later trials cannot overturn a verdict. Those of means can: all samples tried may have had equal weights."""
     return is_proven(verdict) and not (isinstance(verdict, Partial) and verdict.is_mean)
 
 
 def combine(first: Findings, second: Findings) -> Findings:
-    """Two trials of one call: what either proved."""
-    found, clashes = refine(first.outputs, second)
-    errors = {**first.errors, **second.errors, **clashes}
-    open_still = {path for path in first.unresolved & second.unresolved if not is_proven(found.get(path))}
+    """Findings of two trials of the same call. Proven verdicts win; unresolved paths are those unresolved in both."""
+    outputs, conflicts = refine(first.outputs, second)
     return Findings(
-        found,
-        open_still,
-        errors,
+        outputs,
+        {path for path in first.unresolved & second.unresolved if not is_proven(outputs.get(path))},
+        {**first.errors, **second.errors, **conflicts},
         first.mismatched_integers | second.mismatched_integers,
         first.needs_reordering | second.needs_reordering,
     )
 
 
 def refine(before: Verdicts, findings: Findings) -> tuple[dict[Path, Verdict], dict[Path, MergeError]]:
-    """Verdicts after another trial, and errors for means that it contradicts.
+    """Update verdicts with a new trial. Of competing merge rules, keep those that fit every trial.
 
-    What is proven stays; of rules that compete those stay that fit every time.
+    Also returns an error for each proven reduction that the new trial contradicts.
     """
-    found, clashes = dict(before), {}
+    outputs, conflicts = dict(before), {}
     for path, new in findings.outputs.items():
-        old = found.get(path)
+        old = outputs.get(path)
         if isinstance(old, Partial) and isinstance(new, Partial):
-            left = old.intersect(new)
-            if left is None and old.proven:
-                clashes[path] = conflicting_trials(path, old.description, new.description)
+            remaining = old.intersect(new)
+            if remaining is None and old.proven:
+                conflicts[path] = conflicting_trials(path, old.description, new.description)
             else:
-                found[path] = left or new
+                outputs[path] = remaining or new
         elif old is None or not (
             old.proven or (isinstance(new, Undetermined) and isinstance(old, (OutputReplicate, Partial)))
         ):
-            found[path] = new
-    return found, clashes
+            outputs[path] = new
+    return outputs, conflicts
 
 
 def is_inconclusive(verdict: Verdict) -> bool:
-    """Whether there were numbers, but none that tell a sum from a mean."""
+    """Whether the values were nonzero but could not distinguish a sum from a mean."""
     return isinstance(verdict, Undetermined) and not verdict.all_zero
 
 
 def needs_more_samples(verdict: Verdict) -> bool:
-    """Whether other samples may say more of it: a mean over labels, or what told nothing."""
+    """Whether other samples may tell more: for a weighted mean, and for a verdict that the values did not prove."""
     if isinstance(verdict, Partial):
         return verdict.is_mean and verdict.rules != ("mean",)
     return is_inconclusive(verdict) or (isinstance(verdict, OutputPerSample) and not verdict.proven)
 
 
 def has_undetermined(findings: Findings) -> bool:
-    """Whether there are values of which a few samples show nothing: zeros, or the same for all."""
+    """Whether some values were zero, or equal for all samples, so that a few samples prove nothing."""
     return any(
         isinstance(findings.outputs.get(path), (OutputReplicate, Undetermined, type(None)))
         for path in findings.unresolved

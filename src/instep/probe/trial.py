@@ -136,7 +136,8 @@ class Trial:
                     findings, attributes = self._confirm_means(sandbox, findings, attributes, excuses)
         except _TrialFailed as refused:
             known.summary = f"not tried: {refused}"
-            known.schedule_trial(useful=known.trials < 2)
+            known.status = "failed" if known.status == "untried" else known.status
+            known.schedule_trial(useful=known.trials.count < 2)
             return
         check_no_parameter_writes(source, sandbox.written_parameters)
         found, clashes = refine(known.outputs, findings)
@@ -145,7 +146,7 @@ class Trial:
             if self.check is None and not findings.errors.keys() & known.outputs.keys():
                 known.error = str(error)
             raise error
-        known.outputs, known.seen_traits = found, self.seen_traits
+        known.status, known.outputs, known.seen_traits = "tried", found, self.seen_traits
         self.unmergeable |= known.unmergeable
         attributes = self._combine_attributes(known.attributes, attributes)
         known.attributes, known.unmergeable = attributes, frozenset(self.unmergeable)
@@ -154,7 +155,7 @@ class Trial:
         why = f"; only shapes count: {', '.join(dict.fromkeys(excuses))}" if excuses else ""
         known.summary = f"tried on {first[0]} and {first[1]} samples, and on them together{why}"
         left = [path for path in findings.unresolved if not is_proven(known.outputs.get(path))]
-        known.schedule_trial(useful=bool(left) or (bool(attributes) and known.trials < 1))
+        known.schedule_trial(useful=bool(left) or (bool(attributes) and known.trials.count < 1))
 
     def _first_trial(
         self, sandbox: Sandbox, rivals: Sequence[Any], excuses: list[str]
