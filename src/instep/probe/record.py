@@ -119,7 +119,7 @@ def is_proven(verdict: Verdict | None) -> bool:
 
 
 def is_settled(verdict: Verdict | None) -> bool:
-    """Whether later trials cannot overturn a verdict. Those of means can: all samples tried may have had equal weights."""
+    """Whether no later trial can overturn a verdict. A mean can be: the samples tried may have had equal weights."""
     return is_proven(verdict) and not (isinstance(verdict, Partial) and verdict.is_mean)
 
 
