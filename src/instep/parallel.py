@@ -38,7 +38,7 @@ from instep.devices import (
     to_output_device,
 )
 from instep.engines.base import Engine
-from instep.engines.select import EngineChoice, choose_engine, create_engine, fallback_engine, inside_worker
+from instep.engines.select import EngineChoice, choose_engine, create_engine, fallback_engine
 from instep.engines.thread_pool import is_replica_thread
 from instep.errors import CannotCross, WrapError
 from instep.replicas.clone import ModuleWrapper
@@ -47,6 +47,7 @@ from instep.replicas.state.merge import StateMerger
 from instep.replicas.state.rules import check_state_rule
 from instep.runtime.locks import ForkSafeLock
 from instep.runtime.modes import active_compiler, call_compiled, disable_compile
+from instep.runtime.process_role import inside_worker
 from instep.runtime.torch_private import has_thread_local_transform
 from instep.structure.merge import Merger
 from instep.structure.spec import AUTO, strip_marks

@@ -230,9 +230,9 @@ def test_repr_says_engine_devices_and_why(model: instep.DataParallel, monkeypatc
     assert "engine=serial (one device" in repr(instep.DataParallel(Net(), ["cpu"]))
     monkeypatch.setenv("INSTEP_ENGINE", "serial")
     assert "engine=serial (INSTEP_ENGINE=serial)" in repr(instep.DataParallel(Net(), ["cpu"] * 2))
-    assert "engine=threads (it was asked for)" in repr(instep.DataParallel(Net(), ["cpu"] * 2, engine="threads"))
+    assert "engine=threads (requested)" in repr(instep.DataParallel(Net(), ["cpu"] * 2, engine="threads"))
     monkeypatch.setenv("INSTEP_ENGINE", "turbo")
-    with pytest.raises(instep.EngineError, match="INSTEP_ENGINE='turbo' is no engine"):
+    with pytest.raises(instep.EngineError, match="INSTEP_ENGINE='turbo' is not an engine"):
         instep.DataParallel(Net(), ["cpu"] * 2)
 
 

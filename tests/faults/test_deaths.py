@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.engines.processes.lifecycle.pool import inside_worker
 from instep.errors import WorkerFailure
+from instep.runtime.process_role import inside_worker
 
 from ..all_features import Net
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.engines.processes.lifecycle.pool import inside_worker
+from instep.runtime.process_role import inside_worker
 
 
 class Coded(Exception):

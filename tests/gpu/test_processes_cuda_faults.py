@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.engines.processes.lifecycle.pool import inside_worker
 from instep.engines.processes.transport.cuda_driver import DeviceMemory, DriverError
+from instep.runtime.process_role import inside_worker
 
 from ..all_features import Net
 from ..system_usage import assert_gone

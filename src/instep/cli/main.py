@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 import instep
+from instep.engines.select import engine_names
 from instep.errors import InstepError
-from instep.runtime.env import ENGINE_NAMES
 
 INTERRUPTED = 130
 
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--steps", type=positive, default=400, help="training steps")
     command.add_argument("--replicas", type=positive, help="replicas of the module (default: one a device, at least 2)")
-    command.add_argument("--engine", choices=ENGINE_NAMES, default="auto", help="where the replicas live")
+    command.add_argument("--engine", choices=engine_names(), default="auto", help="where the replicas live")
     command.add_argument("--out", type=Path, default=Path("instep-demo.pt"), help="where to save the weights")
     command.add_argument("--seed", type=int, default=0, help="of the weights and the order of the samples")
     return top

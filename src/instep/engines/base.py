@@ -93,6 +93,24 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+class EngineClass(Protocol):
+    """A class of engines, as `engines.select` registers it."""
+
+    def create(self, devices: Sequence[torch.device], *, restarts: int, timeout: float) -> Engine:
+        """Create an engine.
+
+        Args:
+            devices: The replicas' devices.
+            restarts: How often worker processes that died are replaced within a minute.
+            timeout: Seconds that replicas wait for one that makes no progress.
+        """
+        ...
+
+    def shutdown(self) -> None:
+        """Release what the engines of this class share in this process."""
+        ...
+
+
 def run_forward(job: ReplicaCall, index: int) -> ReplicaResult:
     """One replica's part of a job, in whatever thread it runs; an exception becomes part of the outcome."""
     return job.ambient.context_vars.copy().run(_run_forward, job, index)

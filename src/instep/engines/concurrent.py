@@ -72,6 +72,14 @@ class ConcurrentEngine:
         self._deferred: dict[int, tuple[list[Tensor], list[Gradients]]] = {}
         """Gradients that `no_sync` holds back: by the sources they belong to, one column for each replica."""
 
+    @classmethod
+    def create(cls, devices: Sequence[torch.device], *, restarts: int, timeout: float) -> ConcurrentEngine:  # noqa: ARG003
+        return cls(devices, timeout=timeout)
+
+    @classmethod
+    def shutdown(cls) -> None:
+        """Only threads are shared, which `engines.select.shutdown` stops."""
+
     @property
     def threads(self) -> ReplicaThreads:
         with self._lock:

@@ -1,85 +1,108 @@
-"""Choosing an engine by name or by rule."""
+"""The engine registry, and choosing an engine by name or by rule."""
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, cast
 
 import torch
 
-from instep.engines.base import Engine
-from instep.engines.serial import SerialEngine
+from instep.engines.base import Engine, EngineClass
 from instep.engines.thread_pool import stop_all_threads
-from instep.engines.threads import ThreadsEngine
 from instep.errors import CannotCross, EngineError
-from instep.runtime.env import ENGINE_NAMES, engine_from_env
+from instep.runtime.env import engine_from_env
+
+AUTO = "auto"
+
+EngineRule = Callable[[Sequence[torch.device]], str | None]
+"""Returns why an engine suits a list of devices, or None if it does not."""
+
+
+class _Registration(NamedTuple):
+    target: str
+    """The engine class, as `module:class`."""
+    rule: EngineRule
+    fallback: str | None
+
+
+_registry: dict[str, _Registration] = {}
 
 
 class EngineChoice(NamedTuple):
-    """An engine's name and the reason for it."""
+    """The name of an engine and why it was chosen."""
 
     name: str
     reason: str
     automatic: bool = False
-    """Whether nobody has asked for it, so that another one may take its place."""
+    """Whether the rule chose it, so that another engine may replace it."""
 
 
-def choose_engine(asked: str, devices: Sequence[torch.device]) -> EngineChoice:
-    """The engine for these devices. A name given in code wins over `INSTEP_ENGINE`, which wins over the rule."""
-    _check_engine_name(asked, "engine")
-    if asked != "auto":
-        return EngineChoice(asked, "it was asked for")
-    environment = engine_from_env()
-    if environment is not None:
-        _check_engine_name(environment, "INSTEP_ENGINE")
-        if environment != "auto":
-            return EngineChoice(environment, f"INSTEP_ENGINE={environment}")
-    if len(devices) == 1:
-        return EngineChoice("serial", "one device needs no parallel engine")
-    several = len({device for device in devices if device.type == "cuda"})
-    if several > 1 and sys.platform == "linux" and not inside_worker():
-        return EngineChoice(
-            "processes", f"{several} accelerators are kept busy by as many interpreters", automatic=True
-        )
-    return EngineChoice(
-        "threads", f"{len(devices)} replicas in one process need no pickling and no start-up", automatic=True
-    )
+def register_engine(name: str, target: str, rule: EngineRule, *, fallback: str | None = None) -> None:
+    """Register an engine class, given as `module:class`; the module is imported when the engine is first created.
+
+    ``engine="auto"`` takes the first registered engine whose rule returns a reason. `fallback` names the engine that
+    replaces an automatically chosen one if the module cannot be sent to its replicas.
+    """
+    _registry[name] = _Registration(target, rule, fallback)
+
+
+def engine_names() -> tuple[str, ...]:
+    """The values that `DataParallel(engine=...)` accepts."""
+    return (AUTO, *_registry)
+
+
+def choose_engine(requested: str, devices: Sequence[torch.device]) -> EngineChoice:
+    """Choose the engine for these devices.
+
+    A name given in code takes precedence over `INSTEP_ENGINE`, which takes precedence over the rules.
+    """
+    _check_engine_name(requested, "engine")
+    if requested != AUTO:
+        return EngineChoice(requested, "requested")
+    from_env = engine_from_env()
+    if from_env is not None:
+        _check_engine_name(from_env, "INSTEP_ENGINE")
+        if from_env != AUTO:
+            return EngineChoice(from_env, f"INSTEP_ENGINE={from_env}")
+    for name, engine in _registry.items():
+        if reason := engine.rule(devices):
+            return EngineChoice(name, reason, automatic=True)
+    raise EngineError(f"no engine runs on {', '.join(map(str, devices))}.")
 
 
 def fallback_engine(choice: EngineChoice, error: CannotCross) -> EngineChoice:
-    """What runs a module that cannot be sent to other processes; the error again where somebody asked for them."""
-    if not choice.automatic or choice.name != "processes":
+    """The engine that replaces one to which the module cannot be sent; raises `error` if the user requested it."""
+    fallback = _registry[choice.name].fallback
+    if not choice.automatic or fallback is None:
         raise error
-    return EngineChoice("threads", f"worker processes cannot have the module: {str(error).splitlines()[0]}")
+    return EngineChoice(fallback, f"engine={choice.name!r} cannot be used: {str(error).splitlines()[0]}")
 
 
 def create_engine(
     choice: EngineChoice, devices: Sequence[torch.device], restarts: int = 3, timeout: float = 600.0
 ) -> Engine:
-    """The chosen engine; it takes threads or worker processes only when it is first used."""
-    if choice.name == "processes":
-        from instep.engines.processes.engine import ProcessesEngine  # not on every system, and not for everybody
-
-        return ProcessesEngine(devices, restarts=restarts, timeout=timeout)
-    return SerialEngine() if choice.name == "serial" else ThreadsEngine(devices, timeout=timeout)
-
-
-def inside_worker() -> bool:
-    """Whether this process is a worker, which starts none of its own."""
-    hands: Any = sys.modules.get("instep.engines.processes.lifecycle.pool")
-    return hands is not None and bool(hands.inside_worker())
+    """Create the chosen engine. It starts threads or worker processes when it is first used."""
+    module, _, name = _registry[choice.name].target.partition(":")
+    engine = cast(EngineClass, getattr(importlib.import_module(module), name))
+    return engine.create(devices, restarts=restarts, timeout=timeout)
 
 
 def shutdown() -> None:
-    """End every replica thread and worker process; wrappers start new ones when they are called again."""
+    """Stop all replica threads and worker processes. Wrappers start new ones when they are called again."""
     stop_all_threads()
-    for name, stop in (("controller.nccl_manager", "abort_all_groups"), ("lifecycle.pool", "stop_all")):
-        part: Any = sys.modules.get(f"instep.engines.processes.{name}")
-        if part is not None:
-            getattr(part, stop)()
+    for engine in _imported_engines():
+        engine.shutdown()
 
 
-def _check_engine_name(name: str, what: str) -> None:
-    if name not in ENGINE_NAMES:
-        raise EngineError(f"{what}={name!r} is no engine: write one of {', '.join(ENGINE_NAMES)}.")
+def _imported_engines() -> Iterator[EngineClass]:
+    for registration in _registry.values():
+        module, _, name = registration.target.partition(":")
+        if module in sys.modules:
+            yield cast(EngineClass, getattr(sys.modules[module], name))
+
+
+def _check_engine_name(name: str, source: str) -> None:
+    if name not in engine_names():
+        raise EngineError(f"{source}={name!r} is not an engine. Choose one of: {', '.join(engine_names())}.")

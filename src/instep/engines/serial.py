@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from instep.engines.base import ReplicaCall, raise_first_error, run_forward
@@ -26,6 +27,14 @@ class SerialEngine:
     joint_graph = True
     out_of_process = False
     serialized = True
+
+    @classmethod
+    def create(cls, devices: Sequence[torch.device], *, restarts: int, timeout: float) -> SerialEngine:  # noqa: ARG003
+        return cls()
+
+    @classmethod
+    def shutdown(cls) -> None:
+        """Nothing is shared."""
 
     def replica_classes(self) -> Sequence[type[Replica]]:
         return ()

@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 import torch
 
-from instep.engines.processes.lifecycle.pool import WorkerPool, inside_worker
+from instep.engines.processes.lifecycle.pool import WorkerPool
 from instep.engines.processes.transport.connection import Connection, Message
 from instep.errors import EngineError
+from instep.runtime.process_role import inside_worker
 
 
 def obey(line: Connection) -> None:

@@ -58,7 +58,7 @@ def test_a_module_that_cannot_cross_is_run_by_threads(monkeypatch: pytest.Monkey
         out.sum().backward()
         torch.testing.assert_close(net.layer.bias.grad, torch.full((3,), 5.0))
         torch.testing.assert_close(model(x), net(x))
-        assert "engine=threads (worker processes cannot have the module" in repr(model)
+        assert "engine=threads (engine='processes' cannot be used" in repr(model)
 
 
 @pytest.mark.usefixtures("workers")

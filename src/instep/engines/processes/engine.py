@@ -20,7 +20,7 @@ from instep.engines.concurrent import BackwardTask, ConcurrentEngine
 from instep.engines.processes.controller.backward import ReplicaBackward
 from instep.engines.processes.controller.client import WorkerClient, client_for, drop_dead_clients
 from instep.engines.processes.controller.forward import ReplicaForward
-from instep.engines.processes.controller.nccl_manager import NcclManager, ParameterBroadcast
+from instep.engines.processes.controller.nccl_manager import NcclManager, ParameterBroadcast, abort_all_groups
 from instep.engines.processes.controller.nccl_reduction import GradientReduction
 from instep.engines.processes.controller.overlap import OverlappedSum
 from instep.engines.processes.controller.remote_replica import RemoteReplica
@@ -29,7 +29,7 @@ from instep.engines.processes.controller.replay import ReplayableCall
 from instep.engines.processes.controller.replies import RUNNING, ReplyGenerator, run_to_end, unwrap_stop_iteration
 from instep.engines.processes.controller.requests import IpcCheck, ReachabilityRequest, RetryingRequest, send_and_wait
 from instep.engines.processes.controller.shared_parameters import share_parameters
-from instep.engines.processes.lifecycle.pool import WorkerPool
+from instep.engines.processes.lifecycle.pool import WorkerPool, stop_all
 from instep.engines.processes.lifecycle.process import WorkerProcess
 from instep.engines.processes.transport.connection import ConnectionClosed
 from instep.engines.processes.transport.copy_streams import CallStreams
@@ -69,6 +69,16 @@ class ProcessesEngine(ConcurrentEngine):
         """The same."""
         self._nccl = NcclManager(self, devices)
         self._python_rng = PythonRngMonitor()
+
+    @classmethod
+    def create(cls, devices: Sequence[torch.device], *, restarts: int, timeout: float) -> ProcessesEngine:
+        return cls(devices, restarts=restarts, timeout=timeout)
+
+    @classmethod
+    def shutdown(cls) -> None:
+        """Abort the NCCL groups and stop the worker processes of this process."""
+        abort_all_groups()
+        stop_all()
 
     def share_tensors(self, tensors: Iterable[Tensor]) -> None:
         home = self._devices[0]

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 import instep
 from instep.engines.processes.controller import nccl_manager
-from instep.engines.processes.lifecycle.pool import WorkerPool, inside_worker
+from instep.engines.processes.lifecycle.pool import WorkerPool
 from instep.engines.processes.messages import JoinGroupRequest
 from instep.engines.processes.nccl import group
 from instep.engines.processes.nccl.group import NCCL_ENVIRONMENT, EnvironmentOverride, GroupAborted, NcclGroup
 from instep.errors import WorkerFailure
+from instep.runtime.process_role import inside_worker
 
 from ....interference import begin_with
 from ....system_usage import wait_for_threads

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import instep
 from instep.engines.processes.controller.client import WorkerClient
 from instep.engines.processes.controller.overlap import OverlappedSum, _PartialSum
-from instep.engines.processes.lifecycle.pool import inside_worker
 from instep.engines.processes.lifecycle.watchdog import PendingReply
 from instep.engines.processes.transport.connection import ConnectionClosed
 from instep.engines.processes.transport.doorbell import (
@@ -28,6 +27,7 @@ from instep.engines.processes.transport.doorbell import (
     ready_list_bytes,
 )
 from instep.engines.processes.transport.shared_memory import SharedMemory
+from instep.runtime.process_role import inside_worker
 
 WIDE = 600  # a weight of more than one stretch, and not of a whole number of them
 

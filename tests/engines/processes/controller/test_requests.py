@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import instep
 from instep.engines.processes.controller.client import WorkerClient, client_for
-from instep.engines.processes.lifecycle.pool import inside_worker
 from instep.engines.processes.lifecycle.process import WorkerProcess
 from instep.runtime.affinity import SenderCpuAvoidance, current_cpu
+from instep.runtime.process_role import inside_worker
 
 
 def wrap(net: nn.Module, **options: Any) -> instep.DataParallel:

@@ -23,6 +23,7 @@ from instep.engines.processes.lifecycle.pool import WorkerPool
 from instep.engines.processes.lifecycle.process import WorkerProcess
 from instep.engines.processes.transport.connection import ConnectionClosed, Message
 from instep.errors import EngineError
+from instep.runtime.process_role import inside_worker
 
 HERE = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -78,7 +79,7 @@ def test_it_comes_up_in_isolation(team: WorkerPool, tmp_path: Path) -> None:
     assert told["inside"]
     assert "cannot start workers of its own" in told["refused"]
     assert sum("socket:" in fd for fd in told["fds"]) == 1
-    assert not pool.inside_worker()
+    assert not inside_worker()
 
 
 def test_the_path_keeps_its_order_and_the_working_folder_comes_last() -> None:

@@ -16,6 +16,7 @@ from instep.engines.processes.lifecycle.watchdog import skip_breakpoint
 from instep.errors import EngineError, WorkerFailure
 from instep.runtime.env import is_quiet
 from instep.runtime.locks import ForkSafeLock
+from instep.runtime.process_role import inside_worker, mark_worker
 
 MIN_START_SECONDS = 120.0
 """What a worker has to come up, at least, however soon one that does not answer is given up."""
@@ -26,18 +27,10 @@ _WARN_SECONDS = 60.0
 """Seconds after which it is said where a worker stands that is not up."""
 _STOP_SECONDS = 1.0
 
-_is_worker = False
-
-
-def inside_worker() -> bool:
-    """Whether this process is a worker, or was forked by one."""
-    return _is_worker
-
 
 def enter_worker() -> None:
     """This process is a worker from now on."""
-    global _is_worker
-    _is_worker = True
+    mark_worker()
     sys.breakpointhook = skip_breakpoint
 
 
