@@ -191,3 +191,25 @@ def test_a_backward_inside_of_an_autocast_block_is_under_autocast(wrap: Any, eng
         factor = (2 if dtype is torch.bfloat16 else 3) if inside else 1
         assert torch.equal(net.layer.bias.grad, torch.full((3,), 6.0 * factor))
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "xpu"])
+def test_restore_resets_autocast_of_every_device_type(device_type: str) -> None:
+    state = AmbientState.capture()
+    dtype = torch.get_autocast_dtype(device_type)
+    torch.set_autocast_enabled(device_type, True)  # as an interruption leaves it
+    torch.set_autocast_dtype(device_type, torch.float64)
+    torch.autocast_increment_nesting()
+    state.restore()
+    state.restore()
+    assert not torch.is_autocast_enabled(device_type)
+    assert torch.get_autocast_dtype(device_type) == dtype
+    torch.autocast_increment_nesting()
+    assert torch.autocast_decrement_nesting() == 0
+
+
+def test_restore_resets_registered_thread_locals() -> None:
+    state = AmbientState.capture()
+    set_replica_thread(True)
+    state.restore()
+    assert not is_replica_thread()

@@ -17,7 +17,7 @@ from instep.call.options import BoundCall, Options
 from instep.call.shared_arguments import SharedArguments, has_shared_arguments
 from instep.collectives.sync_batchnorm import SyncBatchNormPatch
 from instep.devices import has_accelerator_tensors, place, to_output_device
-from instep.engines.base import Engine, ThreadStateSnapshot
+from instep.engines.base import Engine
 from instep.errors import MergeError, StateError
 from instep.replicas.clone import caller_only_message
 from instep.replicas.mutable_arguments import mutable_ids
@@ -82,7 +82,8 @@ class ParallelRunner:
     def run(self, call: BoundCall) -> Any:
         """What one device would have given; a call that fails leaves everything as it was."""
         self.engine.wait_idle()
-        random, before = CallerRng(self.devices, out_of_process=self.engine.out_of_process), ThreadStateSnapshot()
+        random = CallerRng(self.devices, out_of_process=self.engine.out_of_process)
+        before = AmbientState.capture()
         try:
             result = self._run_or_one_device(call, random)
             self.replicas.finish_call()

@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from instep.errors import CollectiveError
+from instep.runtime.ambient import register_thread_local
 from instep.runtime.probe_flag import exempt_trial
 
 
@@ -93,6 +94,9 @@ def current_context() -> ReplicaContext | None:
 def set_context(place: ReplicaContext | None) -> None:
     """Set this thread's place."""
     _thread_local.seat = place
+
+
+register_thread_local(current_context, set_context)
 
 
 def exempt_collective() -> None:

@@ -10,12 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from instep.collectives import group
 from instep.collectives.group import PeerFailure, ReplicaContext, ReplicaInfo, first_error, use_context
-from instep.engines import thread_pool
 from instep.replicas.replica import Replica, ReplicaResult, run_replica
 from instep.replicas.tensors import check_no_inner_backward
-from instep.runtime import rng
 from instep.runtime.ambient import AmbientState
 from instep.runtime.rng import ReplicaRng
 
@@ -165,44 +162,3 @@ def add_replica_note(replica: str, error: BaseException, others: int = 0) -> Bas
     elif error.__cause__ is None:  # Python 3.10 has no notes
         error.__cause__ = RuntimeError(note)
     return error
-
-
-_AUTOCAST_DEVICE_TYPES = ("cpu", "cuda")
-
-
-class ThreadStateSnapshot:
-    """The settings of this thread as they were, to be set again."""
-
-    def __init__(self) -> None:
-        self._grad_enabled = torch.is_grad_enabled()
-        self._num_threads = torch.get_num_threads()
-        self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICE_TYPES
-        ]
-        self._nesting_depth = _autocast_nesting()
-        self._context = group.current_context()
-        self._rng = rng.thread_rng_state()
-        self._in_replica = thread_pool.is_replica_thread()
-
-    def restore(self) -> None:
-        """Set what is not as it was; it may be called twice."""
-        torch.set_grad_enabled(self._grad_enabled)
-        if torch.get_num_threads() != self._num_threads:
-            torch.set_num_threads(self._num_threads)
-        torch.set_autocast_cache_enabled(self._autocast_cache)
-        for kind, enabled, dtype in self._autocast:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        for _ in range(_autocast_nesting() - self._nesting_depth):
-            if not torch.autocast_decrement_nesting():
-                torch.clear_autocast_cache()
-        group.set_context(self._context)
-        rng.set_thread_rng_state(self._rng)
-        thread_pool.set_replica_thread(self._in_replica)
-
-
-def _autocast_nesting() -> int:
-    """How many autocast blocks this thread is in."""
-    torch.autocast_increment_nesting()
-    return int(torch.autocast_decrement_nesting())

@@ -17,6 +17,7 @@ import torch
 
 from instep.collectives.group import PeerFailure, first_error
 from instep.errors import EngineError
+from instep.runtime.ambient import register_thread_local
 from instep.runtime.locks import ForkSafeLock, run_uninterrupted, start_thread
 
 _thread_local = threading.local()
@@ -30,6 +31,9 @@ def is_replica_thread() -> bool:
 def set_replica_thread(inside: bool) -> None:
     """Say whether this thread is running a replica's part of a call."""
     _thread_local.inside = inside
+
+
+register_thread_local(is_replica_thread, set_replica_thread)
 
 
 @contextmanager

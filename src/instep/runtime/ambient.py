@@ -1,12 +1,17 @@
-"""Thread-local torch state (grad mode, autocast, default device, streams) captured from the caller."""
+"""Ambient torch state (grad mode, autocast, default device, streams): capture, enter elsewhere, restore, encode.
+
+`AmbientState.capture` reads the state of the calling thread. A replica enters it in its own thread; after an
+interruption the caller restores it; worker processes get it as an `EncodedAmbientState`.
+"""
 
 from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -19,52 +24,70 @@ from instep.runtime.modes import (
     use_recompile_limit,
 )
 from instep.runtime.torch_private import default_device, saved_tensor_hooks
+from instep.runtime.warning_filters import WarningFilter, get_warning_filters, set_warning_filters
+
+_AUTOCAST_DEVICE_TYPES = ("cpu", "cuda", "xpu")
+
+_thread_locals: list[tuple[Callable[[], Any], Callable[[Any], object]]] = []
 
 
-@dataclass(frozen=True)
-class AutocastSetting:
-    """Autocast as it is enabled for one device type."""
+def register_thread_local(get: Callable[[], Any], set_value: Callable[[Any], object]) -> None:
+    """Register a thread-local value of instep's own that `AmbientState` captures and restores."""
+    _thread_locals.append((get, set_value))
+
+
+class AutocastSetting(NamedTuple):
+    """Autocast, enabled for one device type."""
 
     device_type: str
     dtype: torch.dtype
 
 
 class AutocastState(NamedTuple):
-    """Autocast as it is around the caller of a backward."""
+    """Autocast of one thread."""
 
     enabled: tuple[AutocastSetting, ...] = ()
     cache: bool = True
 
     @classmethod
     def capture(cls) -> AutocastState:
-        enabled = autocast_settings(_DEVICE_TYPES)
+        enabled = _enabled_autocast(_autocast_flags(_AUTOCAST_DEVICE_TYPES))
         return cls(enabled, torch.is_autocast_cache_enabled()) if enabled else _AUTOCAST_OFF
 
     def enter(self) -> AbstractContextManager[Any]:
-        """The same in another thread; in the caller's own it is so already."""
+        """Enter this state; does nothing in a thread that is in it already."""
         if not self.enabled or self == AutocastState.capture():
             return nullcontext()
         return CombinedContext(_autocast_contexts(self.enabled, self.cache))
 
 
-_DEVICE_TYPES = ("cpu", "cuda", "xpu")
 _AUTOCAST_OFF = AutocastState()
 
-
-def autocast_settings(kinds: Iterable[str]) -> tuple[AutocastSetting, ...]:
-    """Autocast as it is enabled in this thread for kinds of devices."""
-    return tuple(
-        AutocastSetting(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
-    )
+AutocastFlags = tuple[tuple[str, bool, torch.dtype], ...]
+"""The device type, whether autocast is enabled for it, and its dtype."""
 
 
-def _autocast_contexts(casts: Iterable[AutocastSetting], cache: bool) -> list[AbstractContextManager[Any]]:
-    return [torch.autocast(cast.device_type, cast.dtype, cache_enabled=cache) for cast in casts]
+def _autocast_flags(device_types: Iterable[str]) -> AutocastFlags:
+    return tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in device_types)
+
+
+def _enabled_autocast(flags: AutocastFlags) -> tuple[AutocastSetting, ...]:
+    return tuple(AutocastSetting(device_type, dtype) for device_type, enabled, dtype in flags if enabled)
+
+
+def _autocast_contexts(settings: Iterable[AutocastSetting], cache: bool) -> list[AbstractContextManager[Any]]:
+    return [torch.autocast(device_type, dtype, cache_enabled=cache) for device_type, dtype in settings]
+
+
+def _autocast_nesting() -> int:
+    """The number of autocast contexts that this thread is in."""
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
 
 
 @dataclass(slots=True)
 class AmbientState:
-    """The thread-local state of a call, captured once and entered by every replica."""
+    """Thread-local state of the caller. Captured once per call and entered by every replica."""
 
     grad_enabled: bool
     inference_mode: bool
@@ -73,45 +96,49 @@ class AmbientState:
     default_device: torch.device | None
     saved_tensor_hooks: tuple[Any, Any] | None
     streams: Mapping[torch.device, Any]
-    """The stream that the caller works on, for each accelerator."""
+    """The caller's current stream on each accelerator."""
     context_vars: contextvars.Context
-    """The caller's context variables."""
     compiler: Any
-    """What compiles the code of the module, if the caller was called by compiled code."""
+    """The `torch.compile` callback that was active around the call; None if there was none."""
     recompile_limit: int | None
-    """How many graphs a replica's thread may compile of one piece of code."""
+    """How many graphs a replica's thread may compile for one code object; None leaves the limit."""
+    restore_state: _RestoreState | None = None
+    """What `restore` sets again; None if the state came from another process."""
 
     @classmethod
-    def capture(cls, devices: Iterable[torch.device]) -> AmbientState:
-        """The caller's state, for replicas on these devices."""
+    def capture(cls, devices: Iterable[torch.device] = ()) -> AmbientState:
+        """Capture the state of this thread, for replicas on these devices."""
         devices = list(devices)
-        places = {device for device in devices if device.type != "cpu"}
-        kinds = (*_DEVICE_TYPES, *{place.type for place in places}.difference(_DEVICE_TYPES))
+        accelerators = {device for device in devices if device.type != "cpu"}
+        device_types = {device.type for device in accelerators}.difference(_AUTOCAST_DEVICE_TYPES)
+        flags = _autocast_flags((*_AUTOCAST_DEVICE_TYPES, *device_types))
         return cls(
             grad_enabled=torch.is_grad_enabled(),
             inference_mode=torch.is_inference_mode_enabled(),
-            autocast=autocast_settings(kinds),
+            autocast=_enabled_autocast(flags),
             autocast_cache=torch.is_autocast_cache_enabled(),
             default_device=default_device(),
             saved_tensor_hooks=saved_tensor_hooks(),
-            streams={place: torch.get_device_module(place).current_stream(place) for place in places},
+            streams={device: torch.get_device_module(device).current_stream(device) for device in accelerators},
             context_vars=contextvars.copy_context(),
             compiler=active_compiler(),
             recompile_limit=scaled_recompile_limit(len(devices)),
+            restore_state=_RestoreState(
+                flags, _autocast_nesting(), torch.get_num_threads(), [get() for get, _ in _thread_locals]
+            ),
         )
 
     def enter(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The captured state, for the length of a `with` block in any thread, with `device` as the current one.
+        """Enter this state in any thread, with `device` as the current device.
 
-        Autocast is entered and left by its context manager: a thread that only sets the flags keeps a stale
-        cache of cast weights.
+        Autocast is entered through its context manager, which clears the cache of cast weights on exit.
         """
-        if self.is_trivial(device):  # the most common state of all, in the fewest steps
+        if self.is_trivial(device):  # the common case
             return _GradMode(self.grad_enabled)
         return _EnteredState(self, device)
 
     def is_trivial(self, device: torch.device) -> bool:
-        """Whether there is nothing to enter but whether gradients are wanted."""
+        """Whether entering it only sets grad mode."""
         return (
             not self.inference_mode
             and not self.autocast
@@ -120,17 +147,59 @@ class AmbientState:
         )
 
     def allows_internal_ops(self, device: torch.device) -> bool:
-        """Whether instep can work in the middle of it: copies look at no autocast, and inference mode can be left."""
+        """Whether instep's own copies may run inside it: no default device, saved-tensor hooks, or stream apply."""
         return self.default_device is None and self.saved_tensor_hooks is None and device not in self.streams
+
+    def restore(self) -> None:
+        """Set the state of the capturing thread again, after an interruption skipped the exit of a context manager.
+
+        May be called more than once.
+        """
+        state = self.restore_state
+        assert state is not None
+        torch.set_grad_enabled(self.grad_enabled)
+        if torch.get_num_threads() != state.num_threads:
+            torch.set_num_threads(state.num_threads)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        for device_type, enabled, dtype in state.autocast_flags:
+            torch.set_autocast_enabled(device_type, enabled)
+            torch.set_autocast_dtype(device_type, dtype)
+        for _ in range(_autocast_nesting() - state.autocast_nesting):
+            if not torch.autocast_decrement_nesting():
+                torch.clear_autocast_cache()
+        for (_, set_value), value in zip(_thread_locals, state.thread_locals, strict=False):
+            set_value(value)
+
+    def encode(self, source_device: torch.device, worker_device: torch.device) -> EncodedAmbientState:
+        """The form that is sent to a worker process, which has `worker_device` in place of `source_device`.
+
+        Context variables are left out: which of them can be sent depends on the connection.
+        """
+        return EncodedAmbientState(
+            grad_enabled=self.grad_enabled,
+            inference_mode=self.inference_mode,
+            autocast=[(setting.device_type, setting.dtype) for setting in self.autocast],
+            autocast_cache=self.autocast_cache,
+            default_device=worker_device if self.default_device == source_device else self.default_device,
+            saved_tensor_hooks=self.saved_tensor_hooks,
+            process=ProcessSettings.capture(accelerator=worker_device.type != "cpu"),
+        )
+
+
+class _RestoreState(NamedTuple):
+    autocast_flags: AutocastFlags
+    autocast_nesting: int
+    num_threads: int
+    thread_locals: list[Any]
 
 
 class _GradMode:
-    """Whether gradients are wanted."""
+    """Sets grad mode, like `torch.set_grad_enabled`, which changes it already when it is constructed."""
 
     __slots__ = ("_enabled", "_outer")
 
-    def __init__(self, grad: bool) -> None:
-        self._enabled = grad
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
 
     def __enter__(self) -> None:
         self._outer = torch.is_grad_enabled()
@@ -141,15 +210,15 @@ class _GradMode:
 
 
 class _EnteredState(ExitStack):
-    """All of the captured state.
+    """Enters all of an `AmbientState`.
 
-    Not made of a generator function: one that an interruption leaves open ends when it is cleared away, and would set
-    then what was set long ago.
+    Not a `@contextmanager` generator: one that an interruption leaves suspended runs its `finally` when it is garbage
+    collected, and would then restore outdated state.
     """
 
-    def __init__(self, ambient: AmbientState, device: torch.device) -> None:
+    def __init__(self, state: AmbientState, device: torch.device) -> None:
         super().__init__()
-        self._state, self._device = ambient, device
+        self._state, self._device = state, device
 
     def __enter__(self) -> _EnteredState:
         super().__enter__()
@@ -161,28 +230,157 @@ class _EnteredState(ExitStack):
         return self
 
     def _enter_all(self) -> None:
-        ambient, device = self._state, self._device
-        self.enter_context(set_inference_mode(ambient.inference_mode))
-        self.enter_context(torch.set_grad_enabled(ambient.grad_enabled))
-        if ambient.default_device is not None:
-            self.enter_context(ambient.default_device)
-        for cast in _autocast_contexts(ambient.autocast, ambient.autocast_cache):
-            self.enter_context(cast)
-        if device in ambient.streams:
+        state, device = self._state, self._device
+        self.enter_context(set_inference_mode(state.inference_mode))
+        self.enter_context(torch.set_grad_enabled(state.grad_enabled))
+        if state.default_device is not None:
+            self.enter_context(state.default_device)
+        for autocast in _autocast_contexts(state.autocast, state.autocast_cache):
+            self.enter_context(autocast)
+        if device in state.streams:
             backend = torch.get_device_module(device)
             _init_device_context(backend, device)
-            self.enter_context(backend.stream(ambient.streams[device]))
-        if ambient.saved_tensor_hooks is not None:
-            self.enter_context(torch.autograd.graph.saved_tensors_hooks(*ambient.saved_tensor_hooks))
-        self.enter_context(use_recompile_limit(ambient.recompile_limit))
+            self.enter_context(backend.stream(state.streams[device]))
+        if state.saved_tensor_hooks is not None:
+            self.enter_context(torch.autograd.graph.saved_tensors_hooks(*state.saved_tensor_hooks))
+        self.enter_context(use_recompile_limit(state.recompile_limit))
 
 
 _thread_local = threading.local()
 
 
 def _init_device_context(backend: Any, device: torch.device) -> None:
-    """Let a thread make a device's context its own before it first works there; cuBLAS warns if it has none."""
+    """Initialize the device's context in this thread before its first use; cuBLAS warns if there is none."""
     if device not in _thread_local.__dict__.setdefault("devices", set()):
         _thread_local.devices.add(device)
         if device.type == "cuda":
             backend.mem_get_info(device)
+
+
+@dataclass
+class EncodedAmbientState:
+    """An `AmbientState` and the process-wide settings around it, as sent to worker processes."""
+
+    grad_enabled: bool
+    inference_mode: bool
+    autocast: list[tuple[str, torch.dtype]]
+    autocast_cache: bool
+    default_device: torch.device | None
+    saved_tensor_hooks: tuple[Any, Any] | None
+    process: ProcessSettings
+    context_vars: list[tuple[contextvars.ContextVar[Any], Any]] = field(default_factory=list)
+
+    def decode(self) -> AmbientState:
+        """The state to enter in the worker."""
+        context = contextvars.copy_context()
+        for variable, value in self.context_vars:
+            context.run(variable.set, value)
+        return AmbientState(
+            grad_enabled=self.grad_enabled,
+            inference_mode=self.inference_mode,
+            autocast=tuple(starmap(AutocastSetting, self.autocast)),
+            autocast_cache=self.autocast_cache,
+            default_device=self.default_device,
+            saved_tensor_hooks=self.saved_tensor_hooks,
+            streams={},
+            context_vars=context,
+            compiler=None,
+            recompile_limit=None,
+        )
+
+
+@dataclass
+class ProcessSettings:
+    """Process-wide torch and warning settings."""
+
+    default_dtype: torch.dtype
+    deterministic_mode: int
+    matmul_precision: str
+    cudnn: tuple[bool, bool]
+    """`torch.backends.cudnn.benchmark` and `.deterministic`."""
+    num_threads: int
+    backend_flags: dict[str, Any]
+    """Flags of the CUDA backends; empty for CPU workers."""
+    anomaly_mode: int
+    """See `anomaly_mode`."""
+    warning_filters: tuple[WarningFilter, ...]
+
+    @classmethod
+    def capture(cls, *, accelerator: bool) -> ProcessSettings:
+        return cls(
+            default_dtype=torch.get_default_dtype(),
+            deterministic_mode=torch.get_deterministic_debug_mode(),
+            matmul_precision=torch.get_float32_matmul_precision(),
+            cudnn=(torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+            num_threads=torch.get_num_threads(),
+            backend_flags=backend_flags() if accelerator else {},
+            anomaly_mode=anomaly_mode(),
+            warning_filters=get_warning_filters(),
+        )
+
+    def apply(self) -> None:
+        """Set what differs in this process, except for the number of threads."""
+        if torch.get_default_dtype() != self.default_dtype:
+            torch.set_default_dtype(self.default_dtype)
+        if torch.get_deterministic_debug_mode() != self.deterministic_mode:
+            torch.set_deterministic_debug_mode(self.deterministic_mode)
+        if torch.get_float32_matmul_precision() != self.matmul_precision:
+            torch.set_float32_matmul_precision(self.matmul_precision)
+        cudnn = torch.backends.cudnn
+        if (cudnn.benchmark, cudnn.deterministic) != self.cudnn:
+            cudnn.benchmark, cudnn.deterministic = self.cudnn
+        set_backend_flags(self.backend_flags)
+        set_anomaly_mode(self.anomaly_mode)
+        set_warning_filters(self.warning_filters)
+
+
+def anomaly_mode() -> int:
+    """Autograd's anomaly detection: 0 if off, 1 if on, 2 if it also checks for NaN."""
+    return 1 + torch.is_anomaly_check_nan_enabled() if torch.is_anomaly_enabled() else 0
+
+
+def set_anomaly_mode(mode: int) -> None:
+    if mode != anomaly_mode():
+        torch.set_anomaly_enabled(mode > 0, mode != 1)
+
+
+_FLAGS: dict[str, tuple[Any, str]] = {
+    "cudnn.enabled": (torch.backends.cudnn, "enabled"),
+    "cudnn.benchmark": (torch.backends.cudnn, "benchmark"),
+    "cudnn.deterministic": (torch.backends.cudnn, "deterministic"),
+    "cudnn.allow_tf32": (torch.backends.cudnn, "allow_tf32"),
+    "matmul.fp16": (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    "matmul.bf16": (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+}
+_SDP_BACKENDS = {
+    "flash": ("flash_sdp_enabled", "enable_flash_sdp"),
+    "memory": ("mem_efficient_sdp_enabled", "enable_mem_efficient_sdp"),
+    "math": ("math_sdp_enabled", "enable_math_sdp"),
+    "cudnn": ("cudnn_sdp_enabled", "enable_cudnn_sdp"),
+}
+
+
+def backend_flags() -> dict[str, Any]:
+    """The CUDA backends' flags. A flag that torch refuses to read (mixed old and new TF32 APIs) is left out."""
+    flags: dict[str, Any] = {}
+    for name, (holder, attribute) in _FLAGS.items():
+        try:
+            flags[name] = getattr(holder, attribute)
+        except (RuntimeError, AttributeError):
+            continue
+    for name, (getter, _) in _SDP_BACKENDS.items():
+        if hasattr(torch.backends.cuda, getter):
+            flags[name] = getattr(torch.backends.cuda, getter)()
+    return flags
+
+
+def set_backend_flags(flags: Mapping[str, Any]) -> None:
+    """Set the flags that differ in this process."""
+    current = backend_flags() if flags else {}
+    for name, value in flags.items():
+        if current.get(name) == value:
+            continue
+        if name in _FLAGS:
+            setattr(*_FLAGS[name], value)
+        else:
+            getattr(torch.backends.cuda, _SDP_BACKENDS[name][1])(value)

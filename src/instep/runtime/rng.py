@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.runtime.ambient import register_thread_local
 from instep.runtime.modes import CombinedContext
 from instep.runtime.torch_private import (
     is_rng_dispatch_enabled,
@@ -154,6 +155,9 @@ def set_thread_rng_state(how: ThreadRngState) -> None:
     """Let this thread draw as it did."""
     _thread_local.stream, _thread_local.in_turn, routed = how
     set_rng_dispatch(routed)
+
+
+register_thread_local(thread_rng_state, set_thread_rng_state)
 
 
 class _UseStream:

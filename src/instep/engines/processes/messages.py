@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor
 
 from instep.devices import Bucket
-from instep.runtime.ambient import AutocastState
-from instep.runtime.warning_filters import WarningFilter
+from instep.runtime.ambient import AutocastState, EncodedAmbientState
 
 # From this process to a worker.
 ENVIRONMENT, TENSOR_TABLE, MODULE, ATTRIBUTES, GLOBALS, FORWARD, BACKWARD, REACHABILITY, COLLECTIVE_RESULT, STOP = (
@@ -124,32 +122,6 @@ class AttributesRequest:
     """Generators in them, whose places come after those that are known."""
 
 
-@dataclass
-class AmbientSettings:
-    """The state of the caller's thread and process that a call depends on."""
-
-    grad_enabled: bool
-    inference_mode: bool
-    autocast: list[tuple[str, torch.dtype]]
-    autocast_cache: bool
-    default_device: torch.device | None
-    default_dtype: torch.dtype
-    deterministic_mode: int
-    matmul_precision: str
-    cudnn: tuple[bool, bool]
-    """Whether cuDNN may try out which way is quickest, and whether it must be deterministic."""
-    num_threads: int
-    saved_tensors_hooks: tuple[Any, Any] | None
-    backend_flags: dict[str, Any] = field(default_factory=dict)
-    """Switches of what computes on accelerators, by their names."""
-    context_vars: list[tuple[ContextVar[Any], Any]] = field(default_factory=list)
-    """Context variables that the worker may read."""
-    anomaly_mode: int = 0
-    """How anomalies are looked for (see `scenery.anomaly_mode`)."""
-    warning_filters: tuple[WarningFilter, ...] = ()
-    """What becomes of warnings."""
-
-
 class PositionalMessage:
     """A message that goes as the bare values of its fields: both sides know what they are asked for in what order.
 
@@ -192,7 +164,7 @@ class ForwardRequest(PositionalMessage):
     released: tuple[Sequence[int], Sequence[int]] = ((), ())
     """Calls and modules that nobody needs any longer."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    ambient: AmbientSettings | None = None
+    ambient: EncodedAmbientState | None = None
     """None for the same as in the message before."""
     args_on_host: bool = False
     """Whether arguments lie on the host, from where the worker brings them to its device."""

@@ -21,7 +21,7 @@ from instep.engines.processes.messages import (
 )
 from instep.engines.processes.transport.copy_streams import CallStreams
 from instep.engines.processes.transport.shared_memory import SharedMemory
-from instep.engines.processes.worker.ambient import anomaly_mode
+from instep.runtime.ambient import anomaly_mode
 
 
 class ReplicaBackward:

@@ -32,7 +32,6 @@ from instep.engines.processes.lifecycle.watchdog import (
     script_environment,
 )
 from instep.engines.processes.messages import (
-    AmbientSettings,
     AttributesRequest,
     BackwardRequest,
     DeviceRequest,
@@ -53,6 +52,7 @@ from instep.engines.processes.worker.ambient import describe_device
 from instep.engines.processes.worker.module import gradient_slot
 from instep.errors import EngineError
 from instep.replicas.names import module_names
+from instep.runtime.ambient import EncodedAmbientState
 from instep.runtime.locks import ForkSafeLock
 
 request_ids = itertools.count(1)
@@ -84,7 +84,7 @@ class WorkerClient:
         """The folder, the import path, the environment and the number of modules when the worker was told of them."""
         self.timeout = math.inf
         """Seconds without a word from the worker, after which it is given up."""
-        self._last_ambient: AmbientSettings | None = None
+        self._last_ambient: EncodedAmbientState | None = None
         """Those of the last forward."""
         self.last_request_id = 0
         """The number of the last question."""
@@ -267,7 +267,7 @@ class WorkerClient:
         """Ask for one replica's part of a forward; returns the tensors of its arguments too, as they are numbered."""
         box, around = self._new_pending(), run.ambient
         run.released = self._take_released()
-        if around is None or around.context_vars or around.saved_tensors_hooks is not None:
+        if around is None or around.context_vars or around.saved_tensor_hooks is not None:
             self._last_ambient = None  # values of the user's are sent again, and not compared
         elif (
             around == self._last_ambient and len(self._pending) == 1

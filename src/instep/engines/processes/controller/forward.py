@@ -19,7 +19,6 @@ from instep.engines.processes.controller.replay import ReplayableCall, record_ol
 from instep.engines.processes.controller.replies import ReplyGenerator
 from instep.engines.processes.lifecycle.watchdog import PendingReply
 from instep.engines.processes.messages import (
-    AmbientSettings,
     ForwardReply,
     ForwardRequest,
     OutputOnlyReply,
@@ -27,16 +26,15 @@ from instep.engines.processes.messages import (
 from instep.engines.processes.serialization.diagnose import check_not_aliased, describe_unnamed, lost_gradient_error
 from instep.engines.processes.serialization.registry import sendable_context
 from instep.engines.processes.transport.channel import reply_rebuilder
-from instep.engines.processes.worker.ambient import anomaly_mode, backend_flags
 from instep.errors import CannotCross, EngineError
 from instep.replicas.diff import MISSING, STRUCTURE_CHANGED, AttributeChange, Changes, ContainerChange
 from instep.replicas.mutable_arguments import ArgumentChange, decode_contents, mutable_arguments
 from instep.replicas.object_graph import read_contents, write_contents
 from instep.replicas.replica import ReplicaResult
 from instep.replicas.write_watch import deduplicate_views
-from instep.runtime.ambient import AmbientState
+from instep.runtime.ambient import AmbientState, EncodedAmbientState
 from instep.runtime.rng import GeneratorPairs, generators_in
-from instep.runtime.warning_filters import CUDNN_WEIGHTS_FILTER, get_warning_filters
+from instep.runtime.warning_filters import CUDNN_WEIGHTS_FILTER
 
 
 class ReplicaForward:
@@ -56,7 +54,7 @@ class ReplicaForward:
             *(shadow.module_id, method, args, index, list(job.sizes), len(job.replicas), follow),
             *(random.cpu.base_seed, random.accelerator_seed.base_seed),
             kwargs=kwargs,
-            ambient=_ambient_settings(job.ambient, shadow),
+            ambient=_encode_ambient(job.ambient, shadow),
             args_on_host=shadow.worker_moves_args,
             carried_state=lent,
             python_seed=job.python_seed,
@@ -247,27 +245,11 @@ def _argument_indices(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) ->
     return [places[id(tensor)] for tensor in tensors]
 
 
-def _ambient_settings(ambient: AmbientState, shadow: RemoteReplica) -> AmbientSettings:
-    return AmbientSettings(
-        grad_enabled=ambient.grad_enabled,
-        inference_mode=ambient.inference_mode,
-        autocast=[(cast.device_type, cast.dtype) for cast in ambient.autocast],
-        autocast_cache=ambient.autocast_cache,
-        default_device=shadow.worker_device
-        if ambient.default_device == shadow.source_device
-        else ambient.default_device,
-        default_dtype=torch.get_default_dtype(),
-        deterministic_mode=torch.get_deterministic_debug_mode(),
-        matmul_precision=torch.get_float32_matmul_precision(),
-        cudnn=(torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
-        num_threads=torch.get_num_threads(),
-        saved_tensors_hooks=ambient.saved_tensor_hooks,
-        backend_flags={} if shadow.worker_device.type == "cpu" else backend_flags(),
-        anomaly_mode=anomaly_mode(),
-        warning_filters=(CUDNN_WEIGHTS_FILTER, *get_warning_filters())
-        if shadow.source_device.type != shadow.worker_device.type
-        else get_warning_filters(),
-    )
+def _encode_ambient(ambient: AmbientState, replica: RemoteReplica) -> EncodedAmbientState:
+    encoded = ambient.encode(replica.source_device, replica.worker_device)
+    if replica.source_device.type != replica.worker_device.type:
+        encoded.process.warning_filters = (CUDNN_WEIGHTS_FILTER, *encoded.process.warning_filters)
+    return encoded
 
 
 def _apply_state(shadow: RemoteReplica, told: RemoteModuleState, ran: ForwardReply) -> ReplicaResult:

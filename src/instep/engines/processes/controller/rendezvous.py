@@ -13,13 +13,13 @@ from torch import Tensor
 from instep.collectives.exchange import EncodedPayload, Payload, decode_payload, encode_payload, stage_on_host
 from instep.collectives.group import first_error
 from instep.engines import rendezvous
-from instep.engines.base import ThreadStateSnapshot
 from instep.engines.processes.controller.replies import AT_COLLECTIVE, RUNNING, ReplyGenerator, unwrap_stop_iteration
 from instep.engines.processes.transport.channel import FlatValue
 from instep.engines.processes.transport.copy_streams import CallStreams
 from instep.engines.thread_pool import set_replica_thread
 from instep.errors import EngineError
 from instep.runtime.affinity import set_spin_wait
+from instep.runtime.ambient import AmbientState
 from instep.runtime.locks import ForkSafeLock, run_uninterrupted
 from instep.runtime.modes import set_inference_mode
 
@@ -174,7 +174,7 @@ def run_as_replica(run: Callable[[], T], count: int, *, caller_restores: bool = 
     back = (
         [partial(set_replica_thread, False), partial(torch.set_num_threads, mine)]
         if caller_restores
-        else [ThreadStateSnapshot().restore]
+        else [AmbientState.capture().restore]
     )
     try:
         if share != mine:

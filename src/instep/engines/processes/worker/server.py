@@ -36,7 +36,6 @@ from instep.engines.processes.transport.cuda_ipc import CudaIpcChannel
 from instep.engines.processes.worker.ambient import (
     WorkerAmbientState,
     device_memory_error,
-    set_anomaly_mode,
     use_device,
 )
 from instep.engines.processes.worker.module import (
@@ -54,7 +53,7 @@ from instep.replicas.mutable_arguments import ArgumentSnapshot
 from instep.replicas.replica import ReplicaResult
 from instep.replicas.tensors import check_no_stray_gradients
 from instep.runtime.affinity import SenderCpuAvoidance, set_spin_wait
-from instep.runtime.ambient import AutocastState
+from instep.runtime.ambient import AutocastState, set_anomaly_mode
 from instep.runtime.rng import ReplicaRng, supports_thread_streams
 from instep.structure.tree import tensors_in
 
