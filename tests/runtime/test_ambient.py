@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import instep
+from instep.engines.thread_pool import is_replica_thread, set_replica_thread
+from instep.runtime.ambient import AmbientState
 
 
 def settings() -> dict[str, Any]:

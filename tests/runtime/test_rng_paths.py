@@ -353,16 +353,16 @@ def test_a_backward_for_all_replicas_draws_from_a_stream_of_its_thread() -> None
 def test_nothing_is_registered_before_it_is_needed() -> None:
     code = """
 import torch, instep
-from instep import private
-before = torch.random.default_generator is torch.default_generator and not private._registered
+from instep.runtime import torch_private
+before = torch.random.default_generator is torch.default_generator and not torch_private._libraries
 net = torch.nn.Dropout()
 with instep.DataParallel(net, ["cpu"] * 2, engine="serial") as model:
     model(torch.ones(4, 3))
-before = before and not private._registered
+before = before and not torch_private._libraries
 for _ in range(2):
     with instep.DataParallel(net, ["cpu"] * 2, engine="threads") as model:
         model(torch.ones(4, 3))
-print(before, len(private._registered))
+print(before, len(torch_private._libraries))
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.stdout.split() == ["True", "2"], run.stderr
