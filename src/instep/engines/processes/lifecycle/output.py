@@ -75,7 +75,7 @@ class WorkerOutput:
         # The caller's stream may be closed, none, or of any kind. There is no other place to print to, and a worker
         # whose pipe nobody reads any longer would stand still.
         with suppress(Exception):
-            stream.write_state("".join(f"[{self._get_name()}] {line}\n" for line in lines))
+            stream.write("".join(f"[{self._get_name()}] {line}\n" for line in lines))
             stream.flush()
 
     def tail(self) -> str:
