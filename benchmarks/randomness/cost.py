@@ -76,7 +76,7 @@ def steps(rounds: int) -> None:
     x = torch.randn(16, 64, 128)
     side_by_side = instep.DataParallel(encoder(0.1), ["cpu"] * 2, engine="threads")
     in_turn = instep.DataParallel(encoder(0.1), ["cpu"] * 2, engine="threads")
-    in_turn._instep_together._serialized_draws.serialize = True
+    in_turn._instep_runner.serialization.serialize = True
     without = instep.DataParallel(encoder(0.0), ["cpu"] * 2, engine="threads")
 
     def step(model: nn.Module) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,11 +10,9 @@ from typing import Any
 
 from torch import nn
 from torch.compiler import is_compiling
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from instep.call.explain import Explanation, explain, explain_one_device
 from instep.call.options import (
-    BoundCall,
     MethodBinding,
     Options,
     as_dict,
@@ -30,25 +26,20 @@ from instep.call.transparent import Transparent
 from instep.collectives.sync_batchnorm import SyncBatchNormPatch, running_stats_rule
 from instep.devices import (
     DeviceLike,
-    has_accelerator_tensors,
     module_device,
-    place,
     resolve_device,
     resolve_devices,
-    to_output_device,
 )
 from instep.engines.base import Engine
 from instep.engines.select import EngineChoice, choose_engine, create_engine, fallback_engine
-from instep.engines.thread_pool import is_replica_thread
 from instep.errors import CannotCross, WrapError
 from instep.replicas.clone import ModuleWrapper
 from instep.replicas.replica_set import ReplicaSet
 from instep.replicas.state.merge import StateMerger
 from instep.replicas.state.rules import check_state_rule
-from instep.runtime.locks import ForkSafeLock
-from instep.runtime.modes import active_compiler, call_compiled, disable_compile
+from instep.runtime.caller_warnings import warn_caller
+from instep.runtime.modes import disable_compile
 from instep.runtime.process_role import inside_worker
-from instep.runtime.torch_private import has_thread_local_transform
 from instep.structure.merge import Merger
 from instep.structure.spec import AUTO, strip_marks
 
@@ -161,47 +152,43 @@ class DataParallel(Transparent, ModuleWrapper):
         self._instep_options = options
         self._instep_devices = devices
         self._instep_output = devices[0] if options.output_device is None else resolve_device(options.output_device)
-        self._instep_alone = len(devices) == 1
-        self._instep_stays = devices[0].type == self._instep_output.type == "cpu" and not options.place
-        self._instep_bare = self._instep_alone and self._instep_stays
-        self._instep_methods: dict[str, MethodBinding] = {}
+        self._instep_pass_through = (
+            len(devices) == 1 and devices[0].type == self._instep_output.type == "cpu" and not options.place
+        )
+        """Whether forward is the module's own: nothing is split and nothing moves."""
         self._start_engine(choose_engine(options.engine, devices))
 
-    def _start_engine(self, choice: EngineChoice) -> None:
-        """Set up what runs calls, on an engine."""
+    def _start_engine(self, choice: EngineChoice, methods: dict[str, MethodBinding] | None = None) -> None:
+        """Set up an engine, its replicas, and the runner of calls."""
         options, devices = self._instep_options, self._instep_devices
-        self._instep_choice = choice
-        self._instep_engine: Engine = create_engine(choice, devices, options.restarts, options.timeout)
-        outfit, joint = SyncBatchNormPatch(options.sync_batchnorm), self._instep_engine.joint_graph
-        self._instep_crew = ReplicaSet(
+        engine: Engine = create_engine(choice, devices, options.restarts, options.timeout)
+        batchnorm_patch = SyncBatchNormPatch(options.sync_batchnorm)
+        replicas = ReplicaSet(
             self.module,
             devices,
             private_copies=options.private_copies,
-            joint_graph=joint,
-            patch=outfit,
-            share_tensors=None if options.private_copies else self._instep_engine.share_tensors,
-            replica_classes=self._instep_engine.replica_classes(),
+            joint_graph=engine.joint_graph,
+            patch=batchnorm_patch,
+            share_tensors=None if options.private_copies else engine.share_tensors,
+            replica_classes=engine.replica_classes(),
         )
-        self._instep_together = ParallelRunner(
+        attribute_merger = Merger.from_options(options.merge, AUTO, options.dim)
+        state_merger = StateMerger(options.state, attribute_merger, options.on_unmerged_state, running_stats_rule)
+        self._instep_choice, self._instep_engine, self._instep_replicas = choice, engine, replicas
+        self._instep_runner = ParallelRunner(
             self.module,
             devices,
             self._instep_output,
-            self._instep_engine,
-            self._instep_crew,
-            StateMerger(
-                options.state,
-                Merger.from_options(options.merge, AUTO, options.dim),
-                options.on_unmerged_state,
-                running_stats_rule,
-            ),
-            outfit,
+            engine,
+            replicas,
+            state_merger,
+            batchnorm_patch,
             options,
-            _weakly(self._on_one_device),
+            {} if methods is None else methods,
         )
-        self._instep_lock = ForkSafeLock(self._instep_crew.discard)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._instep_bare:  # nothing is split, nothing moves: the compiler sees through it
+        if self._instep_pass_through:  # nothing is split, nothing moves: the compiler sees through it
             if not is_compiling():
                 refuse_outer_wrapper(_FRAMES_FROM_FORWARD)
             return self.module(*strip_marks(args), **strip_marks(kwargs))
@@ -214,82 +201,42 @@ class DataParallel(Transparent, ModuleWrapper):
     @disable_compile
     def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         refuse_outer_wrapper(_FRAMES_FROM_RUN)
-        if self._instep_alone or is_replica_thread() or self._is_lazy() or has_thread_local_transform():
-            return self._on_one_device(method, args, kwargs)
-        if self._instep_together.has_user_hooks():
-            return self._on_one_device(method, args, kwargs)
-        known = self._method(method)
-        names, values = known.bind(args, kwargs)
-        plan = known.plan(names, values, self._instep_options.cost)
-        if plan.parts == 1:
-            return self._on_one_device(method, args, kwargs)
         try:
-            with self._instep_lock:
-                return self._instep_together.run(BoundCall(method, known, plan, values, len(args)))
+            return self._instep_runner.run(method, args, kwargs)
         except CannotCross as error:
             self._fall_back(error)
         return self._run(method, args, kwargs)
 
     def _fall_back(self, error: CannotCross) -> None:
-        """Go on with another engine, if nobody asked for the one that cannot have what a call needs."""
+        """Continue with another engine if `auto` chose one that cannot send what the call needs."""
         choice = fallback_engine(self._instep_choice, error)
-        self._instep_together.check_rerun_allowed()
-        warnings.warn(f"engine='auto' goes on with threads: {choice.reason}.", stacklevel=5)
-        before, frozen = self._instep_engine, self._instep_crew.frozen
-        self._start_engine(choice)
-        self._instep_crew.frozen = frozen
+        before, runner, frozen = self._instep_engine, self._instep_runner, self._instep_replicas.frozen
+        runner.check_rerun_allowed()
+        warn_caller(f"falling back to engine={choice.name!r}: {choice.reason}.")
+        self._start_engine(choice, runner.methods)
+        self._instep_replicas.frozen = frozen
         before.close()
-
-    def _on_one_device(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The module itself, on the first device."""
-        function = self.module if method == "forward" else getattr(self.module, method)
-        args, kwargs = strip_marks(args), strip_marks(kwargs)
-        if self._instep_stays or is_replica_thread():
-            return call_compiled(active_compiler(), function, args, kwargs)
-        device, rules = self._instep_devices[0], self._instep_options.place
-        if device.type != "cpu" or rules:
-            names, values = self._method(method).bind(args, kwargs)
-            keep = has_accelerator_tensors(values)
-            moved = [place(value, (name,), device, keep, rules) for name, value in zip(names, values, strict=True)]
-            args, kwargs = moved[: len(args)], dict(zip(names[len(args) :], moved[len(args) :], strict=True))
-        output = call_compiled(active_compiler(), function, args, kwargs)
-        return output if self._instep_output == device else to_output_device(output, self._instep_output)
-
-    def _method(self, name: str) -> MethodBinding:
-        known = self._instep_methods.get(name)
-        if known is None:
-            known = MethodBinding(self.module, name, self._instep_options, len(self._instep_devices))
-            self._instep_methods[name] = known
-        return known
-
-    def _is_lazy(self) -> bool:
-        """A lazy module's first call runs on the source, where its parameters come to be."""
-        if not getattr(self, "_instep_maybe_lazy", True):
-            return False
-        tensors = (*self.module.parameters(), *self.module.buffers())
-        self._instep_maybe_lazy = any(
-            isinstance(tensor, (UninitializedBuffer, UninitializedParameter)) for tensor in tensors
-        )
-        return self._instep_maybe_lazy
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As `nn.Module.compile`: the module is compiled, and so is each replica."""
         self.module.compile(*args, **kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """What happens to each leaf of such a call, and why; nothing runs. `print(model.explain(batch))`."""
-        known = self._method("forward")
-        names, values = known.bind(args, kwargs)
-        if self._instep_alone:
-            return explain_one_device(names, values, self._instep_devices[0])
-        plan = known.plan(names, values, self._instep_options.cost)
-        tried = (
-            None
-            if known.probe is None
-            else known.probe.find_record(plan, values, self._instep_crew.fingerprint.current)
+        """Show what happens to each leaf of such a call, and why. Nothing runs: ``print(model.explain(batch))``."""
+        runner, devices = self._instep_runner, self._instep_devices
+        binding = runner.binding("forward")
+        names, values = binding.bind(args, kwargs)
+        if len(devices) == 1:
+            return explain_one_device(names, values, devices[0])
+        plan = binding.plan(names, values, self._instep_options.cost)
+        trial = ""
+        if binding.probe is not None:
+            record = binding.probe.find_record(plan, values, self._instep_replicas.fingerprint.current)
+            trial = "not tried yet" if record is None else record.summary
+        reason = runner.one_device.explain("forward", plan)
+        return explain(
+            plan, values, devices, self._chosen(), binding.merger, trial, "" if reason is None else reason.name
         )
-        trial = "" if known.probe is None else "not tried yet" if tried is None else tried.summary
-        return explain(plan, values, self._instep_devices, self._chosen(), known.merger, trial)
 
     def _chosen(self) -> EngineChoice:
         """The engine, why it was chosen, and how tensors come to its replicas."""
@@ -305,21 +252,21 @@ class DataParallel(Transparent, ModuleWrapper):
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Promise that no value of the module changes while inside: nothing is sent to the replicas again."""
-        crew = self._instep_crew
-        outer = crew.frozen
-        if not self._instep_alone:
-            for replica in crew.sync():
+        replicas = self._instep_replicas
+        outer = replicas.frozen
+        if len(self._instep_devices) > 1:
+            for replica in replicas.sync():
                 replica.sync_state()
-        crew.frozen = True
+        replicas.frozen = True
         try:
             yield
         finally:
-            crew.frozen = outer
+            replicas.frozen = outer
 
     def close(self) -> None:
         """Give threads and worker processes back; the wrapper starts anew if it is called again."""
         self._instep_engine.close()
-        self._instep_crew.discard()
+        self._instep_replicas.discard()
 
     def __enter__(self) -> DataParallel:
         return self
@@ -350,15 +297,3 @@ class DataParallel(Transparent, ModuleWrapper):
         if options.engine == "processes" and inside_worker():  # part of a module that was sent to this one
             options = replace(options, engine="threads")
         self._set_up(options)
-
-
-def _weakly(method: Any) -> Callable[..., Any]:
-    """A method of the wrapper, for something that the wrapper holds and that must not hold on to it."""
-    weak = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        bound = weak()
-        assert bound is not None  # it is called from inside a call of the wrapper
-        return bound(*args)
-
-    return call

@@ -216,7 +216,7 @@ def test_recurrent_weights_are_laid_out_once_where_they_are_copies(
     monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda self: laid_out.append(self))
     with instep.DataParallel(net, ["cpu"] * 2, engine="threads", private_copies=private) as model:
         model(x)
-        mine = [replica.module for replica in model._instep_crew.replicas]
+        mine = [replica.module for replica in model._instep_replicas.replicas]
         assert [module for module in laid_out if module in mine] == (mine if private else [])
         laid_out.clear()
         model(x)

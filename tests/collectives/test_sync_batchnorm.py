@@ -181,7 +181,7 @@ def test_hooks_run_and_the_source_is_untouched(way: str) -> None:
         model.module[0].register_forward_hook(lambda module, args, out: seen.append(len(out)))
         model(normal(7, 4))
         assert "forward" not in model.module[0].__dict__
-        assert all(isinstance(replica.module[0].forward, SyncedForward) for replica in model._instep_crew.replicas)
+        assert all(isinstance(replica.module[0].forward, SyncedForward) for replica in model._instep_replicas.replicas)
     assert sorted(seen) == [2, 2, 3]
 
 

@@ -316,7 +316,7 @@ def test_a_module_that_makes_its_layers_in_the_first_call(engine: str) -> None:
         for _ in range(3):
             x = torch.randn(4, 3)
             torch.testing.assert_close(model(x), plain(x))
-        assert [len(shards) for shards in (model._instep_crew.replicas,)] == [2]
+        assert [len(shards) for shards in (model._instep_replicas.replicas,)] == [2]
         assert len(net.layer._forward_hooks) == 1
 
 

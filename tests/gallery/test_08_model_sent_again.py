@@ -16,13 +16,13 @@ def test_replicas_are_made_once_and_share_memory_where_they_can(engine: str) -> 
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
         model(x)
-        made = [id(replica.module) for replica in model._instep_crew.replicas]
+        made = [id(replica.module) for replica in model._instep_replicas.replicas]
         for _ in range(3):
             optimizer.zero_grad()
             model(x).sum().backward()
             optimizer.step()
             torch.testing.assert_close(model(x), net(x))
-        assert [id(replica.module) for replica in model._instep_crew.replicas] == made
-        for replica in model._instep_crew.replicas:
+        assert [id(replica.module) for replica in model._instep_replicas.replicas] == made
+        for replica in model._instep_replicas.replicas:
             for mine, theirs in zip(replica.module.parameters(), net.parameters(), strict=True):
                 assert mine.data_ptr() == theirs.data_ptr()

@@ -156,7 +156,7 @@ def test_samples_that_meet_are_an_error(wrap: Any, engine: str, name: str) -> No
         assert "instep.all_gather" in str(caught.value)
         assert "merge=" in str(caught.value)
     assert torch.equal(torch.get_rng_state(), state)
-    assert not model._instep_crew.replicas
+    assert not model._instep_replicas.replicas
 
 
 BY_POSITION = {

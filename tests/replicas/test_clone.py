@@ -170,7 +170,7 @@ def test_what_cannot_be_copied_is_shared(tmp_path: Path) -> None:
         net.file = file
         x = torch.randn(4, 2)
         torch.testing.assert_close(model(x), net(x))
-        assert model._instep_crew.replicas[1].module.file is file
+        assert model._instep_replicas.replicas[1].module.file is file
 
 
 class Child(nn.Module):
@@ -204,7 +204,7 @@ def test_a_proxy_stands_for_the_replicas_own(engine: str) -> None:
         net.zero_grad()
         net(x).sum().backward()
         torch.testing.assert_close(mine, net.first.weight.grad)
-        replica: Any = model._instep_crew.replicas[1].module
+        replica: Any = model._instep_replicas.replicas[1].module
         assert replica.child.parent.first is replica.first
 
 
@@ -268,7 +268,7 @@ def test_lazy_modules_come_to_be_on_the_source(engine: str) -> None:
         x = torch.randn(6, 3)
         torch.testing.assert_close(model(x), net(x))
         torch.testing.assert_close(model(x), net(x))
-        assert len(model._instep_crew.replicas) == 2
+        assert len(model._instep_replicas.replicas) == 2
 
 
 def test_a_clone_made_in_inference_mode_trains_afterwards() -> None:

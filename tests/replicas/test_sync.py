@@ -294,6 +294,6 @@ def test_containers_left_on_the_module_do_not_pile_up(engine: str, private: bool
             x = torch.randn(4, 3)
             torch.testing.assert_close(model(x), net.layer(x))
             torch.testing.assert_close(net.hidden[1], net.layer(x) * 2)
-            replica = model._instep_crew.replicas[1]
+            replica = model._instep_replicas.replicas[1]
             sizes.append((len(replica.tensors.state), len(replica.cloner.containers)))
         assert sizes[-1] == sizes[2]

@@ -133,7 +133,7 @@ def test_draws_repeat_differ_between_replicas_and_are_the_same_on_every_engine(n
             for _ in range(2):
                 torch.default_generator.manual_seed(11)
                 runs.append((model(x), state()))
-            assert not model._instep_together._serialized_draws.serialize
+            assert not model._instep_runner.serialization.serialize
     outputs = [output for output, _ in runs]
     assert all(torch.equal(output, outputs[0]) for output in outputs)
     assert all(torch.equal(after, runs[0][1]) for _, after in runs)
@@ -238,7 +238,7 @@ def test_checkpointing_recomputes_the_same_masks(engine: str, reentrant: bool, p
             torch.testing.assert_close(net.scale.grad, regions * out.detach().sum())
             assert torch.equal(state(), between)
             assert 0.2 < float((out != 0).double().mean()) < 0.4
-        assert not model._instep_together._serialized_draws.serialize
+        assert not model._instep_runner.serialization.serialize
 
 
 @engines

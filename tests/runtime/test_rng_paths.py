@@ -144,7 +144,7 @@ def test_a_generator_that_is_set_later_is_followed(engine: str) -> None:
             net.attribute = torch.Generator().manual_seed(2)
             runs.append(model(torch.zeros(4, 3)))
         assert all(torch.equal(run, runs[0]) for run in runs)
-        assert len(model._instep_crew.replicas[0].cloner.generators) <= 2
+        assert len(model._instep_replicas.replicas[0].cloner.generators) <= 2
 
 
 class Given(nn.Module):
@@ -205,7 +205,7 @@ def test_the_default_generator_by_name_is_drawn_from_in_turn() -> None:
             for _ in range(3):
                 torch.default_generator.manual_seed(6)
                 runs.append(model(torch.zeros(6, 4)))
-            assert model._instep_together._serialized_draws.serialize == (engine != "serial")
+            assert model._instep_runner.serialization.serialize == (engine != "serial")
     assert all(torch.equal(run, runs[0]) for run in runs)
     assert len({tuple(row) for row in runs[0].tolist()}) == 6
 
@@ -274,7 +274,7 @@ def test_compiled_code_draws_from_the_streams() -> None:
                 out.sum().backward()
                 assert torch.equal(x.grad, out)
                 runs.append(out.detach())
-            assert not model._instep_together._serialized_draws.serialize
+            assert not model._instep_runner.serialization.serialize
     torch._dynamo.reset()
     assert all(torch.equal(run, runs[0]) for run in runs)
     assert not torch.equal(runs[0][:2], runs[0][2:])
@@ -300,7 +300,7 @@ def test_without_streams_replicas_that_draw_run_in_turn_and_draw_the_same() -> N
                 out.sum().backward()
                 torch.testing.assert_close(x.grad * (out != 0), out.detach())
                 runs.append((out.detach(), state()))
-            assert model._instep_together._serialized_draws.serialize == (engine != "serial")
+            assert model._instep_runner.serialization.serialize == (engine != "serial")
     assert all(torch.equal(out, runs[0][0]) and torch.equal(after, runs[0][1]) for out, after in runs)
 
 

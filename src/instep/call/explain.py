@@ -22,23 +22,23 @@ _AS_RETURNED = "as the module returns them"
 
 @dataclass(frozen=True)
 class Explanation:
-    """Rows of (leaf, value, what happens); `str()` is a table."""
+    """What happens to each leaf of a call. ``str()`` formats it as a table."""
 
     heading: str
     inputs: tuple[tuple[str, str, str], ...]
     outputs: tuple[tuple[str, str], ...]
     trial: str = ""
-    """What the probe did for the last call."""
+    """How the probe tried such calls."""
     unmerged: str = "known after the first call"
-    """What is said of outputs where none were merged."""
+    """Shown instead of outputs if none have been merged yet."""
     unused: tuple[str, ...] = ()
-    """What was said of outputs that the last call did not have."""
+    """Rules for outputs that the last call did not return."""
 
     def __str__(self) -> str:
         lines = [self.heading, "inputs:" if self.inputs else "inputs: none"]
         lines += _align_columns(self.inputs)
         if self.outputs:
-            lines += ["outputs, as they were merged last:", *_align_columns(self.outputs), *self.unused]
+            lines += ["outputs, as last merged:", *_align_columns(self.outputs), *self.unused]
         else:
             lines.append(f"outputs: {self.unmerged}")
         if self.trial:
@@ -62,12 +62,12 @@ def explain(
     choice: EngineChoice,
     merger: Merger,
     trial: str = "",
+    one_device: str = "",
 ) -> Explanation:
-    """The explanation of a plan."""
-    if plan.batch_size is None:
-        heading = f"nothing is batched: the call runs on {devices[0]} alone"
-    elif plan.parts == 1:
-        heading = f"a batch of {plan.batch_size} runs on {devices[0]} alone"
+    """Explain a plan. `one_device` is the reason why the call would run on one device."""
+    if one_device:
+        batch = "the call" if plan.batch_size is None else f"a batch of {plan.batch_size}"
+        heading = f"{batch} runs on {devices[0]} alone: {one_device}"
     else:
         shares = ", ".join(f"{size} on {device}" for size, device in zip(plan.sizes, devices, strict=False))
         heading = f"a batch of {plan.batch_size}: {shares} ({choice.name}: {choice.reason})"
@@ -76,7 +76,7 @@ def explain(
         for name, value, role in zip(plan.names, values, plan.placements, strict=True)
         for row in _rows(role, value, (name,))
     ]
-    if plan.parts == 1:
+    if one_device:
         return Explanation(heading, tuple(rows), (), unmerged=_AS_RETURNED)
     outputs = tuple(
         (format_path(path) or "(output)", _why(path, what, merger)) for path, what in merger.actions.items()
@@ -85,14 +85,14 @@ def explain(
 
 
 def explain_one_device(names: Sequence[str], values: Sequence[Any], device: torch.device) -> Explanation:
-    """The explanation of a call on one device, which nothing is planned for."""
-    how = "with the whole batch as it is; nothing is split or merged"
+    """Explain a call of a wrapper with one device."""
+    how = "on the whole batch; nothing is split or merged"
     rows = [row for name, value in zip(names, values, strict=True) for row in _whole_rows(strip_marks(value), (name,))]
-    return Explanation(f"one device: the module itself runs on {device}, {how}", tuple(rows), (), unmerged=_AS_RETURNED)
+    return Explanation(f"one device: the module runs on {device}, {how}", tuple(rows), (), unmerged=_AS_RETURNED)
 
 
 def _why(path: Path, what: str, merger: Merger) -> str:
-    """What was done at a path, and whether it was the probe that said so."""
+    """What was done at a path, and what the probe found there."""
     verdict = merger.verdicts.get(path)
     if verdict is None:
         return what
@@ -100,17 +100,17 @@ def _why(path: Path, what: str, merger: Merger) -> str:
 
 
 def _unused(merger: Merger) -> Iterator[str]:
-    """Rules and dims for outputs that were not there; a mistake, or outputs of other calls."""
+    """Rules and dims that match no output: a mistake, or written for other calls."""
     places = {format_path(path[:depth]) for path in merger.actions for depth in range(len(path) + 1)}
     dims = merger.out_dims if isinstance(merger.out_dims, Mapping) else {}
     for option, patterns in (("merge", merger.path_rules), ("out_dims", dims)):
         for pattern in patterns:
             if not any(fnmatchcase(place, str(pattern)) for place in places):
-                yield f"  {option}={{{pattern!r}: ...}} names none of them"
+                yield f"  {option}={{{pattern!r}: ...}} matches no output"
 
 
 def _whole_rows(value: Any, path: Path) -> Iterator[tuple[str, str, str]]:
-    """Leaves by name; a list is one row, however many samples it has."""
+    """One row per leaf; a list is one row."""
     node = None if is_sequence(value) else flatten_one_level(value)
     if node is None or not node.keys:
         yield format_path(path), summarize(value), "as it is"

@@ -1,54 +1,55 @@
-"""Runs one call on the replicas: split, place, forward, merge, state."""
+"""Runs one call on the replicas: bind, plan, split, place, forward, merge, update state."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from instep.call.dispatch import ReplicaDispatch
-from instep.call.options import BoundCall, Options
+from instep.call.one_device import CARRIED_STATE, CPU_CHECKPOINT_RNG, TENSOR_HOOK, OneDevice, Reason
+from instep.call.options import BoundCall, MethodBinding, Options
 from instep.call.shared_arguments import SharedArguments, has_shared_arguments
 from instep.collectives.sync_batchnorm import SyncBatchNormPatch
 from instep.devices import has_accelerator_tensors, place, to_output_device
 from instep.engines.base import Engine
+from instep.engines.thread_pool import is_replica_thread
 from instep.errors import MergeError, StateError
-from instep.replicas.clone import caller_only_message
 from instep.replicas.mutable_arguments import mutable_ids
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.replicas.replica_set import ReplicaSet
 from instep.replicas.state.carried import ONE_DEVICE, UNKNOWN, CarriedValue
 from instep.replicas.state.merge import StateMerger, check_no_parameter_writes
-from instep.replicas.state.rehearse import carried_after_call, compare_runs
-from instep.replicas.user_hooks import UserHooks
 from instep.runtime.ambient import AmbientState
-from instep.runtime.locks import run_uninterrupted
-from instep.runtime.rng import (
-    CallerGenerator,
-    CallerRng,
-    ReplicaRng,
-    SerializationPolicy,
-    rng_state_reads,
-    supports_thread_streams,
-)
+from instep.runtime.locks import ForkSafeLock, run_uninterrupted
+from instep.runtime.modes import active_compiler, call_compiled
+from instep.runtime.rng import CallerRng, ReplicaRng, SerializationPolicy, rng_state_reads, supports_thread_streams
 from instep.structure.plan import SplitPlan
 from instep.structure.spec import strip_marks
 from instep.structure.split import apply_plan
 
 
-class _RunOnOneDevice(StateError):
-    """Replicas have shown that a call is one for the module itself."""
+class Verdict(NamedTuple):
+    """What a forward on the replicas has shown about the call."""
+
+    retry: bool = False
+    """The replicas now have private copies of what they must not share: run them again."""
+    serialize: bool = False
+    """They drew from one generator at the same time: run them again, one after another."""
+    one_device: Reason | None = None
+
+
+ACCEPTED = Verdict()
 
 
 @dataclass
 class ParallelRunner:
-    """Runs the calls of one wrapper on its replicas."""
+    """Runs the calls of one wrapper."""
 
     module: nn.Module
     devices: Sequence[torch.device]
@@ -58,390 +59,319 @@ class ParallelRunner:
     state_merger: StateMerger
     batchnorm_patch: SyncBatchNormPatch
     options: Options
-    run_on_one_device: Callable[[str, Sequence[Any], Mapping[str, Any]], Any]
-    """Runs a call on the module itself."""
+    methods: dict[str, MethodBinding] = field(default_factory=dict)
+    """Bindings of the methods that were called, with what the probe knows about each."""
 
     def __post_init__(self) -> None:
-        self.hooks = UserHooks(self.module)
-        self._serialized_draws = SerializationPolicy()
-        self._restructured = self._warned = False
+        self.one_device = OneDevice(self.module, self.replicas, self.options.hooks)
+        self.serialization = SerializationPolicy()
+        self.lock = ForkSafeLock(self.replicas.discard)
+        self.keeps_cpu = self.devices[0].type == self.output_device.type == "cpu" and not self.options.place
+        """Whether arguments and outputs of a call on one device stay where they are."""
+        self._joint_on_two_types = self.engine.joint_graph and len({device.type for device in self.devices}) > 1
+        """Whether one backward runs on an accelerator and on the CPU at the same time."""
         self._written_argument: str | None = None
-        """The name of an argument that the last run of replicas wrote to."""
-        self._caller_only: dict[Any, list[Any]] = {}
-        """Iterators of the module that its methods ask, by the method and the mode."""
-        self._tensor_hook_modes: set[Any] = set()
-        """The methods and modes in which hooks are put on tensors."""
-        self._one_backward_on_two = self.engine.joint_graph and len({device.type for device in self.devices}) > 1
-        """Whether one backward works on an accelerator and on the CPU, at the same time."""
-        self._unhooked_generation = -1
-        """The number of the crew's stock of modules on which no hooks were found when this call began."""
-        self._one_device_modes: set[Any] = set()
-        """Those in which a backward of the user's own looks at more than one sample, a gradient is asked for, or one
-        backward for all replicas would recompute with numbers of another."""
+        """Name of an argument that the last forward on the replicas wrote to."""
 
-    def run(self, call: BoundCall) -> Any:
-        """What one device would have given; a call that fails leaves everything as it was."""
-        self.engine.wait_idle()
-        random = CallerRng(self.devices, out_of_process=self.engine.out_of_process)
-        before = AmbientState.capture()
-        try:
-            result = self._run_or_one_device(call, random)
-            self.replicas.finish_call()
-            return result
-        except BaseException:  # no context manager: an interruption could come on the way to it
-            later = self.replicas.deferred_restore()
-            run_uninterrupted(before.restore, self.replicas.restore_containers, self.replicas.discard, random.restore)
-            self.engine.add_idle_callback(later)
-            raise
+    def binding(self, method: str) -> MethodBinding:
+        """How arguments of a method get names, plans and merge rules."""
+        found = self.methods.get(method)
+        if found is None:
+            found = self.methods[method] = MethodBinding(self.module, method, self.options, len(self.devices))
+        return found
 
-    def _run_or_one_device(self, call: BoundCall, random: CallerRng) -> Any:
-        """A call that turns out to be one for the module itself is forgotten: one that wants something of an iterator
-        which the module holds, or puts hooks on tensors."""
-        try:
-            return self._run(call, random)
-        except Exception as error:
-            if not self.replicas.caller_only_accesses and not isinstance(error, _RunOnOneDevice):
+    def run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What one device would return. A call that fails leaves the module, gradients and RNG as they were."""
+        if self.one_device.before():
+            return self.run_on_one_device(method, args, kwargs)
+        binding = self.binding(method)
+        names, values = binding.bind(args, kwargs)
+        plan = binding.plan(names, values, self.options.cost)
+        if self.one_device.for_plan(plan):
+            return self.run_on_one_device(method, args, kwargs)
+        self._written_argument = None
+        with self.lock:
+            self.engine.wait_idle()
+            transaction = Transaction(self)
+            try:
+                output = self._run(BoundCall(method, binding, plan, values, len(args)), transaction)
+                self.replicas.finish_call()
+                return output
+            except BaseException:  # not a context manager: an interruption could arrive before it is entered
+                transaction.abort()
                 raise
-        if self.replicas.caller_only_accesses:
-            self._note_caller_only(call)
-        self.check_rerun_allowed()
-        self.replicas.restore_containers()
-        self.replicas.discard()
-        random.restore()
-        return self._on_one_device(call)
 
-    def check_rerun_allowed(self) -> None:
-        """`StateError` before a call is run once more that has written to its arguments: it would do so twice."""
-        if self._written_argument is not None:
-            raise StateError(
-                f"forward writes to its argument {self._written_argument!r}, and the call has to be run a second time, because of "
-                f"what else forward changes: the argument would be changed twice.\n"
-                f"Let forward work on a copy: {self._written_argument} = {self._written_argument}.clone()."
-            )
+    def _run(self, call: BoundCall, transaction: Transaction) -> Any:
+        plan, serialize = call.plan, False
+        while True:  # one pass unless replicas must not run concurrently or share a container
+            replicas = self.replicas.sync()[: plan.parts]
+            if reason := self.one_device.for_module(call.method):
+                return self._on_one_device(call, reason)
+            carried, fits = self._carried_state(call, replicas)
+            if not fits:
+                return self._on_one_device(call, CARRIED_STATE)
+            if not serialize:
+                self._probe(call, carried)
+            self.batchnorm_patch.warn_once(self.module)
+            rng = self._replica_rng(transaction.rng, replicas, serialize)
+            shards = rng.replace_generators(self._place(plan, apply_plan(plan, call.values)))
+            results, verdict = self._forward(call, replicas, shards, rng, carried)
+            if verdict is ACCEPTED:
+                break
+            transaction.rollback()
+            if verdict.one_device:
+                return self._on_one_device(call, verdict.one_device)
+            serialize = verdict.serialize or serialize
+        self._check_parameter_writes(replicas, results)
+        outputs = [to_output_device(result.output, self.output_device) for result in results]
+        inputs = [dict(zip(plan.names, shard, strict=True)) for shard in shards]
+        rng.advance()
+        merged = call.binding.finish(self._merge(call, outputs, inputs, carried))
+        self._update_state(replicas, results, inputs, plan)
+        return merged
 
-    def _note_caller_only(self, call: BoundCall) -> None:
-        if not self._caller_only:
-            asked = self.replicas.caller_only_accesses[0]
-            warnings.warn(caller_only_message(asked, self.replicas.attribute_name(asked)), stacklevel=6)
-        self._caller_only.setdefault((call.method, self.module.training), []).extend(self.replicas.caller_only_accesses)
-        self.replicas.caller_only_accesses.clear()
-
-    def _call_mode(self, call: BoundCall) -> Any:
-        return call.method, self.module.training, torch.is_grad_enabled()
-
-    def _registers_tensor_hooks(self, call: BoundCall, numbers: range) -> bool:
-        """Hooks that `forward` puts on tensors are written for whole batches, like those on modules."""
-        found = (
-            self.hooks.remove_tensor_hooks(numbers, self._call_mode(call))
-            if numbers and self.options.hooks == "whole"
-            else None
-        )
-        if found is not None:
-            self.hooks.warn_once(found, stacklevel=9)
-            self._tensor_hook_modes.add(self._call_mode(call))
-        return found is not None
-
-    def _retains_grad(self, call: BoundCall, crossing: ReplicaDispatch) -> bool:
-        """A gradient that `forward` asks for is that of what the whole batch makes of the tensor."""
-        if not crossing.retains or self.options.hooks != "whole":
-            return False
-        warnings.warn(
-            "forward asks for the gradient of a tensor that it keeps or returns (retain_grad()): calls run on one "
-            "device, where that is the whole batch's.\nWith hooks='per_replica' they run on all, and it has none.",
-            stacklevel=9,
-        )
-        self._one_device_modes.add(self._call_mode(call))
-        return True
-
-    def _recomputes_on_two_device_types(self, call: BoundCall, host: CallerGenerator, read: int) -> bool:
-        """Checkpointed regions set the state of the one generator of the CPU again, on two kinds of devices at once."""
-        if not self._one_backward_on_two or not host.streams_used or rng_state_reads() == read:
-            return False
-        warnings.warn(
-            "forward draws on the CPU and reads the state of its generator, as checkpointed regions do: the one "
-            "backward of engine='serial' would recompute on an accelerator and on the CPU at the same time, with "
-            "numbers of each other. Calls run on one device.\nWith engine='threads' they run on all.",
-            stacklevel=9,
-        )
-        self._one_device_modes.add(self._call_mode(call))
-        return True
-
-    def _has_batch_dependent_backward(
-        self, call: BoundCall, functions: Sequence[str], carried: Sequence[CarriedValue]
-    ) -> bool:
-        """Whether a backward of the user's own gives parts of a batch other gradients than the whole."""
-        probe, plan = call.binding.probe, call.plan
-        if probe is None or not functions:
-            return False
-        place = partial(self._place_shard, plan)
-        home, values = self.devices[0], call.values
-        if probe.gradients_add_up(self.module, home, plan, values, call.positional, place, carried):
-            return False
-        warnings.warn(
-            f"the gradients of a few samples in two parts are not those of the samples together: the backward of "
-            f"{' or '.join(functions)} looks at the whole batch. Calls run on one device.\n"
-            f"With probe=False they run on all, and it is shown shards.",
-            stacklevel=9,
-        )
-        self._one_device_modes.add(self._call_mode(call))
-        return True
-
-    def _run_with_tensor_hooks(self, call: BoundCall) -> Any:
-        """The module itself, as long as it goes on to make hooks."""
-        first = RemovableHandle.next_id
-        output = self._on_one_device(call)
-        if RemovableHandle.next_id == first:
-            self._tensor_hook_modes.discard(self._call_mode(call))
-        return output
-
-    def _uses_caller_only(self, call: BoundCall) -> bool:
-        return bool(self._caller_only) and self.replicas.holds_any(
-            self._caller_only.get((call.method, self.module.training), ())
-        )
-
-    def _run(
-        self,
-        call: BoundCall,
-        random: CallerRng,
-        rehearsal: list[CarriedValue] | None = None,
-        *,
-        slots: Sequence[CarriedValue] = (),
-        again: bool = False,
-    ) -> Any:
-        """The algorithm: split, place, cross, merge, settle.
-
-        A rehearsal cuts some of the slots of carried state, and gives what was left in all of them instead of the last
-        step. A call is run `again`, one replica after another, if replicas drew from one generator.
-        """
-        crew, plan = self.replicas, call.plan
-        replicas = crew.sync()[: plan.parts]
-        # Modules that are not registered are known by now.
-        hooked = crew.generation != self._unhooked_generation and self.has_user_hooks()
-        manner = self._call_mode(call)
-        if (
-            crew.has_shared_max_norm_weight()
-            or hooked
-            or self._uses_caller_only(call)
-            or manner in self._one_device_modes
-        ):
-            return self._on_one_device(call)
-        if manner in self._tensor_hook_modes:
-            return self._run_with_tensor_hooks(call)
+    def _carried_state(self, call: BoundCall, replicas: Sequence[Replica]) -> tuple[list[CarriedValue], bool]:
+        """State of the previous call that forward reads, and whether it can be split like the batch."""
         carried, verdict = self.state_merger.carried.select(
             self.module,
             replicas[0].source_modules,
-            plan.sizes,
-            crew.shared_containers.paths,
-            crew.fingerprint.current,
-            rehearsal,
+            call.plan.sizes,
+            self.replicas.shared_containers.paths,
+            self.replicas.fingerprint.current,
         )
-        if verdict == ONE_DEVICE:
-            return self._on_one_device(call)
-        if verdict == UNKNOWN:
-            retry, alone = partial(self._run, call, random, slots=carried), partial(self._on_one_device, call)
-            return compare_runs(
-                carried, retry, partial(self._on_one_replica, call, random, carried), alone, crew, random
-            )
-        if rehearsal is None and not again:
-            self._probe(call, carried)
-        self.batchnorm_patch.warn_once(self.module)
-        streams = self._streams(random, replicas, again)
-        shards = streams.replace_generators(self._place(plan, apply_plan(plan, call.values)))
-        outcomes = self._run_replicas(
-            call, replicas, shards, streams, [slot for slot in carried if slot.module is not None]
-        )
-        if outcomes is None:
-            self.check_rerun_allowed()
-            random.restore()
-            return self._run(call, random, rehearsal, slots=slots, again=again)
-        if not streams.serialized and self._shared_generator_used(random):
-            self.check_rerun_allowed()
-            return self._run(call, random, rehearsal, slots=slots, again=True)
-        if any(outcome.changes.is_structural for outcome in outcomes):
-            if rehearsal is not None:
-                return None
-            self.check_rerun_allowed()
-            self._undo_structure_change(random)
-            return self._on_one_device(call)
-        self._check_parameter_writes(replicas, outcomes)
-        outputs = [to_output_device(outcome.output, self.output_device) for outcome in outcomes]
-        inputs = [dict(zip(plan.names, values, strict=True)) for values in shards]
-        if rehearsal is not None:  # nothing is learned from it
-            self.check_rerun_allowed()
-            return call.binding.merger.fresh_copy().merge(outputs, plan.sizes, inputs), carried_after_call(
-                slots, replicas
-            )
-        streams.advance()
-        merged = call.binding.finish(self._merge(call, outputs, inputs, carried))
-        rewritten = crew.renormed_values(plan.parts)
-        changed = any(outcome.changes or outcome.written_state for outcome in outcomes)
-        if changed:
-            with self.state_merger.using_inputs(inputs):
-                crew.record_state_attributes(outcomes)
-                self.state_merger.merge_into(self.module, replicas, outcomes, plan.sizes, crew.shared_containers.paths)
-        crew.state_changed = changed
-        for weight, rows in rewritten:
-            weight.data.copy_(rows)
-        return merged
-
-    def _check_parameter_writes(self, replicas: Sequence[Replica], outcomes: Sequence[ReplicaResult]) -> None:
-        """`StateError` for parameters that `forward` wrote to; whether the module's own hold that depends on where."""
-        found = list(zip(replicas, [outcome.written_parameters for outcome in outcomes], strict=True))
-        written = [*self.replicas.written_parameters(), *(tensor for _, theirs in found for tensor in theirs)]
-        near = [tensor for replica, theirs in found if replica.same_device for tensor in theirs]
-        check_no_parameter_writes(self.module, written, [*self.replicas.overwritten_parameters, *near])
+        if verdict in (ONE_DEVICE, UNKNOWN):
+            self.one_device.warn(CARRIED_STATE, path=carried[0].path)
+            return carried, False
+        return carried, True
 
     def _probe(self, call: BoundCall, carried: Sequence[CarriedValue]) -> None:
-        """Before the first call of a structure: a few samples in parts and together say what its outputs mean."""
-        probe, plan, kind = call.binding.probe, call.plan, self.replicas.fingerprint.current
-        if probe is not None:
-            home, place = self.devices[0], partial(self._place_shard, plan)
-            self.state_merger.verdicts = probe.prepare(
-                self.module, home, plan, call.values, call.positional, kind, place, carried
-            )
-            last = probe.last_record
-            self.state_merger.unmergeable, self.state_merger.sample_dependent, self.state_merger.constant = (
-                last.unmergeable,
-                last.sample_dependent,
-                last.constant,
-            )
+        """Before the first call of a structure, find out on a few samples how outputs and attributes merge."""
+        probe, merger = call.binding.probe, self.state_merger
+        if probe is None:
+            return
+        merger.verdicts = probe.prepare(
+            self.module,
+            self.devices[0],
+            call.plan,
+            call.values,
+            call.positional,
+            self.replicas.fingerprint.current,
+            partial(self._place_shard, call.plan),
+            carried,
+        )
+        record = probe.last_record
+        merger.unmergeable, merger.sample_dependent = record.unmergeable, record.sample_dependent
+        merger.constant = record.constant
+
+    def _forward(
+        self,
+        call: BoundCall,
+        replicas: Sequence[Replica],
+        shards: Sequence[Sequence[Any]],
+        rng: ReplicaRng,
+        carried: Sequence[CarriedValue],
+    ) -> tuple[list[ReplicaResult], Verdict]:
+        """Every replica's result, and whether it can be used."""
+        split = [value for value in carried if value.module is not None]
+        self.replicas.release_carried(split, len(replicas))
+        probe = call.binding.probe
+        shares = len(replicas) > 1 and has_shared_arguments(call.plan, call.values)
+        shared = SharedArguments(call.plan, call.values) if shares else None
+        dispatch = ReplicaDispatch(
+            self.engine,
+            replicas,
+            call.binding.replica_method,
+            AmbientState.capture(self.devices),
+            self.replicas.needs_state_sync,
+            rng,
+            call.plan.sizes,
+            split,
+            shared,
+            find_functions=probe is not None and torch.is_grad_enabled() and probe.claim_graph_check(),
+        )
+        if self.engine.out_of_process and len(replicas) > 1:
+            dispatch.argument_ids = mutable_ids(call.values)
+        reads = rng_state_reads() if self._joint_on_two_types else 0
+        try:
+            results = dispatch.run(shards, call.positional, call.plan.names)
+        except BaseException as error:
+            self._written_argument = dispatch.written_argument()
+            if shared is not None:
+                shared.restore()
+            if not isinstance(error, Exception):
+                raise
+            if reason := self.one_device.caller_only_object(call.method):
+                return [], Verdict(one_device=reason)
+            if not self.replicas.privatize_changed():
+                raise
+            return [], Verdict(retry=True)
+        self._written_argument = dispatch.written_argument()
+        if reason := self._reason_in_results(call, dispatch, split, rng.caller.cpu.streams_used, reads):
+            if shared is not None:
+                shared.restore()
+            return results, Verdict(one_device=reason)
+        if shared is not None:
+            shared.check()
+        if self.replicas.privatize_changed([path for result in results for path in result.changed_containers]):
+            return results, Verdict(retry=True)
+        if not rng.serialized and self._used_shared_generator(rng.caller):
+            return results, Verdict(serialize=True)
+        if any(result.changes.is_structural for result in results):
+            return results, Verdict(one_device=self.one_device.structure_changed())
+        return results, ACCEPTED
+
+    def _reason_in_results(
+        self,
+        call: BoundCall,
+        dispatch: ReplicaDispatch,
+        carried: Sequence[CarriedValue],
+        drew_on_cpu: object,
+        reads: int,
+    ) -> Reason | None:
+        """A reason for one device that only the forward could show."""
+        one_device, method = self.one_device, call.method
+        reason = (
+            one_device.caller_only_object(method)  # forward may have caught the exception
+            or one_device.registered_hook(method, dispatch.hooks)
+            or one_device.retained_grad(method, dispatch.retains)
+        )
+        if reason is None and self._joint_on_two_types and drew_on_cpu and rng_state_reads() != reads:
+            reason = one_device.remember(CPU_CHECKPOINT_RNG, method)
+        if reason is None and dispatch.functions and not self._gradients_add_up(call, carried):
+            reason = one_device.custom_backward(method, dispatch.functions)
+        return reason
+
+    def _gradients_add_up(self, call: BoundCall, carried: Sequence[CarriedValue]) -> bool:
+        """Whether the gradients of parts of a batch sum to those of the whole batch."""
+        probe, place_shard = call.binding.probe, partial(self._place_shard, call.plan)
+        return probe is None or probe.gradients_add_up(
+            self.module, self.devices[0], call.plan, call.values, call.positional, place_shard, carried
+        )
 
     def _merge(
         self, call: BoundCall, outputs: list[Any], inputs: list[dict[str, Any]], carried: Sequence[CarriedValue]
     ) -> Any:
-        """One output from those of the replicas; where what is known of them does not fit, the probe asks again."""
+        """One output from the replicas' outputs. Where the probe's verdicts do not fit them, it tries this batch."""
         probe, plan = call.binding.probe, call.plan
         try:
             return call.binding.merger.merge(outputs, plan.sizes, inputs)
         except MergeError:
-            home, place = self.devices[0], partial(self._place_shard, plan)
-            if probe is None or not probe.retry(self.module, home, plan, call.values, call.positional, place, carried):
+            device, place_shard = self.devices[0], partial(self._place_shard, plan)
+            if probe is None or not probe.retry(
+                self.module, device, plan, call.values, call.positional, place_shard, carried
+            ):
                 raise
         return call.binding.merger.merge(outputs, plan.sizes, inputs)
+
+    def _check_parameter_writes(self, replicas: Sequence[Replica], results: Sequence[ReplicaResult]) -> None:
+        """`StateError` for trainable parameters that forward wrote to."""
+        by_replica = [(replica, result.written_parameters) for replica, result in zip(replicas, results, strict=True)]
+        written = [*self.replicas.written_parameters(), *(tensor for _, found in by_replica for tensor in found)]
+        in_place = [tensor for replica, found in by_replica if replica.same_device for tensor in found]
+        check_no_parameter_writes(self.module, written, [*self.replicas.overwritten_parameters, *in_place])
+
+    def _update_state(
+        self,
+        replicas: Sequence[Replica],
+        results: Sequence[ReplicaResult],
+        inputs: list[dict[str, Any]],
+        plan: SplitPlan,
+    ) -> None:
+        """Apply what the replicas' forwards changed to the module, by rule."""
+        renormed = self.replicas.renormed_values(plan.parts)
+        changed = any(result.changes or result.written_state for result in results)
+        if changed:
+            with self.state_merger.using_inputs(inputs):
+                self.replicas.record_state_attributes(results)
+                paths = self.replicas.shared_containers.paths
+                self.state_merger.merge_into(self.module, replicas, results, plan.sizes, paths)
+        self.replicas.state_changed = changed
+        for weight, rows in renormed:
+            weight.data.copy_(rows)
+
+    def _place(self, plan: SplitPlan, shards: list[list[Any]]) -> list[list[Any]]:
+        """Each replica's arguments on its device; leaves that are there already are not touched."""
+        rules = self.options.place
+        keep_cpu = has_accelerator_tensors(shards[0]) if any(d.type != "cpu" for d in self.devices) else False
+        placed = []
+        for values, replica in zip(shards, self.replicas.replicas, strict=False):
+            if replica.accepts_host_arguments(keep_cpu or bool(rules)):
+                placed.append(values)
+            else:
+                named = zip(plan.names, values, strict=True)
+                placed.append([place(value, (name,), replica.device, keep_cpu, rules) for name, value in named])
+        return placed
 
     def _place_shard(self, plan: SplitPlan, shard: Sequence[Any]) -> list[Any]:
         return self._place(plan, [list(shard)])[0]
 
-    def _run_replicas(
-        self,
-        call: BoundCall,
-        replicas: Sequence[Replica],
-        shards: Any,
-        streams: ReplicaRng,
-        carried: list[CarriedValue],
-    ) -> list[ReplicaResult] | None:
-        """Every replica's outcome; None if they changed something that they shared, and have their own of it now."""
-        crew, engine = self.replicas, self.engine
-        crew.release_carried(carried, len(replicas))
-        ambient = AmbientState.capture(self.devices)
-        runs, sizes = call.binding.replica_method, call.plan.sizes
-        shared = len(replicas) > 1 and has_shared_arguments(call.plan, call.values)
-        given = SharedArguments(call.plan, call.values) if shared else None
-        crossing = ReplicaDispatch(
-            engine, replicas, runs, ambient, crew.needs_state_sync, streams, sizes, carried, given
+    def _replica_rng(self, caller: CallerRng, replicas: Sequence[Replica], serialize: bool) -> ReplicaRng:
+        """The random streams of the replicas."""
+        serialized = (
+            serialize or self.engine.serialized or self.serialization.serialize or replicas[0].cloner.shares_generator
         )
-        crossing.find_functions = (
-            call.binding.probe is not None and torch.is_grad_enabled() and call.binding.probe.claim_graph_check()
-        )
-        if engine.out_of_process and len(replicas) > 1:
-            crossing.argument_ids = mutable_ids(call.values)
-        read = rng_state_reads() if self._one_backward_on_two else 0
-        try:
-            outcomes = crossing.run(shards, call.positional, call.plan.names)
-        except BaseException as error:
-            self._written_argument = crossing.written_argument()
-            if given is not None:
-                given.restore()
-            if not isinstance(error, Exception) or crew.caller_only_accesses or not crew.privatize_changed():
-                raise
-            return None
-        self._written_argument = crossing.written_argument()
-        # An iterator may have been asked although nothing was raised: forward can catch that.
-        whole = self._registers_tensor_hooks(call, crossing.hooks) or self._retains_grad(call, crossing)
-        whole = whole or self._recomputes_on_two_device_types(call, streams.caller.cpu, read)
-        if crew.caller_only_accesses or whole or self._has_batch_dependent_backward(call, crossing.functions, carried):
-            if given is not None:
-                given.restore()
-            raise _RunOnOneDevice
-        if given is not None:
-            given.check()
-        return (
-            None
-            if crew.privatize_changed([place for outcome in outcomes for place in outcome.changed_containers])
-            else outcomes
-        )
+        pairs = [replica.cloner.generators for replica in replicas]
+        per_thread = not self.engine.joint_graph and supports_thread_streams()
+        return ReplicaRng(caller, pairs, per_thread=per_thread, serialized=serialized)
 
-    def _on_one_replica(self, call: BoundCall, random: CallerRng, slots: list[CarriedValue]) -> Any:
-        """What one replica makes of the whole batch; the module is left as it was, but for draws."""
-        replicas = self.replicas.sync()[:1]
-        streams = self._streams(random, replicas, again=False)
-        shards = self._place(call.plan, [list(strip_marks(call.values))])
-        ambient, behind = AmbientState.capture(self.devices), self.replicas.needs_state_sync
-        crossing = ReplicaDispatch(self.engine, replicas, call.binding.replica_method, ambient, behind, streams)
-        output = crossing.run(shards, call.positional, call.plan.names)[0].output
-        self._written_argument = crossing.written_argument()
-        self.check_rerun_allowed()
-        streams.advance()
-        return to_output_device(output, self.output_device), carried_after_call(slots, replicas)
+    def _used_shared_generator(self, caller: CallerRng) -> bool:
+        """Whether replicas that ran concurrently drew from one generator."""
+        used = caller.is_shared_generator_used()
+        self.serialization.record(used)
+        return used
 
-    def _on_one_device(self, call: BoundCall) -> Any:
+    def _on_one_device(self, call: BoundCall, reason: Reason) -> Any:
         self.replicas.finish_call()
-        return self.run_on_one_device(call.method, call.args, call.kwargs)
+        handles = RemovableHandle.next_id
+        output = self.run_on_one_device(call.method, call.args, call.kwargs)
+        if reason is TENSOR_HOOK and RemovableHandle.next_id == handles:  # forward has stopped registering hooks
+            self.one_device.forget(call.method)
+        return output
 
-    def _place(self, plan: SplitPlan, shards: list[list[Any]]) -> list[list[Any]]:
-        """Each replica's shards on its device; leaves that are there already are not touched."""
-        rules = self.options.place
-        keep = has_accelerator_tensors(shards[0]) if any(d.type != "cpu" for d in self.devices) else False
-        placed = []
-        for values, replica in zip(shards, self.replicas.replicas, strict=False):
-            if replica.accepts_host_arguments(keep or bool(rules)):
-                placed.append(values)
-                continue
-            named = zip(plan.names, values, strict=True)
-            placed.append([place(value, (name,), replica.device, keep, rules) for name, value in named])
-        return placed
+    def run_on_one_device(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The module itself, on the first device."""
+        function = self.module if method == "forward" else getattr(self.module, method)
+        args, kwargs = strip_marks(args), strip_marks(kwargs)
+        if self.keeps_cpu or is_replica_thread():
+            return call_compiled(active_compiler(), function, args, kwargs)
+        device, rules = self.devices[0], self.options.place
+        if device.type != "cpu" or rules:
+            names, values = self.binding(method).bind(args, kwargs)
+            keep_cpu = has_accelerator_tensors(values)
+            moved = [place(value, (name,), device, keep_cpu, rules) for name, value in zip(names, values, strict=True)]
+            args, kwargs = moved[: len(args)], dict(zip(names[len(args) :], moved[len(args) :], strict=True))
+        output = call_compiled(active_compiler(), function, args, kwargs)
+        return output if self.output_device == device else to_output_device(output, self.output_device)
 
-    def _streams(self, random: CallerRng, replicas: Sequence[Replica], again: bool) -> ReplicaRng:
-        """Where the replicas draw from in a call, or in one that is run `again` for drawing from one generator."""
-        engine = self.engine
-        in_turn = again or engine.serialized or self._serialized_draws.serialize or replicas[0].cloner.shares_generator
-        held = [replica.cloner.generators for replica in replicas]
-        return ReplicaRng(
-            random, held, per_thread=not engine.joint_graph and supports_thread_streams(), serialized=in_turn
-        )
-
-    def _shared_generator_used(self, random: CallerRng) -> bool:
-        """Whether replicas that ran side by side drew from one generator; if so, the call is forgotten."""
-        moved = random.is_shared_generator_used()
-        self._serialized_draws.record(moved)
-        if moved:
-            random.restore()
-            self.replicas.discard()
-        return moved
-
-    def _undo_structure_change(self, random: CallerRng) -> None:
-        """Forget a call in which `forward` changed the structure of its replica.
-
-        Layers or hooks that come to be in the first call do so on the module itself, and are there for the next one.
-        """
-        random.restore()
-        self.replicas.discard()
-        if self._restructured and not self._warned:
-            warnings.warn(
-                "forward adds, removes or replaces modules, parameters, hooks, or entries of a list or dictionary that "
-                "holds tensors or modules, again and again: such calls run on one device.",
-                stacklevel=5,
+    def check_rerun_allowed(self) -> None:
+        """`StateError` if the call must run again and has written to an argument, which would be written twice."""
+        name = self._written_argument
+        if name is not None:
+            raise StateError(
+                f"forward writes to its argument {name!r} in place, and the call has to run a second time because of "
+                f"what else forward changes: the argument would be changed twice.\n"
+                f"Write to a copy in forward: {name} = {name}.clone()."
             )
-            self._warned = True
-        self._restructured = True
 
-    def has_user_hooks(self) -> bool:
-        """Whether hooks of the user's are there that are to see whole batches."""
-        if self.options.hooks != "whole":
-            return False
-        made = self.replicas.generation
-        found = self.hooks.find(self.replicas.modules, made)
-        if found is not None:
-            self.hooks.warn_once(found)
-        self._unhooked_generation = made if found is None else -1
-        return found is not None
+
+class Transaction:
+    """What a call that is run again, or that fails, has to put back."""
+
+    def __init__(self, runner: ParallelRunner) -> None:
+        self._runner = runner
+        self._thread_state = AmbientState.capture()
+        self.rng = CallerRng(runner.devices, out_of_process=runner.engine.out_of_process)
+
+    def rollback(self) -> None:
+        """Undo a forward on the replicas; `StateError` if it wrote to an argument."""
+        self._runner.check_rerun_allowed()
+        self._runner.replicas.restore_containers()
+        self._runner.replicas.discard()
+        self.rng.restore()
+
+    def abort(self) -> None:
+        """Undo a failed call. Replicas that still run after an interruption are undone when they end."""
+        replicas = self._runner.replicas
+        later = replicas.deferred_restore()
+        run_uninterrupted(self._thread_state.restore, replicas.restore_containers, replicas.discard, self.rng.restore)
+        self._runner.engine.add_idle_callback(later)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -63,7 +62,6 @@ class ReplicaSet:
         self._private_weights: dict[int, Tensor] = {}
         """By their ids, trainable weights that `forward` itself rewrites: each replica has its own."""
         self._shared_max_norm_weight = False
-        self._warned = False
         self._private_containers: dict[int, Any] = {}
         """By their ids, containers that each replica has for itself, because `forward` changes them."""
         self.overwritten_parameters: list[Tensor] = []
@@ -124,14 +122,7 @@ class ReplicaSet:
         return [(source, source.detach().clone()) for source, _ in self.replicas[0].trainable if source.is_leaf]
 
     def has_shared_max_norm_weight(self) -> bool:
-        """Whether a weight that `forward` rewrites is used elsewhere too: only the module itself can run."""
-        if self._shared_max_norm_weight and not self._warned:
-            self._warned = True
-            warnings.warn(
-                "a weight that keeps below a norm is used elsewhere too, or may be (Embedding(max_norm=...)): calls "
-                "run on one device, where every use sees the rows that the whole batch has changed.",
-                stacklevel=6,
-            )
+        """Whether code outside of an `Embedding(max_norm=...)` uses its weight, which the embedding rewrites."""
         return self._shared_max_norm_weight
 
     def attribute_name(self, held: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -62,7 +61,6 @@ class UserHooks:
     def __init__(self, source: nn.Module) -> None:
         self._source = source
         self._no_hooks_at: tuple[int, int] | None = None
-        self._warned = False
         self._library_only: set[tuple[Any, int]] = set()
         """By the manner of a call: how many hooks came to be where none of them was the user's."""
 
@@ -80,7 +78,7 @@ class UserHooks:
             return None
         module, kind, hook = found
         name = module_names(self._source, [module])[0]
-        return UserHook(kind, hook_name(hook), repr(name) if name else "the wrapped module")
+        return UserHook(kind, hook_name(hook), f"module {name!r}" if name else "the wrapped module")
 
     def remove_tensor_hooks(self, numbers: range, manner: Any) -> UserHook | None:
         """The first of the hooks with these numbers that is the user's, on a tensor; all that are, are taken off again.
@@ -94,21 +92,10 @@ class UserHooks:
         for table in [held for held in gc.get_objects() if type(held) is OrderedDict]:
             mine = [number for number in numbers if number in table and any(user_defined([table[number]]))]
             for number in mine:
-                found = found or UserHook("hook", hook_name(table.pop(number)), "a tensor of forward's")
+                found = found or UserHook("hook", hook_name(table.pop(number)), "a tensor in forward")
         if found is None:
             self._library_only.add((manner, len(numbers)))
         return found
-
-    def warn_once(self, hook: UserHook, stacklevel: int = 6) -> None:
-        """Say once that such calls run on one device."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"the {hook.kind} {hook.name!r} on {hook.module} is shown whole batches: calls run on one device as "
-                f"long as it is there.\n"
-                f"With DataParallel(..., hooks='per_replica') they run on all, and it is shown shards.",
-                stacklevel=stacklevel,
-            )
 
 
 def _hooks_on_modules(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Any]]:

@@ -163,7 +163,7 @@ def test_carried_state(
     plain, net = twins(build)
     model = wrap(net)
     assert_same_story(plain, model, [normal(size, *shape) for _ in range(5)])
-    assert [slot.verdict for slot in model._instep_together.state_merger.carried.values.values()] == [verdict]
+    assert [slot.verdict for slot in model._instep_runner.state_merger.carried.values.values()] == [verdict]
 
 
 def test_full_back_propagation_through_several_calls(wrap: Callable[..., Any]) -> None:
@@ -225,7 +225,7 @@ def test_dropout_does_not_hide_how_state_is_read(wrap: Callable[..., Any]) -> No
     model = wrap(net)
     for _ in range(3):
         model(normal(8, 4, 3)).sum().backward()
-    assert [slot.verdict for slot in model._instep_together.state_merger.carried.values.values()] == ["cut"]
+    assert [slot.verdict for slot in model._instep_runner.state_merger.carried.values.values()] == ["cut"]
     assert all(module.training for module in net.modules())
 
 
@@ -242,7 +242,7 @@ def test_zeros_prove_nothing(wrap: Callable[..., Any]) -> None:
     model = wrap(net)
     with pytest.warns(UserWarning, match="forward may read 'h'"):
         assert_same_story(plain, model, [normal(7, 3) for _ in range(5)])
-    assert [slot.verdict for slot in model._instep_together.state_merger.carried.values.values()] == ["alone"]
+    assert [slot.verdict for slot in model._instep_runner.state_merger.carried.values.values()] == ["alone"]
 
 
 def test_with_a_rule_such_a_module_runs_on_all(wrap: Callable[..., Any]) -> None:
@@ -251,7 +251,7 @@ def test_with_a_rule_such_a_module_runs_on_all(wrap: Callable[..., Any]) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_same_story(plain, model, [normal(7, 4, 3) for _ in range(3)])
-    assert [slot.verdict for slot in model._instep_together.state_merger.carried.values.values()] == ["cut"]
+    assert [slot.verdict for slot in model._instep_runner.state_merger.carried.values.values()] == ["cut"]
 
 
 def test_state_in_a_dictionary_runs_on_one_device(wrap: Callable[..., Any]) -> None:
@@ -265,14 +265,14 @@ def test_features_in_a_dictionary_are_no_state(wrap: Callable[..., Any]) -> None
     plain, net = twins(Stash)
     model = wrap(net)
     assert_same_story(plain, model, [normal(size, 3) for size in (8, 8, 7, 5, 8)])
-    assert [slot.verdict for slot in model._instep_together.state_merger.carried.values.values()] == ["whole"]
+    assert [slot.verdict for slot in model._instep_runner.state_merger.carried.values.values()] == ["whole"]
 
 
 def test_what_nobody_reads_is_not_carried(wrap: Callable[..., Any]) -> None:
     plain, net = twins(Kept)
     model = wrap(net)
     assert_same_story(plain, model, [normal(size, 3) for size in (8, 5, 7, 8)])
-    assert [slot.verdict for slot in model._instep_together.state_merger.carried.values.values()] == ["unsure"]
+    assert [slot.verdict for slot in model._instep_runner.state_merger.carried.values.values()] == ["unsure"]
     torch.testing.assert_close(net.kept, plain.kept)
 
 

@@ -148,7 +148,18 @@ class ForwardRequest(PositionalMessage):
 
     PATHS: ClassVar = {"args": "argument ", "kwargs": "argument "}
     REQUIRED_FIELDS: ClassVar[int] = 10
-    USER_FIELDS: ClassVar = frozenset({"args", "kwargs", "ambient", "generator_states", "carried_state", "tensor_values", "argument_generators", "exclusive_generators"})
+    USER_FIELDS: ClassVar = frozenset(
+        {
+            "args",
+            "kwargs",
+            "ambient",
+            "generator_states",
+            "carried_state",
+            "tensor_values",
+            "argument_generators",
+            "exclusive_generators",
+        }
+    )
 
     module_id: int
     method: str
@@ -200,7 +211,17 @@ class ForwardReply(PositionalMessage):
     PATHS: ClassVar = {"output": "the output of forward", "argument_changes": "what forward put into an argument"}
     REQUIRED_FIELDS: ClassVar[int] = 1
     USER_FIELDS: ClassVar = frozenset(
-        {"output", "attributes", "containers", "written_tensors", "private_parameters", "written_arguments", "argument_changes", "written_with_grad", "exclusive_generator_states"},
+        {
+            "output",
+            "attributes",
+            "containers",
+            "written_tensors",
+            "private_parameters",
+            "written_arguments",
+            "argument_changes",
+            "written_with_grad",
+            "exclusive_generator_states",
+        },
     )
 
     output: Any = None

@@ -127,15 +127,11 @@ class CarriedState:
         sizes: Sequence[int],
         containers: Collection[int],
         kind: int,
-        rehearsal: list[CarriedValue] | None,
     ) -> tuple[list[CarriedValue], str]:
         """The slots that matter in a call with shards of these sizes, and whether they can be cut for it.
 
-        `containers` are the ids of those that the modules hold, `kind` is what the source is of now. In a rehearsal the
-        given slots are cut, whatever is known about them.
+        `containers` are the ids of those that the modules hold, `kind` is what the source is of now.
         """
-        if rehearsal is not None:
-            return rehearsal, SPLIT
         if "cat" in self.rules.values():
             self._add_declared(source, modules, sum(sizes))
         gone = [

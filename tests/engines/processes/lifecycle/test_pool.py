@@ -259,7 +259,12 @@ def test_a_worker_that_is_stuck_on_its_way_up_is_spoken_of(monkeypatch: pytest.M
     begin = WorkerProcess.start
     monkeypatch.setattr(WorkerProcess, "start", start)
     monkeypatch.setattr(pool, "_workers", {})
-    for name, seconds in {"MIN_START_SECONDS": 0.5, "_NOTICE_SECONDS": 0.1, "_WARN_SECONDS": 0.3, "_MAX_START_SECONDS": 1.5}.items():
+    for name, seconds in {
+        "MIN_START_SECONDS": 0.5,
+        "_NOTICE_SECONDS": 0.1,
+        "_WARN_SECONDS": 0.3,
+        "_MAX_START_SECONDS": 1.5,
+    }.items():
         monkeypatch.setattr(pool, name, seconds)
     team = WorkerPool([CPU] * 2)
     begun = time.monotonic()

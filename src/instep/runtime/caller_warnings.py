@@ -1,0 +1,24 @@
+"""Warnings that point at the user's line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from types import FrameType
+
+import torch
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_LIBRARY_FILES = (_PACKAGE, _TORCH, os.path.join(os.path.dirname(os.__file__), "contextlib.py"))
+
+
+def warn_caller(message: str) -> None:
+    """Warn with the location of the first frame outside of instep and torch."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY_FILES):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, stacklevel=level)
