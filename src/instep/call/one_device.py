@@ -175,7 +175,7 @@ class OneDevice:
         return self.remember(CALLER_ONLY_OBJECT, method, path=path, type=kind)
 
     def structure_changed(self) -> Reason:
-        """The reason for a forward that changed its replica's structure. Once is initialization and not warned about."""
+        """The reason if forward changed its replica's structure. The first change is not warned about."""
         self._structure_changes += 1
         if self._structure_changes > 1:
             self.warn(STRUCTURE_CHANGED)
