@@ -110,6 +110,6 @@ def test_explain_says_which_rules_name_no_output() -> None:
         assert "names none" not in str(model.explain(X))  # nothing is known yet
         model(X)
         said = str(model.explain(X))
-    unused = [line.strip() for line in said.splitlines() if "names none of them" in line]
+    unused = [line.strip() for line in said.splitlines() if "matches no output" in line]
     expected = ("merge={'aux.tops'", "merge={'*.row'", "out_dims={'rowz'")
-    assert unused == [f"{words}: ...}} names none of them" for words in expected]
+    assert unused == [f"{words}: ...}} matches no output" for words in expected]

@@ -283,7 +283,7 @@ def test_explain_tells_what_happens_to_each_leaf(model: instep.DataParallel) -> 
     assert "outputs: known after the first call" in text
     model(x, scale=2.0)
     assert "joined along dim 0" in str(model.explain(x, scale=2.0))
-    assert "nothing is batched" in str(model.explain(3.0))
+    assert "no argument is batched" in str(model.explain(3.0))
 
 
 def test_a_module_that_was_moved_away_is_noticed(model: instep.DataParallel, net: Net) -> None:
@@ -297,7 +297,7 @@ def test_explain_on_one_device(net: Net) -> None:
     """As it is before and after a call; lists of other lengths than the batch's, and whatever else, are no error."""
     model, x = instep.DataParallel(net, ["cpu"]), torch.randn(4, 3)
     words = """\
-one device: the module itself runs on cpu, with the whole batch as it is; nothing is split or merged
+one device: the module runs on cpu, on the whole batch; nothing is split or merged
 inputs:
   x      Tensor [4, 3]  as it is
   scale  float          as it is
