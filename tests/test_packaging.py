@@ -83,6 +83,6 @@ def test_the_version(installed: Path, tmp_path: Path, command: list[str]) -> Non
 
 
 def test_the_demo_runs(installed: Path, tmp_path: Path) -> None:
-    output = run(installed / "instep", "demo", "--steps", "2", "--replicas", "2", folder=tmp_path)
-    assert "losses, gradients and weights are" in output
+    # It exits with 1 where a step differs from the plain module's.
+    run(installed / "instep", "demo", "--steps", "2", "--replicas", "2", folder=tmp_path)
     assert (tmp_path / "instep-demo.pt").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,13 +74,16 @@ def two_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     Replicated.__name__ = Replicated.__qualname__ = "DataParallel"
     monkeypatch.setattr(instep, "DataParallel", Replicated)
     monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     for model in made:
         model.close()
     instep.shutdown()
+    torch.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("two_replicas", "one_core")
+@pytest.mark.usefixtures("two_replicas")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(page: Path) -> None:
     namespace = names()
@@ -89,9 +91,7 @@ def test_the_code_of_a_page_runs(page: Path) -> None:
         if language == "pycon":
             _doctest(page, line, source, namespace)
             continue
-        code = compile("\n" * (line - 1) + source, str(page), "exec")
-        with warnings.catch_warnings():
-            exec(code, namespace)
+        exec(compile("\n" * (line - 1) + source, str(page), "exec"), namespace)
 
 
 def _doctest(page: Path, line: int, source: str, namespace: dict[str, Any]) -> None:
