@@ -9,7 +9,7 @@ DEV := $(VENV)/.dev-installed
 DECLARED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types format bench clean
+.PHONY: help demo test lint types format docs bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,10 @@ types: $(DEV) ## check types
 format: $(DEV) ## format, and fix what can be fixed by itself
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+docs: $(DEV) ## build the documentation into build/docs
+	@$(BIN)/python -m sphinx -W --keep-going -n -q -b html -d build/doctrees docs build/docs
+	@echo "open build/docs/index.html"
 
 bench: $(RUNTIME) ## run every benchmark
 	@set -e; for script in $(sort $(wildcard benchmarks/*/*.py)); do \
