@@ -1,4 +1,15 @@
-"""`DataParallel`: a whole batch in, a whole batch out, computed on several devices in step."""
+"""`DataParallel`: runs a module on several devices with the results of one.
+
+A call goes through these steps:
+
+1. `MethodBinding` gives every argument a name; its planner decides how each leaf is split (a `SplitPlan`).
+2. `ParallelRunner` brings the replicas up to date with the module, splits the arguments and places each shard.
+3. The engine runs the replicas: one after another, in threads, or in worker processes.
+4. The runner merges the outputs and applies what `forward` changed on the replicas to the module.
+
+Where the result would not be that of one device, the runner runs the whole batch on the first device
+(`instep.call.one_device` lists the reasons). This file creates these objects and holds the public methods.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +28,7 @@ from instep.call.options import (
     Options,
     as_dict,
     as_tuple,
+    check_options,
     check_shares,
     refuse_outer_wrapper,
     unwrap_module,
@@ -32,11 +44,10 @@ from instep.devices import (
 )
 from instep.engines.base import Engine
 from instep.engines.select import EngineChoice, choose_engine, create_engine, fallback_engine
-from instep.errors import CannotCross, WrapError
+from instep.errors import CannotCross
 from instep.replicas.clone import ModuleWrapper
 from instep.replicas.replica_set import ReplicaSet
 from instep.replicas.state.merge import StateMerger
-from instep.replicas.state.rules import check_state_rule
 from instep.runtime.caller_warnings import warn_caller
 from instep.runtime.modes import disable_compile
 from instep.runtime.process_role import inside_worker
@@ -44,14 +55,17 @@ from instep.structure.merge import Merger
 from instep.structure.spec import AUTO, strip_marks
 
 _FRAMES_FROM_FORWARD, _FRAMES_FROM_RUN = 1, 3
-"""How many calls of ours there are from `forward` on, where it is asked who called it."""
+"""Stack frames between `refuse_outer_wrapper` and the caller of `forward`, when called from `forward` and `_run`."""
 
 
 class DataParallel(Transparent, ModuleWrapper):
-    """Runs `module` on several devices and gives back what one device would have given.
+    """Runs `module` on several devices and returns what one device would return.
 
-    The first four arguments are those of `torch.nn.DataParallel`. `device_ids` also takes `"cpu"` and repeats
-    (`["cpu"] * 4`, `[0, 0]`); left out, it is every accelerator, or the one place where the module is.
+    Each call splits the batch over the devices, runs a replica of the module on every shard, and merges the outputs.
+    Outputs, gradients, buffers and attributes are those of one device with the whole batch. The wrapper shows the
+    attributes, parameters and `state_dict` of `module`, without a prefix.
+
+    The first four arguments are those of `torch.nn.DataParallel`.
 
     >>> import torch, instep
     >>> net = torch.nn.Linear(3, 2)
@@ -61,27 +75,43 @@ class DataParallel(Transparent, ModuleWrapper):
     True
 
     Args:
-        engine: `"threads"`, `"processes"`, `"serial"`, or `"auto"`, which says in `repr(model)` what it chose and why.
-        in_dims: where the batch is in the arguments, as `torch.vmap` takes it, or by argument name.
-        out_dims: likewise for outputs.
-        merge: what outputs that are not joined along the batch mean: `{"loss": "mean"}`.
-        state: what state that `forward` changes means: `{"steps": "sum"}`.
-        methods: other methods that run in parallel when they are called on the wrapper.
-        min_shard: the fewest samples that a replica is given.
-        shares: how much of a batch each device takes, for devices that are not equally fast: `[2, 1]`.
-        cost: what each sample costs, for samples that are not equally large: the name of an argument, or a function of
-            arguments by name (`lambda lengths: lengths`); shards then have about equal cost. It is read at each call.
-        place: leaves that go to another device than their replica's: `{"lengths": "cpu"}`.
-        on_unmerged_state: `"error"`, or `"warn"` to keep the first replica's state where no rule is given.
-        hooks: `"whole"` shows hooks that were put on submodules whole batches, by running such calls on one device;
-            `"per_replica"` shows them shards.
-        private_copies: give every replica memory of its own even on the source's device.
-        sync_batchnorm: normalise over the whole batch, as one device does; False is faster and takes each shard alone.
-        probe: try a few samples in parts and together before the first call of each structure, to know what its outputs
-            mean; without it they are merged by what their shapes say.
-        restarts: how many deaths of worker processes within a minute are made good by running the step again.
-        timeout: seconds without a word from a worker process, after which it is given up; and that replicas which meet
-            wait for one that does not move.
+        module: The module to run. It is moved to the first device.
+        device_ids: The devices, one for each replica. A device may be repeated: `["cpu"] * 4`, `[0, 0]`. Default: all
+            accelerators, or the device of the module if there are none.
+        output_device: The device of the outputs. Default: the first device.
+        dim: The batch dimension of tensors.
+        engine: How replicas run: `"threads"`, `"processes"`, `"serial"`, or `"auto"`, which chooses one of them.
+            `repr(model)` shows the choice and the reason for it.
+        in_dims: The batch dimension of arguments, in the form that `torch.vmap` takes or by name:
+            `{"hidden": 1, "class_weights": None}`. None passes the whole argument to every replica. Default: inferred
+            from the sizes of the arguments.
+        out_dims: The batch dimension of outputs, in the same form. Default: inferred by the probe.
+        merge: Rules for outputs that are not concatenated along the batch, by path or pattern:
+            `{"loss": "mean", "aux.*": "sum"}`. A rule is a name, `instep.weighted_by(...)`, or a function
+            `(parts, sizes) -> value`.
+        state: Rules for attributes and buffers that `forward` changes differently on each replica:
+            `{"steps": "sum"}`. `"cat"` splits and concatenates state that has one entry per sample. A rule is a name
+            or a function `(old, new, sizes) -> value`.
+        methods: Names of other methods that run in parallel when they are called on the wrapper.
+        min_shard: The smallest number of samples per replica. Smaller batches use fewer replicas.
+        shares: The relative size of each device's shard, for devices of unequal speed: `[2, 1]`.
+        cost: The cost of each sample, for samples of unequal size: the name of an argument, or a function of arguments
+            by name, such as `lambda lengths: lengths`. Shards then have about equal cost. Evaluated at every call.
+        place: Devices of argument leaves that do not go to their replica's device: `{"lengths": "cpu"}`.
+        on_unmerged_state: What to do if `forward` changes state differently on each replica and no rule is set for
+            it: `"error"` raises `StateError`; `"warn"` keeps the value of the first replica.
+        hooks: What hooks on submodules receive. `"whole"` runs calls with such hooks on one device, so that they see
+            the whole batch; `"per_replica"` calls them on every replica with its shard.
+        private_copies: Whether replicas on the module's own device copy its parameters instead of sharing their
+            memory.
+        sync_batchnorm: Whether batch normalization layers use the statistics of the whole batch, as on one device.
+            False is faster; each replica then normalizes over its own shard.
+        probe: Whether to run a few samples, in parts and together, before the first call of each structure, to find
+            out how outputs merge. Without the probe, they are merged by shape.
+        restarts: How many worker processes may die within a minute before a call fails. After each death the worker is
+            replaced and the step runs again.
+        timeout: Seconds to wait for a worker process that does not respond, and for a replica that does not reach a
+            collective, before the call fails.
     """
 
     def __init__(
@@ -135,16 +165,8 @@ class DataParallel(Transparent, ModuleWrapper):
         self._set_up(options)
 
     def _set_up(self, options: Options) -> None:
-        for pattern, rule in options.state.items():
-            check_state_rule(pattern, rule)
-        for name in options.methods:
-            if not callable(getattr(self.module, name, None)):
-                kind = type(self.module).__name__
-                raise WrapError(f"methods={list(options.methods)}: {kind} has no method {name!r}.")
-        if options.on_unmerged_state not in ("error", "warn"):
-            raise WrapError(f"on_unmerged_state={options.on_unmerged_state!r}: write 'error' or 'warn'.")
-        if options.hooks not in ("whole", "per_replica"):
-            raise WrapError(f"hooks={options.hooks!r}: write 'whole' or 'per_replica'.")
+        """Resolve the options for this machine and create the engine, the replicas and the runner."""
+        check_options(options, self.module)
         devices = resolve_devices(options.device_ids, self.module)
         check_shares(options.shares, len(devices))
         if module_device(self.module) not in (None, devices[0]):
@@ -155,11 +177,11 @@ class DataParallel(Transparent, ModuleWrapper):
         self._instep_pass_through = (
             len(devices) == 1 and devices[0].type == self._instep_output.type == "cpu" and not options.place
         )
-        """Whether forward is the module's own: nothing is split and nothing moves."""
+        """Whether calls go straight to the module, because nothing is split and nothing is moved."""
         self._start_engine(choose_engine(options.engine, devices))
 
     def _start_engine(self, choice: EngineChoice, methods: dict[str, MethodBinding] | None = None) -> None:
-        """Set up an engine, its replicas, and the runner of calls."""
+        """Create an engine, its replicas and the runner. `methods` are bindings of a previous runner to keep."""
         options, devices = self._instep_options, self._instep_devices
         engine: Engine = create_engine(choice, devices, options.restarts, options.timeout)
         batchnorm_patch = SyncBatchNormPatch(options.sync_batchnorm)
@@ -188,7 +210,8 @@ class DataParallel(Transparent, ModuleWrapper):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._instep_pass_through:  # nothing is split, nothing moves: the compiler sees through it
+        """Run `module.forward` on all devices and return the merged output."""
+        if self._instep_pass_through:  # torch.compile traces through this branch
             if not is_compiling():
                 refuse_outer_wrapper(_FRAMES_FROM_FORWARD)
             return self.module(*strip_marks(args), **strip_marks(kwargs))
@@ -208,21 +231,25 @@ class DataParallel(Transparent, ModuleWrapper):
         return self._run(method, args, kwargs)
 
     def _fall_back(self, error: CannotCross) -> None:
-        """Continue with another engine if `auto` chose one that cannot send what the call needs."""
+        """Replace an engine that `auto` chose and that cannot send what the call needs. Raises for any other engine."""
         choice = fallback_engine(self._instep_choice, error)
-        before, runner, frozen = self._instep_engine, self._instep_runner, self._instep_replicas.frozen
+        engine, runner, frozen = self._instep_engine, self._instep_runner, self._instep_replicas.frozen
         runner.check_rerun_allowed()
         warn_caller(f"falling back to engine={choice.name!r}: {choice.reason}.")
         self._start_engine(choice, runner.methods)
         self._instep_replicas.frozen = frozen
-        before.close()
+        engine.close()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As `nn.Module.compile`: the module is compiled, and so is each replica."""
+        """Compile the module and every replica with `torch.compile`. Takes the arguments of `nn.Module.compile`."""
         self.module.compile(*args, **kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """Show what happens to each leaf of such a call, and why. Nothing runs: ``print(model.explain(batch))``."""
+        """Explain how a call with these arguments is split and merged, without running it.
+
+        `print(model.explain(batch))` prints a table with one row for each leaf of the arguments and of the outputs that
+        were merged last.
+        """
         runner, devices = self._instep_runner, self._instep_devices
         binding = runner.binding("forward")
         names, values = binding.bind(args, kwargs)
@@ -234,26 +261,28 @@ class DataParallel(Transparent, ModuleWrapper):
             record = binding.probe.find_record(plan, values, self._instep_replicas.fingerprint.current)
             trial = "not tried yet" if record is None else record.summary
         reason = runner.one_device.explain("forward", plan)
-        return explain(
-            plan, values, devices, self._chosen(), binding.merger, trial, "" if reason is None else reason.name
-        )
+        one_device = "" if reason is None else reason.name
+        return explain(plan, values, devices, self._described_choice(), binding.merger, trial, one_device)
 
-    def _chosen(self) -> EngineChoice:
-        """The engine, why it was chosen, and how tensors come to its replicas."""
-        choice, words = self._instep_choice, self._instep_engine.describe_transport()
-        return choice._replace(reason=f"{choice.reason}; {words}") if words else choice
+    def _described_choice(self) -> EngineChoice:
+        """The engine and the reason for it, with a description of how tensors reach the replicas."""
+        choice, transport = self._instep_choice, self._instep_engine.describe_transport()
+        return choice._replace(reason=f"{choice.reason}; {transport}") if transport else choice
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients on the replicas while inside; they are reduced once, on the way out."""
+        """Context manager that accumulates gradients on the replicas and reduces them once, at its end."""
         with self._instep_engine.no_sync():
             yield
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Promise that no value of the module changes while inside: nothing is sent to the replicas again."""
+        """Context manager for inference that skips the synchronization of the replicas with the module.
+
+        Parameters, buffers and attributes of the module must not change inside it.
+        """
         replicas = self._instep_replicas
-        outer = replicas.frozen
+        was_frozen = replicas.frozen
         if len(self._instep_devices) > 1:
             for replica in replicas.sync():
                 replica.sync_state()
@@ -261,10 +290,10 @@ class DataParallel(Transparent, ModuleWrapper):
         try:
             yield
         finally:
-            replicas.frozen = outer
+            replicas.frozen = was_frozen
 
     def close(self) -> None:
-        """Give threads and worker processes back; the wrapper starts anew if it is called again."""
+        """Release threads, worker processes and replicas. The next call creates them again."""
         self._instep_engine.close()
         self._instep_replicas.discard()
 
@@ -282,7 +311,7 @@ class DataParallel(Transparent, ModuleWrapper):
 
     def __repr__(self) -> str:
         devices = ", ".join(str(device) for device in self._instep_devices)
-        choice = self._chosen()
+        choice = self._described_choice()
         inner = repr(self.module).replace("\n", "\n  ")
         return f"DataParallel(\n  engine={choice.name} ({choice.reason}), devices=[{devices}]\n  {inner}\n)"
 
@@ -294,6 +323,6 @@ class DataParallel(Transparent, ModuleWrapper):
         Transparent.__init__(self, state["module"])
         self.__dict__.update(state["hooks"])
         options: Options = state["options"]
-        if options.engine == "processes" and inside_worker():  # part of a module that was sent to this one
+        if options.engine == "processes" and inside_worker():  # a wrapper inside a module that was sent to a worker
             options = replace(options, engine="threads")
         self._set_up(options)

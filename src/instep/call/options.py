@@ -19,6 +19,7 @@ from instep.devices import DeviceLike
 from instep.errors import StructureError, WrapError
 from instep.probe.probe import Probe
 from instep.replicas.clone import ModuleWrapper
+from instep.replicas.state.rules import check_state_rule
 from instep.structure.merge import Merger
 from instep.structure.merge_rules import call_with_accepted, get_by_dotted_path
 from instep.structure.plan import Planner, SplitPlan, named_arguments
@@ -246,6 +247,19 @@ def _sample_costs(cost: str | Callable[..., Any], arguments: Mapping[str, Any]) 
         raise StructureError(f"cost={cost!r} names no argument of the call: it has {', '.join(arguments)}.")
     numbers: list[float] = found.tolist() if isinstance(found, (Tensor, np.ndarray)) else list(found)
     return numbers
+
+
+def check_options(options: Options, module: nn.Module) -> None:
+    """`WrapError` for an option whose value is wrong for any device."""
+    for pattern, rule in options.state.items():
+        check_state_rule(pattern, rule)
+    for name in options.methods:
+        if not callable(getattr(module, name, None)):
+            raise WrapError(f"methods={list(options.methods)}: {type(module).__name__} has no method {name!r}.")
+    if options.on_unmerged_state not in ("error", "warn"):
+        raise WrapError(f"on_unmerged_state={options.on_unmerged_state!r}: write 'error' or 'warn'.")
+    if options.hooks not in ("whole", "per_replica"):
+        raise WrapError(f"hooks={options.hooks!r}: write 'whole' or 'per_replica'.")
 
 
 def check_shares(shares: Sequence[float], devices: int) -> None:
