@@ -98,8 +98,9 @@ _SERVE = """
 import sys
 sys.path[:] = {path!r}
 import pickle, torch
-from instep.engines.processes.freight import Depot, Parcel, pack_error
-depot = Depot(home=False)
+from instep.engines.processes.serialization.exceptions import pack_exception
+from instep.engines.processes.serialization.registry import CodeRegistry, Payload
+registry = CodeRegistry(is_parent=False)
 while True:
     try:
         update, (body, arrays) = pickle.load(sys.stdin.buffer)
@@ -107,11 +108,11 @@ while True:
         break
     try:
         if update:
-            depot.take_globals(update[0], [torch.from_numpy(array) for array in update[1]])
-        function, args = depot.unpack(Parcel(body, [torch.from_numpy(array) for array in arrays]))
-        worked, answer = True, depot.pack(function(*args))
+            registry.apply_globals(update[0], [torch.from_numpy(array) for array in update[1]])
+        function, args = registry.unpack(Payload(body, [torch.from_numpy(array) for array in arrays]))
+        worked, answer = True, registry.pack(function(*args))
     except Exception as error:
-        worked, answer = False, pack_error(error, depot)
+        worked, answer = False, pack_exception(error, registry)
     tensors = [tensor.detach().numpy() for tensor in answer.tensors]
     pickle.dump((worked, (answer.body, tensors)), sys.stdout.buffer)
     sys.stdout.buffer.flush()

@@ -60,7 +60,7 @@ def test_what_lies_outside_is_refused() -> None:
 
 ATTACH = """
 import sys
-from instep.engines.processes.arena import SharedMemory
+from instep.engines.processes.transport.shared_memory import SharedMemory
 fds, nbytes = map(int, sys.argv[1:3]), int(sys.argv[3])
 private, shared = [SharedMemory.attach(fd, nbytes, bool(n)).tensor(0, nbytes) for n, fd in enumerate(fds)]
 for _ in range(2):

@@ -29,6 +29,8 @@ class SharedBlock:
 
     def __init__(self, memory: SharedMemory | DeviceMemory) -> None:
         self.block_id = next(_block_ids)
+        self.live_storages: list[None] = []
+        """One entry for each storage in the block. Finalizers pop entries, which is atomic."""
         self.memory = memory
         self.address = memory.tensor(0, memory.nbytes).data_ptr()
 
@@ -42,8 +44,6 @@ class SharedLocation(NamedTuple):
 
 
 _blocks: list[SharedBlock] = []
-_storage_counts: dict[int, int] = {}
-"""By the number of a block: how many storages still lie in it."""
 
 
 def share_parameters(
@@ -65,8 +65,8 @@ def share_parameters(
     sizes = [group[0].untyped_storage().nbytes() for group in groups]
     offsets, total = pack_offsets(sizes)
     block = SharedBlock(make(total))
+    block.live_storages += [None] * len(groups)
     _blocks.append(block)
-    _storage_counts[block.block_id] = len(groups)
     with torch.no_grad(), set_inference_mode(False):
         for group, offset, nbytes in zip(groups, offsets, sizes, strict=True):
             there = block.memory.tensor(offset, nbytes)
@@ -81,9 +81,8 @@ def share_parameters(
 
 
 def _release_storage(block: SharedBlock) -> None:
-    _storage_counts[block.block_id] -= 1
-    if not _storage_counts[block.block_id]:
-        del _storage_counts[block.block_id]
+    block.live_storages.pop()
+    if not block.live_storages:
         _blocks.remove(block)
 
 
@@ -94,7 +93,7 @@ def locate(tensor: Tensor) -> SharedLocation | None:
     """
     storage = tensor.untyped_storage()
     address = storage.data_ptr()
-    for block in _blocks:
+    for block in tuple(_blocks):  # the garbage collector may run finalizers that remove blocks
         if block.address <= address < block.address + block.memory.nbytes:
             if isinstance(block.memory, SharedMemory):
                 block.memory.share()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import sys
@@ -234,12 +235,16 @@ def _make_private_in_child() -> None:
     later, until `share` puts them into memory of the child's own. A copy of all at every fork would cost too much.
     """
     global _fork_count
-    for address, (nbytes, fd) in list(_shared_mappings.items()):
+    collects = gc.isenabled()
+    gc.disable()  # a finalizer would change the table, and unmap an address that is about to be mapped again
+    for address, (nbytes, fd) in _shared_mappings.items():
         # No room for a private copy: then nothing may be written at all, and a write ends the child, not the truth.
         if not _remap(address, nbytes, fd, mmap.MAP_PRIVATE) and _libc.mprotect(address, nbytes, mmap.PROT_READ):
             os._exit(70)
     _shared_mappings.clear()
     _fork_count += 1
+    if collects:
+        gc.enable()
 
 
 os.register_at_fork(after_in_child=_make_private_in_child)
