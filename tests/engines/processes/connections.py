@@ -8,7 +8,6 @@ import sys
 import types
 from typing import Any
 
-import pytest
 import torch
 
 from instep.engines.processes.serialization.exceptions import pack_exception, unpack_exception
@@ -20,15 +19,6 @@ def script(source: str) -> Any:
     module = types.ModuleType("__main__")
     exec(compile(source, "<script>", "exec"), module.__dict__)
     return module
-
-
-def only_mine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no file of the tests themselves count as one of the program."""
-
-    def mine() -> list[types.ModuleType]:
-        return [module for name, module in list(sys.modules.items()) if name.endswith("_of_mine")]
-
-    monkeypatch.setattr("instep.engines.processes.serialization.constants.files_of_the_program", mine)
 
 
 class Line:

@@ -39,7 +39,6 @@ from instep.engines.processes.messages import (
     ModuleRequest,
     TensorTableRequest,
 )
-from instep.engines.processes.serialization.constants import Constants
 from instep.engines.processes.serialization.exceptions import unpack_exception
 from instep.engines.processes.serialization.registry import Payload
 from instep.engines.processes.transport.channel import SOURCE, Channel, TensorTag, tag_by_value
@@ -134,7 +133,7 @@ class WorkerClient:
         """Whether tensors of the call at hand stay on the device that both sides work on."""
         return self.channel.cuda_ipc is not None and self.channel.cuda_ipc.enabled
 
-    def sync_module(self, shadow: RemoteReplica, method: str) -> RemoteModuleState:
+    def sync_module(self, shadow: RemoteReplica) -> RemoteModuleState:
         """Tell the worker what it does not know yet of a module, of which it is to run a method."""
         place = script_environment()
         if place != self._script_environment:
@@ -142,7 +141,7 @@ class WorkerClient:
             self._script_environment = folder, list(path), dict(variables), modules
             said = folder, worker_import_path(path, folder), modules_from_cwd(path, folder), dict(os.environ)
             self.channel.send(messages.ENVIRONMENT, 0, said)
-        self._send_globals()
+        self.channel.send_changed_globals()
         told: RemoteModuleState | None = shadow.worker_states.get(self)
         if told is None:
             weakref.finalize(shadow, self.released.append, ("module", shadow.module_id))
@@ -151,7 +150,6 @@ class WorkerClient:
         elif shadow.pending_attributes:
             self._send_attributes(shadow, told)
         shadow.needs_full_sync, shadow.pending_attributes = False, []
-        told.constants.check(method)
         return told
 
     def _send_attributes(self, shadow: RemoteReplica, told: RemoteModuleState) -> None:
@@ -170,18 +168,6 @@ class WorkerClient:
         )
         self.channel.send(messages.ATTRIBUTES, shadow.module_id, news)
         told.generators += more
-
-    def _send_globals(self) -> None:
-        """Tell the worker what changed of the script's globals that it reads."""
-        update = self.channel.registry.pack_changed_globals()
-        if update is not None:
-            try:
-                self.worker.connection.send(
-                    messages.GLOBALS, 0, update.body, [tensor.detach() for tensor in update.tensors]
-                )
-            except BaseException:
-                self.channel.registry.mark_all_unsent()  # nobody has what was packed
-                raise
 
     def _take_released(self) -> tuple[list[int], list[int]]:
         """Calls and modules that the worker may forget."""
@@ -251,7 +237,7 @@ class WorkerClient:
         told = RemoteModuleState(
             table, made, slots, loose, memory, at, image, near, self.same_device, generators, variables, bell
         )
-        told.staged_offsets, told.constants = listed.staged_offsets, Constants(shadow.source_modules)
+        told.staged_offsets = listed.staged_offsets
         return told
 
     def _allocate_slots(self, nbytes: int, device: torch.device) -> SharedMemory | DeviceMemory:
@@ -289,7 +275,7 @@ class WorkerClient:
 
     def send_backward(self, back: BackwardRequest, bell: Doorbell | None = None) -> PendingReply:
         """Ask for one replica's part of a backward, which sees the globals as they are by then."""
-        self._send_globals()
+        self.channel.send_changed_globals()
         box = self._new_pending()
         if bell is not None:
             bell.expect(box.request_id, self._last_received_id)

@@ -78,7 +78,7 @@ class ReplicaForward:
     def send(self, desk: WorkerClient) -> PendingReply:
         job, run = self._replica_call, self._request
         job.group.stack_providers[self._index] = desk.worker.python_stacks
-        told = self._module_state = desk.sync_module(self._replica, run.method)
+        told = self._module_state = desk.sync_module(self._replica)
         sharing = job.device_transfer.parameter_broadcast
         run.sequence_number = 0 if sharing is None else sharing.send_to(desk, self._replica.module_id, told)
         if not run.sequence_number:

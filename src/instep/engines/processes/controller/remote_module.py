@@ -17,7 +17,6 @@ from instep.engines.processes.controller.shared_parameters import (
     staging_copy_for,
 )
 from instep.engines.processes.messages import TensorLocation, TensorSpec
-from instep.engines.processes.serialization.constants import Constants
 from instep.engines.processes.serialization.globals import ValueSnapshot, cell_matches, take_snapshot
 from instep.engines.processes.transport.copy_streams import fetch_to_device
 from instep.engines.processes.transport.cuda_driver import DeviceMemory
@@ -57,8 +56,6 @@ class RemoteModuleState:
     """Tells of large gradients that lie in their slots."""
     staged_offsets: set[int] = field(default_factory=set)
     """Where in the image lies what the worker copies from it."""
-    constants: Constants = field(default_factory=lambda: Constants(()))
-    """Those of imported modules that the worker reads for itself."""
 
     def __post_init__(self) -> None:
         self.is_new = True

@@ -133,7 +133,7 @@ class ReplayableCall:
         with self._restored_module():
             shadow = self._replica = self.recreate_replica()
             shadow.private_containers = self.private_containers
-            told = desk.sync_module(shadow, self.request.method)
+            told = desk.sync_module(shadow)
         state = {
             told.tensor_indices[key]: value for key, value in self.old_values.items() if key in told.tensor_indices
         }

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from instep.autograd.nested_outputs import is_jagged, jagged_components, make_jagged
 from instep.engines.processes.serialization.by_reference import (
+    attribute_names,
     context_var_at,
     global_names,
     is_by_reference,
@@ -102,6 +103,10 @@ class _PicklerBase:
         super().__init__(self.file, protocol=5, buffer_callback=keep_buffer)  # type: ignore[call-arg]
         self.registry = register
         self.tensors: list[Tensor] = []
+        self.imported_modules: set[str] = set()
+        """Modules that the receiver imports to rebuild the value."""
+        self.attribute_names: set[str] = set()
+        """Globals and attributes that the value names: code sent by value, and what goes by reference."""
         self.definitions: dict[int, Any] = {}
         self.class_attributes: dict[int, dict[str, ValueSnapshot]] = {}
         self.sent_globals: dict[tuple[int, str], ValueSnapshot] = {}
@@ -148,6 +153,8 @@ class _PicklerBase:
         if number is not None and self.registry.peer_has(number):
             return KNOWN, (number,)
         if is_by_reference(cls):
+            self.imported_modules.add(cls.__module__)
+            self.attribute_names.add(cls.__name__)
             return NotImplemented
         plain = cloudpickle.Pickler.reducer_override(self, cls)
         if plain is not NotImplemented and len(plain) < 6:  # a type without a name of its own, such as None's
@@ -164,6 +171,8 @@ class _PicklerBase:
         if number is not None and there and (self.registry.is_from_peer(number) or is_immutable_function(function)):
             return KNOWN, (number,)
         if is_by_reference(function):
+            self.imported_modules.add(function.__module__)
+            self.attribute_names.add(function.__name__)
             return NotImplemented
         if "<" in function.__qualname__:  # made anew whenever the code around it runs: there would be no end of them
             number = 0
@@ -171,6 +180,7 @@ class _PicklerBase:
             number = self.registry.new_id() if number is None else number
             self.definitions[number] = function
         space, about, values = self._collect_globals(function.__globals__, global_names(function.__code__))
+        self.attribute_names |= attribute_names(function.__code__)
         cells = function.__closure__ or ()
         inside = []
         for cell in cells:
@@ -217,6 +227,7 @@ class _PicklerBase:
         """
         name = str(space.get("__name__"))
         if getattr(sys.modules.get(name), "__dict__", None) is space and is_importable(name):
+            self.imported_modules.add(name)
             return name, {}, {}
         spaces = self.registry.namespaces
         number = spaces.id_of(space)
@@ -236,6 +247,7 @@ class _PicklerBase:
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
         if sys.modules.get(module.__name__) is module and is_importable(module.__name__):
+            self.imported_modules.add(module.__name__)
             return importlib.import_module, (module.__name__,)
         if type(module) is not types.ModuleType:
             return NotImplemented

@@ -27,6 +27,7 @@ from instep.engines.processes.serialization.globals import (
     snapshot_attributes,
     take_snapshot,
 )
+from instep.engines.processes.serialization.module_globals import ModuleGlobals, apply_updates
 from instep.engines.processes.serialization.pickler import DELETED, Pickler, PythonPickler, Unpickler, Unsendable
 from instep.errors import CannotCross, EngineError
 
@@ -60,6 +61,7 @@ class CodeRegistry:
         self._id_counter = itertools.count(1)
         self._class_tracker = ClassTracker()
         self.namespaces = Namespaces(self._sign)
+        self._module_globals = ModuleGlobals()
         self.unsendable: dict[tuple[int, str], str] = {}
         self.closure_cells: list[tuple[types.CellType, ValueSnapshot]] = []
         """The variables of closures that went with what was packed last, as they were."""
@@ -117,16 +119,17 @@ class CodeRegistry:
                 self.namespaces.watch_received(space, names_received)
             return value
 
-    def pack_changed_globals(self) -> Payload | None:
+    def pack_changed_globals(self, *, modules_only: bool = False) -> Payload | None:
         """Home only: what has changed of the globals and classes that functions on the other side read, if anything.
 
         Globals that were bound anew or deleted, containers, objects, arrays and tensors that were changed in place,
         and attributes of classes that were set.
         """
         with self._lock:
-            names = self.namespaces.changed()
-            classes = self._class_tracker.changed()
-            if not names and not classes:
+            names = [] if modules_only else self.namespaces.changed()
+            classes = [] if modules_only else self._class_tracker.changed()
+            module_values = self._module_globals.changes()
+            if not names and not classes and module_values is None:
                 return None
             told = {(number, name): take_snapshot(value) for number, name, value in names}
             looks = {number: snapshot_attributes(cls) for number, cls, _ in classes}
@@ -136,16 +139,21 @@ class CodeRegistry:
             for number, name, _ in names:
                 self.unsendable.pop((number, name), None)
             values = [(number, name, _encode_absent(value)) for number, name, value in names]
-            packer, failure = self._try_pickle((values, news))
+            packer, failure = self._try_pickle((values, news, module_values))
             if failure is not None:
                 values = [
                     (number, name, self._value_or_stand_in(number, name, value)) for number, name, value in values
                 ]
-                packer = self._pickle((values, news), "what changed in the script")
+                packer = self._pickle((values, news, module_values), "what changed in the script")
             packer.sent_globals.update(told)
             packer.class_attributes.update(looks)
             packer.definitions.update((number, cls) for number, cls, _ in classes)
             return self._commit(packer)
+
+    @property
+    def has_new_modules(self) -> bool:
+        """Whether a packed value refers to user modules whose values were not sent yet."""
+        return self._module_globals.has_new_modules
 
     def _value_or_stand_in(self, number: int, name: str, value: Any) -> Any:
         """The value of a global, or what stands for it in a worker if it cannot be sent."""
@@ -162,7 +170,7 @@ class CodeRegistry:
 
     def apply_globals(self, body: bytes, tensors: list[Tensor]) -> None:
         """Worker only: take over what has changed at home; the parcel that `stale_globals` gave there."""
-        names, classes = self.unpack(Payload(body, tensors))
+        names, classes, module_values = self.unpack(Payload(body, tensors))
         for number, name, value in names:
             self.namespaces.get_or_create(number, {})
             self.namespaces.receive(number, {name: ABSENT if value is DELETED else value})
@@ -175,6 +183,8 @@ class CodeRegistry:
                     setattr(cls, name, value)
                 elif name in vars(cls):
                     delattr(cls, name)
+        if module_values is not None:
+            apply_updates(*module_values)
 
     def modified_globals(self) -> list[str]:
         """Worker only: the script's globals that functions here have bound anew or changed in place.
@@ -192,6 +202,7 @@ class CodeRegistry:
         with self._lock:
             self._known_to_peer -= {number for number in self._known_to_peer if not self.is_from_peer(number)}
             self.namespaces.mark_all_unsent()
+            self._module_globals.mark_all_unsent()
 
     def id_of(self, thing: Any) -> int | None:
         """The number of a function or class that has crossed."""
@@ -235,6 +246,7 @@ class CodeRegistry:
                 self._class_tracker.mark_sent(number, thing, packer.class_attributes[number])
         if self.is_parent:
             self.namespaces.mark_sent(packer.sent_globals)
+            self._module_globals.add(packer.imported_modules, packer.attribute_names)
         self.closure_cells = packer.closure_cells
         body = _BUFFER_COUNT.pack(len(packer.buffers)) + packer.file.getvalue()
         return Payload(body, [*packer.tensors, *packer.buffers])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from instep.engines.processes.messages import PositionalMessage
+from instep.engines.processes.messages import GLOBALS, PositionalMessage
 from instep.engines.processes.serialization.reducers import has_strided_data
 from instep.engines.processes.serialization.registry import CodeRegistry, Payload
 from instep.engines.processes.transport.connection import Connection, Message
@@ -91,11 +91,23 @@ class Channel:
         tags = [describe(tensor) for tensor in parcel.tensors]
         sent, cargo = self._split_for_ipc(parcel.tensors, tags)
         try:
+            if self.registry.has_new_modules:
+                self.send_changed_globals(modules_only=True)
             self.connection.send(kind, call_id, pickle.dumps((tags, parcel.body, cargo), 5), sent, fds)
         except BaseException:
             self.registry.mark_all_unsent()  # nobody has what was packed
             raise
         return parcel.tensors
+
+    def send_changed_globals(self, *, modules_only: bool = False) -> None:
+        """Send the globals that changed since they were sent, of the script and of the user's imported modules."""
+        payload = self.registry.pack_changed_globals(modules_only=modules_only)
+        if payload is not None:
+            try:
+                self.connection.send(GLOBALS, 0, payload.body, [tensor.detach() for tensor in payload.tensors])
+            except BaseException:
+                self.registry.mark_all_unsent()  # the worker did not get it
+                raise
 
     def _send_plain(
         self, kind: str, call: int, value: Any, tensors: list[Tensor], describe: TagFunction, fds: Sequence[int]

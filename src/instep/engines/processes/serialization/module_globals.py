@@ -1,0 +1,369 @@
+"""Sends plain values in globals of the user's imported modules to workers, and finds other objects that changed.
+
+A worker imports the user's modules itself, so it sees the values that the files assign. The script may have changed
+them since: ``conf.args.scale = 2.0``. For each imported module that sent code refers to, the parent sends the plain
+values that the code names: at first all of them, later those that changed. It looks into dictionaries, namespaces,
+dataclasses, and classes and objects of the user's own. A function, class or other object that was replaced is an
+error, because the worker would use the one that it imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import importlib
+import marshal
+import pathlib
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from instep.engines.processes.serialization.by_reference import attribute_names, is_importable
+from instep.errors import CannotCross
+
+_MAX_MODULES = 500
+_MAX_ENTRIES = 5000
+_MAX_DEPTH = 8
+_MAX_BYTES = 64 * 1024
+"""Larger values are compared by identity, and are not sent."""
+_MAX_SHOWN = 100
+_LIBRARIES = {"torch", "instep", "numpy", "builtins", "__main__", *sys.stdlib_module_names}
+_INSTALLED = ("site-packages", "dist-packages")
+_CONTAINERS = (list, dict, set, bytearray)
+_IMMUTABLE = (torch.dtype, torch.device, torch.Size, enum.Enum, pathlib.PurePath, range, slice)
+"""Types, beside those that `marshal` writes, whose values are sent."""
+_ABSENT = object()
+
+Path = tuple[tuple[str, Any], ...]
+"""A module's name, then attributes and keys: ``(("module", "conf"), ("attribute", "args"), ("item", "scale"))``."""
+
+
+class Update(NamedTuple):
+    """A new value for one path; `exists` is False for a name that was deleted."""
+
+    path: Path
+    value: Any
+    exists: bool = True
+    in_place: bool = False
+    """Whether the container that the path leads to was changed, and not replaced."""
+
+
+class FunctionName(NamedTuple):
+    """The function that the parent has at a path."""
+
+    path: Path
+    module: str
+    qualname: str
+
+
+class _Entry(NamedTuple):
+    value: Any
+    digest: bytes | None = None
+    """Of a plain value."""
+    kind: str = "object"
+    """ "value", "namespace" or "object"."""
+
+
+class _Namespace(NamedTuple):
+    """The watched names of one mapping, for the check before each call."""
+
+    mapping: Mapping[Any, Any]
+    size: int
+    get_values: Callable[[Mapping[Any, Any]], Iterable[Any]]
+    values: tuple[Any, ...]
+    containers: tuple[tuple[Any, bytes], ...]
+    """Plain containers, which may change in place, with their digests."""
+
+
+def _are_unchanged(namespaces: Iterable[_Namespace]) -> bool:
+    """Whether all watched names have the same objects, and the containers among them the same contents."""
+    dumps = marshal.dumps
+    try:
+        for mapping, size, get_values, values, containers in namespaces:
+            if len(mapping) != size or not all(map(is_, get_values(mapping), values)):
+                return False
+            for value, digest in containers:
+                if dumps(value, 2) != digest:
+                    return False
+    except (KeyError, ValueError):  # a name was deleted; a container holds something else now
+        return False
+    return True
+
+
+class ModuleGlobals:
+    """The parent's record of what one worker has of the user's imported modules."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, types.ModuleType] = {}
+        self._names: set[str] = set()
+        """Globals and attributes that code of these modules, or sent code, names."""
+        self._sent: dict[Path, _Entry] = {}
+        self._namespaces: list[_Namespace] = []
+        self._resend = False
+        self.has_new_modules = False
+
+    def add(self, modules: Iterable[str], names: Iterable[str]) -> None:
+        """Watch the modules that a sent value refers to, and those that their code names."""
+        new_modules = set(modules) - self._modules.keys()
+        new_names = set(names) - self._names
+        if not new_modules and (not new_names or not self._modules):
+            self._names |= new_names
+            return
+        self._names |= new_names
+        self.has_new_modules = True
+        waiting = [name for name in sorted(new_modules) if is_user_module(name)]
+        while True:
+            while waiting and len(self._modules) < _MAX_MODULES:
+                name = waiting.pop()
+                module = sys.modules.get(name)
+                if name not in self._modules and isinstance(module, types.ModuleType):
+                    self._modules[name] = module
+                    for function in _functions_in(module):
+                        self._names |= attribute_names(function.__code__)
+            known = len(self._names)
+            found: set[str] = set()
+            for value in [value for module in self._modules.values() for value in self._named_values(module)]:
+                if isinstance(value, (types.ModuleType, types.FunctionType)):
+                    found.add(value.__name__ if isinstance(value, types.ModuleType) else str(value.__module__))
+                    continue
+                for cls in (value if isinstance(value, type) else type(value)).__mro__:
+                    if is_user_module(str(cls.__module__)):
+                        found.add(str(cls.__module__))
+                        self._names.add(cls.__name__)
+            waiting = sorted(name for name in found - self._modules.keys() if is_user_module(name))
+            if (not waiting and len(self._names) == known) or len(self._modules) >= _MAX_MODULES:
+                return
+
+    def _named_values(self, module: types.ModuleType) -> list[Any]:
+        return [value for name, value in list(vars(module).items()) if name in self._names]
+
+    def changes(self) -> tuple[list[Update], list[FunctionName]] | None:
+        """What to send; None if nothing changed. `CannotCross` if an object that cannot be sent was replaced."""
+        if not self._resend and not self.has_new_modules and _are_unchanged(self._namespaces):
+            return None
+        scan = _Scan(self._names)
+        for name, module in self._modules.items():
+            scan.visit((("module", name),), vars(module), is_dict=False)
+        updates = list(self._updates(scan.entries))
+        first = {path: entry for path, entry in scan.entries.items() if self._resend or path not in self._sent}
+        functions = list(_function_names(first)) if self._resend or self.has_new_modules else []
+        self._sent, self._namespaces = scan.entries, scan.namespaces
+        self._resend = self.has_new_modules = False
+        return (updates, functions) if updates or functions else None
+
+    def mark_all_unsent(self) -> None:
+        """Send all values again: the worker may have none of them."""
+        self._resend = bool(self._modules)
+
+    def _updates(self, entries: dict[Path, _Entry]) -> Iterator[Update]:
+        replaced: set[Path] = set()
+        for path, entry in entries.items():
+            before = self._sent.get(path)
+            if path[:-1] in replaced:
+                replaced.add(path)  # a namespace was sent whole
+            elif entry.kind == "value":
+                if self._resend or before is None or not _same_value(before, entry):
+                    yield Update(path, entry.value, in_place=before is not None and before.value is entry.value)
+            elif before is not None and before.value is not entry.value and before.value is not None:
+                if entry.kind != "namespace" or isinstance(entry.value, type):
+                    raise _replaced_error(path, before.value, entry.value)
+                replaced.add(path)
+                yield Update(path, entry.value)
+        for path, before in self._sent.items():
+            if path not in entries and before.kind == "value" and _parent_is_kept(path, entries, self._sent):
+                yield Update(path, None, exists=False)
+
+
+class _Scan:
+    """The present values of all watched names."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
+        self._visited: set[int] = set()
+        self.entries: dict[Path, _Entry] = {}
+        self.namespaces: list[_Namespace] = []
+
+    def visit(self, path: Path, mapping: Mapping[Any, Any], is_dict: bool) -> None:
+        names, values, containers, nested = [], [], [], []
+        for name, value in list(mapping.items()):
+            if len(self.entries) >= _MAX_ENTRIES:
+                return
+            if not is_dict and (name not in self._names or name.startswith("__")):
+                continue
+            digest = _digest(value)
+            here = (*path, ("item" if is_dict else "attribute", name))
+            if is_dict and type(name) not in (str, int):
+                continue
+            if digest is not None or isinstance(value, _IMMUTABLE):
+                self.entries[here] = _Entry(value, digest, "value")
+                if isinstance(value, _CONTAINERS) and digest is not None:
+                    containers.append((value, digest))
+            elif (inside := _namespace_of(value)) is not None and len(path) < _MAX_DEPTH:
+                self.entries[here] = _Entry(value, kind="namespace")
+                nested.append((here, value, inside))
+            elif is_dict or isinstance(value, types.ModuleType):
+                continue  # registries and caches hold objects that each process makes itself
+            else:
+                self.entries[here] = _Entry(value)
+            names.append(name)
+            values.append(value)
+        get_values: Any = itemgetter(*names, *names[:1]) if names else lambda _: ()  # of one name it gives no tuple
+        size = len(mapping)
+        self.namespaces.append(_Namespace(mapping, size, get_values, (*values, *values[:1]), tuple(containers)))
+        for here, value, inside in nested:
+            if id(value) not in self._visited:
+                self._visited.add(id(value))
+                self.visit(here, inside, isinstance(value, dict))
+
+
+def apply_updates(updates: Iterable[Update], functions: Iterable[FunctionName]) -> None:
+    """In a worker: assign what `ModuleGlobals.changes` gave, and check that functions are those of the parent."""
+    for update in updates:
+        _assign(Update(*update))
+    for path, module, qualname in functions:
+        found = _unwrap(_get(path))
+        if isinstance(found, types.FunctionType) and (found.__module__, found.__qualname__) != (module, qualname):
+            raise CannotCross(
+                f"{format_path(path)} was replaced by {module}.{qualname}: a worker process imports the module itself "
+                f"and has {found.__module__}.{found.__qualname__}.\n{_hint(path)}"
+            )
+
+
+def _assign(update: Update) -> None:
+    owner, (kind, name) = _get(update.path[:-1]), update.path[-1]
+    if owner is _ABSENT:
+        return
+    if not update.exists:
+        if kind == "item":
+            owner.pop(name, None)
+        elif name in vars(owner):
+            delattr(owner, name)
+        return
+    now = owner.get(name, _ABSENT) if kind == "item" else vars(owner).get(name, _ABSENT)
+    digest = _digest(now)
+    if digest is not None and digest == _digest(update.value):
+        return
+    if update.in_place and type(now) is type(update.value) and isinstance(now, (dict, set, list)):
+        if isinstance(now, list):
+            now[:] = update.value
+        else:
+            now.clear()
+            now.update(update.value)
+    elif kind == "item":
+        owner[name] = update.value
+    elif dataclasses.is_dataclass(owner) and not isinstance(owner, type):
+        object.__setattr__(owner, name, update.value)  # it may be frozen
+    else:
+        setattr(owner, name, update.value)
+
+
+def _get(path: Path) -> Any:
+    found: Any = importlib.import_module(path[0][1])
+    for kind, name in path[1:]:
+        found = found.get(name, _ABSENT) if kind == "item" else getattr(found, name, _ABSENT)
+        if found is _ABSENT:
+            break
+    return found
+
+
+def is_user_module(name: str) -> bool:
+    """Whether a module is part of the user's program, and a worker can import it."""
+    if name.partition(".")[0] in _LIBRARIES:
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return isinstance(file, str) and not any(folder in file for folder in _INSTALLED) and is_importable(name)
+
+
+def format_path(path: Path) -> str:
+    """A path as code: ``conf.CFG['scale']``."""
+    steps = (f"[{name!r}]" if kind == "item" else f".{name}" for kind, name in path[1:])
+    return str(path[0][1]) + "".join(steps)
+
+
+def _digest(value: Any) -> bytes | None:
+    """The bytes of a plain value; None if it is not plain, or too large."""
+    if isinstance(value, (types.CodeType, memoryview)):
+        return None
+    try:
+        digest = marshal.dumps(value, 2)  # later versions depend on reference counts
+    except ValueError:
+        return None
+    return digest if len(digest) <= _MAX_BYTES else None
+
+
+def _same_value(before: _Entry, now: _Entry) -> bool:
+    if before.digest is not None or now.digest is not None:
+        return before.digest == now.digest
+    return before.value is now.value or (type(before.value) is type(now.value) and bool(before.value == now.value))
+
+
+def _namespace_of(value: Any) -> Mapping[Any, Any] | None:
+    """The mapping that holds an object's values, if it is one whose values are watched."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, (nn.Module, Tensor, types.ModuleType, types.FunctionType, BaseException)):
+        return None
+    cls = value if isinstance(value, type) else type(value)
+    is_config = isinstance(value, (types.SimpleNamespace, argparse.Namespace)) or dataclasses.is_dataclass(value)
+    attributes = getattr(value, "__dict__", None)
+    if attributes is None or not (is_config or is_user_module(cls.__module__ or "")):
+        return None
+    return attributes if isinstance(attributes, Mapping) else None
+
+
+def _functions_in(module: types.ModuleType) -> Iterator[types.FunctionType]:
+    """The functions and methods that a module defines."""
+    for value in list(vars(module).values()):
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            for attribute in list(vars(value).values()):
+                parts = (attribute.fget, attribute.fset) if isinstance(attribute, property) else (attribute,)
+                yield from (f for f in map(_unwrap, parts) if isinstance(f, types.FunctionType))
+        elif isinstance(function := _unwrap(value), types.FunctionType) and function.__module__ == module.__name__:
+            yield function
+
+
+def _unwrap(value: Any) -> Any:
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    for _ in range(20):
+        if not isinstance(value, types.FunctionType) or "__wrapped__" not in vars(value):
+            break
+        value = vars(value)["__wrapped__"]
+    return value
+
+
+def _function_names(entries: Mapping[Path, _Entry]) -> Iterator[FunctionName]:
+    for path, entry in entries.items():
+        function = _unwrap(entry.value)
+        if isinstance(function, types.FunctionType):
+            yield FunctionName(path, str(function.__module__), function.__qualname__)
+
+
+def _parent_is_kept(path: Path, entries: Mapping[Path, _Entry], before: Mapping[Path, _Entry]) -> bool:
+    parent = path[:-1]
+    if len(parent) == 1:
+        return True
+    return parent in entries and entries[parent].value is before[parent].value
+
+
+def _replaced_error(path: Path, before: Any, now: Any) -> CannotCross:
+    return CannotCross(
+        f"{format_path(path)} was replaced: it was {_shown(before)} and is {_shown(now)} now. A worker process imports "
+        f"the module itself and would use the first.\n{_hint(path)}"
+    )
+
+
+def _hint(path: Path) -> str:
+    name = str(path[-1][1])
+    return f"Set it on the module (self.{name} = ...), pass it to forward, or write engine='threads'."
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

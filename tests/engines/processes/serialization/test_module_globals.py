@@ -1,0 +1,254 @@
+"""Plain values in globals of the user's imported modules reach the workers; replaced objects are errors."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep.engines.processes.serialization.module_globals import ModuleGlobals
+from instep.engines.select import EngineChoice
+from instep.errors import CannotCross
+
+from ..connections import script
+
+CONF = """
+from argparse import Namespace
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+import torch
+
+SCALE = 1.5
+DTYPE = torch.float32
+CFG = {"scale": 1.0, "deep": {"bias": 2.0}, "layers": [1.0, 2.0]}
+args = Namespace(scale=1.0)
+space = SimpleNamespace(inner=SimpleNamespace(scale=1.0))
+
+@dataclass
+class Options:
+    scale: float = 1.0
+    weights: list = field(default_factory=lambda: [1.0])
+
+@dataclass(frozen=True)
+class Frozen:
+    scale: float = 1.0
+
+class Plain:
+    factor = 1.0
+    def __init__(self):
+        self.scale = 1.0
+
+options, frozen, plain = Options(), Frozen(), Plain()
+UNREAD = object()
+COUNT = {"calls": 0}
+CACHE = {}
+LAZY = None
+BUFFER = torch.ones(1)
+
+def scaled(x):
+    return x * SCALE
+
+def other(x):
+    return x * 100
+
+def set_scale(value):
+    global SCALE
+    SCALE = value
+
+def lazy():
+    global LAZY
+    if LAZY is None:
+        LAZY = object()
+    return 1
+"""
+
+NETS = """
+import torch
+from torch import nn
+import conf_of_mine as conf
+from conf_of_mine import CFG, args, lazy, scaled
+
+class Net(nn.Module):
+    factor = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        y = self.after(scaled(self.layer(x))) * args.scale * CFG["scale"] * lazy()
+        y = y * conf.CFG["deep"]["bias"] * sum(conf.CFG["layers"]) * conf.space.inner.scale * conf.options.scale
+        y = y * sum(conf.options.weights) * conf.frozen.scale * conf.plain.scale * conf.Plain.factor * self.factor
+        conf.COUNT["calls"] += 1
+        conf.CACHE[len(conf.CACHE)] = torch.ones(1)
+        return (y * conf.SCALE * conf.BUFFER).to(conf.DTYPE)
+
+    def after(self, x):
+        return x
+"""
+
+
+@pytest.fixture
+def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module that workers can import, and its configuration."""
+    (tmp_path / "conf_of_mine.py").write_text(CONF)
+    (tmp_path / "nets_of_mine.py").write_text(NETS)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    yield importlib.import_module("nets_of_mine")
+    for name in ("nets_of_mine", "conf_of_mine"):
+        sys.modules.pop(name, None)
+
+
+Change = Callable[[Any, Any], object]
+VALUES: dict[str, Change] = {
+    "number": lambda conf, _: setattr(conf, "SCALE", 2.0),
+    "number set by a function": lambda conf, _: conf.set_scale(3.0),
+    "dtype": lambda conf, _: setattr(conf, "DTYPE", torch.float64),
+    "item": lambda conf, _: conf.CFG.update(scale=2.0),
+    "nested item": lambda conf, _: conf.CFG["deep"].update(bias=5.0),
+    "list in a dictionary": lambda conf, _: conf.CFG["layers"].append(4.0),
+    "dictionary imported by name, replaced": lambda _, nets: setattr(nets, "CFG", {"scale": 7.0}),
+    "argparse.Namespace": lambda conf, _: setattr(conf.args, "scale", 2.0),
+    "SimpleNamespace": lambda conf, _: setattr(conf.space.inner, "scale", 2.0),
+    "namespace replaced": lambda conf, _: setattr(conf.space, "inner", type(conf.space)(scale=4.0)),
+    "dataclass": lambda conf, _: setattr(conf.options, "scale", 2.0),
+    "list of a dataclass": lambda conf, _: conf.options.weights.append(2.0),
+    "frozen dataclass": lambda conf, _: object.__setattr__(conf.frozen, "scale", 2.0),
+    "config object": lambda conf, _: setattr(conf.plain, "scale", 2.0),
+    "class attribute": lambda conf, _: setattr(conf.Plain, "factor", 2.0),
+    "class attribute of the module": lambda _, nets: setattr(nets.Net, "factor", 2.0),
+}
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_changed_value_reaches_the_workers(nets: Any) -> None:
+    net, x = nets.Net(), torch.randn(6, 4)
+    with instep.DataParallel(net, ["cpu"] * 3, engine="processes", probe=False) as model:
+        for name, change in VALUES.items():
+            before = net(x)
+            torch.testing.assert_close(model(x), before)
+            change(nets.conf, nets)
+            changed = net(x)
+            assert changed.dtype != before.dtype or not torch.equal(changed, before), name
+            for _ in range(2):
+                torch.testing.assert_close(model(x), changed, msg=name)
+
+
+@pytest.mark.usefixtures("workers")
+def test_values_changed_before_the_first_call_reach_the_workers(nets: Any) -> None:
+    for change in VALUES.values():
+        change(nets.conf, nets)
+    net, x = nets.Net(), torch.randn(6, 4)
+    with instep.DataParallel(net, ["cpu"] * 3, engine="processes", probe=False) as model:
+        torch.testing.assert_close(model(x), net(x))
+
+
+OBJECTS: dict[str, tuple[Change, str]] = {
+    "function": (lambda conf, _: setattr(conf, "scaled", conf.other), r"conf_of_mine\.scaled was replaced"),
+    "function imported by name": (lambda conf, nets: setattr(nets, "scaled", conf.other), r"nets_of_mine\.scaled was"),
+    "method": (lambda _, nets: setattr(nets.Net, "after", lambda self, x: 2 * x), r"nets_of_mine\.Net\.after was"),
+}
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("early", [True, False], ids=["before the first call", "after it"])
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_replaced_object_is_an_error(name: str, early: bool, nets: Any) -> None:
+    change, message = OBJECTS[name]
+    net, x = nets.Net(), torch.randn(6, 4)
+    with instep.DataParallel(net, ["cpu"] * 3, engine="processes", probe=False) as model:
+        if not early:
+            model(x)
+        change(nets.conf, nets)
+        for _ in range(2):
+            with pytest.raises(CannotCross, match=message) as caught:
+                model(x)
+        assert "engine='threads'" in str(caught.value)
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_replaced_tensor_is_an_error_until_it_is_put_back(nets: Any) -> None:
+    net, x = nets.Net(), torch.randn(6, 4)
+    with instep.DataParallel(net, ["cpu"] * 3, engine="processes", probe=False) as model:
+        torch.testing.assert_close(model(x), net(x))
+        first, nets.conf.BUFFER = nets.conf.BUFFER, torch.full((1,), 2.0)
+        with pytest.raises(CannotCross, match=r"conf_of_mine\.BUFFER was replaced"):
+            model(x)
+        nets.conf.BUFFER = first
+        torch.testing.assert_close(model(x), net(x))
+
+
+SAME: dict[str, Change] = {
+    "object that nobody names": lambda conf, _: setattr(conf, "UNREAD", object()),
+    "cache": lambda conf, _: conf.CACHE.update(a=torch.ones(2)),
+    "object made at first use": lambda conf, _: conf.lazy(),
+    "wrapped function": lambda _, nets: setattr(nets, "scaled", functools.wraps(nets.scaled)(nets.scaled)),
+}
+
+
+@pytest.mark.usefixtures("workers")
+def test_what_a_worker_makes_itself_is_no_error(nets: Any) -> None:
+    net, x = nets.Net(), torch.randn(6, 4)
+    with instep.DataParallel(net, ["cpu"] * 3, engine="processes", probe=False) as model:
+        model(x)
+        for name, change in SAME.items():
+            change(nets.conf, nets)
+            torch.testing.assert_close(model(x), net(x), msg=name)
+
+
+SCRIPT = """
+import torch, conf_of_mine
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+    def forward(self, x):
+        return conf_of_mine.scaled(self.layer(x)) * conf_of_mine.args.scale
+"""
+
+
+@pytest.mark.usefixtures("workers", "nets")
+def test_code_of_the_script_names_the_values() -> None:
+    net: nn.Module = script(SCRIPT).Net()
+    conf, x = sys.modules["conf_of_mine"], torch.randn(6, 4)
+    conf.args.scale = 3.0
+    with instep.DataParallel(net, ["cpu"] * 3, engine="processes", probe=False) as model:
+        torch.testing.assert_close(model(x), net(x))
+        conf.args.scale, conf.SCALE = 2.0, 4.0
+        torch.testing.assert_close(model(x), net(x))
+
+
+@pytest.mark.usefixtures("workers")
+def test_auto_falls_back_to_threads(nets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instep.parallel.choose_engine", lambda *_: EngineChoice("processes", "rule", automatic=True))
+    net, x = nets.Net(), torch.randn(6, 4)
+    nets.scaled = nets.conf.other
+    with instep.DataParallel(net, ["cpu"] * 3, probe=False) as model:
+        with pytest.warns(UserWarning, match=r"threads.*nets_of_mine\.scaled"):
+            out = model(x)
+        torch.testing.assert_close(out, net(x))
+
+
+def test_unchanged_values_are_compared_without_a_scan(nets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = ModuleGlobals()
+    watched.add([nets.__name__], ["Net"])
+    assert watched.changes() is not None
+    monkeypatch.setattr("instep.engines.processes.serialization.module_globals._Scan", None)
+    assert watched.changes() is None
+
+
+def test_libraries_are_not_watched() -> None:
+    watched = ModuleGlobals()
+    watched.add(["torch.nn.modules.linear", "json", "numpy"], ["relu", "loads"])
+    assert watched.changes() is None
