@@ -203,7 +203,7 @@ def test_threads_take_over_where_the_engine_was_chosen_by_itself(defined: Any, m
     )
     net, x = defined.Headed(), torch.randn(5, 4)
     with instep.DataParallel(net, ["cpu"] * 2) as model:
-        with pytest.warns(UserWarning, match="goes on with threads: .*the global 'head'"):
+        with pytest.warns(UserWarning, match="falling back to engine='threads': .*the global 'head'"):
             out: Tensor = model(x)
         out.square().sum().backward()
     found, defined.head.weight.grad = defined.head.weight.grad, None
