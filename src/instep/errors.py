@@ -39,6 +39,10 @@ class RemoteGradientError(CannotCross, BridgeError):
     """An output needs a gradient that does not come back from another process; the message names its place."""
 
 
+class RemoteArgumentError(CannotCross, StructureError):
+    """`forward` changed an argument in place in another process, where it is a copy; the message names the argument."""
+
+
 class WorkerFailure(EngineError):
     """A worker process died and its part of a step cannot be run again; the message says what ended it."""
 

@@ -14,11 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from instep.autograd.bridge import BackwardEngine, CallGraph, ReplicaGraph, VersionTracker, as_non_leaf, bridge
 from instep.autograd.graph_walk import find_custom_functions, reachable_leaves
 from instep.autograd.nested_outputs import flatten_outputs, rebuild_output
-from instep.call.shared_arguments import SharedArguments, raise_argument_changed
+from instep.call.shared_arguments import SharedArguments
 from instep.devices import move_to_device
 from instep.engines.base import Engine, ReplicaCall
 from instep.replicas.diff import Changes, ContainerChange
-from instep.replicas.mutable_arguments import find_mutable
 from instep.replicas.object_graph import Contents
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.replicas.state.carried import CarriedValue
@@ -105,11 +104,9 @@ class ReplicaDispatch:
                 self.sizes,
                 [way.inner for way in ways],
                 self.argument_ids,
+                names,
             )
         )
-        for outcome in outcomes:
-            if outcome.argument_changes:
-                self._apply_argument_changes(outcome, names, [values[:count] for values in entered])
         self.hooks = range(first, RemovableHandle.next_id)
         for replica, outcome in zip(self.replicas, outcomes, strict=True):
             outcome.output = _restore_module_tensors(outcome.output, replica.tensors.sources)
@@ -123,21 +120,6 @@ class ReplicaDispatch:
         elif grad:
             self._bridge_outputs(ways, outcomes)
         return outcomes
-
-    def _apply_argument_changes(
-        self, outcome: ReplicaResult, names: Sequence[str], entered: Sequence[Sequence[Any]]
-    ) -> None:
-        """Do to the caller's own objects what a replica of another process did to its copies of them."""
-        for change in outcome.argument_changes:
-            held = change.argument
-            holders = [
-                one for values in entered for one in find_mutable(names, values) if one.container is held.container
-            ]
-            whole = self.shared_arguments is not None and self.shared_arguments.contains(held.container)
-            if (whole or len(holders) > 1) and not change.is_read_only():
-                raise_argument_changed((names[held.path[0]], *held.path[1:]))
-        for change in outcome.argument_changes:
-            change.apply()
 
     def _carried_shards(self) -> list[list[Any]]:
         """Each replica's part of carried state, on its device."""

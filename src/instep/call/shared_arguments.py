@@ -86,10 +86,6 @@ class SharedArguments:
         """The ids of what holds the entries or attributes of what is given."""
         return [id(held) for _, held, _, _ in self._containers]
 
-    def contains(self, container: Any) -> bool:
-        """Whether a container is one that is given."""
-        return any(held is container for _, held, _, _ in self._containers)
-
     def check(self) -> None:
         """`StructureError` if a replica wrote to what all of them hold; it is as it was then."""
         written = self.restore()

@@ -35,6 +35,8 @@ class ReplicaCall:
     """Of each replica's arguments, the tensors that a gradient is wanted for."""
     mutable_argument_ids: Collection[int] = ()
     """The ids of what the caller's arguments hold and replicas may change in place, tensors apart."""
+    argument_names: Sequence[str] = ()
+    """The names of the arguments, positional ones first; for messages."""
     group: Any = None
     """Where the replicas meet in the middle of the call; the engine provides it."""
     device_transfer: Any = None

@@ -15,7 +15,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from instep.errors import BridgeError
 from instep.replicas.clone import Cloner
 from instep.replicas.diff import MISSING, NO_CHANGES, AttributeChange, Changes, ChangeTracker
-from instep.replicas.mutable_arguments import ArgumentChange
 from instep.replicas.object_graph import Contents, read_contents, tensors_equal, write_contents
 from instep.replicas.state.carried import CarriedValue
 from instep.replicas.tensors import ParameterSharing, ReplicaTensors, shared_storage_ptrs
@@ -262,8 +261,6 @@ class ReplicaResult:
     """Trainable tensors of the source that a replica of another process wrote to, in memory of its own."""
     changed_containers: Sequence[str] = ()
     """Places of containers that a replica of another process changed, and that each needs for itself."""
-    argument_changes: Sequence[ArgumentChange] = ()
-    """What a replica of another process changed inside of its arguments, and what it holds there now."""
     written_arguments: Mapping[int, Tensor] = field(default_factory=dict)
     """By the id of an argument that a replica of another process wrote to: what it made of it."""
     used_arguments: Collection[int] = ()

@@ -38,7 +38,8 @@ from instep.engines.processes.transport.cuda_ipc import allocate_shared
 from instep.engines.processes.worker.rng import PythonRngMonitor
 from instep.engines.rendezvous import LEFT_FORWARD
 from instep.engines.thread_pool import is_replica_thread
-from instep.errors import EngineError, WorkerFailure
+from instep.errors import EngineError, RemoteArgumentError, WorkerFailure
+from instep.replicas.mutable_arguments import ArgumentSnapshot, mutable_arguments
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.runtime.locks import ForkSafeLock
 from instep.runtime.torch_private import has_no_saved_tensor_hooks
@@ -147,8 +148,14 @@ class ProcessesEngine(ConcurrentEngine):
         job.device_transfer, job.python_seed = CallStreams(self._devices), self._python_rng.begin_call()
         # The first replica is in one place at a time. On accelerators a gradient that it takes on its way comes from
         # another thread, which must not wait for this one.
-        with self._lock if self._on_cpu else self._broadcast_parameters(job):
-            return self._forward_in_caller(job) if self._can_run_in_caller(job) else super().forward(job)
+        arguments = _snapshot_arguments(job)
+        try:
+            with self._lock if self._on_cpu else self._broadcast_parameters(job):
+                return self._forward_in_caller(job) if self._can_run_in_caller(job) else super().forward(job)
+        except RemoteArgumentError:
+            if arguments is not None:
+                arguments.restore()
+            raise
 
     @contextmanager
     def _broadcast_parameters(self, job: ReplicaCall) -> Iterator[None]:
@@ -344,6 +351,15 @@ class ProcessesEngine(ConcurrentEngine):
         self._pool.close()
         drop_dead_clients()
         self._pool = WorkerPool(self._devices)
+
+
+def _snapshot_arguments(call: ReplicaCall) -> ArgumentSnapshot | None:
+    """The caller's objects that replica 0 can change, which it shares with the caller; None if there are none."""
+    if not call.mutable_argument_ids:
+        return None
+    args, kwargs = call.arguments[0]
+    found = mutable_arguments(args, kwargs, call.mutable_argument_ids)
+    return ArgumentSnapshot([*args, *kwargs.values()], [one.indices for one in found]) if found else None
 
 
 def _raise_interruption(error: BaseException | None) -> None:

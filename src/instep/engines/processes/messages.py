@@ -208,7 +208,7 @@ class OutputOnlyReply(NamedTuple):
 class ForwardReply(PositionalMessage):
     """What one replica's part of a forward came to."""
 
-    PATHS: ClassVar = {"output": "the output of forward", "argument_changes": "what forward put into an argument"}
+    PATHS: ClassVar = {"output": "the output of forward"}
     REQUIRED_FIELDS: ClassVar[int] = 1
     USER_FIELDS: ClassVar = frozenset(
         {
@@ -218,7 +218,6 @@ class ForwardReply(PositionalMessage):
             "written_tensors",
             "private_parameters",
             "written_arguments",
-            "argument_changes",
             "written_with_grad",
             "exclusive_generator_states",
         },
@@ -236,8 +235,8 @@ class ForwardReply(PositionalMessage):
     """Values of weights that the worker has for itself because `forward` rewrites them."""
     written_arguments: dict[int, Tensor] = field(default_factory=dict)
     """Values of arguments that were written in place, by their numbers."""
-    argument_changes: list[tuple[int, tuple[Any, ...], list[tuple[int, Any]]]] = field(default_factory=list)
-    """What was changed inside the arguments: the number of the way, the keys, and each item as in `contents`."""
+    changed_arguments: list[int] = field(default_factory=list)
+    """Which of `watched_arguments` were changed in place."""
     written_with_grad: dict[int, Tensor] = field(default_factory=dict)
     """What became of those that need a gradient, with their history."""
     used_arguments: list[int] = field(default_factory=list)

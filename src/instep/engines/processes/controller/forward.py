@@ -23,18 +23,20 @@ from instep.engines.processes.messages import (
     ForwardRequest,
     OutputOnlyReply,
 )
+from instep.engines.processes.serialization.containers import decode_contents
 from instep.engines.processes.serialization.diagnose import check_not_aliased, describe_unnamed, lost_gradient_error
 from instep.engines.processes.serialization.registry import sendable_context
 from instep.engines.processes.transport.channel import reply_rebuilder
-from instep.errors import CannotCross, EngineError
+from instep.errors import CannotCross, EngineError, RemoteArgumentError
 from instep.replicas.diff import MISSING, STRUCTURE_CHANGED, AttributeChange, Changes, ContainerChange
-from instep.replicas.mutable_arguments import ArgumentChange, decode_contents, mutable_arguments
+from instep.replicas.mutable_arguments import mutable_arguments
 from instep.replicas.object_graph import read_contents, write_contents
 from instep.replicas.replica import ReplicaResult
 from instep.replicas.write_watch import deduplicate_views
 from instep.runtime.ambient import AmbientState, EncodedAmbientState
 from instep.runtime.rng import GeneratorPairs, generators_in
 from instep.runtime.warning_filters import CUDNN_WEIGHTS_FILTER
+from instep.structure.tree import Path, format_path
 
 
 class ReplicaForward:
@@ -61,7 +63,6 @@ class ReplicaForward:
         )
         self._watched = mutable_arguments(args, kwargs, job.mutable_argument_ids)
         self._request.watched_arguments = [one.indices for one in self._watched]
-        self._contents_before = [one.contents() for one in self._watched]
         self._request.serialized = job.rng.serialized
         self._generators = _find_argument_generators(self._request, shadow, job.rng.generator_pairs[index])
         self._collectives = CollectiveLog(job.group, job.device_transfer)
@@ -159,9 +160,7 @@ class ReplicaForward:
             call.output_versions = {number: tensors[number]._version for number in needing.values()}
             if isinstance(ran, ForwardReply):
                 call.record_versions()  # what was written just now is the call's own
-                call.arguments_changed = bool(
-                    ran.written_arguments or ran.argument_changes or ran.exclusive_generator_states
-                )
+                call.arguments_changed = bool(ran.written_arguments or ran.exclusive_generator_states)
         if isinstance(ran, ForwardReply):
             record_old_values(shadow.source_modules[0], [told.tensors[number] for number in ran.written_tensors])
         return outcome
@@ -172,9 +171,11 @@ class ReplicaForward:
         if ran.written_globals:
             desk.channel.registry.mark_all_unsent()
             raise CannotCross(
-                f"forward changed the global {ran.written_globals[0]!r} in a worker process, where the script does not see it.\n"
-                f"Return what it is for, set it on the module, or write engine='threads'."
+                f"forward changed the global {ran.written_globals[0]!r} in a worker process, where the script does not see "
+                f"it.\nReturn what it is for, set it on the module, or write engine='threads'."
             )
+        if ran.changed_arguments:
+            raise self._changed_argument_error(self._watched[ran.changed_arguments[0]].path)
         used = {id(arguments[i]) for i in ran.used_arguments}
         self._check_foreign_gradients(used)
         self._record_rng_use(ran)
@@ -184,11 +185,15 @@ class ReplicaForward:
         outcome = _apply_state(self._replica, self._module_state, ran)
         outcome.written_arguments = {id(arguments[i]): tensor for i, tensor in ran.written_with_grad.items()}
         outcome.used_arguments = used
-        outcome.argument_changes = [
-            ArgumentChange(self._watched[n], self._contents_before[n], decode_contents(self._contents_before[n], *news))
-            for n, *news in ran.argument_changes
-        ]
         return outcome
+
+    def _changed_argument_error(self, path: Path) -> RemoteArgumentError:
+        name = format_path((self._replica_call.argument_names[path[0]], *path[1:]))
+        return RemoteArgumentError(
+            f"forward changes argument {name!r} on {self._replica.name}, in a worker process, where it is a copy: the "
+            f"caller would not see the change.\n"
+            f"Return what changed, or use DataParallel(..., engine='threads')."
+        )
 
     def _check_foreign_gradients(self, used: Collection[int]) -> None:
         """Gradients are brought back for the caller's own arguments, and not for what these hold otherwise."""

@@ -24,6 +24,7 @@ from instep.engines.processes.messages import (
     TensorTableRequest,
 )
 from instep.engines.processes.nccl.group import GroupAborted
+from instep.engines.processes.serialization.containers import encode_items
 from instep.engines.processes.serialization.reducers import make_generator
 from instep.engines.processes.transport.channel import SOURCE, TensorTag, rebuild_by_value
 from instep.engines.processes.transport.copy_streams import StagedTensor, copy_all_to_device, copy_all_to_host
@@ -31,8 +32,6 @@ from instep.engines.processes.transport.cuda_driver import DeviceMemory
 from instep.engines.processes.transport.cuda_ipc import open_shared
 from instep.engines.processes.transport.doorbell import Doorbell, gradient_chunks
 from instep.engines.processes.transport.shared_memory import SharedMemory
-from instep.errors import CannotCross
-from instep.replicas.mutable_arguments import encode_items
 from instep.replicas.object_graph import tensors_equal
 from instep.replicas.replica import Replica, ReplicaResult, TensorPair
 from instep.replicas.replica_set import ReplicaSet
@@ -445,13 +444,3 @@ def used_arguments(ran: ForwardReply, leaves: Mapping[int, Tensor], outcome: Rep
     """The arguments, by their numbers, that what comes back was made from."""
     used = reachable_leaves(backward_roots(ran, outcome))
     return [number for number, leaf in leaves.items() if id(leaf) in used]
-
-
-def reject_graphs_in_arguments(ran: ForwardReply) -> None:
-    """What is put into an argument goes back by value: a gradient would not find the way."""
-    new = [item for _, _, items in ran.argument_changes for _, item in items]
-    if any(tensor.requires_grad for tensor in tensors_in(new)):
-        raise CannotCross(
-            "forward puts a tensor that needs a gradient into an argument, in a worker process, from where its graph "
-            "does not come back.\nReturn it from forward, put in tensor.detach(), or write engine='threads'."
-        )

@@ -41,7 +41,6 @@ from instep.engines.processes.worker.ambient import (
 from instep.engines.processes.worker.module import (
     WorkerModule,
     backward_roots,
-    reject_graphs_in_arguments,
     used_arguments,
 )
 from instep.engines.processes.worker.nccl_member import NcclMember
@@ -265,8 +264,7 @@ class WorkerServer:
         ran = self._build_reply(mirror, outcome)
         ran.written_arguments = written()
         if noted is not None:
-            ran.argument_changes = list(noted.changes())
-            reject_graphs_in_arguments(ran)
+            ran.changed_arguments = noted.changed()
         if ran.written_arguments:
             # A view: the argument itself would be sent as a word for what the other process has already.
             ran.written_with_grad = {
