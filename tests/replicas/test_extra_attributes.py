@@ -320,6 +320,6 @@ def test_an_argument_is_not_written(engine: str, make: Callable[[], Any]) -> Non
 
     given = make()
     wrapped = instep.DataParallel(Counts(), ["cpu"] * 2, engine=engine)
-    with wrapped as model, pytest.raises(instep.StructureError, match="forward changes the argument 'given'"):
+    with wrapped as model, pytest.raises(instep.StructureError, match="forward changes argument 'given'"):
         model(torch.randn(5, 3), given if make is Slotted else instep.whole(given))
     assert given.calls == 0.0

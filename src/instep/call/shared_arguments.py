@@ -116,7 +116,7 @@ def raise_argument_changed(path: Path) -> None:
     """`StructureError` for an argument that several replicas were given, and that one has changed."""
     name = path[-1]
     raise StructureError(
-        f"forward changes the argument {format_path(path)!r}, which every replica is given whole: each would change it "
+        f"forward changes argument {format_path(path)!r}, which every replica is given whole: each would change it "
         f"once more.\n"
         f"Change it outside forward, or let forward work on a copy: {name} = copy.copy({name}), or "
         f"{name} = {name} + 1 in place of {name} += 1."

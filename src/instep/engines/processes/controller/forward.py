@@ -171,8 +171,8 @@ class ReplicaForward:
         if ran.written_globals:
             desk.channel.registry.mark_all_unsent()
             raise CannotCross(
-                f"forward changed the global {ran.written_globals[0]!r} in a worker process, where the script does not see "
-                f"it.\nReturn what it is for, set it on the module, or write engine='threads'."
+                f"forward changed the global {ran.written_globals[0]!r} in a worker process, where the script does not "
+                f"see it.\nReturn what it is for, set it on the module, or write engine='threads'."
             )
         if ran.changed_arguments:
             raise self._changed_argument_error(self._watched[ran.changed_arguments[0]].path)
