@@ -284,7 +284,7 @@ def test_garbage_on_the_line_is_no_answer() -> None:
         model(batch())
         engine: Any = model._instep_engine
         worker = engine._pool.get(1)
-        worker.line._sock.send(b"no frame of ours")
+        worker.connection._sock.send(b"no frame of ours")
         x = batch()
         torch.testing.assert_close(model(x), net(x))
 

@@ -130,8 +130,8 @@ class ProcessesEngine(ConcurrentEngine):
         if too_many:
             raise WorkerFailure(
                 f"{why}\n"
-                f"That was death number {self.restarts + 1} within {RESTART_WINDOW:.0f} seconds, so the step is not tried "
-                f"again. The module is as it was before the call."
+                f"That was death number {self.restarts + 1} within {RESTART_WINDOW:.0f} seconds, so the step is not "
+                f"tried again. The module is as it was before the call."
             ) from gone
 
     def kill_stuck(self, index: int) -> None:

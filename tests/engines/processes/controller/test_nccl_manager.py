@@ -80,7 +80,7 @@ def wrap(net: nn.Module, count: int, **options: Any) -> instep.DataParallel:
 
 def home(model: instep.DataParallel) -> Any:
     engine: Any = model._instep_engine
-    return engine._nccl._home
+    return engine._nccl._group
 
 
 def batch(step: int) -> Tensor:
