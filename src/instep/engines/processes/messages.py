@@ -12,41 +12,40 @@ from torch import Tensor
 from instep.devices import Bucket
 from instep.runtime.ambient import AutocastState, EncodedAmbientState
 
-# From this process to a worker.
-ENVIRONMENT, TENSOR_TABLE, MODULE, ATTRIBUTES, GLOBALS, FORWARD, BACKWARD, REACHABILITY, COLLECTIVE_RESULT, STOP = (
-    "place", "table", "module", "set", "globals", "forward", "backward", "reach", "met", "stop",
-)  # fmt: skip
-DEVICE = "device"
-JOIN_GROUP, BROADCAST, REDUCE, FETCH_GRADIENTS = "join", "share", "sum", "hand in"
-# From a worker to this process.
-COLLECTIVE, DONE, FAILED = "meet", "done", "failed"
+# Message kinds that the controller sends; at most 16 characters.
+ENVIRONMENT, DEVICE, STOP = "environment", "device", "stop"
+TENSOR_TABLE, MODULE, ATTRIBUTES, GLOBALS = "tensor table", "module", "attributes", "globals"
+FORWARD, BACKWARD, REACHABILITY, COLLECTIVE_RESULT = "forward", "backward", "reachability", "collective done"
+JOIN_GROUP, BROADCAST, REDUCE, FETCH_GRADIENTS = "join group", "broadcast", "reduce", "fetch gradients"
+# Message kinds that a worker sends.
+COLLECTIVE, DONE, FAILED = "collective", "done", "failed"
 
 EXPECTS_REPLY = frozenset((FORWARD, BACKWARD, REACHABILITY, DEVICE, JOIN_GROUP, REDUCE, FETCH_GRADIENTS))
-"""What somebody waits for an answer to."""
+"""Message kinds that the worker must answer with `DONE` or `FAILED`."""
 
 
 @dataclass
 class TensorLocation:
-    """Where a tensor of the source lies in memory that both processes map."""
+    """Where a tensor of the source module is, in memory that both processes map."""
 
     block_id: int
-    """0 for a storage that is sent with the table."""
+    """0 if the storage is sent with the table."""
     offset: int
-    """In the block; or the number of the storage that is sent."""
+    """Byte offset of the storage in the block, or the index of the storage that is sent."""
     nbytes: int
-    """Of the storage."""
+    """Size of the storage."""
     storage_offset: int
-    """In the storage, in elements."""
+    """Offset of the tensor in its storage, in elements."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     needs_copy: bool = False
-    """Whether the worker has a copy on its device, which it brings up to the common memory before each call."""
+    """Whether the worker computes with a copy on its device, which it refreshes before each call."""
 
 
 @dataclass
 class TensorSpec:
-    """One tensor of the source: its class, what is set on it, and where it lies or its values."""
+    """Describes one tensor of the source module: its type, its attributes, and its location or its value."""
 
     tensor_type: type
     requires_grad: bool
@@ -54,85 +53,84 @@ class TensorSpec:
     location: TensorLocation | None
     value: Tensor | None
     on_source_device: bool
-    """Whether it lies on the device of the source, and belongs on the worker's there."""
+    """Whether the tensor is on the source module's device; the worker's copy is then on the worker's device."""
 
 
 @dataclass
 class DeviceRequest:
-    """A worker's device, as the process that starts it knows it."""
+    """Selects the worker's device."""
 
     device: torch.device
     uuid: str
-    """What the driver calls it; empty where it has no name for it."""
+    """The device's UUID; empty if the driver reports none."""
     ipc_handle: bytes | None
-    """Of memory on it that the worker tries to open; None where that is of no use."""
+    """Handle of device memory that the worker opens as a test of CUDA IPC; None to skip the test."""
 
 
 @dataclass
 class TensorTableRequest:
-    """The tensors of a module, which are known by their places in the table from then on."""
+    """The tensors of a module. Later messages refer to them by their index in `tensors`."""
 
     module_id: int
     device: torch.device
-    """The worker's."""
+    """The worker's device."""
     tensors: list[TensorSpec]
     storages: list[Tensor]
-    """Storages that lie in no common memory, as bytes."""
+    """Storages that are not in shared memory, as byte tensors."""
     blocks: list[tuple[int, int]]
-    """The number and the bytes of each block of memory whose descriptor is sent along."""
+    """The id and size of each shared memory block; its file descriptor is sent along."""
     gradient_slots: tuple[int, list[tuple[int, int]]]
-    """The bytes of the memory for gradients, whose descriptor is the last one, and where each tensor's goes."""
+    """Size of the gradient memory, whose descriptor is the last one, and `(tensor index, offset)` of each slot."""
     ipc_handles: list[tuple[int, int, bytes]] = field(default_factory=list)
-    """The number, the bytes and the handle of each block of memory on the worker's device."""
+    """The id, size and IPC handle of each block of memory on the worker's device."""
     gradient_slots_handle: bytes | None = None
-    """Of the memory for gradients, where that lies on the worker's device: then no descriptor comes for it."""
+    """IPC handle of the gradient memory if it is on the worker's device; no descriptor is sent then."""
     has_doorbell: bool = False
-    """Whether the worker rings for large gradients; the descriptor for that comes before the last."""
+    """Whether the worker signals large gradients by a doorbell, whose descriptor is the last but one."""
 
 
 @dataclass
 class ModuleRequest:
-    """The module itself, around the tensors of its table."""
+    """The module; its tensors refer to the tensor table."""
 
     PATHS: ClassVar = {"module": "the module"}
 
     module_id: int
     module: Any
     source_device: torch.device
-    """The device of the source."""
     sync_batchnorm: bool | None
-    """Whether batch normalisation looks at the whole batch; None for no such layers to dress."""
+    """Whether batch normalization is synchronized; None if the module has no such layers to patch."""
     private_containers: list[str]
-    """Places of containers that each replica has for itself."""
+    """Paths of containers of which each replica has a copy."""
     generators: list[torch.Generator]
-    """The generators that the module holds, which are known by their places here from then on."""
+    """Generators that the module holds. Later messages refer to them by index."""
 
 
 @dataclass
 class AttributesRequest:
-    """Attributes that were set since, and nothing else."""
+    """Attributes that were set on the module since it was sent."""
 
     PATHS: ClassVar = {"values": "attribute "}
 
     targets: list[tuple[int, str]]
-    """The module's index and the name of each."""
+    """The submodule's index and the attribute's name, for each value."""
     values: dict[str, Any]
-    """In the same order, by what they are called from the outermost module on."""
+    """The values in the same order, by dotted name."""
     generators: list[torch.Generator]
-    """Generators in them, whose places come after those that are known."""
+    """New generators among the values; their indices follow those already known."""
 
 
 class PositionalMessage:
-    """A message that goes as the bare values of its fields: both sides know what they are asked for in what order.
+    """A message that is sent as the values of its fields, in order.
 
-    Those at the end that say nothing are left out, so what is seldom said comes last.
+    Trailing fields with false values are omitted, so rarely used fields come last.
     """
 
     REQUIRED_FIELDS: ClassVar[int] = 0
-    """How many are said whatever they are."""
+    """The number of leading fields that are always sent."""
     USER_FIELDS: ClassVar[frozenset[str]] = frozenset()
-    """Those that may hold anything: what is the user's, and tensors. The others hold numbers and texts, and lists and
-    tuples of them, which were made for the order alone."""
+    """Fields that may hold tensors or objects of the user. All others hold numbers, strings, and lists and tuples of
+    them."""
 
     def fields(self) -> tuple[Any, ...]:
         values = tuple(self.__dict__.values())
@@ -144,7 +142,7 @@ class PositionalMessage:
 
 @dataclass
 class ForwardRequest(PositionalMessage):
-    """One replica's part of a forward."""
+    """Runs one replica's forward."""
 
     PATHS: ClassVar = {"args": "argument ", "kwargs": "argument "}
     REQUIRED_FIELDS: ClassVar[int] = 10
@@ -169,44 +167,45 @@ class ForwardRequest(PositionalMessage):
     num_replicas: int
     refresh_state: bool
     seed: int
-    """What the streams of the call are seeded by."""
+    """Seed of the call's CPU random streams."""
     device_seed: int
-    """What those of accelerators are seeded by."""
+    """Seed of the call's accelerator random streams."""
     released: tuple[Sequence[int], Sequence[int]] = ((), ())
-    """Calls and modules that nobody needs any longer."""
+    """Ids of calls, and of modules, that the worker can drop."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     ambient: EncodedAmbientState | None = None
-    """None for the same as in the message before."""
+    """None if it is the same as in the previous request."""
     args_on_host: bool = False
-    """Whether arguments lie on the host, from where the worker brings them to its device."""
+    """Whether the arguments are on the host; the worker moves them to its device."""
     generator_states: dict[int, Tensor] = field(default_factory=dict)
-    """The states of the generators that the module holds, by their numbers."""
+    """States of the module's generators, by index."""
     carried_state: list[tuple[int, str, Any]] = field(default_factory=list)
+    """This replica's shards of carried state: the submodule's index, the attribute, the shard."""
     tensor_values: dict[int, Tensor] = field(default_factory=dict)
-    """Values of tensors of the table that lie in no common memory."""
+    """Values of module tensors that are not in shared memory, by index."""
     watched_arguments: list[tuple[int, ...]] = field(default_factory=list)
-    """The ways to what lies among the arguments and is the caller's own, to be looked at for changes."""
+    """Locations of the caller's mutable objects among the arguments (see `MutableArgument.indices`)."""
     argument_generators: list[tuple[Tensor, torch.Generator]] = field(default_factory=list)
-    """Generators among the arguments that stand for one of the caller's, with its state."""
+    """Generators among the arguments that several replicas receive, each with the caller's state."""
     exclusive_generators: list[torch.Generator] = field(default_factory=list)
-    """Generators among the arguments that no other replica was given: the caller's own are drawn from."""
+    """Generators among the arguments that only this replica receives."""
     serialized: bool = False
-    """Whether replicas run one after another, and draw from the default generator itself."""
+    """Whether replicas run one after another and use the default generator itself."""
     sequence_number: int = 0
-    """The `Share` that brought the values of the module's tensors; 0 where they lie in common memory."""
+    """The `BroadcastRequest` that sent the module's tensors; 0 if they are in shared memory."""
     python_seed: int | None = None
-    """What Python's and NumPy's generators are seeded by; None where they are left as they are."""
+    """Seed of Python's and NumPy's generators; None to leave them alone."""
 
 
 class OutputOnlyReply(NamedTuple):
-    """A `Ran` of which nothing but the output was said."""
+    """A `ForwardReply` that has only an output."""
 
     output: Any
 
 
 @dataclass
 class ForwardReply(PositionalMessage):
-    """What one replica's part of a forward came to."""
+    """The result of one replica's forward."""
 
     PATHS: ClassVar = {"output": "the output of forward"}
     REQUIRED_FIELDS: ClassVar[int] = 1
@@ -226,106 +225,105 @@ class ForwardReply(PositionalMessage):
     output: Any = None
     structure_changed: bool = False
     attributes: list[tuple[int, str, Any, bool]] = field(default_factory=list)
-    """Attributes and buffers that were set: the module's index, the name, the value, whether it is a buffer."""
+    """Attributes that were set: the submodule's index, the name, the value, whether it is a buffer."""
     containers: list[tuple[str, tuple[Any, ...], list[tuple[int, Any]]]] = field(default_factory=list)
-    """Containers that were changed: the place, the keys, and each item, by its place before or as a new one."""
+    """Containers that were changed: the path, the keys, and the items as `encode_items` encodes them."""
     written_tensors: dict[int, Tensor] = field(default_factory=dict)
-    """Values of tensors of the table that were written in place."""
+    """Values of module tensors that were written in place, by index."""
     private_parameters: dict[int, Tensor] = field(default_factory=dict)
-    """Values of weights that the worker has for itself because `forward` rewrites them."""
+    """Values of parameters of which the worker has a private copy because `forward` overwrites them."""
     written_arguments: dict[int, Tensor] = field(default_factory=dict)
-    """Values of arguments that were written in place, by their numbers."""
+    """Values of argument tensors that were written in place, by index."""
     changed_arguments: list[int] = field(default_factory=list)
     """Which of `watched_arguments` were changed in place."""
     written_with_grad: dict[int, Tensor] = field(default_factory=dict)
-    """What became of those that need a gradient, with their history."""
+    """The written arguments that require grad, with their graph."""
     used_arguments: list[int] = field(default_factory=list)
-    """The arguments that need a gradient and that what comes back was made from."""
+    """Arguments requiring grad that the outputs depend on."""
     host_rng_used: bool = False
     device_rng_used: bool = False
-    """Whether numbers were drawn on an accelerator."""
+    """Whether random numbers were drawn on an accelerator."""
     default_rng_used: bool = False
-    """Whether the default generator itself was drawn from, by a way that no stream stands in."""
+    """Whether the default generator was used directly, where no stream replaces it."""
     module_generators_used: list[int] = field(default_factory=list)
-    """The generators that were drawn from: of the module, by their numbers."""
+    """Generators of the module that were used, by index."""
     argument_generators_used: list[int] = field(default_factory=list)
-    """The same for those among the arguments, by their places."""
+    """Entries of `argument_generators` that were used, by index."""
     exclusive_generator_states: dict[int, Tensor] = field(default_factory=dict)
-    """The states that the other ones among the arguments have now, if they were drawn from."""
+    """New states of the `exclusive_generators` that were used, by index."""
     written_parameters: list[int] = field(default_factory=list)
-    """Trainable tensors of the table that `forward` wrote to."""
+    """Parameters that `forward` wrote to, by index."""
     written_globals: list[str] = field(default_factory=list)
-    """Globals of the script that `forward` changed."""
+    """Names of the script's globals that `forward` changed."""
     private_containers: list[str] = field(default_factory=list)
-    """Places of containers that `forward` changed and that each replica needs for itself."""
+    """Paths of shared containers that `forward` changed: each replica needs a copy of them."""
 
 
 @dataclass
 class BackwardRequest(PositionalMessage):
-    """One replica's part of a backward."""
+    """Runs one replica's backward."""
 
     REQUIRED_FIELDS: ClassVar[int] = 3
     USER_FIELDS: ClassVar = frozenset({"gradients", "autocast"})
 
     call_id: int
-    """The number of the forward that it belongs to."""
+    """The forward's id."""
     gradients: dict[int, Tensor]
-    """By the number of an output's tensor."""
+    """Gradients of the outputs, by the index of the output tensor."""
     seed: int
     wanted_tensors: list[int] = field(default_factory=list)
-    """Tensors of the table whose gradients are wanted."""
+    """Module tensors whose gradients are needed, by index."""
     retain_graph: bool = False
     collective_tokens: list[int] = field(default_factory=list)
     written_arguments: list[int] = field(default_factory=list)
-    """Arguments that the caller wrote to since the forward."""
+    """Arguments that the caller has written to since the forward, by index."""
     written_tensors: list[int] = field(default_factory=list)
-    """Tensors of the source that were written to since."""
+    """Module tensors that have been written to since the forward, by index."""
     consumed_tokens: list[list[int]] = field(default_factory=list)
-    """For a forward that was run again: the tokens that backwards of the first one have used up, one after another."""
+    """For a replayed forward: the collective tokens that each earlier backward has consumed."""
     keep_gradients: bool = False
-    """Whether gradients stay on the worker's device, until a `Sum`."""
+    """Whether the worker keeps the gradients on its device until a `ReduceRequest`."""
     autocast: tuple[()] | AutocastState = ()
-    """Autocast around whoever asked for it, if there is any."""
+    """Autocast state of the caller of backward, if enabled."""
     anomaly_mode: int = 0
 
 
 @dataclass
 class BackwardReply(PositionalMessage):
-    """What one replica's part of a backward came to."""
+    """The result of one replica's backward."""
 
     USER_FIELDS: ClassVar = frozenset({"input_gradients", "other_gradients"})
 
     filled_slots: list[int] = field(default_factory=list)
-    """Tensors of the table whose gradients lie in their slots."""
+    """Module tensors whose gradients are in their slots, by index."""
     input_gradients: dict[int, Tensor] = field(default_factory=dict)
-    """Gradients of arguments, by their numbers."""
+    """Gradients of arguments, by index."""
     other_gradients: dict[int, Tensor] = field(default_factory=dict)
-    """Gradients that have no slot: sparse ones. Of a tensor that is present too, what came later."""
+    """Gradients that do not fit a slot (sparse ones), or that were added after the slot was signalled."""
     host_rng_used: bool = False
     kept_gradients: list[int] = field(default_factory=list)
-    """Tensors of the table whose gradients the worker has kept."""
+    """Module tensors whose gradients the worker keeps, by index."""
 
 
 @dataclass
 class JoinGroupRequest:
-    """A place in a group of processes, whose store and whose bell are sent along as descriptors."""
+    """Joins a process group. The descriptors of its store and of its abort eventfd are sent along."""
 
     backend: str
     rank: int
     world_size: int
     device: torch.device
     environment: dict[str, str | None]
-    """The environment in which the group is made; None for what must not be set."""
+    """Environment variables to set while the group is created; None to unset one."""
     sequence_base: int = 0
-    """The number before that of the first collective: no two collectives of any groups have the same."""
+    """The sequence number before the first collective. Sequence numbers are unique across groups."""
 
 
 @dataclass
 class BroadcastRequest:
-    """The tensors of a module get the values that the first member of the group sends."""
+    """Receives the values of a module's tensors, broadcast by rank 0."""
 
     module_id: int
-    """The module's."""
     sequence_number: int
     num_tensors: int
     nbytes: int
@@ -333,13 +331,13 @@ class BroadcastRequest:
 
 @dataclass
 class ReduceRequest:
-    """Gradients that were kept are summed over the group; the first member gets the sum."""
+    """Reduces kept gradients to rank 0."""
 
     sequence_number: int
     backward_id: int
-    """The backward's; 0 for one that had nothing to do."""
+    """The backward that kept the gradients; 0 if this worker kept none."""
     tensor_indices: list[int | None]
-    """The tensors of the table, in the order of the buckets' indices; None for one that is not known."""
+    """Module tensors in the order of the buckets' indices; None for a tensor that this worker does not have."""
     numels: list[int]
-    """Of each in elements."""
+    """The number of elements of each tensor."""
     buckets: list[Bucket]
