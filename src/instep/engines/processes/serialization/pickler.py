@@ -270,10 +270,6 @@ class Pickler(_PicklerBase, pickle.Pickler):
     """Pickles one value."""
 
 
-class PythonPickler(_PicklerBase, pickle._Pickler):
-    """Pickles one value that is nested deeper than C code may go: in Python, slowly."""
-
-
 @lru_cache(maxsize=1)
 def _dispatch_table(_: int) -> dict[type, Any]:
     """cloudpickle's table in one piece: looking in one after another takes as long as pickling a small object."""

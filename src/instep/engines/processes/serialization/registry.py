@@ -8,9 +8,8 @@ import struct
 import sys
 import threading
 import types
-from collections.abc import Callable
 from contextvars import Context, ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -28,27 +27,24 @@ from instep.engines.processes.serialization.globals import (
     take_snapshot,
 )
 from instep.engines.processes.serialization.module_globals import ModuleGlobals, apply_updates
-from instep.engines.processes.serialization.pickler import DELETED, Pickler, PythonPickler, Unpickler, Unsendable
+from instep.engines.processes.serialization.pickler import DELETED, Pickler, Unpickler, Unsendable
 from instep.errors import CannotCross, EngineError
 
 _BUFFER_COUNT = struct.Struct("<I")
-_DEEP_STACK_BYTES = 256 * 2**20
-_DEEP_RECURSION_LIMIT = 50_000
-_Result = TypeVar("_Result")
 
 
 class Payload(NamedTuple):
-    """A value on its way. The tensors are the sender's own objects: whoever sends them decides how."""
+    """A pickled value and its tensors, which the caller sends separately."""
 
     body: bytes
     tensors: list[Tensor]
 
 
 class CodeRegistry:
-    """What one side of a line knows of the classes and functions that have crossed it. One per line and side.
+    """Pickles values for one connection, and records which functions and classes its peer already has.
 
-    `unpack` runs what the pickle says, as every unpickling does: it is for bytes from our own parent or worker, over
-    the line that both inherited, and for no others.
+    Both ends of a connection have one. A function or class is sent by value once and by its id from then on.
+    `unpack` unpickles, so it must only be given bytes from the process at the other end.
     """
 
     def __init__(self, is_parent: bool) -> None:
@@ -64,43 +60,43 @@ class CodeRegistry:
         self._module_globals = ModuleGlobals()
         self.unsendable: dict[tuple[int, str], str] = {}
         self.closure_cells: list[tuple[types.CellType, ValueSnapshot]] = []
-        """The variables of closures that went with what was packed last, as they were."""
+        """Closure cells in the last packed value, with snapshots of their contents."""
         self.requiring_grad: list[Tensor] = []
-        """Worker only: the tensors of what was unpacked last that need a gradient at home."""
+        """Worker only: tensors in the last unpacked value that require a gradient in the parent."""
         self.closure_values: list[Any] = []
-        """Worker only: what the closures in it hold."""
+        """Worker only: contents of the closure cells in the last unpacked value."""
 
     def pack(self, value: Any, label: str = "") -> Payload:
-        """A value as bytes and tensors. `what` begins the path in a `CannotCross`: "argument 'batch'", "the module".
+        """Pickle a value. `label` starts the path in a `CannotCross`: "argument 'batch'", "the module".
 
-        A class can say how paths through its attributes begin: `PATHS = {"kwargs": "argument "}`.
+        A class may define how paths through its attributes start: ``PATHS = {"kwargs": "argument "}``.
         """
         with self._lock:
             return self._commit(self._pickle(value, label))
 
     def pack_fields(self, order: PositionalMessage, label: str = "") -> Payload:
-        """The bare values of an order's fields."""
+        """Pickle the field values of a message."""
         with self._lock:
             packer, failure = self._try_pickle(order.fields())
             if failure is not None:
-                self._pickle(order, label)  # raises, with the path; or finds what can be left out
+                self._pickle(order, label)  # raises with the path, or marks globals as unsendable
                 packer = self._pickle(order.fields(), label)
             return self._commit(packer)
 
     def can_pack(self, value: Any) -> bool:
-        """Whether a value could be packed; nothing is sent or settled by asking."""
+        """Whether a value can be pickled. Records nothing."""
         with self._lock:
             return self._pickling_error(value) is None
 
-    def unpack(self, parcel: Payload) -> Any:
-        """The value of a parcel, with the receiver's tensors in the place of the sender's, in the same order."""
+    def unpack(self, payload: Payload) -> Any:
+        """Rebuild a value around the received tensors, which have the order of the sent ones."""
         with self._lock:
-            (count,) = _BUFFER_COUNT.unpack_from(parcel.body)
-            end = len(parcel.tensors) - count
-            buffers: list[Any] = [tensor.numpy() for tensor in parcel.tensors[end:]]
-            file = io.BytesIO(parcel.body)
+            (count,) = _BUFFER_COUNT.unpack_from(payload.body)
+            end = len(payload.tensors) - count
+            buffers: list[Any] = [tensor.numpy() for tensor in payload.tensors[end:]]
+            file = io.BytesIO(payload.body)
             file.seek(_BUFFER_COUNT.size)
-            unpacker = Unpickler(self, file, list(parcel.tensors[:end]), buffers)
+            unpacker = Unpickler(self, file, list(payload.tensors[:end]), buffers)
             try:
                 value = unpacker.load()
             except (EngineError, MemoryError):
@@ -120,10 +116,9 @@ class CodeRegistry:
             return value
 
     def pack_changed_globals(self, *, modules_only: bool = False) -> Payload | None:
-        """Home only: what has changed of the globals and classes that functions on the other side read, if anything.
+        """Parent only: pickle the globals and class attributes that changed since they were sent; None if none did.
 
-        Globals that were bound anew or deleted, containers, objects, arrays and tensors that were changed in place,
-        and attributes of classes that were set.
+        `modules_only` leaves out the script's own globals and classes.
         """
         with self._lock:
             names = [] if modules_only else self.namespaces.changed()
@@ -156,7 +151,7 @@ class CodeRegistry:
         return self._module_globals.has_new_modules
 
     def _value_or_stand_in(self, number: int, name: str, value: Any) -> Any:
-        """The value of a global, or what stands for it in a worker if it cannot be sent."""
+        """The value of a global; an `Unsendable` if it cannot be pickled."""
         failure = self._try_pickle(value)[1]
         if failure is None:
             return value
@@ -169,7 +164,7 @@ class CodeRegistry:
         return Unsendable(reason)
 
     def apply_globals(self, body: bytes, tensors: list[Tensor]) -> None:
-        """Worker only: take over what has changed at home; the parcel that `stale_globals` gave there."""
+        """Worker only: assign the values that `pack_changed_globals` packed in the parent."""
         names, classes, module_values = self.unpack(Payload(body, tensors))
         for number, name, value in names:
             self.namespaces.get_or_create(number, {})
@@ -187,49 +182,43 @@ class CodeRegistry:
             apply_updates(*module_values)
 
     def modified_globals(self) -> list[str]:
-        """Worker only: the script's globals that functions here have bound anew or changed in place.
-
-        Home knows nothing of it. `forget` there has it send them all again.
-        """
+        """Worker only: the script's globals that functions here assigned or changed in place."""
         with self._lock:
             return self.namespaces.modified()
 
     def mark_all_unsent(self) -> None:
-        """The other side may not have what was sent (it failed to unpack): send definitions and globals again.
-
-        The numbers stay, and a side that has a class already keeps it.
-        """
+        """Send definitions and globals again, because the peer may have failed to unpack them. Ids stay valid."""
         with self._lock:
             self._known_to_peer -= {number for number in self._known_to_peer if not self.is_from_peer(number)}
             self.namespaces.mark_all_unsent()
             self._module_globals.mark_all_unsent()
 
     def id_of(self, thing: Any) -> int | None:
-        """The number of a function or class that has crossed."""
+        """The id of a function or class that was sent or received; None if it was not."""
         return self._ids.get(id(thing))
 
     def new_id(self) -> int:
-        """A number that no side has used."""
+        """An unused id."""
         return self._sign * next(self._id_counter)
 
     def peer_has(self, number: int) -> bool:
-        """Whether the other side knows this number."""
+        """Whether the peer has the definition with this id."""
         return number in self._known_to_peer
 
     def is_from_peer(self, number: int) -> bool:
-        """Whether this was first sent by the other side."""
+        """Whether the peer defined this id."""
         return number * self._sign < 0
 
     def has(self, number: int) -> bool:
-        """Whether this side knows this number."""
+        """Whether this end has the definition with this id."""
         return number in self._objects
 
     def get_object(self, number: int) -> Any:
-        """The function or class with a number."""
+        """The function or class with an id."""
         try:
             return self._objects[number]
         except KeyError:
-            raise EngineError(f"a message speaks of definition {number}, which never came") from None
+            raise EngineError(f"a message refers to definition {number}, which was not received.") from None
 
     def _register(self, number: int, thing: Any) -> None:
         if number in self._objects and self._objects[number] is not thing:
@@ -237,8 +226,8 @@ class CodeRegistry:
         self._ids[id(thing)] = number
         self._objects[number] = thing
 
-    def _commit(self, packer: Pickler | PythonPickler) -> Payload:
-        """What was pickled goes on its way, and by number from now on."""
+    def _commit(self, packer: Pickler) -> Payload:
+        """Record what was pickled as sent."""
         for number, thing in packer.definitions.items():
             self._register(number, thing)
             self._known_to_peer.add(number)
@@ -251,14 +240,19 @@ class CodeRegistry:
         body = _BUFFER_COUNT.pack(len(packer.buffers)) + packer.file.getvalue()
         return Payload(body, [*packer.tensors, *packer.buffers])
 
-    def _pickle(self, value: Any, what: str) -> Pickler | PythonPickler:
-        """Pickle a value, leaving out globals that cannot cross: maybe nobody needs them."""
+    def _pickle(self, value: Any, what: str) -> Pickler:
+        """Pickle a value. Globals that cannot be pickled become `Unsendable`, which raises when it is used."""
         while True:
             packer, failure = self._try_pickle(value)
             if failure is None:
                 return packer
             if isinstance(failure, MemoryError):
                 raise failure
+            if isinstance(failure, RecursionError):
+                raise CannotCross(
+                    f"{what or 'a value'} cannot be sent to another process: it is nested too deeply to be pickled.\n"
+                    "Pass a flatter structure (a list instead of a linked list), or write engine='threads'."
+                ) from failure
             culprit = find_unpicklable(value, self._pickling_error)
             if culprit is None or not self._mark_unsendable(culprit):
                 described = culprit.describe(what) if culprit else what or "a value"
@@ -278,17 +272,13 @@ class CodeRegistry:
     def _pickling_error(self, value: Any) -> Exception | None:
         return self._try_pickle(value)[1]
 
-    def _try_pickle(self, value: Any) -> tuple[Pickler | PythonPickler, Exception | None]:
-        """Pickle a value; nothing is settled by it."""
-        packer: Pickler | PythonPickler = Pickler(self)
-        error = _dump(packer, value)
-        if isinstance(error, RecursionError):
-            packer = PythonPickler(self)
-            error = _run_with_deep_stack(lambda: _dump(packer, value))
-        return packer, error
+    def _try_pickle(self, value: Any) -> tuple[Pickler, Exception | None]:
+        """Pickle a value and record nothing."""
+        pickler = Pickler(self)
+        return pickler, _dump(pickler, value)
 
 
-def _dump(packer: Pickler | PythonPickler, value: Any) -> Exception | None:
+def _dump(packer: Pickler, value: Any) -> Exception | None:
     try:
         packer.dump(value)
     except Exception as error:
@@ -300,45 +290,30 @@ def _encode_absent(value: Any) -> Any:
     return DELETED if value is ABSENT else value
 
 
-def _run_with_deep_stack(work: Callable[[], _Result]) -> _Result:
-    """Do something that goes deep (a long chain of objects or functions) in a thread with room for it."""
-    done: list[_Result] = []
-    limit, size = sys.getrecursionlimit(), threading.stack_size(_DEEP_STACK_BYTES)
-    try:
-        thread = threading.Thread(target=lambda: done.append(work()), name="instep packing", daemon=True)
-        sys.setrecursionlimit(max(limit, _DEEP_RECURSION_LIMIT))
-        thread.start()
-        thread.join()
-    finally:
-        sys.setrecursionlimit(limit)
-        threading.stack_size(size)
-    return done[0]
-
-
 _PROCESS_LOCAL_PACKAGES = frozenset({"IPython", "ipykernel", "numpy", "torch", "tornado", "traitlets"})
-"""Libraries whose variables are about this process."""
+"""Packages whose context variables belong to this process."""
 
 
-def sendable_context(context: Context, depot: CodeRegistry) -> list[tuple[ContextVar[Any], Any]]:
-    """The variables that the other side of a line may read, with their values; one that cannot cross says so there."""
+def sendable_context(context: Context, registry: CodeRegistry) -> list[tuple[ContextVar[Any], Any]]:
+    """The context variables that code in the peer may read, with their values."""
     return [
-        (variable, _sendable_value(variable, value, depot))
+        (variable, _sendable_value(variable, value, registry))
         for variable, value in context.items()
-        if _is_readable_by_peer(variable, depot)
+        if _is_readable_by_peer(variable, registry)
     ]
 
 
-def _is_readable_by_peer(variable: ContextVar[Any], depot: CodeRegistry) -> bool:
-    number = depot.id_of(variable)
+def _is_readable_by_peer(variable: ContextVar[Any], registry: CodeRegistry) -> bool:
+    number = registry.id_of(variable)
     if number is not None:
-        return depot.peer_has(number)
+        return registry.peer_has(number)
     place = locate_context_var(variable)
     package = "" if place is None else place[0].partition(".")[0]
     return bool(package) and package not in _PROCESS_LOCAL_PACKAGES and package not in sys.stdlib_module_names
 
 
-def _sendable_value(variable: ContextVar[Any], value: Any, depot: CodeRegistry) -> Any:
-    if depot.can_pack(value):
+def _sendable_value(variable: ContextVar[Any], value: Any, registry: CodeRegistry) -> Any:
+    if registry.can_pack(value):
         return value
     return Unsendable(
         str(cannot_cross_error(f"the context variable {variable.name!r} (a {type(value).__name__})", None))
