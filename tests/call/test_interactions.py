@@ -53,13 +53,16 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Tensor], Tensor]]] = {
 }
 
 
+OWN_ROW = ("another meaning in another mode", "numbers only", "nothing but an attribute")
+
+
 @ENGINES
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.filterwarnings("ignore:forward may read:UserWarning")
-def test_carried_state_and_the_probe(case: str, engine: str) -> None:
+@pytest.mark.parametrize(("case", "state"), [*((c, {}) for c in CASES), *((c, {"h": "cat"}) for c in OWN_ROW)])
+@pytest.mark.filterwarnings("ignore:calls run on one device because forward reads")
+def test_carried_state_and_the_probe(case: str, state: dict[str, Any], engine: str) -> None:
     net = Carries(*CASES[case]).double()
     plain = copy.deepcopy(net)
-    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, state=state) as model:
         for mode in "aaabbab":
             x = torch.randn(6, 3, dtype=torch.float64)
             torch.testing.assert_close(model(x, mode), plain(x, mode), rtol=1e-8, atol=1e-15)
@@ -70,7 +73,7 @@ def test_carried_state_and_the_probe(case: str, engine: str) -> None:
 @ENGINES
 def test_samples_that_meet_beside_carried_state(engine: str) -> None:
     net = Carries(lambda h, mode, before: h if mode == "a" else h.softmax(0))
-    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, state={"h": "cat"}) as model:
         for _ in range(3):
             model(torch.randn(6, 3))
         with pytest.raises(instep.MergeError, match="depend on other samples"):
@@ -225,7 +228,7 @@ def test_texts_that_differ_at_each_call_are_just_texts() -> None:
 
 
 @ENGINES
-@pytest.mark.filterwarnings("ignore:forward may read:UserWarning")
+@pytest.mark.filterwarnings("ignore:calls run on one device because forward reads")
 @pytest.mark.parametrize("rows", [True, False], ids=["its own row", "the whole"])
 def test_state_that_only_another_mode_reads(rows: bool, engine: str) -> None:
     class Later(nn.Module):

@@ -139,7 +139,7 @@ class Recurrent(nn.Module):
 @each_engine
 def test_state_that_is_detached_where_it_is_read(engine: str) -> None:
     plain = Recurrent()
-    with instep.DataParallel(copy.deepcopy(plain), ["cpu"] * 3, engine=engine) as model:
+    with instep.DataParallel(copy.deepcopy(plain), ["cpu"] * 3, engine=engine, state={"state": "cat"}) as model:
         for size in (7, 7, 7, 7, 6, 6, 6):
             x = torch.randn(size, 4, dtype=torch.float64)
             for each in (plain, model):

@@ -23,7 +23,7 @@ from instep.errors import MergeError, StateError
 from instep.replicas.mutable_arguments import mutable_ids
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.replicas.replica_set import ReplicaSet
-from instep.replicas.state.carried import ONE_DEVICE, UNKNOWN, CarriedValue
+from instep.replicas.state.carried import CarriedSelection, CarriedValue
 from instep.replicas.state.merge import StateMerger, check_no_parameter_writes
 from instep.runtime.ambient import AmbientState
 from instep.runtime.locks import ForkSafeLock, run_uninterrupted
@@ -107,9 +107,10 @@ class ParallelRunner:
             replicas = self.replicas.sync()[: plan.parts]
             if reason := self.one_device.for_module(call.method):
                 return self._on_one_device(call, reason)
-            carried, fits = self._carried_state(call, replicas)
-            if not fits:
-                return self._on_one_device(call, CARRIED_STATE)
+            selection = self._select_carried(call, replicas)
+            if selection.one_device or selection.unchecked:
+                return self._run_with_carried_state(call, selection)
+            carried = selection.split
             if not serialize:
                 self._probe(call, carried)
             self.batchnorm_patch.warn_once(self.module)
@@ -130,19 +131,27 @@ class ParallelRunner:
         self._update_state(replicas, results, inputs, plan)
         return merged
 
-    def _carried_state(self, call: BoundCall, replicas: Sequence[Replica]) -> tuple[list[CarriedValue], bool]:
-        """State of the previous call that forward reads, and whether it can be split like the batch."""
-        carried, verdict = self.state_merger.carried.select(
+    def _select_carried(self, call: BoundCall, replicas: Sequence[Replica]) -> CarriedSelection:
+        """State of the previous call that forward may read: what can be split like the batch, and what cannot."""
+        return self.state_merger.carried.select(
             self.module,
             replicas[0].source_modules,
             call.plan.sizes,
             self.replicas.shared_containers.paths,
-            self.replicas.fingerprint.current,
+            (self.replicas.fingerprint.current, call.method),
         )
-        if verdict in (ONE_DEVICE, UNKNOWN):
-            self.one_device.warn(CARRIED_STATE, path=carried[0].path)
-            return carried, False
-        return carried, True
+
+    def _run_with_carried_state(self, call: BoundCall, selection: CarriedSelection) -> Any:
+        """Run a call on one device that reads, or may read, state of the previous call that cannot be split."""
+        run = partial(self._on_one_device, call, CARRIED_STATE)
+        if selection.one_device:
+            return run()
+        call_key = self.replicas.fingerprint.current, call.method
+        output, read = self.state_merger.carried.run_and_detect_reads(selection.unchecked, call_key, run)
+        if read:
+            hint = ", keep it as an attribute of a module and write" if read[0].container is not None else ""
+            self.one_device.warn(CARRIED_STATE, path=read[0].path, hint=hint)
+        return output
 
     def _probe(self, call: BoundCall, carried: Sequence[CarriedValue]) -> None:
         """Before the first call of a structure, find out on a few samples how outputs and attributes merge."""
@@ -172,8 +181,7 @@ class ParallelRunner:
         carried: Sequence[CarriedValue],
     ) -> tuple[list[ReplicaResult], Verdict]:
         """Every replica's result, and whether it can be used."""
-        split = [value for value in carried if value.module is not None]
-        self.replicas.release_carried(split, len(replicas))
+        self.replicas.release_carried(carried, len(replicas))
         probe = call.binding.probe
         shares = len(replicas) > 1 and has_shared_arguments(call.plan, call.values)
         shared = SharedArguments(call.plan, call.values) if shares else None
@@ -185,7 +193,7 @@ class ParallelRunner:
             self.replicas.needs_state_sync,
             rng,
             call.plan.sizes,
-            split,
+            carried,
             shared,
             find_functions=probe is not None and torch.is_grad_enabled() and probe.claim_graph_check(),
         )
@@ -206,7 +214,7 @@ class ParallelRunner:
                 raise
             return [], Verdict(retry=True)
         self._written_argument = dispatch.written_argument()
-        if reason := self._reason_in_results(call, dispatch, split, rng.caller.cpu.streams_used, reads):
+        if reason := self._reason_in_results(call, dispatch, carried, rng.caller.cpu.streams_used, reads):
             if shared is not None:
                 shared.restore()
             return results, Verdict(one_device=reason)

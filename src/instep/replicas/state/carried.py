@@ -1,124 +1,128 @@
-"""State with one row per sample that one call leaves on the module for the next."""
+"""State with one row per sample that one call leaves on the module for the next: a recurrent hidden state.
+
+`state={"hidden": "cat"}` declares such state: each replica gets the rows of its samples, and the rows that the replicas
+leave are concatenated. Without a rule it is unknown whether a sample reads only its own row. A call that may read
+undeclared state therefore runs on one device, with the state's tensors instrumented. If the call reads them before it
+overwrites them, later calls run on one device too.
+"""
 
 from __future__ import annotations
 
-import dis
-import functools
 import sys
-import types
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from instep.replicas.diff import MISSING
 from instep.replicas.names import module_names
+from instep.replicas.state.code_reads import code_reads_attribute
+from instep.runtime.locks import run_uninterrupted
 from instep.structure.tree import Path, flatten_one_level
 
-SPLIT, WHOLE, ONE_DEVICE, UNKNOWN = "cut", "whole", "alone", "unsure"
-_MAX_COMPARISONS = 8
-_MAX_CODE_OBJECTS = 20_000
+T = TypeVar("T")
+CallKey = tuple[int, str]
+"""The fingerprint of the module's configuration, and the name of the method."""
+
+_MAX_CHECKS = 8
+_MAX_CACHED = 256
 
 
 @dataclass
 class CarriedValue:
-    """An attribute, a buffer or an entry of a dictionary that followed the batch when it was set, and the dims in which
-    its tensors did."""
+    """An attribute, buffer or dictionary entry whose tensors have a batch dim."""
 
     module: nn.Module | None
-    """None for an entry of a dictionary, which is never cut: replicas have the whole, or the module itself runs."""
+    """The owner; None for a dictionary entry, which is never split."""
     name: str
+    """The attribute; for an entry, the attribute that holds the dictionary."""
     path: str
     dims: dict[Path, int]
-    verdict: str = UNKNOWN
+    """The batch dim of each tensor, by its path inside the value."""
+    is_declared: bool = False
+    """Whether a `"cat"` rule says that each sample has its own row."""
     container: dict[Any, Any] | None = None
     key: Any = None
-    comparisons: int = 0
-    """How many comparisons there were."""
-    verdicts_by_fingerprint: dict[int, str] = field(default_factory=dict)
-    """What comparisons showed, by the kind that the module was of: in another mode it may be read in another way."""
-    unread_fingerprint: int | None = None
-    """The kind that the module was of when a comparison showed that nothing reads it, which says nothing of others."""
-
-    @property
-    def owner_dict(self) -> dict[str, Any]:
-        """The dictionary that it is in."""
-        if self.module is None:
-            return {}
-        buffers: dict[str, Any] = self.module._buffers
-        return buffers if self.name in buffers else self.module.__dict__
+    was_read: dict[CallKey, bool] = field(default_factory=dict)
+    """Whether an instrumented call read the value before it overwrote it."""
 
     @property
     def value(self) -> Any:
         if self.container is not None:
             return self.container.get(self.key, MISSING)
-        return self.owner_dict.get(self.name, MISSING)
+        if self.module is None:
+            return MISSING
+        buffers: dict[str, Any] = self.module._buffers
+        return (buffers if self.name in buffers else self.module.__dict__).get(self.name, MISSING)
 
     def leaves(self) -> list[tuple[Tensor, int]]:
-        """Its tensors that follow the batch, each with the dim."""
+        """Its tensors that have a batch dim, each with that dim."""
         return [(tensor, self.dims[path]) for path, tensor in tensors_by_path(self.value) if path in self.dims]
 
     def split(self, sizes: Sequence[int]) -> list[Any]:
-        """One part for each replica, in memory of its own."""
+        """One shard per replica. Shards are copies."""
 
-        def part(value: Any, path: Path, start: int, size: int) -> Any:
+        def shard(value: Any, path: Path, start: int, size: int) -> Any:
             if isinstance(value, Tensor):
                 return value.narrow(self.dims[path], start, size).clone() if path in self.dims else value
             node = flatten_one_level(value)
             if node is None:
                 return value
-            inside = zip(node.keys, node.children, strict=True)
-            return node.unflatten([part(child, (*path, key), start, size) for key, child in inside])
+            children = zip(node.keys, node.children, strict=True)
+            return node.unflatten([shard(child, (*path, key), start, size) for key, child in children])
 
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        return [part(self.value, (), start, size) for start, size in zip(starts, sizes, strict=True)]
+        return [shard(self.value, (), start, size) for start, size in zip(starts, sizes, strict=True)]
+
+    def is_read(self, call: CallKey) -> bool | None:
+        """Whether calls of this kind read the value; None if that has to be checked."""
+        if call not in self.was_read and len(self.was_read) >= _MAX_CHECKS:
+            return any(self.was_read.values())
+        return self.was_read.get(call)
+
+
+@dataclass(frozen=True)
+class CarriedSelection:
+    """How one call treats carried state."""
+
+    split: Sequence[CarriedValue] = ()
+    """Values of which each replica gets the rows of its samples."""
+    one_device: Sequence[CarriedValue] = ()
+    """Values that cannot be split; if there are any, the call runs on one device."""
+    unchecked: Sequence[CarriedValue] = ()
+    """Values that the call may read; if there are any, it runs through `CarriedState.run_and_detect_reads`."""
 
 
 @dataclass
 class CarriedState:
-    """Every slot that is known of one source module."""
+    """All carried values of one source module."""
 
     rules: Mapping[str, Any] = field(default_factory=dict)
     values: dict[tuple[int, str], CarriedValue] = field(default_factory=dict)
-    _read_cache: dict[str, bool] = field(default_factory=dict)
+    """By the id of the owner (a module or a dictionary) and the name. An entry keeps its owner alive."""
+
+    def __post_init__(self) -> None:
+        self._read_cache: dict[tuple[str, int], bool] = {}
 
     def record(self, module: nn.Module, name: str, path: str, dims: Mapping[Path, tuple[int, int]]) -> None:
-        """An attribute was merged from tensors that follow the batch in these dims."""
-        known = self.values.get((id(module), name))
-        verdict = known.verdict if known is not None else SPLIT if self._is_declared(path) else UNKNOWN
-        made = CarriedValue(module, name, path, {p: dim for p, (_, dim) in dims.items()}, verdict)
-        if known is not None:
-            made.comparisons, made.unread_fingerprint, made.verdicts_by_fingerprint = (
-                known.comparisons,
-                known.unread_fingerprint,
-                known.verdicts_by_fingerprint,
-            )
-        self.values[id(module), name] = made
+        """Register an attribute that was merged along batch dims."""
+        batch_dims = {p: dim for p, (_, dim) in dims.items()}
+        recorded = self.values.get((id(module), name))
+        if recorded is None:
+            self.values[id(module), name] = CarriedValue(module, name, path, batch_dims, self._is_declared(path))
+        else:
+            recorded.path, recorded.dims = path, batch_dims
 
     def record_entry(
-        self, table: dict[Any, Any], key: Any, attribute: str, path: str, dims: Mapping[Path, tuple[int, int]]
+        self, container: dict[Any, Any], key: Any, attribute: str, path: str, dims: Mapping[Path, tuple[int, int]]
     ) -> None:
-        """An entry of a dictionary on the module was merged from tensors that follow the batch in these dims."""
-        known = self.values.get((id(table), str(key)))
-        if known is None and not self._is_declared(path):
-            found = {p: dim for p, (_, dim) in dims.items()}
-            self.values[id(table), str(key)] = CarriedValue(None, attribute, path, found, container=table, key=key)
-
-    def _is_declared(self, path: str) -> bool:
-        return any(rule == "cat" and fnmatchcase(path, pattern) for pattern, rule in self.rules.items())
-
-    def _add_declared(self, source: nn.Module, modules: Sequence[nn.Module], total: int) -> None:
-        """Take tensors that a rule says are joined as carried, also before any call has set them."""
-        for module, prefix in zip(modules, module_names(source, modules), strict=True):
-            for name, value in (*module.__dict__.items(), *module._buffers.items()):
-                path = f"{prefix}.{name}" if prefix else name
-                if (id(module), name) in self.values or not self._is_declared(path):
-                    continue
-                found = {p: t.shape.index(total) for p, t in tensors_by_path(value) if list(t.shape).count(total) == 1}
-                if found:
-                    self.values[id(module), name] = CarriedValue(module, name, path, found, SPLIT)
+        """Register a dictionary entry that was merged along batch dims."""
+        batch_dims = {p: dim for p, (_, dim) in dims.items()}
+        made = CarriedValue(None, attribute, path, batch_dims, container=container, key=key)
+        self.values.setdefault((id(container), str(key)), made)
 
     def select(
         self,
@@ -126,54 +130,131 @@ class CarriedState:
         modules: Sequence[nn.Module],
         sizes: Sequence[int],
         containers: Collection[int],
-        kind: int,
-    ) -> tuple[list[CarriedValue], str]:
-        """The slots that matter in a call with shards of these sizes, and whether they can be cut for it.
+        call: CallKey,
+    ) -> CarriedSelection:
+        """The carried values that matter for a call with shards of these sizes.
 
-        `containers` are the ids of those that the modules hold, `kind` is what the source is of now.
+        Args:
+            source: The wrapped module.
+            modules: All its modules, registered or not.
+            sizes: The number of samples of each replica.
+            containers: The ids of the containers that the modules hold.
+            call: The configuration and the method of the call.
         """
         if "cat" in self.rules.values():
             self._add_declared(source, modules, sum(sizes))
-        gone = [
-            key
-            for key, slot in self.values.items()
-            if slot.container is not None and id(slot.container) not in containers
-        ]
-        for key in gone:
-            del self.values[key]
-        for slot in self.values.values():
-            if kind in slot.verdicts_by_fingerprint:
-                slot.verdict = slot.verdicts_by_fingerprint[kind]
-            elif (
-                slot.verdict in (SPLIT, WHOLE) and slot.verdicts_by_fingerprint and slot.comparisons < _MAX_COMPARISONS
-            ):
-                slot.verdict = UNKNOWN
-            if (
-                slot.verdict == WHOLE
-                and slot.unread_fingerprint not in (None, kind)
-                and slot.comparisons < _MAX_COMPARISONS
-            ):
-                slot.verdict = UNKNOWN
-        slots = self._values_in_use(modules) if self.values else []
-        for slot in slots:
-            fits = slot.module is None or all(tensor.shape[dim] == sum(sizes) for tensor, dim in slot.leaves())
-            if slot.verdict == ONE_DEVICE or not fits:
-                return slots, ONE_DEVICE
-        return slots, UNKNOWN if any(slot.verdict == UNKNOWN for slot in slots) else SPLIT
+        if not self.values:
+            return CarriedSelection()
+        owners = {*map(id, modules), *containers}
+        self.values = {key: value for key, value in self.values.items() if key[0] in owners}
+        split: list[CarriedValue] = []
+        one_device: list[CarriedValue] = []
+        unchecked: list[CarriedValue] = []
+        for value in self.values.values():
+            leaves = value.leaves()
+            if not leaves:
+                continue
+            if value.is_declared:
+                fits = all(tensor.shape[dim] == sum(sizes) for tensor, dim in leaves)
+                (split if fits else one_device).append(value)
+            elif self._may_be_read(value.name, modules, call[0]):
+                is_read = value.is_read(call)
+                if is_read is not False:
+                    (one_device if is_read else unchecked).append(value)
+        return CarriedSelection(split, one_device, unchecked)
 
-    def _values_in_use(self, modules: Sequence[nn.Module]) -> list[CarriedValue]:
-        """The slots that hold something which some code of the modules may read, and which not every replica has."""
-        held = [slot for slot in self.values.values() if slot.verdict != WHOLE and slot.leaves()]
-        return [slot for slot in held if slot.verdict == SPLIT or self._is_read(slot.name, modules)]
+    def _is_declared(self, path: str) -> bool:
+        return any(rule == "cat" and fnmatchcase(path, pattern) for pattern, rule in self.rules.items())
 
-    def _is_read(self, name: str, modules: Sequence[nn.Module]) -> bool:
-        if name not in self._read_cache:
-            self._read_cache[name] = code_reads_attribute(modules, name)
-        return self._read_cache[name]
+    def _add_declared(self, source: nn.Module, modules: Sequence[nn.Module], total: int) -> None:
+        """Register declared attributes that no call has set yet; their batch dim is the one of size `total`."""
+        for module, prefix in zip(modules, module_names(source, modules), strict=True):
+            for name, value in (*module.__dict__.items(), *module._buffers.items()):
+                path = f"{prefix}.{name}" if prefix else name
+                if (id(module), name) in self.values or not self._is_declared(path):
+                    continue
+                dims = {p: t.shape.index(total) for p, t in tensors_by_path(value) if list(t.shape).count(total) == 1}
+                if dims:
+                    self.values[id(module), name] = CarriedValue(module, name, path, dims, is_declared=True)
+
+    def _may_be_read(self, name: str, modules: Sequence[nn.Module], fingerprint: int) -> bool:
+        """Whether code of the modules reads an attribute of this name. A replaced layer has another fingerprint."""
+        key = name, fingerprint
+        if key not in self._read_cache:
+            if len(self._read_cache) >= _MAX_CACHED:
+                self._read_cache.clear()
+            self._read_cache[key] = code_reads_attribute(modules, name)
+        return self._read_cache[key]
+
+    def run_and_detect_reads(
+        self, values: Sequence[CarriedValue], call: CallKey, run: Callable[[], T]
+    ) -> tuple[T, list[CarriedValue]]:
+        """Run a call on one device. Returns its output, and the values that it read before it overwrote them."""
+        detectors = [_ReadDetector(value) for value in values]
+        try:
+            for detector in detectors:
+                detector.attach()
+            output = run()
+        finally:
+            run_uninterrupted(*[detector.detach for detector in detectors])
+        for detector in detectors:
+            detector.value.was_read[call] = detector.has_read()
+        return output, [value for value in values if value.was_read[call]]
+
+
+class _InstrumentedTensor(Tensor):
+    """A plain tensor whose class was changed while one call runs, so that torch reports every use of it."""
+
+    detector: ClassVar[_ReadDetector]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for used in types:
+            if issubclass(used, _InstrumentedTensor):
+                used.detector.used = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class _ReadDetector:
+    """Detects whether a call uses the tensors of a carried value before it replaces them."""
+
+    def __init__(self, value: CarriedValue) -> None:
+        self.value = value
+        self.used = False
+        self._object = value.value
+        self._tensors = [tensor for tensor, _ in value.leaves()]
+        self._is_plain = all(type(tensor) is Tensor for tensor in self._tensors)
+        self._references = 0
+
+    def attach(self) -> None:
+        if self._is_plain:
+            self._references = self._count_references()
+            instrumented = type("InstrumentedTensor", (_InstrumentedTensor,), {"detector": self})
+            for tensor in self._tensors:
+                tensor.__class__ = instrumented
+
+    def detach(self) -> None:
+        if self._is_plain:
+            for tensor in self._tensors:
+                tensor.__class__ = Tensor
+
+    def has_read(self) -> bool:
+        """Whether the call used a tensor, or stored a reference to it elsewhere (`self.previous = self.hidden`)."""
+        if self.used or not self._is_plain:
+            return True
+        released = 0 if self.value.value is self._object else 1
+        return self._count_references() > self._references - released
+
+    def _count_references(self) -> int:
+        inner = [tensor for tensor in self._tensors if tensor is not self._object]
+        return sys.getrefcount(self._object) + sum(map(sys.getrefcount, inner))
 
 
 def tensors_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Every tensor of a structure, with the keys that lead to it."""
+    """All tensors of a structure, with the keys that lead to each."""
     if isinstance(value, Tensor):
         yield path, value
         return
@@ -181,64 +262,3 @@ def tensors_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]
     if node is not None:
         for key, child in zip(node.keys, node.children, strict=True):
             yield from tensors_by_path(child, (*path, key))
-
-
-def code_reads_attribute(modules: Sequence[nn.Module], name: str) -> bool:
-    """Whether some code of the modules', other than torch's own, may read an attribute of this name.
-
-    That is the code of their classes, of functions that they hold, and of functions and classes which these name.
-    """
-    classes = {cls for module in modules for cls in type(module).__mro__}
-    held = [value for module in modules for value in module.__dict__.values()]
-    return any(_code_object_reads(code, name) for code in _iter_code_objects([*classes, *held]))
-
-
-def _is_user_code(thing: Any) -> bool:
-    """Whether a class or function is part of a program: not of Python, torch, or this library."""
-    root = (getattr(thing, "__module__", None) or "").partition(".")[0]
-    theirs = root in ("torch", "numpy", "instep", "builtins") or root in sys.stdlib_module_names
-    return root == "__main__" or not theirs
-
-
-def _iter_code_objects(values: Iterable[Any]) -> Iterator[types.CodeType]:
-    """The code of functions that can be reached from some values without running anything."""
-    pending, seen = list(values), set[int]()
-    while pending and len(seen) < _MAX_CODE_OBJECTS:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
-            pending.append(value.__func__)
-        elif isinstance(value, property):
-            pending += [value.fget, value.fset]
-        elif isinstance(value, functools.partial):
-            pending += [value.func, *value.args]
-        elif type(value) in (list, tuple):
-            pending += [item for item in value if callable(item)]
-        elif type(value) is dict:
-            pending += [item for item in value.values() if callable(item)]
-        elif isinstance(value, type):
-            pending += vars(value).values() if _is_user_code(value) else ()
-        elif isinstance(value, types.FunctionType) and _is_user_code(value):
-            yield value.__code__
-            pending += [cell.cell_contents for cell in value.__closure__ or () if _is_filled_cell(cell)]
-            named = [value.__globals__.get(name) for name in value.__code__.co_names]
-            pending += [item for item in named if isinstance(item, (type, types.FunctionType))]
-
-
-def _is_filled_cell(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # not filled yet
-        return False
-
-
-def _code_object_reads(code: types.CodeType, name: str) -> bool:
-    if name in code.co_consts:
-        return True
-    if name in code.co_names:
-        loads = ("LOAD_ATTR", "LOAD_METHOD")
-        if any(step.opname in loads and step.argval == name for step in dis.get_instructions(code)):
-            return True
-    return any(_code_object_reads(inner, name) for inner in code.co_consts if isinstance(inner, types.CodeType))

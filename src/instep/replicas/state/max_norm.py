@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.replicas.object_graph import tensors_equal
-from instep.replicas.state.carried import code_reads_attribute
+from instep.replicas.state.code_reads import code_reads_attribute
 
 _TensorPair = tuple[Tensor, Tensor]
 
