@@ -73,7 +73,7 @@ def fine(net: Net, y: Tensor) -> Tensor:
 BAD_INPUT: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "a size that does not fit": (
         (torch.ones(5, 3), torch.ones(4)),
-        ["others.0", "Tensor [4]", "does not fit a batch of 5", "'x': size 5", "in_dims={'others.0': None}"],
+        ["others.0", "Tensor [4]", "for a batch of 5", "'x': size 5", "in_dims={'others.0': None}"],
     ),
     "the batch in another dim": (
         (torch.ones(5, 3), torch.ones(2, 5)),
@@ -81,7 +81,7 @@ BAD_INPUT: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     ),
     "a list with two readings": (
         (torch.ones(4, 3), [torch.ones(4, 2) for _ in range(4)]),
-        ["others.0", "one entry a sample", "in_dims={'others.0': 'samples'}", "in_dims={'others.0': 0}"],
+        ["others.0", "one entry per sample", "in_dims={'others.0': 'samples'}", "in_dims={'others.0': 0}"],
     ),
     "an iterator": ((torch.ones(4, 3), iter([1])), ["others.0", "iterator", "list(...)"]),
     "a module": ((torch.ones(4, 3), nn.Linear(1, 1)), ["others.0", "Linear", "submodule"]),

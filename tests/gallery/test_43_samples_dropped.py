@@ -26,6 +26,6 @@ def test_torch_drops_what_has_no_counterpart() -> None:
 def test_it_is_said_which_argument_does_not_fit(engine: str) -> None:
     with (
         instep.DataParallel(Both(), ["cpu"] * 4, engine=engine) as model,
-        pytest.raises(StructureError, match=r"'y' \(Tensor \[2, 2\]\) does not fit a batch of 8"),
+        pytest.raises(StructureError, match=r"'y' \(Tensor \[2, 2\]\) for a batch of 8"),
     ):
         model(torch.randn(8, 2), torch.randn(2, 2))

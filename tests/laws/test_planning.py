@@ -162,9 +162,9 @@ def test_what_does_not_fit_is_named(case: tuple[dict[str, Any], str, Tensor], pa
     size = odd.size(0)
     what = f"nested {type(odd).__name__} of {size}" if odd.is_nested else f"Tensor {list(odd.shape)}"
     assert f"{path!r} ({what})" in message
-    assert f"does not fit a batch of {len(value['x'])}" in message
+    assert f"for a batch of {len(value['x'])}" in message
     dense = odd.layout is torch.strided and not odd.is_nested
-    assert (f"its size along dim 0 is {size}" if dense else f"it holds {size} samples") in message
+    assert (f"dim 0 has size {size}" if dense else f"it holds {size} samples") in message
     assert f"in_dims={{{path!r}: None}}" in message
 
 
@@ -188,7 +188,7 @@ def test_a_declared_size_is_held_to(case: tuple[int, Blueprint], parts: int, siz
     batch, blueprint = case
     value = {**blueprint(slice(0, batch)), "names": [f"{index}" for index in range(size)]}
     assert split(value, parts)[0]["names"] is value["names"]
-    with pytest.raises(StructureError, match=f"(?s)does not fit a batch of {size}.*'names': list of {size}"):
+    with pytest.raises(StructureError, match=f"(?s)for a batch of {size}.*'names': list of {size}"):
         split(value, parts, in_dims={"names": "samples"})
 
 

@@ -219,7 +219,7 @@ def test_a_trial_of_parts_that_are_not_alike_is_an_error_too(name: str) -> None:
 
 def test_the_cause_is_kept() -> None:
     parts = [pack_sequence([torch.ones(1, width)] * size) for size, width in ((3, 2), (2, 4))]
-    with pytest.raises(MergeError, match="the parts of a PackedSequence do not go together") as caught:
+    with pytest.raises(MergeError, match="the parts of a PackedSequence do not match") as caught:
         instep.merge([{"p": part} for part in parts], [3, 2])
     assert caught.value.__cause__ is not None
     assert type(caught.value.__cause__.__cause__) is RuntimeError

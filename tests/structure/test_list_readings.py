@@ -86,7 +86,7 @@ def test_detection_lists_of_four_images_need_no_word() -> None:
 def test_class_weights_are_refused_until_declared_whole() -> None:
     weights = torch.ones(10)
     message = refusal(x=torch.zeros(8, 3), weights=weights)
-    assert "'weights' (Tensor [10]) does not fit a batch of 8" in message
+    assert "'weights' (Tensor [10]) for a batch of 8" in message
     assert "'x': size 8 along dim 0; 'weights': size 10 along dim 0" in message
     assert "in_dims={'weights': None}" in message
     planner = Planner(2, in_dims={"weights": None})
@@ -102,7 +102,7 @@ def test_hidden_state_whose_batch_is_in_dim_1() -> None:
     found = plan(Planner(2, in_dims={"hx": 1}), x=torch.zeros(4, 7, 3), hx=hx)
     assert found.placements == (Shard(0), Nested((0, 1), (Shard(1), Shard(1))))
     message = refusal(x=torch.zeros(8, 7, 3), hx=(torch.zeros(4, 8, 5), torch.zeros(4, 8, 5)))
-    assert "in_dims={'hx.0': 1}   # its batch is in dim 1, whose size is 8" in message
+    assert "in_dims={'hx.0': 1}   # the batch is dim 1, which has size 8" in message
 
 
 def test_an_image_size_stays_whole_at_a_batch_of_two() -> None:
@@ -123,7 +123,7 @@ def test_edges_of_a_graph_are_refused() -> None:
     message = refusal(x=torch.zeros(8, 3), edge_index=torch.zeros(2, 8, dtype=torch.long))
     assert "'edge_index' (Tensor [2, 8])" in message
     assert "in_dims={'edge_index': None}" in message
-    assert "in_dims={'edge_index': 1}   # its batch is in dim 1, whose size is 8" in message
+    assert "in_dims={'edge_index': 1}   # the batch is dim 1, which has size 8" in message
 
 
 def test_a_mask_for_every_sample_of_any_batch_is_whole() -> None:
@@ -139,7 +139,7 @@ def test_a_column_stays_a_column() -> None:
     assert plan(planner, x=torch.zeros(2), f=[torch.zeros(2), torch.zeros(2)]).placements[1] == PerSample()
     message = refusal(planner, x=torch.zeros(3), f=[torch.zeros(3), torch.zeros(3)])
     assert "'f' (list of 2)" in message
-    assert "first read as one entry a sample" in message
+    assert "had one entry per sample in the first call" in message
 
 
 def test_a_structure_stays_a_structure() -> None:
@@ -188,5 +188,5 @@ def test_readings_are_kept_inside_structures_too() -> None:
     plan(planner, batch={"x": torch.zeros(8), "deep": ([224, 224],)})
     found = plan(planner, batch={"x": torch.zeros(2), "deep": ([224, 224],)})
     assert found.placements == (
-        Nested(("x", "deep"), (Shard(0), Nested((0,), (Replicate("read as whole when it was first met"),)))),
+        Nested(("x", "deep"), (Shard(0), Nested((0,), (Replicate("replicated in the first call"),)))),
     )

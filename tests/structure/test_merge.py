@@ -60,7 +60,7 @@ def test_declared_dims() -> None:
     assert merge([{"d": part} for part in parts], [2, 2], out_dims={"d.h": 1})["d"]["h"].shape == (2, 4, 9)
     assert merge([{"d": part} for part in parts], [2, 2], out_dims={"d": {"h": 1}})["d"]["h"].shape == (2, 4, 9)
     assert merge([torch.zeros(3, 2), torch.zeros(3, 2)], [2, 2], out_dims=1).shape == (3, 4)
-    with pytest.raises(StructureError, match="out_dims has 'last'"):
+    with pytest.raises(StructureError, match="out_dims contains 'last'"):
         merge(parts, [2, 2], out_dims={"h": "last"})
 
 

@@ -171,7 +171,7 @@ def test_a_module_is_refused() -> None:
 
 def test_an_object_that_holds_tensors_is_refused_with_the_line_to_write() -> None:
     message = refusal(x=x, value={"deep": Opaque([{"t": torch.zeros(3)}])})
-    assert "'value.deep' is a Opaque, which holds tensors" in message
+    assert "cannot split argument 'value.deep': it is a Opaque, which contains tensors" in message
     assert "instep.register(Opaque, size=" in message
     assert "instep.whole(...)" in message
 
@@ -180,14 +180,14 @@ def test_an_object_that_comes_to_hold_a_tensor_is_refused() -> None:
     planner, held = Planner(2), Opaque("nothing")
     plan(planner, x=x, value=held)
     held.held = torch.zeros(B)
-    assert "holds tensors" in refusal(planner, x=x, value=held)
+    assert "contains tensors" in refusal(planner, x=x, value=held)
 
 
 def test_a_tensor_deep_inside_is_found() -> None:
     value: Any = Opaque(torch.zeros(3))
     for _ in range(20):
         value = (value,)
-    assert "holds tensors" in refusal(x=x, value=value)
+    assert "contains tensors" in refusal(x=x, value=value)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"a": 1, "b": "text"}, {"t": torch.tensor(1.0), "s": torch.zeros(1)}])
@@ -231,11 +231,11 @@ def test_every_role_has_words() -> None:
     words = [describe(role) for role in found.placements]
     assert words == [
         "split along dim 0",
-        "one entry a sample",
+        "one entry per sample",
         "whole (int)",
         "already split",
         "structure",
-        "split by its type's rule",
+        "split by its type's handler",
     ]
 
 
@@ -290,11 +290,11 @@ def test_shards_decide_the_sizes() -> None:
 
 
 def test_shards_that_do_not_match_the_replicas_are_refused() -> None:
-    assert "'s' is Shards of 3 entries, but this call uses 2" in refusal(x=x, s=Shards([1, 2, 3]))
-    assert "'s' is Shards of 3 entries, but this call uses 2" in refusal(s=Shards([1, 2, 3]))
+    assert "'s' is Shards of 3 entries, but the call uses 2" in refusal(x=x, s=Shards([1, 2, 3]))
+    assert "'s' is Shards of 3 entries, but the call uses 2" in refusal(s=Shards([1, 2, 3]))
     assert "'t' is Shards of 1 entries" in refusal(s=Shards([1, 2]), t=Shards([1]))
     message = refusal(s=Shards([x, x[:2]]), t=Shards([x[:2], x]))
-    assert "'t' is Shards of [2, 6] samples, but 's' is Shards of [6, 2]" in message
+    assert "'t' is Shards of [2, 6] samples, but argument 's' is Shards of [6, 2]" in message
 
 
 # Names

@@ -65,7 +65,7 @@ def test_it_is_merged_as_an_output() -> None:
 
 def test_its_size_must_fit() -> None:
     register_points()
-    with pytest.raises(StructureError, match=r"'p' \(Points\) does not fit a batch of 4: it holds 5 samples"):
+    with pytest.raises(StructureError, match=r"'p' \(Points\) for a batch of 4: it holds 5 samples"):
         instep.split({"x": torch.zeros(4), "p": Points(torch.zeros(5))}, 2)
 
 
@@ -77,7 +77,7 @@ def test_a_value_that_is_no_batch_is_whole() -> None:
 
 def test_a_split_that_loses_parts_is_refused() -> None:
     register_points(split=lambda points, sizes: [points])
-    with pytest.raises(StructureError, match="the split of Points gave 1 parts"):
+    with pytest.raises(StructureError, match="split of Points returned 1 parts"):
         instep.split(Points(torch.zeros(4)), 2)
 
 

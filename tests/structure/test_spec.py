@@ -77,12 +77,12 @@ def test_nested_over_records_by_name_and_by_position() -> None:
 
 
 def test_too_many_dims_for_a_structure() -> None:
-    with pytest.raises(StructureError, match="3 dims are declared for 'v', which has 1 entries"):
+    with pytest.raises(StructureError, match="3 dims are given for 'v', which has 1 entries"):
         roles({"v": (0, 0, 0)}, v=(torch.zeros(3),))
 
 
 def test_a_structure_of_dims_for_a_tensor() -> None:
-    with pytest.raises(StructureError, match=r"in_dims has \(0, 1\) for 'x', which is a Tensor \[3\]"):
+    with pytest.raises(StructureError, match=r"in_dims has \(0, 1\) for argument 'x', which is a Tensor \[3\]"):
         roles({"x": (0, 1)}, x=torch.zeros(3))
 
 
@@ -107,7 +107,7 @@ def test_a_dim_for_a_list_of_words_means_its_entries() -> None:
     assert roles({"names": 0}, x=torch.zeros(3), names=list("abc")) == (Shard(0), PerSample())
     assert roles({"names": 0}, x=torch.zeros(3), names=tuple("abc")) == (Shard(0), PerSample())
     assert roles({"names": 0}, names=list("abc")) == (PerSample(),)
-    with pytest.raises(StructureError, match=r"'names' \(list of 2\) does not fit a batch of 3: it has 2 entries"):
+    with pytest.raises(StructureError, match=r"'names' \(list of 2\) for a batch of 3: it has 2 entries"):
         roles({"names": 0}, x=torch.zeros(3), names=["a", "b"])
 
 
@@ -133,9 +133,9 @@ def test_samples() -> None:
 
 @pytest.mark.parametrize("spec", ["all", True, 1.5, {"x": "first"}, (0, "b"), object()])
 def test_a_declaration_that_means_nothing_is_refused_when_it_is_given(spec: Any) -> None:
-    with pytest.raises(StructureError, match="in_dims has"):
+    with pytest.raises(StructureError, match="in_dims contains"):
         Planner(2, in_dims=spec)
-    with pytest.raises(StructureError, match="out_dims has"):
+    with pytest.raises(StructureError, match="out_dims contains"):
         validate_dims(spec, "out_dims")
 
 

@@ -96,7 +96,7 @@ def test_marks_come_off_where_nothing_is_split() -> None:
     kept = {"a": 1}
     assert strip_marks(kept) is kept
     assert strip_marks({"w": whole(3), "s": Shards([4]), "l": [1]}) == {"w": 3, "s": 4, "l": [1]}
-    with pytest.raises(StructureError, match="Shards of 2 entries"):
+    with pytest.raises(StructureError, match="Shards has 2 entries"):
         strip_marks((Shards([1, 2]),))
 
 

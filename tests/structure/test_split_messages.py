@@ -44,11 +44,11 @@ def test_a_value_in_a_few_words(value: Any, words: str) -> None:
 def test_a_misfit_word_for_word() -> None:
     message = split_error(x=torch.zeros(8, 3), batch={"h": torch.zeros(2, 8), "y": [1, 2, 3]})
     assert message.splitlines() == [
-        "cannot share out this call: 'batch.h' (Tensor [2, 8]) does not fit a batch of 8: its size along dim 0 is 2.",
-        "Sizes seen: 'x': size 8 along dim 0; 'batch.h': size 2 along dim 0; 'batch.y': list of 3.",
+        "cannot split argument 'batch.h' (Tensor [2, 8]) for a batch of 8: dim 0 has size 2.",
+        "Sizes found: 'x': size 8 along dim 0; 'batch.h': size 2 along dim 0; 'batch.y': list of 3.",
         "Write one of:",
-        "  in_dims={'batch.h': None}   # every replica gets it whole (or pass instep.whole(...))",
-        "  in_dims={'batch.h': 1}   # its batch is in dim 1, whose size is 8",
+        "  in_dims={'batch.h': None}   # every replica gets all of it (or pass instep.whole(...))",
+        "  in_dims={'batch.h': 1}   # the batch is dim 1, which has size 8",
     ]
 
 
@@ -59,13 +59,13 @@ def test_the_leaf_that_stands_out_is_named_not_the_many() -> None:
     assert "'w' (Tensor [3])" in split_error(pos=torch.zeros(1, 5), x=torch.zeros(8), w=torch.zeros(3))
 
 
-def test_a_tuple_of_samples_is_told_so() -> None:
+def test_a_tuple_of_samples_gets_a_hint() -> None:
     images = tuple(torch.zeros(3, 8, 8) for _ in range(4))
     targets = tuple({"boxes": torch.zeros(n, 4)} for n in (1, 2, 5, 6))
     message = split_error(images=images, targets=targets)
-    assert "in_dims={'targets': 'samples'}   # it has one entry a sample" in message
+    assert "in_dims={'targets': 'samples'}   # it has one entry per sample" in message
     message = split_error({"targets": "samples"}, images=images, targets=targets)
-    assert "in_dims={'images': 'samples'}   # it has one entry a sample" in message
+    assert "in_dims={'images': 'samples'}   # it has one entry per sample" in message
     plan = Planner(2, in_dims={"targets": "samples", "images": "samples"}).plan(
         ("images", "targets"), (images, targets)
     )
@@ -80,21 +80,22 @@ def test_a_long_list_of_sizes_is_cut_short() -> None:
 
 def test_readings_word_for_word() -> None:
     assert split_error(f=[torch.zeros(2, 3), torch.zeros(2, 5)]).splitlines() == [
-        "cannot tell how to read 'f' (list of 2): it fits as one entry a sample and as a structure of batched leaves.",
-        "Write the line that is meant:",
-        "  in_dims={'f': 'samples'}   # one entry a sample",
-        "  in_dims={'f': 0}   # every entry holds the whole batch in dim 0",
+        "cannot determine how to split argument 'f' (list of 2): it may have one entry per sample or be a structure of "
+        "batched leaves.",
+        "Write one of:",
+        "  in_dims={'f': 'samples'}   # one entry per sample",
+        "  in_dims={'f': 0}   # every entry has the batch in dim 0",
     ]
 
 
 def test_sizes_in_doubt_word_for_word() -> None:
     assert split_error(a=["x", "y"], b=["x", "y", "z"]).splitlines() == [
-        "cannot tell the batch: 2 and 3 both fit every argument.",
-        "Write the line that is meant:",
+        "cannot determine the batch size: 2 and 3 both match every argument.",
+        "Write one of:",
         "  in_dims={'a': 'samples'}   # a batch of 2: 'a', list of 2",
         "  in_dims={'b': 'samples'}   # a batch of 3: 'b', list of 3",
     ]
-    assert "2 and 3 and 4 all fit" in split_error(a=["x"] * 2, b=["x"] * 3, c=["x"] * 4)
+    assert "2 and 3 and 4 all match" in split_error(a=["x"] * 2, b=["x"] * 3, c=["x"] * 4)
 
 
 def test_a_loss_word_for_word() -> None:

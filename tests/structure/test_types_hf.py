@@ -27,7 +27,7 @@ def _installed() -> None:
 
 def test_installing_imports_no_optional_package() -> None:
     code = (
-        "import sys; from instep.structure import types_hf; types_hf.install();"
+        "import sys; from instep.structure import types_hf; types_hf.register_optional_types();"
         "print([name for name in ('transformers', 'tensordict', 'torch_geometric') if name in sys.modules])"
     )
     done = subprocess.run(

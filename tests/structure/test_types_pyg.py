@@ -329,15 +329,15 @@ def test_graphs_that_are_not_as_many_as_the_samples(inside: bool, count: int) ->
             with pytest.raises(instep.StructureError) as error:
                 call(x, given(count))
             text = str(error.value)
-            assert f"'{where}' (list of {count}) does not fit a batch of 5: it has {count} entries, and each" in text
+            assert f"'{where}' (list of {count}) for a batch of 5: it has {count} entries, and each" in text
             assert f"in_dims={{'{where}': None}}" in text
             assert f"in_dims={{'{where}': 'samples'}}" in text
         torch.testing.assert_close(model(x, given(5)), x)
-        assert "one entry a sample" in str(model.explain(x, given(5)))
+        assert "one entry per sample" in str(model.explain(x, given(5)))
     with instep.DataParallel(Rows(), ["cpu"] * 2, engine="serial", in_dims={where: None}) as model:
         torch.testing.assert_close(model(x, given(count)), x)
     with (
         instep.DataParallel(Rows(), ["cpu"] * 2, engine="serial", in_dims={"b": 0}) as model,
-        pytest.raises(instep.StructureError, match=rf"'{where}' \(list of {count}\) does not fit a batch of 5"),
+        pytest.raises(instep.StructureError, match=rf"'{where}' \(list of {count}\) for a batch of 5"),
     ):
         model(x, given(count))

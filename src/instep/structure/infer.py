@@ -32,81 +32,81 @@ from instep.structure.types import TypeHandler, handler_for_type
 from instep.structure.types_torch import tensor_handler
 
 Readings = dict[Path, str]
-"""How the list or tuple at a path was read when it was first met: "column", "inside" or "whole"."""
+"""How the list or tuple at a path was interpreted in the first call: "per_sample", "nested" or "whole"."""
 
 
 NUMBER_TYPES = (int, float, complex, np.generic)
 
 
 class BatchSizeCandidate(NamedTuple):
-    """A size that one place of the call would have for the batch; a lower rank is stronger evidence."""
+    """A batch size suggested by one argument or leaf. A lower priority number is tried first."""
 
     priority: int
     size: int
     path: Path
     description: str
     suggested_spec: Any
-    """What to declare for this place if it is right."""
+    """The `in_dims` entry that selects this candidate."""
     is_declared: bool
-    """Whether that was declared already."""
+    """Whether `in_dims` already contains it."""
 
 
 class SizeMismatch(Exception):
-    """A place that a size does not fit."""
+    """A leaf does not match the batch size being tried."""
 
-    def __init__(self, path: Path, value: Any, why: str) -> None:
-        super().__init__(why)
-        self.path, self.value, self.reason = path, value, why
+    def __init__(self, path: Path, value: Any, reason: str) -> None:
+        super().__init__(reason)
+        self.path, self.value, self.reason = path, value, reason
 
 
 @dataclass
 class InferredPlacements:
-    """The roles under which one size fits every argument, and how each list was read."""
+    """Placements of all arguments for one batch size, and how each list was interpreted."""
 
     placements: tuple[Placement, ...] = ()
     leaves: list[tuple[Path, Placement]] = field(default_factory=list)
     readings: Readings = field(default_factory=dict)
     ambiguities: list[StructureError] = field(default_factory=list)
-    """Lists that fit under both readings; an error unless another size fits without doubt."""
+    """Errors for lists that match both interpretations."""
 
 
 def handler_for(value: Any) -> TypeHandler | None:
-    """The rule of a value's type, where it has one; an ordinary tensor has none."""
+    """The type handler of a value. Dense tensors have none."""
     cls = type(value)
-    kind = None if cls is Tensor else handler_for_type(cls)
-    return tensor_handler(value) if kind is None and isinstance(value, Tensor) else kind
+    handler = None if cls is Tensor else handler_for_type(cls)
+    return tensor_handler(value) if handler is None and isinstance(value, Tensor) else handler
 
 
 def is_single_sample(value: Any) -> bool:
-    """Whether a value is one sample by its type, whatever it holds."""
-    kind = handler_for(value)
-    return kind is not None and kind.is_single_sample
+    """Whether a value is a single sample by its type."""
+    handler = handler_for(value)
+    return handler is not None and handler.is_single_sample
 
 
-def sample_count(kind: TypeHandler, value: Any, path: Path) -> int | None:
-    """How many samples a value with a rule of its own holds; its rule does not know where it stands."""
+def sample_count(handler: TypeHandler, value: Any, path: Path) -> int | None:
+    """The number of samples according to the handler. Errors get the path added."""
     try:
-        return kind.size(value)
+        return handler.size(value)
     except StructureError as error:
         raise cannot_split(path, value, str(error)) from error
 
 
 def collect_candidates(
-    names: Sequence[str], values: Sequence[Any], declared: Sequence[DimSpec], memory: Readings
+    names: Sequence[str], values: Sequence[Any], specs: Sequence[DimSpec], readings: Readings
 ) -> list[BatchSizeCandidate]:
-    """Every size that some argument proposes."""
+    """All batch sizes that the arguments suggest."""
     found: list[BatchSizeCandidate] = []
-    for name, value, spec in zip(names, values, declared, strict=True):
-        found.extend(_candidates(value, (name,), spec, memory))
+    for name, value, spec in zip(names, values, specs, strict=True):
+        found.extend(_candidates(value, (name,), spec, readings))
     return found
 
 
-def _candidates(value: Any, path: Path, spec: DimSpec, memory: Readings) -> Iterator[BatchSizeCandidate]:
+def _candidates(value: Any, path: Path, spec: DimSpec, readings: Readings) -> Iterator[BatchSizeCandidate]:
     if spec.value is None or isinstance(value, (Whole, Shards)):
         return
-    kind = handler_for(value)
-    if kind is not None:
-        count = sample_count(kind, value, path)
+    handler = handler_for(value)
+    if handler is not None:
+        count = sample_count(handler, value, path)
         if count is not None:
             yield BatchSizeCandidate(
                 0, count, path, f"{type(value).__name__} of {count} samples", spec.value, not spec.is_auto
@@ -114,8 +114,8 @@ def _candidates(value: Any, path: Path, spec: DimSpec, memory: Readings) -> Iter
         return
     if isinstance(value, (Tensor, np.ndarray)):
         size = size_along(value, spec.batch_dim)
-        lone = spec.is_auto and tuple(value.shape) == (1,)  # one lone number broadcasts: a temperature, a scale
-        if size is not None and not lone:
+        broadcasts = spec.is_auto and tuple(value.shape) == (1,)  # broadcasts, e.g. a temperature
+        if size is not None and not broadcasts:
             yield BatchSizeCandidate(
                 0, size, path, f"size {size} along dim {spec.batch_dim}", spec.batch_dim, not spec.is_auto
             )
@@ -124,56 +124,59 @@ def _candidates(value: Any, path: Path, spec: DimSpec, memory: Readings) -> Iter
     if node is None:
         return
     if is_sequence(value):
-        yield from _sequence_candidates(value, node, path, spec, memory)
+        yield from _sequence_candidates(value, node, path, spec, readings)
         return
-    for key, child, below in zip(node.keys, node.children, spec.children(node.keys, path), strict=True):
-        yield from _candidates(child, (*path, key), below, memory)
+    for key, child, child_spec in zip(node.keys, node.children, spec.children(node.keys, path), strict=True):
+        yield from _candidates(child, (*path, key), child_spec, readings)
 
 
 def _sequence_candidates(
-    value: Any, node: Node, path: Path, spec: DimSpec, memory: Readings
+    value: Any, node: Node, path: Path, spec: DimSpec, readings: Readings
 ) -> Iterator[BatchSizeCandidate]:
-    declared = spec.children(node.keys, path)
+    specs = spec.children(node.keys, path)
     entries = f"{type(value).__name__} of {len(value)}"
     if spec.is_samples:
         yield BatchSizeCandidate(0, len(value), path, entries, SAMPLES, not spec.is_auto)
         return
-    holds = any(contains_tensors(child) for child in node.children)
-    auto = _is_all_auto(spec, declared)
-    reading = memory.get(path) if auto else None
-    if reading == "whole" and not holds:
+    has_tensors = any(contains_tensors(child) for child in node.children)
+    auto = _is_all_auto(spec, specs)
+    reading = readings.get(path) if auto else None
+    if reading == "whole" and not has_tensors:
         return
-    if value and reading != "inside" and (auto or (spec.is_dim and not holds)):
+    if value and reading != "nested" and (auto or (spec.is_dim and not has_tensors)):
         if isinstance(value, list):
-            yield BatchSizeCandidate(0 if holds else 1, len(value), path, entries, SAMPLES, not spec.is_auto)
+            yield BatchSizeCandidate(0 if has_tensors else 1, len(value), path, entries, SAMPLES, not spec.is_auto)
         elif is_sample_tuple(value):
             yield BatchSizeCandidate(2, len(value), path, entries, SAMPLES, not spec.is_auto)
-    if reading == "column":
+    if reading == "per_sample":
         return
-    for key, child, below in zip(node.keys, node.children, declared, strict=True):
-        for proposal in _candidates(child, (*path, key), below, memory):
-            yield proposal if holds else proposal._replace(priority=2)
+    for key, child, child_spec in zip(node.keys, node.children, specs, strict=True):
+        for candidate in _candidates(child, (*path, key), child_spec, readings):
+            yield candidate if has_tensors else candidate._replace(priority=2)
 
 
-def _is_all_auto(spec: DimSpec, below: Sequence[DimSpec]) -> bool:
-    """Whether nothing is declared for a list nor for any of its entries."""
-    return spec.is_auto and all(child.is_auto for child in below)
+def _is_all_auto(spec: DimSpec, child_specs: Sequence[DimSpec]) -> bool:
+    """Whether neither a list nor any of its entries has a specification."""
+    return spec.is_auto and all(child.is_auto for child in child_specs)
 
 
 def size_along(value: Any, dim: int) -> int | None:
-    """The size of a tensor or array along a dim, or None if it has no such dim."""
+    """The size of a tensor or array along `dim`, or None if there is no such dim."""
     rank = value.ndim
     return int(value.shape[dim]) if -rank <= dim < rank else None
 
 
 def infer_placements(
-    names: Sequence[str], values: Sequence[Any], declared: Sequence[DimSpec], batch: int | None, memory: Readings
+    names: Sequence[str], values: Sequence[Any], specs: Sequence[DimSpec], batch: int | None, readings: Readings
 ) -> InferredPlacements:
-    """Roles for every argument under a batch of this size (None: nothing is batched); `Misfit` if there are none."""
-    fitting = _PlacementInference(batch, memory, InferredPlacements())
-    triples = zip(names, values, declared, strict=True)
-    fitting.result.placements = tuple([fitting.infer(value, (name,), spec) for name, value, spec in triples])
-    return fitting.result
+    """Infer the placements for a given batch size, or for an unbatched call if it is None.
+
+    Raises `SizeMismatch` if an argument does not match.
+    """
+    inference = _PlacementInference(batch, readings, InferredPlacements())
+    triples = zip(names, values, specs, strict=True)
+    inference.result.placements = tuple([inference.infer(value, (name,), spec) for name, value, spec in triples])
+    return inference.result
 
 
 @dataclass
@@ -183,10 +186,10 @@ class _PlacementInference:
     result: InferredPlacements
 
     def infer(self, value: Any, path: Path, spec: DimSpec) -> Placement:
-        role = self._infer(value, path, spec)
-        if not isinstance(role, Nested):
-            self.result.leaves.append((path, role))
-        return role
+        placement = self._infer(value, path, spec)
+        if not isinstance(placement, Nested):
+            self.result.leaves.append((path, placement))
+        return placement
 
     def _infer(self, value: Any, path: Path, spec: DimSpec) -> Placement:
         if isinstance(value, Whole):
@@ -195,9 +198,9 @@ class _PlacementInference:
             return PreSplit(tuple([count_samples(part, spec.default_dim) for part in value.parts]))
         if spec.value is None:
             return Replicate("in_dims is None")
-        kind = handler_for(value)
-        if kind is not None:
-            return self._infer_custom(value, path, kind)
+        handler = handler_for(value)
+        if handler is not None:
+            return self._infer_custom(value, path, handler)
         node = flatten_one_level(value)
         if node is not None:
             return (
@@ -225,71 +228,71 @@ class _PlacementInference:
             return Shard(spec.batch_dim % value.ndim)
         if spec.is_auto and size == 1:
             return Replicate("size 1 broadcasts")
-        raise SizeMismatch(path, value, f"its size along dim {spec.batch_dim} is {size}")
+        raise SizeMismatch(path, value, f"dim {spec.batch_dim} has size {size}")
 
-    def _infer_custom(self, value: Any, path: Path, kind: TypeHandler) -> Placement:
-        count = sample_count(kind, value, path)
+    def _infer_custom(self, value: Any, path: Path, handler: TypeHandler) -> Placement:
+        count = sample_count(handler, value, path)
         if count is None:
             return Replicate("not a batch")
         if count == self.batch_size:
-            return CustomSplit(kind)
+            return CustomSplit(handler)
         raise SizeMismatch(path, value, f"it holds {count} samples")
 
     def _infer_nested(self, node: Node, path: Path, spec: DimSpec) -> Nested:
-        declared = spec.children(node.keys, path)
-        triples = zip(node.keys, node.children, declared, strict=True)
+        specs = spec.children(node.keys, path)
+        triples = zip(node.keys, node.children, specs, strict=True)
         return Nested(
-            tuple(node.keys), tuple([self.infer(child, (*path, key), below) for key, child, below in triples])
+            tuple(node.keys), tuple([self.infer(child, (*path, key), child_spec) for key, child, child_spec in triples])
         )
 
     def _infer_sequence(self, value: Any, node: Node, path: Path, spec: DimSpec) -> Placement:
-        """A list has two readings, one entry a sample or a structure of batched leaves; a tuple mostly the second."""
-        if not value and not spec.is_samples:  # nothing can be learned from it
+        """A list has one entry per sample or is a structure of batched leaves. A tuple is usually a structure."""
+        if not value and not spec.is_samples:
             return Replicate(f"an empty {type(value).__name__}")
         if spec.is_samples:
-            return self._record_reading(path, "column", self._per_sample(value, path))
+            return self._record_reading(path, "per_sample", self._per_sample(value, path))
         if not _is_all_auto(spec, spec.children(node.keys, path)):
             return self._infer_declared_sequence(value, node, path, spec)
         reading = self.prior_readings.get(path)
-        if reading == "column":
+        if reading == "per_sample":
             return self._record_reading(
-                path, "column", self._per_sample(value, path, ", and was first read as one entry a sample")
+                path, "per_sample", self._per_sample(value, path, ", and had one entry per sample in the first call")
             )
         if reading == "whole" and not any(contains_tensors(child) for child in node.children):
-            return self._record_reading(path, "whole", Replicate("read as whole when it was first met"))
-        column = len(value) == self.batch_size and (isinstance(value, list) or is_sample_tuple(value))
-        if reading == "inside" or (isinstance(value, tuple) and not column):
+            return self._record_reading(path, "whole", Replicate("replicated in the first call"))
+        per_sample = len(value) == self.batch_size and (isinstance(value, list) or is_sample_tuple(value))
+        if reading == "nested" or (isinstance(value, tuple) and not per_sample):
             plain = isinstance(value, tuple) and all(isinstance(child, SCALARS) for child in value)
             whole = Replicate(f"a tuple of {len(value)}, no tensors") if plain else None
-            return self._record_reading(path, "inside", whole or self._infer_nested(node, path, spec))
-        return self._infer_undeclared_list(value, node, path, spec, column)
+            return self._record_reading(path, "nested", whole or self._infer_nested(node, path, spec))
+        return self._infer_undeclared_list(value, node, path, spec, per_sample)
 
-    def _infer_undeclared_list(self, value: Any, node: Node, path: Path, spec: DimSpec, column: bool) -> Placement:
+    def _infer_undeclared_list(self, value: Any, node: Node, path: Path, spec: DimSpec, per_sample: bool) -> Placement:
         before = len(self.result.leaves), len(self.result.ambiguities), dict(self.result.readings)
-        inside: Nested | None = None
+        nested: Nested | None = None
         batched = False
         try:
-            inside = self._infer_nested(node, path, spec)
-            batched = is_batched(inside)
+            nested = self._infer_nested(node, path, spec)
+            batched = is_batched(nested)
         except (SizeMismatch, StructureError):
-            if not column:
+            if not per_sample:
                 raise
-        if column:
+        if per_sample:
             del self.result.leaves[before[0] :], self.result.ambiguities[before[1] :]
             self.result.readings = before[2]
             if batched:
                 self.result.ambiguities.append(ambiguous_sequence(value, path, spec.batch_dim))
-            return self._record_reading(path, "column", PerSample())
-        assert inside is not None
+            return self._record_reading(path, "per_sample", PerSample())
+        assert nested is not None
         if any(map(is_single_sample, value)):
             raise SizeMismatch(path, value, f"it has {len(value)} entries, and each is one sample")
         if batched or any(contains_tensors(child) for child in node.children):
-            return self._record_reading(path, "inside", inside)
+            return self._record_reading(path, "nested", nested)
         del self.result.leaves[before[0] :]
         return self._record_reading(path, "whole", Replicate(f"a {type(value).__name__} of {len(value)}, no tensors"))
 
     def _infer_declared_sequence(self, value: Any, node: Node, path: Path, spec: DimSpec) -> Placement:
-        """A dim speaks of the tensors inside; without any, of the entries themselves."""
+        """A specified dim applies to the tensors in the list or, if it has none, to its entries."""
         sliceable = isinstance(value, list) or is_sample_tuple(value)
         if spec.is_dim and sliceable and not any(contains_tensors(child) for child in node.children):
             if len(value) == self.batch_size or not spec.is_inherited or any(map(is_single_sample, value)):
@@ -302,21 +305,21 @@ class _PlacementInference:
             raise SizeMismatch(path, value, f"it has {len(value)} entries{why}")
         return PerSample()
 
-    def _record_reading(self, path: Path, reading: str, role: Placement) -> Placement:
+    def _record_reading(self, path: Path, reading: str, placement: Placement) -> Placement:
         self.result.readings[path] = reading
-        return role
+        return placement
 
 
 def is_sample_tuple(value: Sequence[Any]) -> bool:
-    """A tuple of strings or objects, such as a collate function leaves; one with numbers or tensors is a structure."""
+    """Whether a tuple has only strings or objects, as a collate function returns them."""
     return not any(isinstance(item, NUMBER_TYPES) or item is None or contains_tensors(item) for item in value)
 
 
 def count_samples(part: Any, dim: int, count_lists: bool = True) -> int | None:
-    """How many samples one ready-made shard holds, by its first leaf that can be measured; None if there is none."""
-    kind = handler_for(part)
-    if kind is not None:
-        return _size_or_none(kind, part)
+    """The number of samples in a shard, from its first leaf with a known size; None if there is none."""
+    handler = handler_for(part)
+    if handler is not None:
+        return _size_or_none(handler, part)
     if isinstance(part, (Tensor, np.ndarray)):
         return size_along(part, dim)
     if isinstance(part, list):
@@ -326,16 +329,16 @@ def count_samples(part: Any, dim: int, count_lists: bool = True) -> int | None:
     return next((size for size in sizes if size is not None), None)
 
 
-def _size_or_none(kind: TypeHandler, value: Any) -> int | None:
-    """The samples of a value that has not to be split; None also where its type cannot tell."""
+def _size_or_none(handler: TypeHandler, value: Any) -> int | None:
+    """The number of samples, or None if the handler cannot determine it."""
     try:
-        return kind.size(value)
+        return handler.size(value)
     except StructureError:
         return None
 
 
 def contains_tensors(value: Any, _seen: set[int] | None = None, depth: int = 8) -> bool:
-    """Whether a tensor can be reached from a value through containers and, to a depth, through attributes."""
+    """Whether a value contains a tensor, in containers or, up to `depth`, in attributes."""
     if isinstance(value, (Tensor, np.ndarray)):
         return True
     if isinstance(value, (*SCALARS, type, Callable)) or depth == 0:  # type: ignore[arg-type]
@@ -353,10 +356,10 @@ def contains_tensors(value: Any, _seen: set[int] | None = None, depth: int = 8) 
 
 
 def has_batch_size(item: Any, size: int) -> bool | None:
-    """Whether an entry of a list holds `size` samples; None if it says neither."""
-    kind = handler_for(item)
-    if kind is not None:
-        count = _size_or_none(kind, item)
+    """Whether a list entry has `size` samples; None if its size does not show it."""
+    handler = handler_for(item)
+    if handler is not None:
+        count = _size_or_none(handler, item)
         return None if count is None else count == size
     if isinstance(item, (Tensor, np.ndarray)):
         return True if size in item.shape else None if item.ndim == 0 or item.shape[0] == 1 else False
@@ -365,5 +368,5 @@ def has_batch_size(item: Any, size: int) -> bool | None:
         return None
     if is_sequence(item) and len(item) == size and not contains_tensors(item):
         return True
-    below = {has_batch_size(child, size) for child in node.children}
-    return False if False in below else True if True in below else None
+    results = {has_batch_size(child, size) for child in node.children}
+    return False if False in results else True if True in results else None

@@ -1,4 +1,4 @@
-"""How inputs are split over replicas and how outputs are merged: shard, replicate, partial, per-sample."""
+"""Placements: how each argument is distributed over the replicas."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from instep.structure.types import TypeHandler
 
 @dataclass(frozen=True)
 class Replicate:
-    """Handed to every replica as it is."""
+    """Every replica gets the same value."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A tensor or array, split along `dim`."""
+    """A tensor or array that is split along `dim`."""
 
     dim: int
 
 
 @dataclass(frozen=True)
 class PerSample:
-    """A list or tuple with one entry a sample: sliced."""
+    """A list or tuple with one entry per sample. It is sliced."""
 
 
 @dataclass(frozen=True)
 class CustomSplit:
-    """A type that is split by its own rule."""
+    """A value that is split by the handler of its type."""
 
     handler: TypeHandler
 
 
 @dataclass(frozen=True)
 class PreSplit:
-    """Already split by the caller, into parts of these sizes; None for one that cannot be measured."""
+    """A value that the caller has split. `sizes` has None for parts whose size is unknown."""
 
     sizes: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
 class Nested:
-    """A container: each child has a role of its own."""
+    """A container whose children have their own placements."""
 
     keys: tuple[Any, ...]
     placements: tuple[Placement, ...]
@@ -52,30 +52,30 @@ class Nested:
 Placement: TypeAlias = Replicate | Shard | PerSample | CustomSplit | PreSplit | Nested
 
 
-def is_batched(role: Placement) -> bool:
-    """Whether any leaf below is shared out rather than handed over whole."""
-    if isinstance(role, Nested):
-        return any(is_batched(child) for child in role.placements)
-    return not isinstance(role, Replicate)
+def is_batched(placement: Placement) -> bool:
+    """Whether any leaf is split."""
+    if isinstance(placement, Nested):
+        return any(is_batched(child) for child in placement.placements)
+    return not isinstance(placement, Replicate)
 
 
-def describe(role: Placement) -> str:
-    """One short phrase for a table."""
-    if isinstance(role, Replicate):
-        return f"whole ({role.reason})"
-    if isinstance(role, Shard):
-        return f"split along dim {role.dim}"
-    if isinstance(role, PerSample):
-        return "one entry a sample"
-    if isinstance(role, CustomSplit):
-        return "split by its type's rule"
-    if isinstance(role, PreSplit):
+def describe(placement: Placement) -> str:
+    """A short description for `explain`."""
+    if isinstance(placement, Replicate):
+        return f"whole ({placement.reason})"
+    if isinstance(placement, Shard):
+        return f"split along dim {placement.dim}"
+    if isinstance(placement, PerSample):
+        return "one entry per sample"
+    if isinstance(placement, CustomSplit):
+        return "split by its type's handler"
+    if isinstance(placement, PreSplit):
         return "already split"
     return "structure"
 
 
-def contains_placement(kind: type[Placement], role: Placement) -> bool:
-    """Whether a role, or one inside it, is of a kind."""
-    return isinstance(role, kind) or (
-        isinstance(role, Nested) and any(contains_placement(kind, below) for below in role.placements)
+def contains_placement(cls: type[Placement], placement: Placement) -> bool:
+    """Whether a placement is, or contains, an instance of `cls`."""
+    return isinstance(placement, cls) or (
+        isinstance(placement, Nested) and any(contains_placement(cls, child) for child in placement.placements)
     )

@@ -1,4 +1,7 @@
-"""Plan how the arguments of a call are split across replicas."""
+"""Plan how the arguments of a call are split across replicas.
+
+Planning uses only types, keys and sizes. It never reads tensor data, so it does not synchronize with a device.
+"""
 
 from __future__ import annotations
 
@@ -38,20 +41,20 @@ SplitFn: TypeAlias = Callable[[Any], Sequence[Any]]
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """A decision about one call: the number of samples, the sizes of the shards, and a role for every leaf."""
+    """The batch size of a call, the shard sizes, and a placement for every argument."""
 
     batch_size: int | None
-    """The number of samples, or None where nothing in the call is batched."""
+    """The number of samples, or None if no argument is batched."""
     sizes: tuple[int, ...]
-    """Samples of each active replica; `(0,)` where nothing is batched."""
+    """Samples per active replica; `(0,)` if no argument is batched."""
     names: tuple[str, ...]
-    """The name of each argument, positional ones first."""
+    """Argument names, positional arguments first."""
     placements: tuple[Placement, ...]
-    """What happens to each argument, in the order of `names`."""
+    """One placement per argument, in the order of `names`."""
     split_fns: list[SplitFn] = field(default_factory=list, repr=False, compare=False)
-    """What carries the roles out, made when the plan is first applied: a plan serves many calls."""
+    """Functions that split each argument. Created when the plan is first applied, then reused."""
     shares_mutable_arguments: list[bool] = field(default_factory=list, repr=False, compare=False)
-    """Whether replicas are given something in common that can be written to; found out once."""
+    """Whether replicas share a mutable argument: empty until computed, then one entry."""
 
     @property
     def parts(self) -> int:
@@ -60,14 +63,14 @@ class SplitPlan:
 
 @dataclass
 class Planner:
-    """Plans calls of one function, remembers how it read each list, and keeps the plans of structures it has seen."""
+    """Plans the calls of one method. Caches plans and keeps the interpretation of each list."""
 
     num_replicas: int
     dim: int = 0
     in_dims: Any = AUTO
     min_shard: int = 1
     shares: tuple[float, ...] = ()
-    """How much of a batch each replica takes, in proportion; left out, all take alike."""
+    """Relative shard sizes. Empty for equal shards."""
     readings: Readings = field(default_factory=dict)
     _plans: dict[Any, SplitPlan] = field(default_factory=dict, repr=False)
     _relevant_dims: tuple[int, ...] = field(init=False, repr=False)
@@ -75,108 +78,108 @@ class Planner:
 
     def __post_init__(self) -> None:
         validate_dims(self.in_dims, "in_dims")
-        # Only these dims decide anything: batches that differ in a length elsewhere share one plan.
+        # The plan depends on these dims only: batches that differ in other dims share a plan.
         self._relevant_dims = tuple({self.dim, *collect_dims(self.in_dims)})
         self._per_sample_lists = _per_sample_tree(self.readings)
 
     def plan(self, names: Sequence[str], values: Sequence[Any]) -> SplitPlan:
-        """The plan for these arguments; `StructureError` where it would have to guess."""
+        """The plan for these arguments. Raises `StructureError` if it is ambiguous."""
         plan = self._plans.get(self._signature(names, values))
         if plan is None:
             plan = self._make_plan(tuple(names), values)
-            if len(self._plans) >= 256:  # lists of samples of many shapes: begin again rather than grow
+            if len(self._plans) >= 256:  # bounds the cache
                 self._plans.clear()
-            # Signed anew: a list that has been read now is signed by that reading.
+            # Planning may have updated `readings`, which changes the signature.
             self._plans[self._signature(names, values)] = plan
         return plan
 
     def rebalance(self, plan: SplitPlan, costs: Sequence[float]) -> SplitPlan:
-        """The plan with shards of about equal cost instead of about equal size; `costs` has one entry a sample."""
+        """Change the shard sizes so that shards have similar cost. `costs` has one entry per sample."""
         if len(costs) != plan.batch_size:
             raise StructureError(
-                f"cost= gave {len(costs)} numbers for a batch of {plan.batch_size}: it gives one a sample."
+                f"cost= returned {len(costs)} numbers for a batch of {plan.batch_size}. Return one number per sample."
             )
-        if any(isinstance(role, PreSplit) for role in plan.placements):
-            return plan  # the caller has decided
+        if any(isinstance(placement, PreSplit) for placement in plan.placements):
+            return plan  # the caller chose the sizes
         sizes = sizes_by_cost(costs, plan.parts, self.min_shard, self.shares)
         return plan if sizes == plan.sizes else replace(plan, sizes=sizes, split_fns=[])
 
     def _signature(self, names: Sequence[str], values: Sequence[Any]) -> Any:
-        read, dims = self._per_sample_lists, self._relevant_dims
+        reading, dims = self._per_sample_lists, self._relevant_dims
         return (
             *names,
-            *[_signature_of(value, dims, read.get(name)) for name, value in zip(names, values, strict=True)],
+            *[_signature_of(value, dims, reading.get(name)) for name, value in zip(names, values, strict=True)],
         )
 
     def _make_plan(self, names: tuple[str, ...], values: Sequence[Any]) -> SplitPlan:
-        declared = argument_specs(self.in_dims, names, self.dim)
-        batch, chosen = self._infer_batch_size(names, values, declared)
+        specs = argument_specs(self.in_dims, names, self.dim)
+        batch, inferred = self._infer_batch_size(names, values, specs)
         sizes = (0,) if batch is None else balanced_sizes(batch, self.num_replicas, self.min_shard, self.shares)
-        ready = [(path, role) for path, role in chosen.leaves if isinstance(role, PreSplit)]
-        if ready:
-            sizes, batch = self._sizes_from_shards(ready, sizes, batch)
+        pre_split = [(path, placement) for path, placement in inferred.leaves if isinstance(placement, PreSplit)]
+        if pre_split:
+            sizes, batch = self._sizes_from_shards(pre_split, sizes, batch)
         if batch is not None and batch > 1:
-            self.readings.update(chosen.readings)
+            self.readings.update(inferred.readings)
             self._per_sample_lists = _per_sample_tree(self.readings)
-        return SplitPlan(batch, sizes, names, chosen.placements)
+        return SplitPlan(batch, sizes, names, inferred.placements)
 
     def _infer_batch_size(
-        self, names: tuple[str, ...], values: Sequence[Any], declared: Sequence[DimSpec]
+        self, names: tuple[str, ...], values: Sequence[Any], specs: Sequence[DimSpec]
     ) -> tuple[int | None, InferredPlacements]:
-        """The one size that fits every argument, looked for among tensors first, then lists, then tuples."""
-        proposals = collect_candidates(names, values, declared, self.readings)
-        for rank in (0, 1, 2):
-            sizes = sorted({proposal.size for proposal in proposals if proposal.priority == rank})
-            fits, misfits = {}, {}
+        """Find the one size that matches every argument. Tensors are tried first, then lists, then tuples."""
+        candidates = collect_candidates(names, values, specs, self.readings)
+        for priority in (0, 1, 2):
+            sizes = sorted({candidate.size for candidate in candidates if candidate.priority == priority})
+            matches, mismatches = {}, {}
             for size in sizes:
                 try:
-                    fits[size] = infer_placements(names, values, declared, size, self.readings)
-                except SizeMismatch as misfit:
-                    misfits[size] = misfit
-            if len(fits) > 1:
-                raise ambiguous_batch_size(proposals, fits, values, names)
-            if fits:
-                size, found = next(iter(fits.items()))
-                if found.ambiguities and size > 1:  # one sample is not split, however its lists are read
+                    matches[size] = infer_placements(names, values, specs, size, self.readings)
+                except SizeMismatch as mismatch:
+                    mismatches[size] = mismatch
+            if len(matches) > 1:
+                raise ambiguous_batch_size(candidates, matches, values, names)
+            if matches:
+                size, found = next(iter(matches.items()))
+                if found.ambiguities and size > 1:  # a single sample is not split, so the ambiguity does not matter
                     raise found.ambiguities[0]
                 return size, found
-            if misfits:
-                raise size_mismatch_error(proposals, misfits, values, names, self.dim)
+            if mismatches:
+                raise size_mismatch_error(candidates, mismatches, values, names, self.dim)
         try:
-            return None, infer_placements(names, values, declared, None, self.readings)
-        except SizeMismatch as misfit:
-            raise inconsistent_reading(misfit.path, misfit.value, misfit.reason) from None
+            return None, infer_placements(names, values, specs, None, self.readings)
+        except SizeMismatch as mismatch:
+            raise inconsistent_reading(mismatch.path, mismatch.value, mismatch.reason) from None
 
     def _sizes_from_shards(
-        self, ready: Sequence[tuple[Path, PreSplit]], sizes: tuple[int, ...], batch: int | None
+        self, pre_split: Sequence[tuple[Path, PreSplit]], sizes: tuple[int, ...], batch: int | None
     ) -> tuple[tuple[int, ...], int]:
-        """Sizes when some argument came already split: its number of parts decides."""
-        count = len(ready[0][1].sizes) if batch is None else len(sizes)
-        for where, role in ready:
-            if len(role.sizes) != count or count > self.num_replicas:
-                raise shard_count_mismatch(where, len(role.sizes), min(count, self.num_replicas))
-        measured = [(where, _known_sizes(role)) for where, role in ready]
-        known = [(where, given) for where, given in measured if given and (batch is None or sum(given) == batch)]
-        for where, given in known[1:]:
+        """The shard sizes given by `Shards` arguments."""
+        count = len(pre_split[0][1].sizes) if batch is None else len(sizes)
+        for path, placement in pre_split:
+            if len(placement.sizes) != count or count > self.num_replicas:
+                raise shard_count_mismatch(path, len(placement.sizes), min(count, self.num_replicas))
+        measured = [(path, _known_sizes(placement)) for path, placement in pre_split]
+        known = [(path, given) for path, given in measured if given and (batch is None or sum(given) == batch)]
+        for path, given in known[1:]:
             if given != known[0][1]:
-                raise shard_size_mismatch(where, given, *known[0])
+                raise shard_size_mismatch(path, given, *known[0])
         if known:
             return known[0][1], sum(known[0][1])
-        # Nothing that can be counted: each part counts as one sample.
+        # Sizes are unknown: count each part as one sample.
         return (sizes, batch) if batch is not None else ((1,) * count, count)
 
 
-def _known_sizes(role: PreSplit) -> tuple[int, ...]:
-    """The sizes of ready-made parts, or none at all if one of them cannot be measured."""
-    sizes = tuple([size for size in role.sizes if size is not None])
-    return sizes if len(sizes) == len(role.sizes) else ()
+def _known_sizes(placement: PreSplit) -> tuple[int, ...]:
+    """The part sizes, or an empty tuple if one of them is unknown."""
+    sizes = tuple([size for size in placement.sizes if size is not None])
+    return sizes if len(sizes) == len(placement.sizes) else ()
 
 
-def _per_sample_tree(memory: Readings) -> dict[Any, Any]:
-    """The lists that were read as columns, whose entries decide nothing any more, by key within key."""
+def _per_sample_tree(readings: Readings) -> dict[Any, Any]:
+    """Paths of per-sample lists as nested dictionaries. The entries of such lists do not affect the plan."""
     tree: dict[Any, Any] = {}
-    for path, reading in memory.items():
-        if reading == "column":
+    for path, reading in readings.items():
+        if reading == "per_sample":
             level = tree
             for key in path[:-1]:
                 level = level.setdefault(key, {})
@@ -187,8 +190,8 @@ def _per_sample_tree(memory: Readings) -> dict[Any, Any]:
 _SCALAR_TYPES = frozenset(SCALARS)
 
 
-def _signature_of(value: Any, dims: tuple[int, ...], read: Any = None) -> Any:
-    """What planning depends on, hashable: the same signature gives the same plan. `read` is what is known of a list."""
+def _signature_of(value: Any, dims: tuple[int, ...], reading: Any = None) -> Any:
+    """A hashable key of everything that the plan depends on. `reading` is the entry of `_per_sample_tree`."""
     cls = type(value)
     if cls is Tensor and value.layout is torch.strided and not value.is_nested:
         shape = value.shape
@@ -196,47 +199,49 @@ def _signature_of(value: Any, dims: tuple[int, ...], read: Any = None) -> Any:
     if cls in _SCALAR_TYPES:
         return cls
     if isinstance(value, (Tensor, np.ndarray)):
-        kind = handler_for(value)
-        return _shape_signature(value.shape, dims) if kind is None else (cls, kind, _size_or_error(kind, value))
+        handler = handler_for(value)
+        return (
+            _shape_signature(value.shape, dims) if handler is None else (cls, handler, _size_or_error(handler, value))
+        )
     if cls is dict:
-        return (cls, tuple(value), _child_signatures(value, value.values(), dims, read))
+        return (cls, tuple(value), _child_signatures(value, value.values(), dims, reading))
     if cls is list or cls is tuple:
-        if isinstance(read, str):
-            return (cls, read, len(value))
+        if isinstance(reading, str):
+            return (cls, reading, len(value))
         types = tuple(map(type, value))
         if _SCALAR_TYPES.issuperset(types):
             return (cls, types)
-        return (cls, _child_signatures(range(len(value)), value, dims, read))
-    return _signature_of_other(value, dims, read)
+        return (cls, _child_signatures(range(len(value)), value, dims, reading))
+    return _signature_of_other(value, dims, reading)
 
 
 def _child_signatures(
-    keys: Iterable[Any], children: Iterable[Any], dims: tuple[int, ...], read: Any
+    keys: Iterable[Any], children: Iterable[Any], dims: tuple[int, ...], reading: Any
 ) -> tuple[Any, ...]:
-    if not read or isinstance(read, str):
+    if not reading or isinstance(reading, str):
         return tuple([_signature_of(child, dims) for child in children])
-    return tuple([_signature_of(child, dims, read.get(key)) for key, child in zip(keys, children, strict=True)])
+    return tuple([_signature_of(child, dims, reading.get(key)) for key, child in zip(keys, children, strict=True)])
 
 
-def _signature_of_other(value: Any, dims: tuple[int, ...], read: Any) -> Any:
+def _signature_of_other(value: Any, dims: tuple[int, ...], reading: Any) -> Any:
     cls = type(value)
     if cls is Whole:
         return cls
     if cls is Shards:
         return (cls, tuple([_signature_of(part, dims) for part in value.parts]))
-    kind = handler_for(value)
-    if kind is not None:
-        return (cls, kind, _size_or_error(kind, value))
+    handler = handler_for(value)
+    if handler is not None:
+        return (cls, handler, _size_or_error(handler, value))
     node = flatten_one_level(value)
     if node is None:
         return (cls, contains_tensors(value))
-    return (cls, tuple(node.keys), _child_signatures(node.keys, node.children, dims, read))
+    return (cls, tuple(node.keys), _child_signatures(node.keys, node.children, dims, reading))
 
 
-def _size_or_error(kind: TypeHandler, value: Any) -> Any:
-    """The number of samples; or why there is none, which only matters where it is to be split."""
+def _size_or_error(handler: TypeHandler, value: Any) -> Any:
+    """The number of samples, or the error message, which matters only if the value is split."""
     try:
-        return kind.size(value)
+        return handler.size(value)
     except StructureError as error:
         return str(error)
 
@@ -249,7 +254,7 @@ def _shape_signature(shape: Sequence[int], dims: tuple[int, ...]) -> tuple[int, 
 def named_arguments(
     parameters: Sequence[str], rest: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """The names and values of a call's arguments: positional ones by the signature, then keywords as written."""
+    """Names and values of a call's arguments: positional arguments, then keyword arguments."""
     names = tuple(parameters[: len(args)])
     if len(names) < len(args):
         names += tuple(f"{rest or 'args'}.{index}" for index in range(len(args) - len(names)))

@@ -1,4 +1,4 @@
-"""Teaching instep a type."""
+"""`instep.register`: add a custom batch type."""
 
 from __future__ import annotations
 
@@ -20,42 +20,50 @@ def register(
     merge: Callable[[Sequence[Any]], Any],
     map: Callable[[TensorFn, Any], Any] | None = None,
 ) -> None:
-    """Teach instep how many samples a value of `cls` holds, how to cut it into parts of given sizes, and to join them.
+    """Register a type that is split and merged by its own functions.
 
-    `map(fn, value)` makes a new value with each tensor `t` replaced by `fn(t)`; left out, every attribute that holds
-    tensors is mapped. It is how such a value moves between devices and how gradients pass through it.
+    Args:
+        cls: The type. Subclasses use the same functions.
+        size: Returns the number of samples of a value.
+        split: Splits a value into consecutive parts of the given sizes.
+        merge: Merges the parts. The inverse of `split`.
+        map: `map(fn, value)` returns a new value with `fn` applied to each tensor. It is used to move values between
+            devices and to pass gradients. By default it maps the tensors in every attribute.
 
-    >>> import torch, instep
-    >>> class Points:
-    ...     def __init__(self, xyz):
-    ...         self.xyz = xyz
-    >>> instep.register(
-    ...     Points,
-    ...     size=lambda p: len(p.xyz),
-    ...     split=lambda p, sizes: [Points(x) for x in p.xyz.split(list(sizes))],
-    ...     merge=lambda parts: Points(torch.cat([p.xyz for p in parts])),
-    ... )
-    >>> [len(part.xyz) for part in instep.split(Points(torch.zeros(5, 3)), 2)]
-    [3, 2]
+    Example:
+        >>> import torch, instep
+        >>> class Points:
+        ...     def __init__(self, xyz):
+        ...         self.xyz = xyz
+        >>> instep.register(
+        ...     Points,
+        ...     size=lambda p: len(p.xyz),
+        ...     split=lambda p, sizes: [Points(x) for x in p.xyz.split(list(sizes))],
+        ...     merge=lambda parts: Points(torch.cat([p.xyz for p in parts])),
+        ... )
+        >>> [len(part.xyz) for part in instep.split(Points(torch.zeros(5, 3)), 2)]
+        [3, 2]
     """
-    rules: dict[str, Any] = {"size": size, "split": split, "merge": merge}
-    for name, rule in rules.items():
-        if not callable(rule):
+    functions: dict[str, Any] = {"size": size, "split": split, "merge": merge}
+    for name, function in functions.items():
+        if not callable(function):
             raise StructureError(
-                f"{name}={rule!r} is no function: write instep.register(MyBatch, size=lambda v: ..., "
+                f"{name}={function!r} is not callable. Write instep.register(MyBatch, size=lambda v: ..., "
                 f"split=lambda v, sizes: [...], merge=lambda parts: ...)."
             )
     if cls in (*SCALARS, Tensor, list, tuple, dict):
-        raise StructureError(f"{cls.__name__} is split and merged by rules of its own: register a class of yours.")
+        raise StructureError(
+            f"{cls.__name__} has built-in split and merge rules and cannot be registered. Register your own class."
+        )
     add_handler(cls, TypeHandler(size=size, split=split, merge=merge, map=map or map_attribute_tensors))
     clear_type_cache()
 
 
 def map_attribute_tensors(fn: TensorFn, value: Any) -> Any:
-    """A copy of an object in which the tensors held by its attributes are mapped."""
-    made = shallow_copy(value)
+    """Copy an object with `fn` applied to the tensors in its attributes."""
+    copied = shallow_copy(value)
     for name, item in attributes_of(value).items():
-        new = made if item is value else map_tensors(fn, item)
+        new = copied if item is value else map_tensors(fn, item)
         if new is not item:
-            object.__setattr__(made, name, new)
-    return made
+            object.__setattr__(copied, name, new)
+    return copied

@@ -12,13 +12,13 @@ def balanced_sizes(batch: int, replicas: int, min_shard: int = 1, shares: Sequen
 
     They differ by at most one, or follow `shares` as closely as whole samples can.
 
-    >>> sizes_for(10, 4)
+    >>> balanced_sizes(10, 4)
     (3, 3, 2, 2)
-    >>> sizes_for(3, 4)
+    >>> balanced_sizes(3, 4)
     (1, 1, 1)
-    >>> sizes_for(7, 4, min_shard=3)
+    >>> balanced_sizes(7, 4, min_shard=3)
     (4, 3)
-    >>> sizes_for(10, 2, shares=(3, 1))
+    >>> balanced_sizes(10, 2, shares=(3, 1))
     (8, 2)
     """
     least = max(1, min_shard)

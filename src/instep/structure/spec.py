@@ -1,4 +1,8 @@
-"""`in_dims` and `out_dims` specifications, and the `whole` and `Shards` argument wrappers."""
+"""`in_dims` and `out_dims` specifications, and the `whole` and `Shards` argument wrappers.
+
+A specification is an int (the batch dim), None (replicated), `"samples"` (one entry per sample), `"auto"`, or a
+structure of these. The keys of a dictionary are argument names or dotted paths, which may contain `*` and `?`.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,14 @@ SAMPLES = "samples"
 
 @dataclass(frozen=True)
 class DimSpec:
-    """What was declared for one place of a structure, and for the places below it."""
+    """The specification of a value and of its children."""
 
     value: Any
     default_dim: int
-    """The batch dim where nothing is declared."""
+    """The batch dim if the specification is `"auto"`."""
     patterns: tuple[tuple[str, Any], ...] = ()
     is_inherited: bool = False
-    """Whether it was declared for a container above rather than for this place."""
+    """Whether the specification was given for an enclosing container."""
 
     @property
     def is_auto(self) -> bool:
@@ -39,7 +43,7 @@ class DimSpec:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether it says one thing for everything here, rather than something for each entry."""
+        """Whether one specification applies to the whole value."""
         return self.value is None or isinstance(self.value, (int, str))
 
     @property
@@ -47,17 +51,19 @@ class DimSpec:
         return int(self.value) if self.is_dim else self.default_dim
 
     def children(self, keys: Sequence[Any], path: Path) -> list[DimSpec]:
-        """The declarations for the entries of a container that lies at `path`."""
+        """The specifications of the entries of the container at `path`."""
         if self.is_auto:
-            below = [self] * len(keys)
+            children = [self] * len(keys)
         elif self.is_uniform:
             spec = AUTO if self.is_samples else self.value
-            below = [DimSpec(spec, self.default_dim, self.patterns, spec != AUTO)] * len(keys)
+            children = [DimSpec(spec, self.default_dim, self.patterns, spec != AUTO)] * len(keys)
         else:
-            below = [DimSpec(spec, self.default_dim, self.patterns) for spec in _spec_per_entry(self.value, keys, path)]
+            children = [
+                DimSpec(spec, self.default_dim, self.patterns) for spec in _spec_per_entry(self.value, keys, path)
+            ]
         if not self.patterns:
-            return below
-        return [self._match((*path, key)) or child for key, child in zip(keys, below, strict=True)]
+            return children
+        return [self._match((*path, key)) or child for key, child in zip(keys, children, strict=True)]
 
     def _match(self, path: Path) -> DimSpec | None:
         where = format_path(path)
@@ -68,21 +74,21 @@ class DimSpec:
 
 
 def _spec_per_entry(spec: Any, keys: Sequence[Any], path: Path) -> list[Any]:
-    """A structure of declarations over the entries of a container: by name where it has names, else by position."""
+    """Match the entries of a structured specification to container keys, by name or by position."""
     if isinstance(spec, Mapping):
         return [spec.get(key, spec.get(str(key), AUTO)) for key in keys]
     node = flatten_one_level(spec)
-    assert node is not None  # `check_dims` has seen to it
+    assert node is not None  # checked by `validate_dims`
     if not isinstance(node.keys, range):
         return [dict(zip(node.keys, node.children, strict=True)).get(key, AUTO) for key in keys]
     if len(node.children) > len(keys):
         where = repr(format_path(path)) if format_path(path) else "the structure"
-        raise StructureError(f"{len(node.children)} dims are declared for {where}, which has {len(keys)} entries.")
+        raise StructureError(f"{len(node.children)} dims are given for {where}, which has {len(keys)} entries.")
     return [*node.children, *[AUTO] * (len(keys) - len(node.children))]
 
 
 def validate_dims(spec: Any, option: str) -> None:
-    """Refuse a declaration that means nothing, when it is given rather than when it is needed."""
+    """Raise `StructureError` if a specification is invalid."""
     if spec is None or (isinstance(spec, int) and not isinstance(spec, bool)):
         return
     if isinstance(spec, str) and spec in (AUTO, SAMPLES):
@@ -90,22 +96,22 @@ def validate_dims(spec: Any, option: str) -> None:
     node = None if isinstance(spec, (str, bool)) else flatten_one_level(spec)
     if node is None:
         raise StructureError(
-            f"{option} has {spec!r}: write an int, None, 'samples', 'auto', or a structure of these that follows the "
-            f"arguments by position or by name."
+            f"{option} contains {spec!r}, which is not a dim specification. Write an int, None, 'samples', 'auto', or "
+            f"a structure of these that matches the arguments by position or by name."
         )
     for child in node.children:
         validate_dims(child, option)
 
 
 def root_spec(spec: Any, dim: int) -> DimSpec:
-    """The declaration for a structure without a name, such as an output: a dictionary is read by path or pattern."""
+    """The specification of an unnamed structure, such as an output. Dictionary keys are paths or patterns."""
     if isinstance(spec, Mapping):
         return DimSpec(AUTO, dim, tuple(order_patterns(spec.items()).items()))
     return DimSpec(spec, dim)
 
 
 def argument_specs(spec: Any, names: Sequence[str], dim: int) -> list[DimSpec]:
-    """The declaration for each argument."""
+    """The specification of each argument."""
     if isinstance(spec, Mapping):
         return root_spec(spec, dim).children(names, ())
     if isinstance(spec, (tuple, list)):
@@ -116,7 +122,7 @@ def argument_specs(spec: Any, names: Sequence[str], dim: int) -> list[DimSpec]:
 
 
 def dims_by_name(spec: Any, parameters: Sequence[str], rest: str | None = None) -> Any:
-    """`in_dims` given by position, by the names of a signature: so a keyword means the same wherever it is written.
+    """Convert positional `in_dims` to a dictionary keyed by parameter name.
 
     >>> dims_by_name((0, None), ["x", "weight"])
     {'x': 0, 'weight': None}
@@ -128,7 +134,7 @@ def dims_by_name(spec: Any, parameters: Sequence[str], rest: str | None = None) 
 
 
 def collect_dims(spec: Any) -> set[int]:
-    """Every dim that a declaration names."""
+    """All dims in a specification."""
     if isinstance(spec, int):
         return {spec}
     node = None if isinstance(spec, str) else flatten_one_level(spec)
@@ -140,7 +146,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Whole:
-    """A value that every replica gets as it is."""
+    """An argument that is passed to every replica unsplit."""
 
     value: Any
 
@@ -149,7 +155,7 @@ class Whole:
 
 
 class Shards:
-    """A value that is already split: one entry for each replica, in order.
+    """An argument that is already split: one entry per replica, in order.
 
     >>> Shards([[1, 2], [3]])
     Shards([[1, 2], [3]])
@@ -158,7 +164,7 @@ class Shards:
     def __init__(self, parts: Iterable[Any]) -> None:
         self.parts = list(parts)
         if not self.parts:
-            raise StructureError("Shards without an entry: give one entry for each replica.")
+            raise StructureError("Shards is empty. Pass one entry per replica.")
         _record_mark_use()
 
     def __repr__(self) -> str:
@@ -166,7 +172,7 @@ class Shards:
 
 
 def whole(value: T) -> T:
-    """Hand `value` to every replica as it is, whatever its size: `model(x, instep.whole(class_weights))`."""
+    """Pass `value` to every replica unsplit, for example `model(x, instep.whole(class_weights))`."""
     return Whole(value)  # type: ignore[return-value]
 
 
@@ -179,7 +185,7 @@ def _record_mark_use() -> None:
 
 
 def strip_marks(value: Any) -> Any:
-    """A value without its marks, for a call that is not split; free for programs that never use one."""
+    """Unwrap `Whole` and `Shards` in a value, for a call that is not split."""
     return _strip_recursive(value) if _marks_used else value
 
 
@@ -189,7 +195,7 @@ def _strip_recursive(value: Any) -> Any:
     if isinstance(value, Shards):
         if len(value.parts) != 1:
             raise StructureError(
-                f"Shards of {len(value.parts)} entries were given to a call that runs on one replica: give one entry."
+                f"Shards has {len(value.parts)} entries, but the call runs on one replica. Pass one entry."
             )
         return value.parts[0]
     node = flatten_one_level(value)

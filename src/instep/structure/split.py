@@ -23,73 +23,76 @@ from instep.structure.types import TypeHandler
 
 
 def apply_plan(plan: SplitPlan, values: Sequence[Any]) -> list[list[Any]]:
-    """For each active replica, its part of every argument; tensors are views and differentiable."""
+    """Split the arguments. Returns one list of arguments per active replica; tensors are differentiable views."""
     if not plan.split_fns:
         plan.split_fns.extend(
             [
-                _make_split_fn(role, list(plan.sizes), (name,))
-                for role, name in zip(plan.placements, plan.names, strict=True)
+                _make_split_fn(placement, list(plan.sizes), (name,))
+                for placement, name in zip(plan.placements, plan.names, strict=True)
             ]
         )
-    columns = [cut(value) for cut, value in zip(plan.split_fns, values, strict=True)]
+    columns = [split_fn(value) for split_fn, value in zip(plan.split_fns, values, strict=True)]
     return [list(part) for part in zip(*columns, strict=True)] or [[] for _ in plan.sizes]
 
 
-def _make_split_fn(role: Placement, sizes: list[int], path: Path) -> SplitFn:
-    """What cuts a value that has this role into parts of these sizes."""
-    if isinstance(role, Shard):
-        return _dense_split_fn(sizes, role.dim)
-    if isinstance(role, Replicate):
+def _make_split_fn(placement: Placement, sizes: list[int], path: Path) -> SplitFn:
+    """A function that splits a value with this placement into parts of these sizes."""
+    if isinstance(placement, Shard):
+        return _dense_split_fn(sizes, placement.dim)
+    if isinstance(placement, Replicate):
         return lambda value: [value.value if type(value) is Whole else value] * len(sizes)
-    if isinstance(role, Nested):
-        entries = zip(role.placements, role.keys, strict=True)
-        return _nested_split_fn([_make_split_fn(below, sizes, (*path, key)) for below, key in entries], sizes)
-    if isinstance(role, PerSample):
+    if isinstance(placement, Nested):
+        entries = zip(placement.placements, placement.keys, strict=True)
+        return _nested_split_fn([_make_split_fn(child, sizes, (*path, key)) for child, key in entries], sizes)
+    if isinstance(placement, PerSample):
         return lambda value: _slice_sequence(value, sizes)
-    if isinstance(role, CustomSplit):
-        return _custom_split_fn(role.handler, sizes, path)
+    if isinstance(placement, CustomSplit):
+        return _custom_split_fn(placement.handler, sizes, path)
     return lambda value: list(value.parts)
 
 
 def _dense_split_fn(sizes: list[int], dim: int) -> SplitFn:
     bounds = list(accumulate(sizes))[:-1]
 
-    def cut(value: Any) -> Sequence[Any]:
+    def split_value(value: Any) -> Sequence[Any]:
         parts: Sequence[Any]
         parts = value.split_with_sizes(sizes, dim) if isinstance(value, Tensor) else np.split(value, bounds, dim)
         return parts
 
-    return cut
+    return split_value
 
 
-def _nested_split_fn(below: list[SplitFn], sizes: list[int]) -> SplitFn:
-    def cut(value: Any) -> Sequence[Any]:
+def _nested_split_fn(child_fns: list[SplitFn], sizes: list[int]) -> SplitFn:
+    def split_value(value: Any) -> Sequence[Any]:
         cls = type(value)
-        if cls is dict and below:
-            lists = [cut(child) for cut, child in zip(below, value.values())]
+        if cls is dict and child_fns:
+            lists = [split_fn(child) for split_fn, child in zip(child_fns, value.values())]
             return [dict(zip(value, part)) for part in zip(*lists)]
-        if (cls is list or cls is tuple) and below:
-            columns = [cut(child) for cut, child in zip(below, value)]
+        if (cls is list or cls is tuple) and child_fns:
+            columns = [split_fn(child) for split_fn, child in zip(child_fns, value)]
             return [cls(part) for part in zip(*columns)]
         node = flatten_one_level(value)
         assert node is not None
-        columns = [cut(child) for cut, child in zip(below, node.children)]
+        columns = [split_fn(child) for split_fn, child in zip(child_fns, node.children)]
         return [node.unflatten(part) for part in zip(*columns)] or [node.unflatten(()) for _ in sizes]
 
-    return cut
+    return split_value
 
 
-def _custom_split_fn(kind: TypeHandler, sizes: list[int], path: Path) -> SplitFn:
-    def cut(value: Any) -> Sequence[Any]:
+def _custom_split_fn(handler: TypeHandler, sizes: list[int], path: Path) -> SplitFn:
+    def split_value(value: Any) -> Sequence[Any]:
         try:
-            parts = kind.split(value, sizes)
-        except StructureError as error:  # it does not know where its value stands
+            parts = handler.split(value, sizes)
+        except StructureError as error:  # handlers do not know the path
             raise cannot_split(path, value, str(error)) from error
         if len(parts) != len(sizes):
-            raise StructureError(f"the split of {type(value).__name__} gave {len(parts)} parts for sizes {sizes}.")
+            raise StructureError(
+                f"split of {type(value).__name__} returned {len(parts)} parts for sizes {sizes}. "
+                f"Return one part per size."
+            )
         return parts
 
-    return cut
+    return split_value
 
 
 def _slice_sequence(value: Any, sizes: Sequence[int]) -> list[Any]:
@@ -99,55 +102,57 @@ def _slice_sequence(value: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def _rebuild_like(value: Any, items: Any) -> Any:
-    """A list or tuple of the class of `value` around other items."""
+    """A list or tuple of the class of `value` with other items."""
     node = flatten_one_level(value)
     assert node is not None
     return node.unflatten(list(items))
 
 
 def undo_plan(plan: SplitPlan, parts: Sequence[Sequence[Any]]) -> list[Any]:
-    """The arguments that `apply_plan` cut into these parts."""
+    """The inverse of `apply_plan`."""
     columns = zip(*parts, strict=True)
     triples = zip(plan.placements, columns, plan.names, strict=True)
-    return [unsplit(role, column, (name,)) for role, column, name in triples]
+    return [unsplit(placement, column, (name,)) for placement, column, name in triples]
 
 
-def unsplit(role: Placement, parts: Sequence[Any], path: Path = ()) -> Any:
-    """The inverse of `cut`."""
-    if isinstance(role, Shard):
+def unsplit(placement: Placement, parts: Sequence[Any], path: Path = ()) -> Any:
+    """Merge the parts of one value according to its placement."""
+    if isinstance(placement, Shard):
         if isinstance(parts[0], Tensor):
-            return torch.cat(list(parts), role.dim) if len(parts) > 1 else parts[0]
-        return np.concatenate(parts, role.dim)
-    if isinstance(role, Nested):
-        nodes = [node for node in map(flatten_one_level, parts) if node is not None and tuple(node.keys) == role.keys]
+            return torch.cat(list(parts), placement.dim) if len(parts) > 1 else parts[0]
+        return np.concatenate(parts, placement.dim)
+    if isinstance(placement, Nested):
+        nodes = [
+            node for node in map(flatten_one_level, parts) if node is not None and tuple(node.keys) == placement.keys
+        ]
         if len(nodes) < len(parts):
             where = format_path(path)
             raise MergeError(f"{repr(where) if where else 'a part'} does not have the structure that was split.")
         columns = zip(*[node.children for node in nodes], strict=True)
-        triples = zip(role.placements, columns, role.keys, strict=True)
-        return nodes[0].unflatten([unsplit(below, column, (*path, key)) for below, column, key in triples])
-    if isinstance(role, PerSample):
+        triples = zip(placement.placements, columns, placement.keys, strict=True)
+        return nodes[0].unflatten([unsplit(child, column, (*path, key)) for child, column, key in triples])
+    if isinstance(placement, PerSample):
         return concat_sequences(parts)
-    if isinstance(role, CustomSplit):
+    if isinstance(placement, CustomSplit):
         try:
-            return merge_by_handler(role.handler, parts)
-        except InstepError as error:  # it does not know where its value stood
-            sizes = [role.handler.size(part) or 0 for part in parts]
+            return merge_by_handler(placement.handler, parts)
+        except InstepError as error:  # handlers do not know the path
+            sizes = [placement.handler.size(part) or 0 for part in parts]
             raise cannot_merge(path, parts, str(error), sizes) from error
-    if isinstance(role, PreSplit):
+    if isinstance(placement, PreSplit):
         return Shards(parts)
     return parts[0]
 
 
 def concat_sequences(parts: Sequence[Any]) -> Any:
-    """Lists or tuples end to end, in the class of the first."""
+    """Concatenate lists or tuples. The result has the type of the first."""
     first = parts[0]
     items = [item for part in parts for item in part]
     return items if type(first) is list else tuple(items) if type(first) is tuple else _rebuild_like(first, items)
 
 
 class Parts(list[Any]):
-    """What `split` returns: a list with one part a replica, that `merge` puts together exactly as it was."""
+    """The result of `split`: a list with one part per replica, which `merge` restores exactly."""
 
     def __init__(self, items: Sequence[Any], plan: SplitPlan) -> None:
         super().__init__(items)
@@ -155,15 +160,16 @@ class Parts(list[Any]):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Samples in each part."""
+        """The number of samples in each part."""
         return self.plan.sizes
 
 
 def split(value: Any, parts: int, dim: int = 0, *, in_dims: Any = AUTO, min_shard: int = 1) -> Parts:
-    """Split any structure into at most `parts` parts along its batch.
+    """Split a structure into at most `parts` parts along its batch dimension.
 
-    Tensors are cut along `dim`, lists with one entry a sample are sliced, everything else is shared. Sizes differ by
-    at most one, order is kept, gradients flow. Where a leaf does not fit, `StructureError` names it.
+    Tensors are split along `dim`, lists with one entry per sample are sliced, and other values are shared by all parts.
+    Sizes differ by at most one. The order of samples is kept and the result is differentiable. If a leaf does not match
+    the batch size, `StructureError` names it.
 
     >>> parts = split({"x": torch.arange(5), "names": list("abcde"), "scale": 2.0}, 2)
     >>> parts[1]
@@ -172,45 +178,46 @@ def split(value: Any, parts: int, dim: int = 0, *, in_dims: Any = AUTO, min_shar
     (3, 2)
     """
     if parts < 1:
-        raise StructureError(f"split into {parts} parts: there has to be at least one.")
+        raise StructureError(f"cannot split into {parts} parts: `parts` must be at least 1.")
     plan = plan_value(value, parts, dim, in_dims=in_dims, min_shard=min_shard)
     return Parts([part[0] for part in apply_plan(plan, (value,))], plan)
 
 
 def plan_value(value: Any, parts: int, dim: int = 0, *, in_dims: Any = AUTO, min_shard: int = 1) -> SplitPlan:
-    """A plan for one structure that has no name; `in_dims` speaks of what is inside it."""
+    """Plan the split of one unnamed structure. `in_dims` describes its contents."""
     spec = (in_dims,) if isinstance(in_dims, (list, tuple)) else in_dims
     return Planner(parts, dim, spec, min_shard).plan(("",), (value,))
 
 
 MERGE_EXCEPTIONS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
-"""What torch and the packages raise for values that are not alike."""
+"""Exceptions that handlers raise for parts that do not match."""
 
 DEVICE_EXCEPTIONS = tuple(
     getattr(torch, name) for name in ("OutOfMemoryError", "AcceleratorError") if hasattr(torch, name)
 )
-"""Errors of torch that say nothing of what was to be joined."""
+"""Device errors, which are not caused by the parts."""
 
 MAX_SHAPES_SHOWN = 6
 
 
-def merge_by_handler(kind: TypeHandler, parts: Sequence[Any]) -> Any:
-    """The parts joined by their type's rule; `MergeError` with what each part holds where the rule fails on them."""
+def merge_by_handler(handler: TypeHandler, parts: Sequence[Any]) -> Any:
+    """Merge parts by their type handler. If it fails, raise `MergeError` with the shapes of each part."""
     try:
-        return kind.merge(parts)
+        return handler.merge(parts)
     except (InstepError, *DEVICE_EXCEPTIONS):
         raise
     except MERGE_EXCEPTIONS as error:
-        said = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-        first = said.strip().partition("\n")[0].rstrip(".")
+        message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+        first = message.strip().partition("\n")[0].rstrip(".")
         names = list(dict.fromkeys(type(part).__name__ for part in parts))
         raise MergeError(
-            f"the parts of a {' or '.join(names)} do not go together: {describe_tensors(parts)} ({type(error).__name__}: {first})"
+            f"the parts of a {' or '.join(names)} do not match: {describe_tensors(parts)} "
+            f"({type(error).__name__}: {first})"
         ) from error
 
 
 def describe_tensors(parts: Sequence[Any]) -> str:
-    """The shapes of the tensors that each part holds; only of those that differ, where they can be told."""
+    """Shapes of the tensors in each part; only those that differ if the parts have equally many tensors."""
     tensors = [list(tensors_in(part)) for part in parts]
     if len({len(found) for found in tensors}) == 1:
         columns = list(zip(*tensors, strict=True))
@@ -220,7 +227,7 @@ def describe_tensors(parts: Sequence[Any]) -> str:
 
 
 def _same_trailing_shape(column: Sequence[Tensor]) -> bool:
-    """Whether tensors differ in their first dim at most."""
+    """Whether tensors differ at most in dim 0."""
     shapes = [shape_of(tensor) for tensor in column]
     layouts = {tensor.layout for tensor in column}
     return len(layouts) == 1 and all(shape[1:] == shapes[0][1:] for shape in shapes)
@@ -233,7 +240,7 @@ def _format_shapes(tensors: Sequence[Tensor]) -> str:
 
 
 def infer_part_sizes(parts: Sequence[Any], dim: int) -> list[int]:
-    """The number of samples of each part: by its tensors outside lists, else by its lists."""
+    """The number of samples in each part, from tensors outside lists or else from lists."""
     sizes = [count_samples(part, dim, count_lists=False) for part in parts]
     if all(size is None for size in sizes):
         lists = [_first_list(part) for part in parts]

@@ -1,4 +1,7 @@
-"""Messages for arguments that cannot be split."""
+"""Errors for arguments that cannot be split.
+
+Each names the argument, gives the reason, and shows the line to write.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ MAX_CANDIDATES_SHOWN = 12
 
 
 def summarize(value: Any) -> str:
-    """A value in a few words: its type and shape or length, never its data."""
+    """The type and the shape or length of a value."""
     name = type(value).__name__
     if getattr(value, "is_nested", False):
         return f"nested {name} of {value.size(0)}"
@@ -37,39 +40,44 @@ def _quote_path(path: Path) -> str:
     return repr(where) if where else "the value"
 
 
+def _argument(path: Path) -> str:
+    where = format_path(path)
+    return f"argument {where!r}" if where else "the value"
+
+
 def size_mismatch_error(
-    proposals: Sequence[Any], misfits: Mapping[int, Any], values: Sequence[Any], names: Sequence[str], dim: int
+    candidates: Sequence[Any], mismatches: Mapping[int, Any], values: Sequence[Any], names: Sequence[str], dim: int
 ) -> StructureError:
-    """No size fits every argument: say what each proposes, which leaf stands out, and what to write."""
-    size = _likely_batch_size([p for p in proposals if p.size in misfits], values, names)
-    misfit = misfits[size]
-    # Where there are many, those that speak for this size come first.
-    seen = sorted(proposals, key=lambda p: p.size != size) if len(proposals) > MAX_CANDIDATES_SHOWN else proposals
+    """No batch size matches every argument. Names the leaf that does not match the likely batch size."""
+    size = _likely_batch_size([p for p in candidates if p.size in mismatches], values, names)
+    mismatch = mismatches[size]
+    # The message is truncated: list the candidates for this size first.
+    seen = sorted(candidates, key=lambda p: p.size != size) if len(candidates) > MAX_CANDIDATES_SHOWN else candidates
     lines = [
-        f"cannot share out this call: {_quote_path(misfit.path)} ({summarize(misfit.value)}) does not fit a batch of "
-        f"{size}: {misfit.reason}.",
-        "Sizes seen: " + _truncate_list([f"{_quote_path(p.path)}: {p.description}" for p in seen], "; ") + ".",
+        f"cannot split {_argument(mismatch.path)} ({summarize(mismatch.value)}) for a batch of {size}: "
+        f"{mismatch.reason}.",
+        "Sizes found: " + _truncate_list([f"{_quote_path(p.path)}: {p.description}" for p in seen], "; ") + ".",
         "Write one of:",
-        f"  {_in_dims_line(misfit.path, None)}   # every replica gets it whole (or pass instep.whole(...))",
+        f"  {_in_dims_line(mismatch.path, None)}   # every replica gets all of it (or pass instep.whole(...))",
     ]
-    shape = shape_of(misfit.value)
+    shape = shape_of(mismatch.value)
     for other, length in enumerate(shape):
         if length == size and other != dim:
-            lines.append(f"  {_in_dims_line(misfit.path, other)}   # its batch is in dim {other}, whose size is {size}")
-    owner = misfit.path if is_sequence(misfit.value) else _enclosing_sequence(misfit.path, values, names)
+            lines.append(f"  {_in_dims_line(mismatch.path, other)}   # the batch is dim {other}, which has size {size}")
+    owner = mismatch.path if is_sequence(mismatch.value) else _enclosing_sequence(mismatch.path, values, names)
     if owner is not None:
-        lines.append(f"  {_in_dims_line(owner, 'samples')}   # it has one entry a sample")
+        lines.append(f"  {_in_dims_line(owner, 'samples')}   # it has one entry per sample")
     return StructureError("\n".join(lines))
 
 
-def _likely_batch_size(proposals: Sequence[Any], values: Sequence[Any], names: Sequence[str]) -> int:
-    """The declared size, else that of most arguments, in doubt of the first; inside a list may be samples: no vote."""
-    sure = [p for p in proposals if p.is_declared] or proposals
+def _likely_batch_size(candidates: Sequence[Any], values: Sequence[Any], names: Sequence[str]) -> int:
+    """The declared size, or else the size of most arguments. Leaves in lists are ignored: they may be samples."""
+    sure = [p for p in candidates if p.is_declared] or candidates
     counted = [p for p in sure if _enclosing_sequence(p.path, values, names, list) is None] or sure
     counted = [p for p in counted if p.size != 1] or counted
     votes: list[int] = []
     for name in names:
-        sizes = Counter(proposal.size for proposal in counted if proposal.path[0] == name)
+        sizes = Counter(candidate.size for candidate in counted if candidate.path[0] == name)
         votes += [size for size, _ in sizes.most_common(1)]
     counts = Counter(votes)
     return max(counts, key=lambda size: counts[size])
@@ -83,7 +91,7 @@ def _truncate_list(items: Sequence[str], between: str) -> str:
 def _enclosing_sequence(
     path: Path, values: Sequence[Any], names: Sequence[str], kind: type | tuple[type, ...] = (list, tuple)
 ) -> Path | None:
-    """The list or tuple nearest above a leaf, where there is one."""
+    """The path of the innermost list or tuple that contains a leaf, if any."""
     value = dict(zip(names, values, strict=True)).get(path[0])
     above = None
     for depth, key in enumerate(path[1:], start=1):
@@ -96,43 +104,45 @@ def _enclosing_sequence(
 
 
 def ambiguous_batch_size(
-    proposals: Sequence[Any], fits: Mapping[int, Any], values: Sequence[Any], names: Sequence[str]
+    candidates: Sequence[Any], matches: Mapping[int, Any], values: Sequence[Any], names: Sequence[str]
 ) -> StructureError:
-    """More than one size fits every argument: show where each comes from and the line that decides."""
-    each = "both" if len(fits) == 2 else "all"
-    lines = [f"cannot tell the batch: {' and '.join(str(size) for size in fits)} {each} fit every argument."]
-    lines.append("Write the line that is meant:")
-    for proposal in proposals:
-        if proposal.size in fits:
-            # What decides is how the list is read, not one of its entries.
-            owner = _enclosing_sequence(proposal.path, values, names) or proposal.path
-            line = _in_dims_line(owner, proposal.suggested_spec)
-            lines.append(f"  {line}   # a batch of {proposal.size}: {_quote_path(owner)}, {proposal.description}")
+    """More than one batch size matches every argument. Shows the line that selects each."""
+    each = "both" if len(matches) == 2 else "all"
+    lines = [
+        f"cannot determine the batch size: {' and '.join(str(size) for size in matches)} {each} match every argument."
+    ]
+    lines.append("Write one of:")
+    for candidate in candidates:
+        if candidate.size in matches:
+            # The list decides, not one of its entries.
+            owner = _enclosing_sequence(candidate.path, values, names) or candidate.path
+            line = _in_dims_line(owner, candidate.suggested_spec)
+            lines.append(f"  {line}   # a batch of {candidate.size}: {_quote_path(owner)}, {candidate.description}")
     unique = {line.partition("   #")[0]: line for line in reversed(lines)}
     return StructureError("\n".join(list(unique.values())[::-1]))
 
 
 def ambiguous_sequence(value: Any, path: Path, dim: int) -> StructureError:
-    """A list that fits both as samples and as a structure of batched leaves."""
+    """A list that may have one entry per sample or be a structure of batched leaves."""
     return StructureError(
-        f"cannot tell how to read {_quote_path(path)} ({summarize(value)}): it fits as one entry a sample and as a structure "
-        f"of batched leaves.\nWrite the line that is meant:\n"
-        f"  {_in_dims_line(path, 'samples')}   # one entry a sample\n"
-        f"  {_in_dims_line(path, dim)}   # every entry holds the whole batch in dim {dim}"
+        f"cannot determine how to split {_argument(path)} ({summarize(value)}): it may have one entry per sample or "
+        f"be a structure of batched leaves.\nWrite one of:\n"
+        f"  {_in_dims_line(path, 'samples')}   # one entry per sample\n"
+        f"  {_in_dims_line(path, dim)}   # every entry has the batch in dim {dim}"
     )
 
 
 def unexpected_dim_structure(value: Any, path: Path, spec: Any) -> StructureError:
-    """A structure of dims where the argument has none."""
+    """A structured specification for a leaf."""
     return StructureError(
-        f"in_dims has {spec!r} for {_quote_path(path)}, which is a {summarize(value)}.\n"
-        f"Write one dim for it, as in:\n  {_in_dims_line(path, 0)}"
+        f"in_dims has {spec!r} for {_argument(path)}, which is a {summarize(value)}.\n"
+        f"Write one dim:\n  {_in_dims_line(path, 0)}"
     )
 
 
 def unsupported_argument(value: Any, path: Path) -> StructureError:
-    """An argument of a type that cannot be shared out or handed over."""
-    where, name = _quote_path(path), type(value).__name__
+    """An argument of a type that can be neither split nor replicated."""
+    where, name = _argument(path), type(value).__name__
     if isinstance(value, nn.Module):
         return StructureError(
             f"{where} is a module ({name}): a module passed as an argument would stay on one device.\n"
@@ -140,44 +150,46 @@ def unsupported_argument(value: Any, path: Path) -> StructureError:
         )
     if isinstance(value, Iterator):
         return StructureError(
-            f"{where} is an iterator ({name}): it can be read only once, so it cannot be shared out.\n"
-            f"Write list(...) around it."
+            f"{where} is an iterator ({name}), which can be read only once and so cannot be split.\n"
+            f"Pass list(...) instead."
         )
     return StructureError(
-        f"{where} is a {name}, which holds tensors, and instep has not been told how to split it.\n"
-        f"Write, once:\n"
+        f"cannot split {where}: it is a {name}, which contains tensors and is not a registered type.\n"
+        f"Write once:\n"
         f"  instep.register({name}, size=lambda v: ..., split=lambda v, sizes: [...], merge=lambda parts: ...)\n"
-        f"or hand it to every replica with instep.whole(...)."
+        f"or pass it to every replica with instep.whole(...)."
     )
 
 
-def cannot_split(path: Path, value: Any, why: str) -> StructureError:
-    """A value whose own type says that it cannot be measured or split."""
+def cannot_split(path: Path, value: Any, reason: str) -> StructureError:
+    """A value whose type handler cannot split it."""
     return StructureError(
-        f"cannot share out this call: {_quote_path(path)} ({summarize(value)}): {why}.\n"
-        f"If every replica needs all of it:  {_in_dims_line(path, None)}   # or pass instep.whole(...)"
+        f"cannot split {_argument(path)} ({summarize(value)}): {reason}.\n"
+        f"To pass all of it to every replica:  {_in_dims_line(path, None)}   # or pass instep.whole(...)"
     )
 
 
 def shard_count_mismatch(path: Path, given: int, wanted: int) -> StructureError:
-    """A `Shards` whose number of entries does not match the replicas."""
+    """A `Shards` argument with the wrong number of entries."""
     return StructureError(
-        f"{_quote_path(path)} is Shards of {given} entries, but this call uses {wanted} replica(s): "
-        f"give one entry for each replica."
+        f"{_argument(path)} is Shards of {given} entries, but the call uses {wanted} replica(s). "
+        f"Pass one entry per replica."
     )
 
 
 def shard_size_mismatch(path: Path, given: Sequence[Any], other: Path, wanted: Sequence[Any]) -> StructureError:
-    """Two `Shards` of one call that were not split alike."""
+    """Two `Shards` arguments with different sizes."""
     return StructureError(
-        f"{_quote_path(path)} is Shards of {list(given)} samples, but {_quote_path(other)} is Shards of {list(wanted)}: "
-        f"split them alike."
+        f"{_argument(path)} is Shards of {list(given)} samples, but {_argument(other)} is Shards of {list(wanted)} "
+        f"samples. Split both into the same sizes."
     )
 
 
-def inconsistent_reading(path: Path, value: Any, why: str) -> StructureError:
-    """A place that cannot be read as it was read before, in a call that proposes no batch."""
+def inconsistent_reading(path: Path, value: Any, reason: str) -> StructureError:
+    """A list that does not match its first interpretation, in a call without a batch."""
     return StructureError(
-        f"cannot share out this call: {format_path(path)!r} ({summarize(value)}) does not fit: {why}.\n"
-        f"Say how it is meant:  {_in_dims_line(path, 'samples')}   # one entry a sample;  or None to hand it over whole"
+        f"cannot split {_argument(path)} ({summarize(value)}): {reason}.\n"
+        f"Write one of:\n"
+        f"  {_in_dims_line(path, 'samples')}   # one entry per sample\n"
+        f"  {_in_dims_line(path, None)}   # every replica gets all of it"
     )

@@ -25,22 +25,22 @@ T = TypeVar("T")
 
 
 def format_path(path: Path) -> str:
-    """A path as patterns see it: `("batch", "ids", 0)` is `batch.ids.0`; a root without a name is not shown.
+    """Format a path with dots. An unnamed root is omitted.
 
-    >>> show_path(("batch", "ids", 0))
+    >>> format_path(("batch", "ids", 0))
     'batch.ids.0'
     """
     return ".".join([str(key) for key in (path[1:] if path and path[0] == "" else path)])
 
 
 def order_patterns(patterns: Iterable[tuple[Any, T]]) -> dict[str, T]:
-    """Patterns in the order in which they are tried: as written, but `"*"`, which is meant for the rest, last."""
-    found = {str(pattern): meaning for pattern, meaning in patterns}
-    return {**{pattern: found[pattern] for pattern in found if pattern != "*"}, **found}
+    """Return the patterns in matching order: as given, with the catch-all `"*"` last."""
+    by_name = {str(pattern): value for pattern, value in patterns}
+    return {**{pattern: by_name[pattern] for pattern in by_name if pattern != "*"}, **by_name}
 
 
 class Node(NamedTuple):
-    """A container that was opened: its children by key, and the way to close it around others."""
+    """A container flattened one level: keys, children, and a function that rebuilds it from new children."""
 
     keys: Sequence[Any]
     children: Sequence[Any]
@@ -54,12 +54,12 @@ def _flatten_list(value: Any) -> Node:
     if type(value) is list:
         return Node(range(len(value)), value, list)
 
-    def close(children: Sequence[Any]) -> Any:
+    def unflatten(children: Sequence[Any]) -> Any:
         new = copy.copy(value)
         new[:] = children
         return new
 
-    return Node(range(len(value)), list(value), close)
+    return Node(range(len(value)), list(value), unflatten)
 
 
 def _flatten_tuple(value: Any) -> Node:
@@ -73,23 +73,23 @@ def _flatten_tuple(value: Any) -> Node:
     if not attributes:
         return Node(keys, value, make)
 
-    def close(children: Sequence[Any]) -> Any:
+    def unflatten(children: Sequence[Any]) -> Any:
         new = make(children)
         new.__dict__.update(attributes)
         return new
 
-    return Node(keys, value, close)
+    return Node(keys, value, unflatten)
 
 
 def _flatten_structseq(value: Any) -> Node:
-    """What torch returns from `max`, `topk` and others: a tuple whose entries also have names."""
+    """Flatten a struct sequence, such as the result of `torch.max` or `torch.topk`."""
     cls = type(value)
     named = len(cls.__match_args__) == len(value)
     return Node(cls.__match_args__ if named else range(len(value)), tuple(value), cls)
 
 
 def is_sequence(value: Any) -> bool:
-    """Whether a value is a list or tuple without names for its entries: only these can hold one entry a sample."""
+    """Whether a value is a list or tuple without named entries. Only these can have one entry per sample."""
     cls = type(value)
     if cls is list or cls is tuple:
         return True
@@ -107,22 +107,22 @@ def _flatten_dict(value: Any) -> Node:
             keys, tuple(value.values()), lambda children: defaultdict(factory, zip(keys, children, strict=True))
         )
 
-    def close(children: Sequence[Any]) -> Any:
+    def unflatten(children: Sequence[Any]) -> Any:
         new = copy.copy(value)
         for key, child in zip(keys, children, strict=True):
             dict.__setitem__(new, key, child)
-            # A dictionary that also shows its items as attributes (`d.x`) keeps both in agreement.
+            # Some dictionaries expose their items as attributes (`d.x`); update both.
             if isinstance(key, str) and key in getattr(new, "__dict__", ()):
                 new.__dict__[key] = child
         return new
 
-    return Node(keys, tuple([dict.__getitem__(value, key) for key in keys]), close)
+    return Node(keys, tuple([dict.__getitem__(value, key) for key in keys]), unflatten)
 
 
 def _flatten_mapping(value: Any) -> Node:
     keys = tuple(value)
 
-    def close(children: Sequence[Any]) -> Any:
+    def unflatten(children: Sequence[Any]) -> Any:
         items = dict(zip(keys, children, strict=True))
         if isinstance(value, UserDict):
             new = copy.copy(value)
@@ -133,14 +133,14 @@ def _flatten_mapping(value: Any) -> Node:
             for key, child in items.items():
                 new[key] = child
             return new
-        remade: Any = type(value)
-        return remade(items)
+        cls: Any = type(value)
+        return cls(items)
 
-    return Node(keys, tuple(value[key] for key in keys), close)
+    return Node(keys, tuple(value[key] for key in keys), unflatten)
 
 
 def _copy_with_containers(value: Any) -> Any:
-    """A copy whose dictionaries and lists are its own, so that writing items into it leaves the old one alone."""
+    """Copy an object and its list and dict attributes, so that writing items does not change the original."""
     new = copy.copy(value)
     for name, item in vars(new).items():
         if isinstance(item, (dict, list)) and vars(value).get(name) is item:
@@ -149,9 +149,9 @@ def _copy_with_containers(value: Any) -> Any:
 
 
 def _flatten_fields(value: Any, names: Sequence[str]) -> Node:
-    """A dataclass or attrs instance: closed without running `__init__`, so frozen and derived fields are kept.
+    """Flatten a dataclass or attrs instance. It is rebuilt without `__init__`, so frozen and derived fields are kept.
 
-    Attributes beside the fields are children too, lest a tensor among them stay whole; cached properties are made anew.
+    Other attributes are children too, because they may hold tensors. Cached properties are dropped.
     """
     cls = type(value)
     present = [name for name in names if hasattr(value, name)]
@@ -162,7 +162,7 @@ def _flatten_fields(value: Any, names: Sequence[str]) -> Node:
         elif name not in present:
             present.append(name)
 
-    def close(children: Sequence[Any]) -> Any:
+    def unflatten(children: Sequence[Any]) -> Any:
         new = shallow_copy(value)
         for name, child in zip(present, children, strict=True):
             object.__setattr__(new, name, child)
@@ -170,11 +170,11 @@ def _flatten_fields(value: Any, names: Sequence[str]) -> Node:
             del new.__dict__[name]
         return new
 
-    return Node(tuple(present), tuple([getattr(value, name) for name in present]), close)
+    return Node(tuple(present), tuple([getattr(value, name) for name in present]), unflatten)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Everything an object holds, in its dictionary and in its slots, by the name to set it with."""
+    """Attributes of an object from `__dict__` and `__slots__`. Private slot names are mangled."""
     found = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         slots = cls.__dict__.get("__slots__", ())
@@ -188,14 +188,14 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 @cache
 def has_slots(cls: type) -> bool:
-    """Whether objects of a class keep attributes elsewhere than in their dictionary."""
+    """Whether a class or one of its bases defines slots."""
     bases = [base.__dict__.get("__slots__", ()) for base in cls.__mro__]
     names = {name for slots in bases for name in ((slots,) if isinstance(slots, str) else slots)}
     return bool(names - {"__dict__", "__weakref__"})
 
 
 def shallow_copy(value: Any) -> Any:
-    """A new object of the same class with the same attributes, made without calling any of the class's own code."""
+    """Copy an object without calling `__init__`, `__copy__` or `__setattr__` of its class."""
     new = _new_like(value)
     own = getattr(new, "__dict__", None)
     for name, item in attributes_of(value).items():
@@ -207,8 +207,8 @@ def shallow_copy(value: Any) -> Any:
 
 
 def _new_like(value: Any) -> Any:
-    """An object of the same class without attributes; one that is a number or text is the same number or text."""
-    base: Any = next((kind for kind in SCALARS if isinstance(value, kind)), object)
+    """Create an instance of the same class without attributes. Subclasses of scalars keep their value."""
+    base: Any = next((cls for cls in SCALARS if isinstance(value, cls)), object)
     return object.__new__(type(value)) if base is object else base.__new__(type(value), *base.__getnewargs__(value))
 
 
@@ -221,12 +221,12 @@ def _flatten_attrs(value: Any) -> Node:
 
 
 def _flatten_model_output(value: Any) -> Node:
-    """Hugging Face's `ModelOutput`: an ordered dictionary whose items are also fields."""
+    """Flatten a Hugging Face `ModelOutput`, an ordered dictionary whose items are also fields."""
     keys = tuple(value.keys())
     cls = type(value)
     fields = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
 
-    def close(children: Sequence[Any]) -> Any:
+    def unflatten(children: Sequence[Any]) -> Any:
         items = dict(zip(keys, children, strict=True))
         new = cls(**{key: child for key, child in items.items() if key in fields})
         for key, child in items.items():
@@ -234,7 +234,7 @@ def _flatten_model_output(value: Any) -> Node:
                 new[key] = child
         return new
 
-    return Node(keys, tuple(value.values()), close)
+    return Node(keys, tuple(value.values()), unflatten)
 
 
 def _flatten_torch_pytree(value: Any) -> Node:
@@ -268,14 +268,14 @@ def _flatten_fn_for(cls: type) -> FlattenFn | None:
         return _flatten_structseq
     if cls in torch_pytree.SUPPORTED_NODES and cls not in (OrderedDict, defaultdict):
         return _flatten_torch_pytree
-    for parent, opener in (
+    for parent, flatten_fn in (
         (list, _flatten_list),
         (tuple, _flatten_tuple),
         (dict, _flatten_dict),
         (Mapping, _flatten_mapping),
     ):
         if issubclass(cls, parent):
-            return opener
+            return flatten_fn
     if dataclasses.is_dataclass(cls):
         return _flatten_dataclass
     if hasattr(cls, "__attrs_attrs__"):
@@ -284,20 +284,20 @@ def _flatten_fn_for(cls: type) -> FlattenFn | None:
 
 
 def flatten_one_level(value: Any) -> Node | None:
-    """The container opened, or None for a leaf. Types with a `Kind` are leaves."""
+    """Flatten a container one level. Returns None for leaves; types with a `TypeHandler` are leaves."""
     cls = type(value)
     try:
-        opener = _flatten_fns[cls]
+        flatten_fn = _flatten_fns[cls]
     except KeyError:
-        opener = _flatten_fns[cls] = _flatten_fn_for(cls)
-    return None if opener is None else opener(value)
+        flatten_fn = _flatten_fns[cls] = _flatten_fn_for(cls)
+    return None if flatten_fn is None else flatten_fn(value)
 
 
 _BUILTIN_TYPES = frozenset((*SCALARS, Tensor, list, tuple, dict, OrderedDict, defaultdict))
 
 
 def extra_attributes(value: Any) -> dict[str, Any]:
-    """What a list, tuple, dictionary, number or text of a class of its own has beside what it holds."""
+    """Instance attributes of a subclass of list, tuple, dict or a scalar type, without the items of a dict."""
     cls = type(value)
     if cls in _BUILTIN_TYPES:
         return {}
@@ -305,23 +305,23 @@ def extra_attributes(value: Any) -> dict[str, Any]:
         flatten_one_level(value)
         if _flatten_fns[cls] not in (_flatten_list, _flatten_tuple, _flatten_dict):
             return {}
-    shown = value.keys() if isinstance(value, dict) else ()
-    return {name: item for name, item in attributes_of(value).items() if name not in shown}
+    items = value.keys() if isinstance(value, dict) else ()
+    return {name: item for name, item in attributes_of(value).items() if name not in items}
 
 
 def clear_type_cache() -> None:
-    """Look at every class afresh; called when a type is registered."""
+    """Reset the cache of flatten functions. Called when a type is registered."""
     _flatten_fns.clear()
     _flatten_fns.update({list: _flatten_list, tuple: _flatten_tuple, dict: _flatten_dict})
 
 
 def map_tensors(fn: TensorFn, value: Any) -> Any:
-    """A new structure in which each tensor `t` is `fn(t)`, visited in a fixed order; other leaves are kept."""
+    """Apply `fn` to every tensor of a structure, in a fixed order. Other leaves are kept."""
     if isinstance(value, Tensor):
         return fn(value)
-    kind = handler_for_type(type(value))
-    if kind is not None:
-        return kind.map(fn, value)
+    handler = handler_for_type(type(value))
+    if handler is not None:
+        return handler.map(fn, value)
     node = flatten_one_level(value)
     if node is None:
         return value
@@ -329,27 +329,27 @@ def map_tensors(fn: TensorFn, value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor of a structure, in the order of `map_tensors`."""
+    """Iterate over the tensors of a structure in the order of `map_tensors`."""
     if isinstance(value, Tensor):
         return iter((value,))
     found: list[Tensor] = []
 
-    def keep(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 
-    map_tensors(keep, value)
+    map_tensors(record, value)
     return iter(found)
 
 
 def structure_key(value: Any) -> Any:
-    """The types, keys and ranks of a structure, hashable; a list counts by the kinds of its entries."""
+    """A hashable key of types, container keys and tensor ranks. The length of a list is ignored."""
     if isinstance(value, Tensor):
         return (Tensor, value.ndim, value.is_floating_point())
     node = None if handler_for_type(type(value)) is not None else flatten_one_level(value)
     if node is None:
         return type(value)
-    below = [structure_key(child) for child in node.children]
+    child_keys = [structure_key(child) for child in node.children]
     if is_sequence(value):
-        return (type(value), tuple(dict.fromkeys(below)))
-    return (type(value), tuple(map(str, node.keys)), tuple(below))
+        return (type(value), tuple(dict.fromkeys(child_keys)))
+    return (type(value), tuple(map(str, node.keys)), tuple(child_keys))

@@ -1,4 +1,7 @@
-"""Handlers for types that define their own batch size, split and merge, and `instep.register`."""
+"""Handlers for types that define their own batch size, split and merge.
+
+Handlers for optional packages are registered by qualified class name, so that the package is not imported.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,20 @@ TensorFn = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TypeHandler:
-    """How one type is measured (`size`), cut (`split`), joined (`merge`) and rebuilt around other tensors (`map`)."""
+    """Functions that size, split, merge and map values of one type."""
 
     size: Callable[[Any], int | None]
-    """The number of samples, or None for a value that is not a batch at all."""
+    """Returns the number of samples, or None if the value is not batched."""
     split: Callable[[Any, Sequence[int]], Sequence[Any]]
-    """The value cut into consecutive parts of the given sizes; differentiable, sharing memory where it can."""
+    """Splits a value into consecutive parts of the given sizes. Differentiable; returns views where possible."""
     merge: Callable[[Sequence[Any]], Any]
     """The inverse of `split`."""
     map: Callable[[TensorFn, Any], Any]
-    """A new value in which each tensor `t` is `fn(t)`; must visit the tensors in a fixed order."""
+    """Returns a new value with `fn` applied to each tensor, in a fixed order."""
     to_device: Callable[[Any, Any], Any] | None = None
-    """The value on another device, where mapping each tensor would not do."""
+    """Moves a value to a device. Needed only if mapping `tensor.to(device)` is not enough."""
     is_single_sample: bool = False
-    """Whether a value is never more than one sample: a list of them is a list of samples."""
+    """Whether every value of the type is exactly one sample."""
 
 
 _handlers_by_type: dict[type, TypeHandler] = {}
@@ -35,24 +38,24 @@ _handlers_by_predicate: list[tuple[Callable[[type], bool], TypeHandler]] = []
 _handler_cache: dict[type, TypeHandler | None] = {}
 
 
-def add_handler(key: type | str, kind: TypeHandler) -> None:
-    """Teach a type, given as a class or as `"module.QualName"` of a class that may never be imported."""
+def add_handler(key: type | str, handler: TypeHandler) -> None:
+    """Register a handler for a class, given as a type or as `"module.QualName"`."""
     if isinstance(key, str):
-        _handlers_by_name[key] = kind
+        _handlers_by_name[key] = handler
     else:
-        _handlers_by_type[key] = kind
+        _handlers_by_type[key] = handler
     _handler_cache.clear()
 
 
-def add_handler_if(test: Callable[[type], bool], kind: TypeHandler) -> None:
-    """Teach the classes that pass a test, where they have no parent in common; asked after every class and name."""
-    if (test, kind) not in _handlers_by_predicate:
-        _handlers_by_predicate.append((test, kind))
+def add_handler_if(predicate: Callable[[type], bool], handler: TypeHandler) -> None:
+    """Register a handler for classes that satisfy a predicate. Types and names take precedence."""
+    if (predicate, handler) not in _handlers_by_predicate:
+        _handlers_by_predicate.append((predicate, handler))
     _handler_cache.clear()
 
 
 def handler_for_type(cls: type) -> TypeHandler | None:
-    """The kind of a class or of the nearest of its parents that has one."""
+    """The handler of a class or of its nearest base class that has one."""
     try:
         return _handler_cache[cls]
     except KeyError:
@@ -63,6 +66,6 @@ def handler_for_type(cls: type) -> TypeHandler | None:
         if found is not None:
             break
     else:
-        found = next((kind for test, kind in _handlers_by_predicate if test(cls)), None)
+        found = next((handler for predicate, handler in _handlers_by_predicate if predicate(cls)), None)
     _handler_cache[cls] = found
     return found
