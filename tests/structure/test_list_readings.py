@@ -42,7 +42,7 @@ def test_one_sample_is_not_split_however_its_lists_are_read() -> None:
 def test_a_lone_list_that_fits_two_sizes_shows_both_lines() -> None:
     images = [torch.zeros(3, 8, 8) for _ in range(4)]
     message = refusal(images=images)
-    assert "3 and 4 both fit" in message
+    assert "3 and 4 both match" in message
     lines = re.findall(r"in_dims=\{.*?\}", message)
     assert sorted(lines) == ["in_dims={'images': 'samples'}", "in_dims={'images': 0}"]
     assert plan(Planner(2, in_dims={"images": "samples"}), images=images).batch_size == 4

@@ -249,7 +249,7 @@ def test_what_was_done_is_told() -> None:
         for n in SIZES
     ]
     merger.merge(outputs, SIZES)
-    assert {path[0]: what for path, what in merger.seen.items()} == {
+    assert {path[0]: what for path, what in merger.actions.items()} == {
         "loss": "rule mean",
         "top": "rule max",
         "y": "joined along dim 0",
@@ -257,7 +257,7 @@ def test_what_was_done_is_told() -> None:
         "k": "equal on every replica",
     }
     merger.merge([torch.zeros(3), torch.zeros(2)], SIZES)
-    assert list(merger.seen) == [()]
+    assert list(merger.actions) == [()]
 
 
 def test_parts_and_sizes_must_match() -> None:

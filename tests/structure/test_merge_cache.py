@@ -33,14 +33,14 @@ def warm() -> Merger:
 
 def test_the_second_merge_gives_what_the_first_gave() -> None:
     merger = Merger.from_options()
-    first, seen = merger.merge(parts(), SIZES), merger.seen
+    first, seen = merger.merge(parts(), SIZES), merger.actions
     merger.merge([torch.ones(1), torch.ones(2)], (1, 2))
     again = merger.merge(parts(), SIZES)
     assert torch.equal(again["x"], first["x"])
     assert [part.shape for part in again["pair"]] == [(3, 2), (3, 3)]
     assert type(again["pair"]) is tuple
     assert again["names"] == ["a", "a", "a"]
-    assert merger.seen == seen
+    assert merger.actions == seen
 
 
 @pytest.mark.parametrize(

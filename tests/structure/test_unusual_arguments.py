@@ -21,7 +21,7 @@ def test_split_and_scatter_need_somewhere_to_put_the_samples() -> None:
             instep.split(torch.arange(3), parts)
     with pytest.raises(instep.StructureError, match="no devices"):
         instep.scatter(torch.arange(3), [])
-    with pytest.raises(instep.StructureError, match="one entry for each replica"):
+    with pytest.raises(instep.StructureError, match="one entry per replica"):
         instep.Shards([])
 
 
