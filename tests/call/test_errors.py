@@ -77,7 +77,7 @@ BAD_INPUT: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     ),
     "the batch in another dim": (
         (torch.ones(5, 3), torch.ones(2, 5)),
-        ["others.0", "Tensor [2, 5]", "in_dims={'others.0': 1}", "whose size is 5"],
+        ["others.0", "Tensor [2, 5]", "in_dims={'others.0': 1}", "which has size 5"],
     ),
     "a list with two readings": (
         (torch.ones(4, 3), [torch.ones(4, 2) for _ in range(4)]),
