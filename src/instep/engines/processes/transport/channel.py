@@ -25,18 +25,18 @@ RebuildFunction = Callable[[TensorTag, Tensor | None], Tensor]
 
 
 def tag_by_value(tensor: Tensor) -> TensorTag:
-    """A tensor that the other side knows nothing of."""
+    """Tag a tensor whose data is sent."""
     return VALUE, int(tensor.requires_grad)
 
 
 def rebuild_by_value(tag: TensorTag, tensor: Tensor | None) -> Tensor:
-    """A tensor whose numbers were sent."""
+    """Rebuild a tensor whose data was sent."""
     assert tensor is not None
     return tensor.requires_grad_() if tag[1] else tensor
 
 
 def reply_rebuilder(arguments: Sequence[Tensor], counterparts: Sequence[Tensor]) -> RebuildFunction:
-    """The tensors of an answer: arguments and tensors of the module as they are here, the others as they were sent."""
+    """A function that rebuilds the tensors of a reply: arguments and module tensors are the parent's own."""
 
     def rebuild(tag: TensorTag, tensor: Tensor | None) -> Tensor:
         if tag[0] == ARGUMENT:
@@ -49,7 +49,7 @@ def reply_rebuilder(arguments: Sequence[Tensor], counterparts: Sequence[Tensor])
 
 
 class FlatValue(NamedTuple):
-    """A value that speaks of tensors by their places, with the tensors."""
+    """A value that refers to tensors by index, and the tensors."""
 
     value: Any
     tensors: list[Tensor]
@@ -58,13 +58,13 @@ class FlatValue(NamedTuple):
 
 
 class Channel:
-    """One end of a line, with what is known there of classes and functions that have crossed it."""
+    """Sends and decodes Python values over a connection."""
 
     def __init__(self, line: Connection, *, is_parent: bool) -> None:
         self.connection = line
         self.registry = CodeRegistry(is_parent)
         self.cuda_ipc: CudaIpcChannel | None = None
-        """By which tensors of an accelerator cross that both sides work on."""
+        """Sends CUDA tensors through IPC memory when both processes use one device."""
 
     def send(
         self,
@@ -76,9 +76,9 @@ class Channel:
         fds: Sequence[int] = (),
         label: str = "",
     ) -> list[Tensor]:
-        """Send a value; returns its tensors, in the order in which the other side gets them.
+        """Send a value. Returns its tensors in the order in which the receiver gets them.
 
-        Of an `Order` the other side gets the bare fields.
+        A `PositionalMessage` is received as the tuple of its fields.
         """
         is_order = isinstance(value, PositionalMessage)
         if is_order:
@@ -95,7 +95,7 @@ class Channel:
                 self.send_changed_globals(modules_only=True)
             self.connection.send(kind, call_id, pickle.dumps((tags, parcel.body, cargo), 5), sent, fds)
         except BaseException:
-            self.registry.mark_all_unsent()  # nobody has what was packed
+            self.registry.mark_all_unsent()  # the peer did not get what was packed
             raise
         return parcel.tensors
 
@@ -120,7 +120,7 @@ class Channel:
     def _split_for_ipc(
         self, tensors: Sequence[Tensor], tags: Sequence[TensorTag]
     ) -> tuple[list[Tensor], tuple[Any, ...] | None]:
-        """The tensors that a message brings along, and what it says of those that stay on an accelerator."""
+        """Tensors to send with the message, and the description of those written to IPC memory."""
         sent = [tensor.detach() for tensor, tag in zip(tensors, tags, strict=True) if tag[0] == VALUE]
         if self.cuda_ipc is None:
             return sent, None
@@ -128,13 +128,13 @@ class Channel:
         return sent, cargo.to_tuple()
 
     def _join_from_ipc(self, message: Message, cargo: tuple[Any, ...] | None) -> Iterator[Tensor]:
-        """The same on the other side."""
+        """All tensors of a received message, in order."""
         if self.cuda_ipc is None or cargo is None:
             return iter(message.tensors)
         return iter(self.cuda_ipc.read(message.tensors, IpcTransfer.from_tuple(cargo), self.connection.receiver))
 
     def send_flat(self, kind: str, call_id: int, sheet: FlatValue) -> None:
-        """Send a sheet, in a shorter way than other values."""
+        """Send a value whose tensors are already separated; skips pickling where possible."""
         on_host = self.cuda_ipc is None or all(tensor.device.type == "cpu" for tensor in sheet.tensors)
         if on_host and all(map(is_trivial, sheet.untyped)) and all(map(is_plain_tensor, sheet.tensors)):
             self.connection.send(kind, call_id, dump_plain((None, sheet.value)), sheet.tensors)
@@ -142,7 +142,7 @@ class Channel:
             self.send(kind, call_id, (sheet.value, sheet.tensors))
 
     def decode_flat(self, message: Message) -> tuple[Any, Sequence[Tensor]]:
-        """The value of a sheet, and its tensors."""
+        """Decode a message sent by `send_flat`."""
         if self.connection.receiver is not None:
             self.connection.receiver.raise_deferred()
         found = load_plain(message.body)
@@ -152,10 +152,9 @@ class Channel:
         return value, tensors
 
     def decode(self, message: Message, rebuild: RebuildFunction = rebuild_by_value) -> tuple[Any, list[Tensor]]:
-        """The value of a message, and its tensors in the order in which they were sent.
+        """Decode a message: its value, and its tensors in the order in which they were sent.
 
-        What is unpickled here comes from our own worker or from the process that started it, over a line that nobody
-        else can join.
+        Unpickling is safe because only the parent and its worker hold the ends of a connection.
         """
         if self.connection.receiver is not None:
             self.connection.receiver.raise_deferred()

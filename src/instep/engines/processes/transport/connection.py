@@ -59,7 +59,7 @@ _EMPTY = memoryview(bytearray())
 
 
 class Message(NamedTuple):
-    """What came over a line. Tensors are in memory of their own; descriptors belong to whoever received them."""
+    """A received message. Its tensors own their memory; the receiver owns the file descriptors."""
 
     kind: str
     call_id: int
@@ -69,15 +69,15 @@ class Message(NamedTuple):
 
 
 class ConnectionClosed(Exception):
-    """The other side closed the line or died."""
+    """The peer closed the connection or died."""
 
 
 class ProtocolError(Exception):
-    """A frame came that is none of ours."""
+    """A received frame is not a valid message."""
 
 
 class _Header(NamedTuple):
-    """The numbers at the beginning of a frame."""
+    """The header of a frame."""
 
     flags: int
     fds: int
@@ -85,11 +85,11 @@ class _Header(NamedTuple):
     call_id: int
     tensors: int
     metadata: int
-    """Bytes that say what the tensors look like."""
+    """Bytes of tensor metadata."""
     body: int
     payload: int
     ring_bytes: int
-    """Bytes in the ring."""
+    """Bytes in the ring buffer."""
     location: RingLocation
     core: int
 
@@ -111,7 +111,7 @@ class _Header(NamedTuple):
 
 
 class Connection:
-    """One end of the line between the process and one worker. It belongs to the process that made it."""
+    """One end of the connection between the parent and a worker. Only the process that made it may use it."""
 
     def __init__(self, sock: socket.socket, peer_pidfd: int | None = None) -> None:
         """`peer` is a descriptor that becomes readable when the other process has ended (a pidfd).
@@ -137,9 +137,9 @@ class Connection:
         self.affinity: SenderCpuAvoidance | None = None
         """Keeps whoever waits here off the other side's core."""
         self.before_send: Callable[[], object] | None = None
-        """Called before a message is sent, by whoever sends it."""
+        """Called in the sending thread before each message."""
         self.receiver: DeviceReceiver | None = None
-        """Where tensors land that were sent from an accelerator; on the host without one."""
+        """Receives tensors that were sent from an accelerator; without one they arrive on the host."""
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -353,5 +353,5 @@ def _deadline(timeout: float | None) -> float | None:
 
 
 def _remaining_ms(deadline: float | None) -> float | None:
-    """Milliseconds until then, as poll counts."""
+    """Milliseconds until the deadline, for `poll`."""
     return None if deadline is None else max(0.0, (deadline - time.monotonic()) * 1000)

@@ -18,20 +18,20 @@ _thread_state = threading.local()
 
 
 def synchronize_stream(device: torch.device | None) -> None:
-    """Wait until an accelerator has done what this thread has queued there."""
+    """Block until the current stream of a device is idle. Does nothing for the CPU."""
     if device is not None and device.type != "cpu":
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
 class DeviceReceiver:
-    """Where tensors land that were sent from an accelerator."""
+    """Copies received tensors to a device."""
 
     def __init__(self, device: torch.device, users: Any = None) -> None:
         self.device = device
         self._consumer_stream = users
         """The stream that uses what lands here, if it is another than the one that brings it."""
         self.error: Exception | None = None
-        """Why something could not land."""
+        """Out-of-memory error of a copy, raised by `raise_deferred`."""
 
     def copy_to_device(self, sent: Tensor) -> Tensor:
         """A tensor of its own; the copy may still be on its way (see `wait_for`).
@@ -45,21 +45,21 @@ class DeviceReceiver:
             return sent.clone()
 
     def copy_strict(self, sent: Tensor) -> Tensor:
-        """The same, and no memory is an error at once."""
+        """Like `copy_to_device`, but raises at once if the device is out of memory."""
         landed = torch.empty_like(sent, device=self.device).copy_(sent, non_blocking=True)
         if self._consumer_stream is not None:
             landed.record_stream(self._consumer_stream)
         return landed
 
     def raise_deferred(self) -> None:
-        """Raise what went wrong with the last message."""
+        """Raise the error of the last message, if there was one."""
         trouble, self.error = self.error, None
         if trouble is not None:
             raise trouble
 
 
 class CallStreams:
-    """How one call's tensors pass between the caller's accelerator and workers."""
+    """Orders the copies of one call with the caller's stream."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         """To be made in the caller's thread, when what is to be sent has been queued; the first device is its own."""
@@ -80,7 +80,7 @@ class CallStreams:
         return self._caller_stream is not None
 
     def receiver(self) -> DeviceReceiver | None:
-        """Where answers land."""
+        """The receiver for replies."""
         return None if self._caller_stream is None else DeviceReceiver(self.device, self._caller_stream)
 
     @contextmanager

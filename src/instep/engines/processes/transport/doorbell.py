@@ -44,7 +44,7 @@ def ready_list_bytes(cut: list[GradientChunk]) -> int:
 
 
 class Doorbell:
-    """One end of the bell. It owns its descriptor; the board is the end of the memory of the slots."""
+    """One end of the doorbell. It owns its eventfd; the list of ready chunks follows the gradient slots in memory."""
 
     def __init__(self, fd: int, memory: SharedMemory, cut: list[GradientChunk]) -> None:
         self.fd = fd
@@ -64,11 +64,11 @@ class Doorbell:
         os.close(self.fd)
 
     def reset(self) -> None:
-        """A backward begins here; nothing of an earlier one is left."""
+        """Start a backward."""
         self._position = 0
 
     def ring(self, place: int) -> None:
-        """A stretch lies in its slot."""
+        """Signal that a chunk is ready in its slot."""
         self._ready_list[self._position] = place
         self._position += 1
         os.eventfd_write(self.fd, 1)
@@ -85,11 +85,11 @@ class Doorbell:
             self.reset()
 
     def finish(self) -> None:
-        """The answer was heard: it does not ring any longer."""
+        """The reply was received: the worker rings no more."""
         self._unfinished_id = self.backward_id = 0
 
     def poll(self) -> list[GradientChunk]:
-        """The stretches that came to lie in the slots since this was last asked."""
+        """The chunks that became ready since the last call."""
         try:
             count = os.eventfd_read(self.fd)
         except BlockingIOError:
@@ -99,5 +99,5 @@ class Doorbell:
 
 
 def make_doorbell(memory: SharedMemory, cut: list[GradientChunk]) -> Doorbell:
-    """A bell for slots that no other one is for."""
+    """A new doorbell for the gradient slots in `memory`."""
     return Doorbell(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), memory, cut)
