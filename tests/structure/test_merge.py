@@ -242,7 +242,7 @@ def test_rules_for_other_outputs_leave_a_list_a_column() -> None:
 # The merger
 
 
-def test_what_was_done_is_told() -> None:
+def test_the_merger_reports_what_it_did_at_each_path() -> None:
     merger = Merger.from_options({"loss": "mean", "top": max})
     outputs: list[dict[str, Any]] = [
         {"loss": torch.tensor(1.0), "top": 1, "y": torch.zeros(n, 2), "names": ["a"] * n, "k": 3.0 + 0 * n}

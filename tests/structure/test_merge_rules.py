@@ -98,7 +98,7 @@ def test_sum_max_min() -> None:
         assert merged(rule, 1, 5) == number
         assert merged(rule, torch.tensor([1, 2]), torch.tensor([3, 1])).tolist() == wanted
         assert merged(rule, np.array([1, 2]), np.array([3, 1])).tolist() == wanted
-        assert "it needs equal shapes" in refused(rule, torch.zeros(2), torch.zeros(3))
+        assert "the shapes have to be equal" in refused(rule, torch.zeros(2), torch.zeros(3))
         assert "does not apply to str" in refused(rule, "a", "b")
 
 

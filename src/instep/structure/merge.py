@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from instep.errors import InstepError, MergeError
+from instep.structure.host_scalars import HostScalars
 from instep.structure.infer import NUMBER_TYPES, contains_tensors, handler_for, has_batch_size, is_sample_tuple
 from instep.structure.merge_cache import PER_SAMPLE, CachedMerge, CacheMiss, build_cached_merge
 from instep.structure.merge_messages import ambiguous_list, cannot_merge, keys_differ, no_batch_size, unregistered_type
@@ -41,7 +42,6 @@ from instep.structure.shapes import (
     has_batch_dim,
     is_integer,
     layout_of,
-    tensors_equal,
 )
 from instep.structure.spec import AUTO, DimSpec, root_spec, validate_dims
 from instep.structure.split import Parts, concat_sequences, infer_part_sizes, merge_by_handler, undo_plan
@@ -101,7 +101,7 @@ class Merger:
                 pass
         self.actions = {}
         merged = _MergePass(self).merge_node(
-            parts, MergeContext(sizes, tuple(parts), tuple(inputs)), (), self.dim_spec, None
+            parts, MergeContext(sizes, tuple(parts), tuple(inputs), HostScalars(parts)), (), self.dim_spec, None
         )
         if not self.rules and self.dim_spec.is_auto and not self.dim_spec.patterns and len(parts) > 1:
             self._cache_merge(parts, sizes)
@@ -176,29 +176,29 @@ class _MergePass:
         self.is_auto = merger.dim_spec.is_auto and not merger.dim_spec.patterns
 
     def merge_node(
-        self, parts: Sequence[Any], scene: MergeContext, path: Path, spec: DimSpec, inherited: MergeRule | None
+        self, parts: Sequence[Any], context: MergeContext, path: Path, spec: DimSpec, inherited: MergeRule | None
     ) -> Any:
         known = self.batch_dims.get(path)
-        if known is not None and can_cat_plain_tensors(parts, scene.sizes, *known):
+        if known is not None and can_cat_plain_tensors(parts, context.sizes, *known):
             self.actions[path] = _cat_description(known[1])
             return torch.cat(tuple(parts), known[1])
         rule = (find_rule(self.path_rules, path) if self.path_rules else None) or inherited
         if rule is not None and not is_leaf_rule(rule):
-            return self._apply_rule(rule, parts, scene, path, spec)
+            return self._apply_rule(rule, parts, context, path, spec)
         types = set(map(type, parts))
         if type(None) in types:
             present = [index for index, part in enumerate(parts) if part is not None]
             if not present:
                 return None
             check_missing_parts(
-                rule or self.default_rule or not spec.is_auto, self.verdicts.get(path), parts, scene, path
+                rule or self.default_rule or not spec.is_auto, self.verdicts.get(path), parts, context, path
             )
-            parts, scene = [parts[index] for index in present], scene.select(present)
+            parts, context = [parts[index] for index in present], context.select(present)
             types.discard(type(None))
         if rule is not None and not any(flatten_one_level(part) is not None for part in parts):
-            return self._apply_rule(rule, parts, scene, path, spec)
+            return self._apply_rule(rule, parts, context, path, spec)
         if self.default_rule is not None and rule is None and applies_to(self.default_rule, parts):
-            return self._apply_rule(self.default_rule, parts, scene, path, spec)
+            return self._apply_rule(self.default_rule, parts, context, path, spec)
         first = parts[0]
         if len(parts) == 1:
             return first
@@ -206,73 +206,75 @@ class _MergePass:
             self._record(path, "the first replica's (out_dims is None)")
             return first
         if type(first) is not Tensor:
-            check_extra_attributes(parts, scene, path)
+            check_extra_attributes(parts, context, path)
         verdict = self.verdicts.get(path) if rule is None else None
         own = isinstance(first, Tensor) and first is parts[-1]  # the module's, and whole already
-        if verdict is not None and not own and not any(map(handler_for, parts)) and verdict.accepts(parts, scene):
+        if verdict is not None and not own and not any(map(handler_for, parts)) and verdict.accepts(parts, context):
             self._record(path, verdict.description)
-            return verdict.merge(parts, scene, path)
+            return verdict.merge(parts, context, path)
         if first is parts[-1] and all(part is first for part in parts):
             self._record(path, "the same on every replica")
             return first
         if isinstance(first, Tensor) and (len(types) == 1 or all(isinstance(part, Tensor) for part in parts)):
-            return self._merge_tensors(parts, scene, path, spec)
+            return self._merge_tensors(parts, context, path, spec)
         if len(types) > 1 and not all(isinstance(part, NUMBER_TYPES) for part in parts):
             names = [type(part).__name__ for part in parts]
-            raise cannot_merge(path, parts, f"the replicas gave different types, {names}", scene.sizes)
-        return self._merge_by_type(parts, scene, path, spec, rule)
+            raise cannot_merge(path, parts, f"the replicas gave different types, {names}", context.sizes)
+        return self._merge_by_type(parts, context, path, spec, rule)
 
-    def _apply_rule(self, rule: MergeRule, parts: Sequence[Any], scene: MergeContext, path: Path, spec: DimSpec) -> Any:
+    def _apply_rule(
+        self, rule: MergeRule, parts: Sequence[Any], context: MergeContext, path: Path, spec: DimSpec
+    ) -> Any:
         self._record(path, f"rule {rule if isinstance(rule, (str, tuple)) else getattr(rule, '__name__', rule)}")
-        return apply_rule(rule, parts, scene, path, spec.batch_dim)
+        return apply_rule(rule, parts, context, path, spec.batch_dim)
 
     def _merge_by_type(
-        self, parts: Sequence[Any], scene: MergeContext, path: Path, spec: DimSpec, rule: MergeRule | None
+        self, parts: Sequence[Any], context: MergeContext, path: Path, spec: DimSpec, rule: MergeRule | None
     ) -> Any:
         first = parts[0]
         cls = type(first)
         if cls is list or cls is tuple:
-            return self._merge_sequence(parts, scene, path, spec, rule)
+            return self._merge_sequence(parts, context, path, spec, rule)
         if cls is dict and self.is_auto and all(part.keys() == first.keys() for part in parts):
-            return {key: self.merge_node([p[key] for p in parts], scene, (*path, key), spec, rule) for key in first}
+            return {key: self.merge_node([p[key] for p in parts], context, (*path, key), spec, rule) for key in first}
         kind = handler_for_type(cls)
         if kind is not None:
-            return self._merge_custom(parts, scene, path, kind)
+            return self._merge_custom(parts, context, path, kind)
         if isinstance(first, np.ndarray) and first.ndim:
-            return self._merge_arrays(parts, scene, path, spec)
+            return self._merge_arrays(parts, context, path, spec)
         if cls is torch.Size:
-            return self._merge_plain(parts, scene, path)
+            return self._merge_plain(parts, context, path)
         if is_sequence(first):
-            return self._merge_sequence(parts, scene, path, spec, rule)
+            return self._merge_sequence(parts, context, path, spec, rule)
         nodes = [node for node in map(flatten_one_level, parts) if node is not None]
         if not nodes:
-            return self._merge_plain(parts, scene, path)
-        return self._merge_children(nodes, scene, path, spec, rule)
+            return self._merge_plain(parts, context, path)
+        return self._merge_children(nodes, context, path, spec, rule)
 
     def _merge_children(
-        self, nodes: list[Node], scene: MergeContext, path: Path, spec: DimSpec, rule: MergeRule | None
+        self, nodes: list[Node], context: MergeContext, path: Path, spec: DimSpec, rule: MergeRule | None
     ) -> Any:
         keys = tuple(nodes[0].keys)
         columns = [node.children for node in nodes]
         for index, node in enumerate(nodes[1:], start=1):
             if tuple(node.keys) != keys:
                 if set(node.keys) != set(keys):
-                    raise keys_differ(path, keys, index, node.keys, scene.sizes)
+                    raise keys_differ(path, keys, index, node.keys, context.sizes)
                 table = dict(zip(node.keys, node.children, strict=True))
                 columns[index] = [table[key] for key in keys]
         declared = [spec] * len(keys) if self.is_auto else spec.children(keys, path)
         return nodes[0].unflatten(
             [
-                self.merge_node(column, scene, (*path, key), below, rule)
+                self.merge_node(column, context, (*path, key), below, rule)
                 for key, column, below in zip(keys, zip(*columns, strict=True), declared, strict=True)
             ]
         )
 
     def _merge_sequence(
-        self, parts: Sequence[Any], scene: MergeContext, path: Path, spec: DimSpec, rule: MergeRule | None
+        self, parts: Sequence[Any], context: MergeContext, path: Path, spec: DimSpec, rule: MergeRule | None
     ) -> Any:
         """The two readings of a list, as on the way in: one entry a sample, or a structure."""
-        lengths, sizes = [len(part) for part in parts], list(scene.sizes)
+        lengths, sizes = [len(part) for part in parts], list(context.sizes)
         reading = self.list_kinds.get(path)
         column = lengths == sizes and (reading == PER_SAMPLE or all(map(_is_sliceable, parts)))
         inside = len(set(lengths)) == 1
@@ -292,7 +294,7 @@ class _MergePass:
             if lengths != sizes:
                 self.list_kinds[path] = "inside"
             nodes = [node for node in map(flatten_one_level, parts) if node is not None]
-            return self._merge_children(nodes, scene, path, spec, rule)
+            return self._merge_children(nodes, context, path, spec, rule)
         kept = ", read before as one entry a sample" if reading == PER_SAMPLE else ""
         raise cannot_merge(path, parts, f"lists of {lengths} entries{kept}", sizes)
 
@@ -317,32 +319,32 @@ class _MergePass:
             raise ambiguous_list(path, self.merger.dim)
         return False not in found
 
-    def _merge_tensors(self, parts: Sequence[Tensor], scene: MergeContext, path: Path, spec: DimSpec) -> Any:
+    def _merge_tensors(self, parts: Sequence[Tensor], context: MergeContext, path: Path, spec: DimSpec) -> Any:
         kinds = [handler_for(part) for part in parts]
         if any(kinds):
-            return self._merge_custom_tensors(parts, kinds, scene, path)
+            return self._merge_custom_tensors(parts, kinds, context, path)
         shapes = [part.shape for part in parts]
         if not any(shapes):
-            return self._merge_scalars(parts, scene, path)
-        dim = self._find_batch_dim(shapes, scene.sizes, path, spec, parts)
+            return self._merge_scalars(parts, context, path)
+        dim = self._find_batch_dim(shapes, context.sizes, path, spec, parts)
         self._record(path, _cat_description(dim))
         return torch.cat(list(parts), dim)
 
     def _merge_custom_tensors(
-        self, parts: Sequence[Any], kinds: Sequence[TypeHandler | None], scene: MergeContext, path: Path
+        self, parts: Sequence[Any], kinds: Sequence[TypeHandler | None], context: MergeContext, path: Path
     ) -> Any:
         kind = kinds[0]
         if kind is None or any(other is not kind for other in kinds):
             shown = [layout_of(part) for part in parts]
-            raise cannot_merge(path, parts, f"the replicas gave tensors of different layouts, {shown}", scene.sizes)
-        return self._merge_custom(parts, scene, path, kind)
+            raise cannot_merge(path, parts, f"the replicas gave tensors of different layouts, {shown}", context.sizes)
+        return self._merge_custom(parts, context, path, kind)
 
-    def _merge_arrays(self, parts: Sequence[Any], scene: MergeContext, path: Path, spec: DimSpec) -> Any:
+    def _merge_arrays(self, parts: Sequence[Any], context: MergeContext, path: Path, spec: DimSpec) -> Any:
         known, shapes = self.batch_dims.get(path), [part.shape for part in parts]
-        if known is not None and can_cat(shapes, scene.sizes, *known):
+        if known is not None and can_cat(shapes, context.sizes, *known):
             dim = known[1]
         else:
-            dim = self._find_batch_dim(shapes, scene.sizes, path, spec, parts)
+            dim = self._find_batch_dim(shapes, context.sizes, path, spec, parts)
         self._record(path, _cat_description(dim))
         return np.concatenate(parts, dim)
 
@@ -370,47 +372,49 @@ class _MergePass:
             return dim
         raise cannot_merge(path, parts, f"tensors of shapes {shown}", sizes, has_two_batch_dims=len(matches) > 1)
 
-    def _merge_scalars(self, parts: Sequence[Tensor], scene: MergeContext, path: Path) -> Any:
-        if not tensors_equal(parts):
+    def _merge_scalars(self, parts: Sequence[Tensor], context: MergeContext, path: Path) -> Any:
+        if not context.are_equal(parts):
             raise cannot_merge(
-                path, parts, f"a 0-d tensor that differs between replicas ({format_values(parts)})", scene.sizes
+                path, parts, f"a 0-d tensor that differs between replicas ({format_values(parts)})", context.sizes
             )
         if is_integer(parts[0]):
             raise cannot_merge(
-                path, parts, f"a constant or a count, which is equal here ({format_values(parts)})", scene.sizes
+                path, parts, f"a constant or a count, which is equal here ({format_values(parts)})", context.sizes
             )
         self._record(path, "equal on every replica")
         if any(part.requires_grad for part in parts):
-            return mean_of_equal_tensors(parts, scene.sizes)
+            return mean_of_equal_tensors(parts, context)
         return parts[0]
 
-    def _merge_custom(self, parts: Sequence[Any], scene: MergeContext, path: Path, kind: TypeHandler) -> Any:
+    def _merge_custom(self, parts: Sequence[Any], context: MergeContext, path: Path, kind: TypeHandler) -> Any:
         try:
             counts = [kind.size(part) for part in parts]
-            if counts == list(scene.sizes):
+            if counts == list(context.sizes):
                 self._record(path, "joined by its type's rule")
                 return merge_by_handler(kind, parts)
         except InstepError as error:  # it does not know where its value stood
-            raise cannot_merge(path, parts, str(error), scene.sizes) from error
+            raise cannot_merge(path, parts, str(error), context.sizes) from error
         if all(count is None for count in counts):
             raise no_batch_size(path, parts[0])
-        raise cannot_merge(path, parts, f"{type(parts[0]).__name__} of {counts} samples", scene.sizes)
+        raise cannot_merge(path, parts, f"{type(parts[0]).__name__} of {counts} samples", context.sizes)
 
-    def _merge_plain(self, parts: Sequence[Any], scene: MergeContext, path: Path) -> Any:
+    def _merge_plain(self, parts: Sequence[Any], context: MergeContext, path: Path) -> Any:
         first = parts[0]
         if isinstance(first, torch.Size):
             self._record(path, "a shape, number by number")
-            return merge_torch_sizes(self.verdicts, parts, scene, path)
+            return merge_torch_sizes(self.verdicts, parts, context, path)
         if not isinstance(first, (*SCALARS, np.generic, np.ndarray)):
             raise unregistered_type(path, first)
-        if type(first) is int and parts == list(scene.sizes):
+        if type(first) is int and parts == list(context.sizes):
             raise cannot_merge(
-                path, parts, f"a constant or the number of samples ({format_values(parts)})", scene.sizes
+                path, parts, f"a constant or the number of samples ({format_values(parts)})", context.sizes
             )
         if all(equal_values(part, first) for part in parts):
             self._record(path, "equal on every replica")
             return first
-        raise cannot_merge(path, parts, f"a value that differs between replicas ({format_values(parts)})", scene.sizes)
+        raise cannot_merge(
+            path, parts, f"a value that differs between replicas ({format_values(parts)})", context.sizes
+        )
 
     def _record(self, path: Path, what: str) -> None:
         self.actions[path] = what

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from instep.errors import MergeError
+from instep.structure.host_scalars import HostScalars, is_readable
 from instep.structure.infer import NUMBER_TYPES, handler_for
-from instep.structure.shapes import shape_of
+from instep.structure.shapes import shape_of, tensors_equal
 from instep.structure.split_messages import summarize
 from instep.structure.tree import Path, flatten_one_level, format_path, is_sequence
 from instep.structure.weights import Weight
@@ -24,36 +25,69 @@ MergeFunction = Callable[[Sequence[Any], Sequence[int]], Any]
 
 @dataclass(frozen=True)
 class MergeContext:
-    """What a rule may look at besides its own parts: an entry for each replica that has a part."""
+    """What a rule can read besides its own parts. Each tuple has one entry for each replica that has a part."""
 
     sizes: tuple[int, ...]
     outputs: tuple[Any, ...] = ()
     inputs: tuple[Mapping[str, Any], ...] = ()
+    scalars: HostScalars = field(default_factory=HostScalars, compare=False)
+    """Host values of 0-d tensors, read with one transfer."""
+    weights: dict[int, list[Any]] = field(default_factory=dict, compare=False)
+    """Weights that rules have computed, by the identity of the weight."""
 
     def select(self, kept: Sequence[int]) -> MergeContext:
-        """The scene of some of the replicas."""
+        """The context of some of the replicas."""
         inputs = tuple([self.inputs[index] for index in kept]) if self.inputs else ()
         outputs = tuple([self.outputs[index] for index in kept])
-        return MergeContext(tuple([self.sizes[index] for index in kept]), outputs, inputs)
+        return MergeContext(tuple([self.sizes[index] for index in kept]), outputs, inputs, self.scalars)
+
+    def are_equal(self, parts: Sequence[Tensor]) -> bool:
+        """Whether tensors of one shape are bitwise equal, or all NaN."""
+        return self.scalars.are_equal(parts) if _are_scalars(parts) else tensors_equal(parts)
+
+    def is_finite(self, part: Tensor) -> bool:
+        """Whether a tensor has neither NaN nor infinities."""
+        if _are_scalars([part]):
+            return bool(np.isfinite(self.scalars.read([part])[0]))
+        return bool(torch.isfinite(part).all())
+
+    def is_nonzero(self, part: Tensor) -> bool:
+        """Whether any entry is not 0."""
+        return bool(self.scalars.read([part])[0]) if _are_scalars([part]) else bool(part.any())
+
+
+def _are_scalars(parts: Sequence[Tensor]) -> bool:
+    return all(is_readable(part) for part in parts)
 
 
 @dataclass(frozen=True)
 class WeightedBy:
-    """A mean over replicas with weights of its own; made by `weighted_by`."""
+    """A mean over replicas with explicit weights; made by `weighted_by`."""
 
     weight: str | Callable[..., Any]
 
-    def weights(self, scene: MergeContext, where: str) -> list[Any]:
-        if callable(self.weight):
-            if not scene.inputs:
-                raise MergeError(f"{where}: weighted_by(function) needs the arguments of the call, and there are none.")
-            return [_sum_entries(call_with_accepted(self.weight, shard)) for shard in scene.inputs]
-        return [_sum_entries(self._lookup(self.weight, scene, index, where)) for index in range(len(scene.sizes))]
+    def weights(self, context: MergeContext, where: str) -> list[Any]:
+        """The weight of each replica, as a number on the host."""
+        found = context.weights.get(id(self.weight))
+        if found is None:
+            found = [_sum_entries(value) for value in self._values(context, where)]
+            tensors = [value for value in found if isinstance(value, Tensor)]
+            numbers = iter(context.scalars.read(tensors) if tensors else ())
+            found = [next(numbers) if isinstance(value, Tensor) else value for value in found]
+            context.weights[id(self.weight)] = found
+        return found
 
-    def _lookup(self, path: str, scene: MergeContext, index: int, where: str) -> Any:
-        value = get_by_dotted_path(path, scene.outputs[index])
-        if value is None and scene.inputs:
-            value = get_by_dotted_path(path, scene.inputs[index])
+    def _values(self, context: MergeContext, where: str) -> list[Any]:
+        if not callable(self.weight):
+            return [self._lookup(self.weight, context, index, where) for index in range(len(context.sizes))]
+        if not context.inputs:
+            raise MergeError(f"{where}: weighted_by(function) needs the arguments of the call, but there are none.")
+        return [call_with_accepted(self.weight, shard) for shard in context.inputs]
+
+    def _lookup(self, path: str, context: MergeContext, index: int, where: str) -> Any:
+        value = get_by_dotted_path(path, context.outputs[index])
+        if value is None and context.inputs:
+            value = get_by_dotted_path(path, context.inputs[index])
         if value is None:
             raise MergeError(f"{where}: weighted_by({path!r}) names no output and no argument of the call.")
         return value
@@ -72,7 +106,7 @@ MergeRule: TypeAlias = str | tuple[str, Any] | WeightedBy | MergeFunction
 
 
 def call_with_accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a function with those of the arguments that it asks for."""
+    """Call a function with those arguments that its signature accepts."""
     if isinstance(function, Weight):
         return function(**arguments)
     try:
@@ -91,7 +125,7 @@ def _sum_entries(value: Any) -> Any:
 
 
 def get_by_dotted_path(path: str, value: Any) -> Any:
-    """What a dotted path leads to inside a structure; None where it leads nowhere."""
+    """The value at a dotted path inside a structure; None if there is none."""
     for key in path.split("."):
         node = flatten_one_level(value)
         if node is None:
@@ -103,16 +137,16 @@ def get_by_dotted_path(path: str, value: Any) -> Any:
     return value
 
 
-# Rules that speak of leaves: given for a container, they hold for every leaf below it.
+# Rules for leaves. Given for a container, they apply to every leaf below it.
 LEAF_RULES = ("cat", "stack", "mean", "sum", "max", "min", "unique", "pad", "nested")
-# Rules that speak of any value as it stands.
+# Rules for any value, containers included.
 VALUE_RULES = ("list", "first", "drop")
 _PARAMETRIC_RULES = ("cat", "stack", "pad")
 _NUMERIC_RULES = ("mean", "sum", "max", "min")
 
 
 def find_rule(rules: Mapping[str, MergeRule], path: Path) -> MergeRule | None:
-    """The rule of the first pattern that matches a path."""
+    """The rule of the first pattern that matches a path; None if none does."""
     where = format_path(path)
     for pattern, rule in rules.items():
         if fnmatchcase(where, pattern):
@@ -121,7 +155,7 @@ def find_rule(rules: Mapping[str, MergeRule], path: Path) -> MergeRule | None:
 
 
 def check_rule(rule: Any) -> None:
-    """Refuse a rule that does not exist, when it is given rather than when it is needed."""
+    """Raise `MergeError` for a rule that does not exist."""
     if callable(rule) or isinstance(rule, WeightedBy):
         return
     if isinstance(rule, str) and rule in (*LEAF_RULES, *VALUE_RULES):
@@ -140,12 +174,12 @@ def _rule_name(rule: MergeRule) -> Any:
 
 
 def is_leaf_rule(rule: MergeRule) -> bool:
-    """Whether a rule that is given for a container is meant for the leaves below it."""
+    """Whether a rule that is given for a container applies to the leaves below it."""
     return isinstance(rule, WeightedBy) or _rule_name(rule) in LEAF_RULES
 
 
 def applies_to(rule: MergeRule, parts: Sequence[Any]) -> bool:
-    """Whether a rule that is given for every leaf has anything to say about these parts."""
+    """Whether a rule that is given for all outputs (`"*"`) applies to these parts."""
     if rule in ("first", "drop"):
         return True
     if any(flatten_one_level(part) is not None for part in parts):
@@ -158,14 +192,14 @@ def applies_to(rule: MergeRule, parts: Sequence[Any]) -> bool:
     return numbers and (isinstance(rule, WeightedBy) or rule in _NUMERIC_RULES)
 
 
-def apply_rule(rule: MergeRule, parts: Sequence[Any], scene: MergeContext, path: Path, dim: int = 0) -> Any:
-    """The parts merged under a rule; `dim` is where their batch is."""
+def apply_rule(rule: MergeRule, parts: Sequence[Any], context: MergeContext, path: Path, dim: int = 0) -> Any:
+    """Merge parts by a rule; `dim` is their batch dimension."""
     where = repr(format_path(path)) if path else "the output"
     if isinstance(rule, WeightedBy):
-        return _weighted_mean(parts, rule.weights(scene, where), where)
+        return _weighted_mean(parts, rule.weights(context, where), where)
     name, argument = rule if isinstance(rule, tuple) else (rule, None)
     if not isinstance(name, str):
-        return name(list(parts), list(scene.sizes))
+        return name(list(parts), list(context.sizes))
     if name == "first":
         return parts[0]
     if name == "drop":
@@ -173,7 +207,7 @@ def apply_rule(rule: MergeRule, parts: Sequence[Any], scene: MergeContext, path:
     if name == "list":
         return [item for part in parts for item in part] if all(map(is_sequence, parts)) else list(parts)
     if name == "mean":
-        return _weighted_mean(parts, scene.sizes, where)
+        return _weighted_mean(parts, context.sizes, where)
     parts = _promote_numbers(parts)
     if not all(isinstance(part, (Tensor, np.ndarray)) for part in parts):
         return _merge_numbers(name, parts, where)
@@ -186,7 +220,7 @@ def apply_rule(rule: MergeRule, parts: Sequence[Any], scene: MergeContext, path:
 
 
 def _promote_numbers(parts: Sequence[Any]) -> Sequence[Any]:
-    """A number beside tensors as a tensor: `loss = 0.0` on the one replica that had nothing to do."""
+    """Convert numbers to tensors if other parts are tensors: `loss = 0.0` on a replica that had nothing to do."""
     like = next((part for part in parts if isinstance(part, Tensor)), None)
     if like is None or not all(isinstance(part, (*NUMBER_TYPES, Tensor)) for part in parts):
         return parts
@@ -222,7 +256,7 @@ def _reduce_pair(name: str, left: Tensor, right: Tensor) -> Tensor:
 
 def _check_same_shape(parts: Sequence[Any]) -> None:
     if len({tuple(part.shape) for part in parts}) > 1:
-        raise ValueError("it needs equal shapes")
+        raise ValueError("the shapes have to be equal")
 
 
 def _merge_numbers(name: str, parts: Sequence[Any], where: str) -> Any:
@@ -232,7 +266,7 @@ def _merge_numbers(name: str, parts: Sequence[Any], where: str) -> Any:
 
 
 def _pad_and_cat(parts: list[Tensor], value: Any, dim: int) -> Tensor:
-    """Joined along `dim`, with every other dim filled up to the longest."""
+    """Pad every other dimension to the longest, then concatenate along `dim`."""
     longest = [max(sizes) for sizes in zip(*[part.shape for part in parts], strict=True)]
     filled = []
     for part in parts:
@@ -246,7 +280,7 @@ def _pad_and_cat(parts: list[Tensor], value: Any, dim: int) -> Tensor:
 
 
 def _weighted_mean(parts: Sequence[Any], weights: Sequence[Any], where: str) -> Any:
-    """Sum of weight times value over sum of weights; a part of weight 0 does not count, even where it is NaN."""
+    """The weighted mean. Parts of weight 0 are left out, even if they are NaN."""
     parts = _promote_numbers(parts)
     numbers = all(isinstance(part, NUMBER_TYPES) for part in parts)
     dense = all(isinstance(part, Tensor) and not part.is_nested for part in parts)
@@ -257,7 +291,7 @@ def _weighted_mean(parts: Sequence[Any], weights: Sequence[Any], where: str) -> 
             f"{where}: a mean needs equal shapes, the replicas gave {[list(part.shape) for part in parts]}."
         )
     kept = [(part, float(weight)) for part, weight in zip(parts, weights, strict=True) if float(weight) != 0]
-    if not kept:  # nothing anywhere: whatever one device gives for nothing
+    if not kept:  # all weights are 0: return what one device gives for no entries
         return parts[0]
     whole = sum(weight for _, weight in kept)
     merged = kept[0][0] * (kept[0][1] / whole)
@@ -266,10 +300,11 @@ def _weighted_mean(parts: Sequence[Any], weights: Sequence[Any], where: str) -> 
     return merged
 
 
-def mean_of_equal_tensors(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """The mean, weighted by size, of tensors that are equal: their value to the last bit, with the mean's gradient."""
-    first, whole = parts[0], sum(sizes)
-    if not whole or not bool(torch.isfinite(first).all()):
+def mean_of_equal_tensors(parts: Sequence[Tensor], context: MergeContext) -> Tensor:
+    """The mean of equal tensors, weighted by size: bitwise their value, with the gradient of the mean."""
+    first, sizes = parts[0], context.sizes
+    whole = sum(sizes)
+    if not whole or not context.is_finite(first):
         merged: Tensor = _weighted_mean(parts, sizes, "")
         return merged
     total = first

@@ -1,8 +1,10 @@
-"""What the numbers of a trial said about one output, and merging by it.
+"""Placements of outputs, as a trial of the probe found them, and how each merges the replicas' parts.
 
-A verdict speaks of a leaf: the dim of it that follows the batch, or that it is constant, a sum of the parts, or a mean
-of them under some weights. It is used only for parts that look like those it was found for; everything else is left
-to the tables.
+A verdict describes one output leaf: its batch dimension, or that it is constant, a sum of the parts, or a weighted mean
+of them. It applies only to parts of the form it was found for; other parts merge by their shapes.
+
+These classes are not those of `placements`: an input placement is exact and says how to split a value, a verdict is
+evidence (`proven`), needs the rank of the output, and refuses parts that contradict it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from instep.structure.compare import differing_attributes
 from instep.structure.infer import NUMBER_TYPES
 from instep.structure.merge_messages import attributes_differ, cannot_merge
 from instep.structure.merge_rules import MergeContext, MergeRule, WeightedBy, apply_rule, mean_of_equal_tensors
-from instep.structure.shapes import equal_values, format_values, has_batch_dim, tensors_equal
+from instep.structure.shapes import equal_values, format_values, has_batch_dim
 from instep.structure.split import concat_sequences
 from instep.structure.tree import Path
 from instep.structure.weights import CriterionWeight, EntryCount
@@ -28,38 +30,40 @@ from instep.structure.weights import CriterionWeight, EntryCount
 
 @dataclass(frozen=True)
 class OutputShard:
-    """A tensor or array whose batch is in `dim`; a shard of one sample may have lost that dim."""
+    """A tensor or array with the batch in `dim`. A shard of one sample may lack that dimension (`squeeze`)."""
 
     rank: int
     dim: int
     proven: bool = True
-    """Whether numbers showed that samples are independent; shapes alone do not."""
+    """Whether values showed that samples are independent; shapes alone do not."""
 
     @property
     def description(self) -> str:
         sure = "" if self.proven else ", by shapes alone"
         return f"batch in dim {self.dim}{sure}"
 
-    def accepts(self, parts: Sequence[Any], scene: MergeContext) -> bool:
-        """Whether every part has the rank, or lacks one dim because it holds one sample."""
+    def accepts(self, parts: Sequence[Any], context: MergeContext) -> bool:
+        """Whether every part has the rank, or one dimension less and one sample."""
         return all(isinstance(part, Tensor) for part in parts) and all(
             part.ndim == self.rank or (size == 1 and part.ndim == self.rank - 1)
-            for part, size in zip(parts, scene.sizes, strict=True)
+            for part, size in zip(parts, context.sizes, strict=True)
         )
 
-    def merge(self, parts: Sequence[Any], scene: MergeContext, path: Path) -> Any:
+    def merge(self, parts: Sequence[Any], context: MergeContext, path: Path) -> Any:
         whole = [part if part.ndim == self.rank else part.unsqueeze(self.dim) for part in parts]
         shapes = [part.shape for part in whole]
         others = {(*shape[: self.dim], *shape[self.dim + 1 :]) for shape in shapes}
-        if [shape[self.dim] for shape in shapes] != list(scene.sizes) or len(others) > 1:
+        if [shape[self.dim] for shape in shapes] != list(context.sizes) or len(others) > 1:
             shown = [list(part.shape) for part in parts]
-            raise cannot_merge(path, parts, f"tensors of shapes {shown}, with the batch in dim {self.dim}", scene.sizes)
+            raise cannot_merge(
+                path, parts, f"tensors of shapes {shown}, with the batch in dim {self.dim}", context.sizes
+            )
         return torch.cat(whole, self.dim)
 
 
 @dataclass(frozen=True)
 class OutputReplicate:
-    """The same for parts and whole: nothing of the batch is in it, as far as was seen."""
+    """A value that was the same for parts and whole."""
 
     proven: bool = False
 
@@ -68,32 +72,32 @@ class OutputReplicate:
     def accepts(self, *_: Any) -> bool:
         return True
 
-    def merge(self, parts: Sequence[Any], scene: MergeContext, path: Path) -> Any:
+    def merge(self, parts: Sequence[Any], context: MergeContext, path: Path) -> Any:
         first = parts[0]
         if all(part is first for part in parts):
             return first
         if all(isinstance(part, Tensor) for part in parts):
-            same = all(part.shape == first.shape for part in parts) and tensors_equal(parts)
+            same = all(part.shape == first.shape for part in parts) and context.are_equal(parts)
             if same:
                 needs = first.is_floating_point() and any(part.requires_grad for part in parts)
-                return mean_of_equal_tensors(parts, scene.sizes) if needs else first
-            why = f"a tensor that was the same for parts and whole, and now differs ({_format_parts(parts)})"
+                return mean_of_equal_tensors(parts, context) if needs else first
+            why = f"a tensor that was constant in the trial and now differs ({_format_parts(parts)})"
         elif all(equal_values(part, first) for part in parts):
             return first
         else:
-            why = f"a value that was the same for parts and whole, and now differs ({format_values(parts)})"
-        raise cannot_merge(path, parts, why, scene.sizes)
+            why = f"a value that was constant in the trial and now differs ({format_values(parts)})"
+        raise cannot_merge(path, parts, why, context.sizes)
 
 
 @dataclass(frozen=True)
 class Undetermined:
-    """A value whose shape has nothing of the batch in it, and of which the numbers said nothing else.
+    """A value whose shape does not depend on the batch and whose reduction is unknown.
 
-    It may be a constant, a sum or a mean: for zeros these are all the same.
+    It may be a constant, a sum or a mean: for zeros all of these are equal.
     """
 
     all_zero: bool = True
-    """Whether there was nothing but zeros or NaN; else numbers that are too small, or too close together."""
+    """Whether all values were 0 or NaN. Otherwise they were too small, or too close to each other."""
     proven: bool = False
 
     description = "the same shape for any batch"
@@ -101,28 +105,28 @@ class Undetermined:
     def accepts(self, parts: Sequence[Any], _: MergeContext) -> bool:
         return _have_same_shape(parts)
 
-    def merge(self, parts: Sequence[Any], scene: MergeContext, path: Path) -> Any:
+    def merge(self, parts: Sequence[Any], context: MergeContext, path: Path) -> Any:
         first = parts[0]
         if isinstance(first, Tensor):
-            equal = all(isinstance(part, Tensor) for part in parts) and tensors_equal(parts)
+            equal = all(isinstance(part, Tensor) for part in parts) and context.are_equal(parts)
             plain = not (first.is_floating_point() or first.is_complex())
-            if equal and not (plain and bool(first.any())):
-                return mean_of_equal_tensors(parts, scene.sizes) if any(part.requires_grad for part in parts) else first
+            if equal and not (plain and context.is_nonzero(first)):
+                return mean_of_equal_tensors(parts, context) if any(part.requires_grad for part in parts) else first
         elif all(equal_values(part, first) for part in parts) and (isinstance(first, float) or not np.any(first)):
             return first
         if _has_single_nonzero(parts):
-            return apply_rule("sum", parts, scene, path)  # as good as the largest: there is but one
+            return apply_rule("sum", parts, context, path)  # equal to the maximum: only one part is nonzero
         shown = _format_parts(parts) if all(isinstance(part, Tensor) for part in parts) else format_values(parts)
-        why = f"a constant, a sum or a mean, of which the samples that were tried say nothing ({shown})"
-        raise cannot_merge(path, parts, why, scene.sizes)
+        why = f"a constant, a sum or a mean, which the samples tried cannot decide ({shown})"
+        raise cannot_merge(path, parts, why, context.sizes)
 
 
 @dataclass(frozen=True)
 class Partial:
-    """A sum, or a mean under some weights, of what the parts give.
+    """A sum or a weighted mean of the parts.
 
-    Several rules are kept where the numbers fit more than one (a mean over samples and one over valid labels, when
-    every sample has as many): they are used only as long as they say the same.
+    Several rules remain if the values fit more than one, such as a mean over samples and a mean over valid labels when
+    every sample has equally many. They are used only for calls on which they agree.
     """
 
     rules: tuple[MergeRule, ...]
@@ -135,26 +139,26 @@ class Partial:
     def accepts(self, parts: Sequence[Any], _: MergeContext) -> bool:
         return _have_same_shape(parts)
 
-    def merge(self, parts: Sequence[Any], scene: MergeContext, path: Path) -> Any:
-        if len(self.rules) > 1 and not self.rules_agree(scene):
+    def merge(self, parts: Sequence[Any], context: MergeContext, path: Path) -> Any:
+        if len(self.rules) > 1 and not self.rules_agree(context):
             raise cannot_merge(
                 path,
                 parts,
                 f"it can be a {self.description}, which differ for this batch",
-                scene.sizes,
+                context.sizes,
                 suggestions=_count_rule_code(self),
             )
-        return apply_rule(self.rules[0], parts, scene, path)
+        return apply_rule(self.rules[0], parts, context, path)
 
     @property
     def is_mean(self) -> bool:
-        """Whether it is a mean over something, which samples that all weigh alike do not tell."""
+        """Whether it is a mean, plain or weighted."""
         return "sum" not in self.rules
 
     def intersect(self, new: Partial) -> Partial | None:
-        """What is left after another trial: the rules that fit every time; None if nothing does.
+        """The rules that fit both trials; None if there are none.
 
-        What a loss of the module divides by is not among the rules where samples do not tell it from a mean over them.
+        A trial whose samples have equal weights does not list criterion weights, so these also agree with a plain mean.
         """
         common = tuple(rule for rule in self.rules if rule in new.rules)
         if common:
@@ -167,22 +171,22 @@ class Partial:
     def _uses_criterion_weights(self) -> bool:
         return all(isinstance(rule, WeightedBy) and isinstance(rule.weight, CriterionWeight) for rule in self.rules)
 
-    def rules_agree(self, scene: MergeContext) -> bool:
-        """Whether all rules weigh these shards alike."""
+    def rules_agree(self, context: MergeContext) -> bool:
+        """Whether all rules give these shards the same weights."""
         if len(self.rules) < 2:
             return True
-        first, *others = [_normalized_weights(rule, scene) for rule in self.rules]
+        first, *others = [_normalized_weights(rule, context) for rule in self.rules]
         return all(np.allclose(first, other, rtol=1e-9, atol=0) for other in others)
 
 
 @dataclass(frozen=True)
 class OutputPerSample:
-    """Parts that follow one another, however long each is: rows that were selected, boxes that were found."""
+    """Parts that are concatenated whatever their lengths: selected rows, detected boxes."""
 
     dim: int | None
-    """The dim along which tensors are joined; None for lists."""
+    """The dimension of the concatenation; None for lists."""
     proven: bool = True
-    """Whether there were rows of both parts, and not in order by chance."""
+    """Whether both parts had rows, and the rows were not sorted."""
 
     @property
     def description(self) -> str:
@@ -194,16 +198,16 @@ class OutputPerSample:
         dim = self.dim
         return all(isinstance(part, Tensor) and part.ndim > dim for part in parts)
 
-    def merge(self, parts: Sequence[Any], scene: MergeContext, path: Path) -> Any:
+    def merge(self, parts: Sequence[Any], context: MergeContext, path: Path) -> Any:
         if not self.proven and any(part.numel() for part in parts):
-            why = f"rows that were selected, of which the samples that were tried say nothing ({_format_parts(parts)})"
-            raise cannot_merge(path, parts, why, scene.sizes)
-        return concat_sequences(parts) if self.dim is None else apply_rule(("cat", self.dim), parts, scene, path)
+            why = f"rows that were selected, which the samples tried cannot decide ({_format_parts(parts)})"
+            raise cannot_merge(path, parts, why, context.sizes)
+        return concat_sequences(parts) if self.dim is None else apply_rule(("cat", self.dim), parts, context, path)
 
 
 @dataclass(frozen=True)
 class ListKind:
-    """A list with one entry a sample, or one whose entries each have a meaning of their own, whatever its length."""
+    """Whether a list has one entry per sample or is a structure of separate outputs."""
 
     per_sample: bool
     proven: bool = True
@@ -213,10 +217,10 @@ class ListKind:
         return "one entry a sample" if self.per_sample else "a structure"
 
     def accepts(self, *_: Any) -> bool:
-        return False  # a merger that knows the reading of a list needs nothing else
+        return False  # the merger handles lists itself
 
-    def merge(self, parts: Sequence[Any], scene: MergeContext, path: Path) -> Any:
-        raise cannot_merge(path, parts, "a list is merged by its reading", scene.sizes)
+    def merge(self, parts: Sequence[Any], context: MergeContext, path: Path) -> Any:
+        raise cannot_merge(path, parts, "a list has no rule of its own", context.sizes)
 
 
 Verdict: TypeAlias = OutputShard | OutputReplicate | Undetermined | Partial | OutputPerSample | ListKind
@@ -224,17 +228,17 @@ Verdicts: TypeAlias = Mapping[Path, Verdict]
 
 
 def check_missing_parts(
-    told: Any, verdict: Verdict | None, parts: Sequence[Any], scene: MergeContext, path: Path
+    has_rule: Any, verdict: Verdict | None, parts: Sequence[Any], context: MergeContext, path: Path
 ) -> None:
-    """`MergeError` where a replica that has samples gives None for what the whole batch would have their part of.
+    """Raise `MergeError` if a replica with samples returned None for an output that covers all samples.
 
-    Nothing to add to a sum, or no rows that were selected, is no such thing. What the user `told` is not judged, nor
-    are parts that come from no call.
+    None is fine for a sum and for selected rows. Outputs with a rule of the user (`has_rule`) are not checked, nor are
+    parts that do not come from a call.
     """
-    if told or not scene.inputs:
+    if has_rule or not context.inputs:
         return
-    absent = [index for index, part in enumerate(parts) if part is None and scene.sizes[index]]
-    there = [(part, size) for part, size in zip(parts, scene.sizes, strict=True) if part is not None]
+    absent = [index for index, part in enumerate(parts) if part is None and context.sizes[index]]
+    there = [(part, size) for part, size in zip(parts, context.sizes, strict=True) if part is not None]
     rows = isinstance(verdict, OutputShard) or (isinstance(verdict, ListKind) and verdict.per_sample)
     tensors = [part for part, _ in there if isinstance(part, Tensor)]
     if verdict is None and len(tensors) == len(there):
@@ -244,34 +248,34 @@ def check_missing_parts(
         )
     unknown = verdict is None and any(not tensor.ndim for tensor in tensors)
     rule = verdict.rules[0] if isinstance(verdict, Partial) else "mean" if unknown else "sum"
-    counts = rule.weights(scene, "") if isinstance(rule, WeightedBy) else scene.sizes
+    counts = rule.weights(context, "") if isinstance(rule, WeightedBy) else context.sizes
     share = rule != "sum" and any(float(counts[index]) for index in absent)
     if absent and (rows or share):
         what = "one entry a sample" if rows else "a number that may be a mean" if unknown else "a mean"
-        why = f"it is None on replicas {absent} and {what} on the others, which leaves samples out"
-        error = cannot_merge(path, parts, why, scene.sizes)
-        hint = "Where forward asks about its batch, ask about the whole: instep.all_reduce(flag.any(), 'max')."
+        why = f"it is None on replicas {absent} and {what} on the others, so samples would be left out"
+        error = cannot_merge(path, parts, why, context.sizes)
+        hint = "If forward branches on its batch, branch on the whole batch: instep.all_reduce(flag.any(), 'max')."
         raise MergeError(f"{error}\n{hint}")
 
 
-def check_extra_attributes(parts: Sequence[Any], scene: MergeContext, path: Path) -> None:
-    """`MergeError` where lists, numbers and the like have attributes of their own that are not the same on all."""
+def check_extra_attributes(parts: Sequence[Any], context: MergeContext, path: Path) -> None:
+    """Raise `MergeError` if containers or numbers have extra attributes that differ between replicas."""
     names = differing_attributes(parts)
     if names:
-        raise attributes_differ(path, parts, names, scene.sizes)
+        raise attributes_differ(path, parts, names, context.sizes)
 
 
-def merge_torch_sizes(found: Verdicts, parts: Sequence[torch.Size], scene: MergeContext, path: Path) -> torch.Size:
-    """One `torch.Size` from several, number by number, by what a trial said of each."""
+def merge_torch_sizes(found: Verdicts, parts: Sequence[torch.Size], context: MergeContext, path: Path) -> torch.Size:
+    """Merge `torch.Size` values entry by entry, by the verdict of each entry."""
     first = parts[0]
-    told = [found.get((*path, key)) for key in range(len(first))]
-    known = [verdict for verdict in told if isinstance(verdict, (OutputReplicate, Partial))]
+    entries = [found.get((*path, key)) for key in range(len(first))]
+    known = [verdict for verdict in entries if isinstance(verdict, (OutputReplicate, Partial))]
     if known and len(known) == len(first) and all(len(part) == len(first) for part in parts):
         columns = enumerate(zip(known, zip(*parts, strict=True), strict=True))
-        return torch.Size([verdict.merge(column, scene, (*path, key)) for key, (verdict, column) in columns])
-    if any(set(part) & set(scene.sizes) for part in parts) or any(part != first for part in parts):
+        return torch.Size([verdict.merge(column, context, (*path, key)) for key, (verdict, column) in columns])
+    if any(set(part) & set(context.sizes) for part in parts) or any(part != first for part in parts):
         why = f"shapes, which differ or hold the size of a shard ({format_values(parts)})"
-        raise cannot_merge(path, parts, why, scene.sizes)
+        raise cannot_merge(path, parts, why, context.sizes)
     return first
 
 
@@ -281,7 +285,7 @@ def _have_same_shape(parts: Sequence[Any]) -> bool:
 
 
 def _has_single_nonzero(parts: Sequence[Any]) -> bool:
-    """Whether integers are 0 but for one of the parts, everywhere."""
+    """Whether at most one part is nonzero at every position; False for other dtypes than integers."""
     counts = [torch.as_tensor(part) for part in parts]
     if any(count.is_floating_point() or count.is_complex() or count.dtype is torch.bool for count in counts):
         return False
@@ -294,9 +298,9 @@ def _describe_rule(rule: MergeRule) -> str:
     return {"mean": "mean weighted by samples", "sum": "sum of the parts"}.get(str(rule), str(rule))
 
 
-def _normalized_weights(rule: MergeRule, scene: MergeContext) -> list[float]:
-    """Each part's weight in the whole, under a rule that is a mean."""
-    weights = [float(w) for w in (rule.weights(scene, "") if isinstance(rule, WeightedBy) else scene.sizes)]
+def _normalized_weights(rule: MergeRule, context: MergeContext) -> list[float]:
+    """The weight of each part under a mean rule, as fractions of 1."""
+    weights = [float(w) for w in (rule.weights(context, "") if isinstance(rule, WeightedBy) else context.sizes)]
     whole = sum(weights) or 1.0
     return [weight / whole for weight in weights]
 
