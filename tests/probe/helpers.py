@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 def probe_of(model: instep.DataParallel, method: str = "forward") -> Probe:
-    probe = model._method(method).probe
+    probe = model._instep_runner.binding(method).probe
     assert probe is not None
     return probe
 

@@ -116,9 +116,9 @@ def test_full_labels_say_nothing_and_ragged_ones_are_asked_again(made: Any, engi
     full = torch.randint(0, WORDS, (7, 9))
     assert_step(model, net, plain, ids=full, labels=full)
     ids, labels = ragged(7, -100)
-    trials = model._method("forward").probe.last_record.trials.count
+    trials = model._instep_runner.binding("forward").probe.last_record.trials.count
     assert_step(model, net, plain, ids=ids, labels=labels)
-    assert model._method("forward").probe.last_record.trials.count == trials + 1
+    assert model._instep_runner.binding("forward").probe.last_record.trials.count == trials + 1
     labels[5, 1] = 0  # a label of class 0 is one that counts
     ids[5, 1] = 0
     assert_step(model, net, plain, ids=ids, labels=labels)

@@ -68,7 +68,7 @@ def test_nobody_notices_a_trial() -> None:
     net = Restless()
     model = instep.DataParallel(net, ["cpu"] * 2, engine="serial")
     x, extra = torch.randn(6, 3), {"seen": [], "x": torch.ones(6, 2)}
-    known = model._method("forward")
+    known = model._instep_runner.binding("forward")
     assert known.probe is not None
     values = (x, extra)
     plan = known.planner.plan(("x", "extra"), values)
