@@ -65,7 +65,8 @@ def depends_on_other_samples(path: Path, why: str, sizes: Sequence[int]) -> Merg
     """An output whose entries look at other samples than their own."""
     a, b = sizes
     return MergeError(
-        f"cannot merge {_output_name(path)}: {why}. It was tried on {a} and {b} samples apart and on the {a + b} together.\n"
+        f"cannot merge {_output_name(path)}: {why}. It was tried on {a} and {b} samples apart and "
+        f"on the {a + b} together.\n"
         f"Samples meet somewhere in forward. Write one of:\n"
         f"  z = instep.all_gather(z)   # inside forward, before samples meet: every replica sees the whole batch\n"
         f"  compute it outside forward, on the merged outputs\n"
@@ -89,7 +90,8 @@ def conflicting_trials(path: Path, before: str, now: str) -> MergeError:
     """An output that some samples show to be one thing, and others another."""
     return MergeError(
         f"cannot merge {_output_name(path)}: some samples of the batch show a {before}, others a {now}.\n"
-        f"Write what it means:  {_rule_line(path, 'instep.weighted_by(...)')}  for a mean over something else than samples, "
+        f"Write what it means:  {_rule_line(path, 'instep.weighted_by(...)')}  for a mean over "
+        "something else than samples, "
         f"or a function (parts, sizes) -> value."
     )
 
@@ -110,7 +112,8 @@ def keys_differ(path: Path, keys: Sequence[Any], index: int, other: Sequence[Any
 def ambiguous_list(path: Path, dim: int) -> MergeError:
     """A list that fits both as samples and as a structure of batched leaves."""
     return MergeError(
-        f"cannot tell how to read {_output_name(path)}: each replica gave a list as long as its shard, whose entries hold as "
+        f"cannot tell how to read {_output_name(path)}: each replica gave a list as long as its "
+        "shard, whose entries hold as "
         f"many samples as the shard too.\nWrite the line that is meant:\n"
         f"  {_rule_line(path, repr('list'))}   # one entry a sample\n"
         f"  {_rule_line((*path, '*'), repr('cat'))}   # a structure of batched tensors, in dim {dim}"
@@ -140,7 +143,8 @@ def no_batch_size(path: Path, value: Any) -> MergeError:
     """A value of a type that holds samples, which holds none in particular: a TensorDict of losses."""
     name = type(value).__name__
     return MergeError(
-        f"cannot merge {_output_name(path)}: a {name} that does not say how many samples it holds (no batch size), so that "
+        f"cannot merge {_output_name(path)}: a {name} that does not say how many samples it holds "
+        "(no batch size), so that "
         f"its entries are not merged one by one.\n"
         f"Return a dictionary ({name}.to_dict() makes one), or write what it means:\n"
         f"  {_rule_line(path, '...')}  with 'list', 'first', 'drop' or a function (parts, sizes) -> value."
