@@ -22,7 +22,7 @@ from instep.engines.processes.serialization.reducers import cell_contents, has_s
 ABSENT, _UNSENT = object(), object()
 _MAX_PARTS = 2000
 _MAX_CHECKSUM_BYTES = 2**20
-"""Bytes of a tensor whose values are looked at."""
+"""Larger tensors are compared by version only."""
 _COMPARED_BY_IDENTITY = (
     *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device),
     logging.Logger,  # one of its name in every process, which notes for itself what it has been asked
@@ -34,29 +34,29 @@ _MUTABLE_TYPES = (dict, list, set, np.ndarray, Tensor)
 
 
 class ValueSnapshot(NamedTuple):
-    """A value as it was when it was sent; it is kept, so that no other object can take its place in memory."""
+    """A value and its fingerprint when it was sent. Holding the value keeps its id from being reused."""
 
     value: Any
     fingerprint: Any
 
     def matches(self, value: Any) -> bool:
-        """Whether a value is what was sent."""
+        """Whether a value equals the snapshot."""
         if value is self.value:
             return self.fingerprint is None or fingerprint_of(value) == self.fingerprint
         return type(value) is type(self.value) and is_plain(value) and bool(value == self.value)
 
 
 def take_snapshot(value: Any) -> ValueSnapshot:
-    """A value as it is now."""
+    """Snapshot a value."""
     return ValueSnapshot(value, fingerprint_of(value))
 
 
 def fingerprint_of(value: Any) -> Any:
-    """Something that compares equal as long as a value has not changed in place; None where it cannot change.
+    """A fingerprint that changes when a value changes in place; None for immutable values.
 
-    Containers and objects are looked into up to a number of parts, tensors by their version and, up to a size, by a
-    checksum as arrays are: writes through `.data`, and those of fused optimizers, move no version. Beyond that number,
-    a value counts as changed only when its name is bound to another.
+    Containers and objects are traversed up to `_MAX_PARTS` parts. Small tensors and arrays are compared by checksum,
+    because writes through ``.data`` and by fused optimizers do not change the version counter. For larger values
+    only assignment to the name is noticed.
     """
     if is_plain(value) or isinstance(value, _COMPARED_BY_IDENTITY) or value is ABSENT:
         return None
@@ -68,7 +68,7 @@ def fingerprint_of(value: Any) -> Any:
 
 
 class _TooLarge(Exception):
-    """There is too much to look at."""
+    """A value has too many parts."""
 
 
 def _fingerprint(value: Any, left: list[int], inside: dict[int, Any]) -> Any:
@@ -115,7 +115,7 @@ def _array_checksum(array: Any) -> int:
 
 
 class ChangeTracker:
-    """What the other side was told of some names of one dictionary."""
+    """The values of some names of one mapping as the peer has them."""
 
     def __init__(self, names: Mapping[str, Any], sent: dict[str, ValueSnapshot], include_new: bool) -> None:
         self._mapping = names
@@ -125,26 +125,26 @@ class ChangeTracker:
         self._fast_check: tuple[tuple[str, ...], tuple[Any, ...], tuple[ValueSnapshot, ...]] | None = None
 
     def mark_sent(self, news: dict[str, ValueSnapshot]) -> None:
-        """The other side has been sent these."""
+        """Record values as sent."""
         self._sent.update(news)
         self._size = len(self._mapping)
         self._fast_check = None
 
     def mark_all_unsent(self) -> None:
-        """The other side may have none of it."""
+        """Record all values as not sent."""
         self.mark_sent({name: ValueSnapshot(_UNSENT, None) for name in self._sent})
 
     def is_current(self, name: str) -> bool:
-        """Whether the other side has the present value of a name."""
+        """Whether the peer has the current value of a name."""
         before = self._sent.get(name)
         return before is not None and before.matches(self._mapping.get(name, ABSENT))
 
     def names(self) -> list[str]:
-        """The names that it was told of."""
+        """The tracked names."""
         return list(self._sent)
 
     def changed(self) -> dict[str, Any]:
-        """The names whose values are no longer what the other side was told, with the value now."""
+        """Names whose values the peer does not have, with the current values."""
         if self._is_unchanged():
             return {}
         present = {name: self._mapping.get(name, ABSENT) for name in self._sent}
@@ -155,7 +155,7 @@ class ChangeTracker:
         return news
 
     def _is_unchanged(self) -> bool:
-        """A quick look: whether the very same objects are there, and those that can change in place have not."""
+        """Fast check: the same objects, and the mutable ones have the same fingerprints."""
         if self._fast_check is None:
             values = tuple(before.value for before in self._sent.values())
             self._fast_check = (
@@ -172,7 +172,7 @@ class ChangeTracker:
 
 
 class Namespaces:
-    """The dictionaries of globals on one side of a line, by number: our own (of one sign) and the other side's."""
+    """Global namespaces by id: those of this process, and copies of the peer's. The sign of an id tells them apart."""
 
     def __init__(self, sign: int) -> None:
         self._sign = sign
@@ -180,12 +180,12 @@ class Namespaces:
         self._namespaces: dict[int, dict[str, Any]] = {}
         self._modules: dict[int, types.ModuleType] = {}
         self._received: dict[int, ChangeTracker] = {}
-        """Of the other side's dictionaries, what it sent."""
+        """Values received for the peer's namespaces."""
         self._trackers: dict[int, ChangeTracker] = {}
-        """Of our own dictionaries, what the other side was told of each name that its functions read."""
+        """Values sent of this process's namespaces."""
 
     def id_of(self, space: dict[str, Any]) -> int:
-        """The number of a dictionary, a new one for one that was never met."""
+        """The id of a namespace; a new one if it has none."""
         number = self._ids.get(id(space))
         if number is None:
             number = self._sign * (len(self._namespaces) + 1)
@@ -193,7 +193,7 @@ class Namespaces:
         return number
 
     def is_local(self, number: int) -> bool:
-        """Whether a dictionary belongs to this side, whose values are then the truth."""
+        """Whether a namespace belongs to this process."""
         return number * self._sign > 0
 
     def module_attributes(self, number: int) -> dict[str, Any]:
@@ -202,12 +202,12 @@ class Namespaces:
         return {name: space[name] for name in _MODULE_ATTRIBUTES if name in space}
 
     def is_current(self, number: int, name: str) -> bool:
-        """Whether the other side has the present value of a name."""
+        """Whether the peer has the current value of a name."""
         watch = self._trackers.get(number)
         return watch is not None and watch.is_current(name)
 
     def mark_sent(self, news: dict[tuple[int, str], ValueSnapshot]) -> None:
-        """The other side has been sent these."""
+        """Record values as sent."""
         for (number, name), value in news.items():
             watch = self._trackers.get(number)
             if watch is None:
@@ -215,16 +215,16 @@ class Namespaces:
             watch.mark_sent({name: value})
 
     def changed(self) -> list[tuple[int, str, Any]]:
-        """The names whose values are no longer what the other side was told, with the value now."""
+        """Names whose values the peer does not have, with the current values."""
         return [(number, *news) for number, watch in self._trackers.items() for news in watch.changed().items()]
 
     def mark_all_unsent(self) -> None:
-        """The other side may have none of it."""
+        """Record all values as not sent."""
         for watch in self._trackers.values():
             watch.mark_all_unsent()
 
     def receive(self, number: int, news: dict[str, Any]) -> None:
-        """Take over values of names from the other side."""
+        """Assign received values."""
         space = self._namespaces[number]
         for name, value in news.items():
             if value is ABSENT:
@@ -233,7 +233,7 @@ class Namespaces:
                 space[name] = value
 
     def watch_received(self, number: int, names: Iterable[str]) -> None:
-        """From now on see whether functions here write to names that were received."""
+        """Track writes of functions in this process to received names."""
         space = self._namespaces[number]
         if not self.is_local(number):
             watch = self._received.get(number)
@@ -247,7 +247,7 @@ class Namespaces:
             yield from ((name, self._namespaces[number].get(name)) for name in watch.names())
 
     def modified(self) -> list[str]:
-        """The names whose values here are no longer what the other side sent."""
+        """Received names that were written in this process."""
         return [name for watch in self._received.values() for name in watch.changed()]
 
     def get_or_create(self, number: int, about: dict[str, Any]) -> dict[str, Any]:
@@ -286,7 +286,7 @@ _SEPARATOR = ":"
 
 
 class ClosureVariables(Mapping[str, Any]):
-    """The variables that the methods of a class read from the function around it."""
+    """Closure variables of a class's methods, by method and variable name."""
 
     def __init__(self, cls: type) -> None:
         self.cells: dict[str, types.CellType] = {}
@@ -340,7 +340,7 @@ def cell_matches(cell: types.CellType, before: ValueSnapshot) -> bool:
 
 
 class ClassTracker:
-    """What the other side was told of the attributes of our classes that crossed by value."""
+    """Attributes of classes sent by value, as the peer has them."""
 
     def __init__(self) -> None:
         self._trackers: dict[int, tuple[type, ChangeTracker, ChangeTracker]] = {}
