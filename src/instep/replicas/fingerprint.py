@@ -19,20 +19,20 @@ _BASE_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
 
 
 class ConfigFingerprint:
-    """Numbers the kinds that one source module has been of."""
+    """Assigns an id to each configuration that the source module has had."""
 
     def __init__(self) -> None:
         self.current = 0
-        """The kind it is of."""
+        """The id of the current configuration."""
         self._ids: dict[Any, tuple[int, list[Any]]] = {}
-        """By what tells kinds apart: the number, and objects told by their address, which is then not used again."""
+        """Configuration to its id and the objects compared by identity, kept alive so that ids stay unique."""
         self._serials: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._count = itertools.count()
         self._state_attributes: set[tuple[int, str]] = set()
         self._edit_count = 0
 
     def update(self, modules: Iterable[nn.Module], edited: bool = False) -> None:
-        """Something has changed on the source, perhaps inside an object that it holds: see which kind it is of now."""
+        """Recompute `current` after a change. `edited` marks a change inside an object that the source holds."""
         self._edit_count += edited
         key, held = self._key(modules)
         if key not in self._ids and len(self._ids) >= _MAX_FINGERPRINTS:
@@ -46,7 +46,7 @@ class ConfigFingerprint:
         return (self._edit_count, *[self._describe(module, held) for module in modules]), held
 
     def exclude_state(self, attributes: Iterable[tuple[nn.Module, str]], modules: Iterable[nn.Module]) -> None:
-        """Attributes that are set by `forward`, and so no settings of the module's: without them it is the same."""
+        """Exclude attributes that `forward` sets: they are state, not configuration."""
         new = {(self._serial(module), name) for module, name in attributes} - self._state_attributes
         if new:
             self._state_attributes |= new

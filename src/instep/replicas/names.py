@@ -18,7 +18,7 @@ _OVERWRITTEN = (
 
 
 class TensorOwner(NamedTuple):
-    """The module that holds a tensor, the name it has there, and its dotted name from the root."""
+    """The module that holds a tensor, the attribute name, and the dotted name from the root."""
 
     module: nn.Module | None
     name: str
@@ -29,7 +29,7 @@ _NO_OWNER = TensorOwner(None, "", "a tensor that no module holds by name")
 
 
 def module_names(source: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
-    """The dotted name of each module; its class for one that is not registered."""
+    """The dotted name of each module; the class name if it is not registered."""
     known = {id(module): name for name, module in source.named_modules()}
     return [known.get(id(module), type(module).__name__) for module in modules]
 
@@ -44,7 +44,7 @@ class TensorOwners:
         self._is_current = False
 
     def invalidate(self) -> None:
-        """Tensors may have come and gone since."""
+        """Search again for tensors that are not where they were found before."""
         self._is_current = False
 
     def find(self, tensor: Tensor) -> TensorOwner:
@@ -69,14 +69,14 @@ def _tensor_dicts(module: nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def _still_holds(owner: TensorOwner, tensor: Tensor) -> bool:
-    """Whether a tensor still is where it was, and not another one whose id was its own."""
+    """Whether the owner still holds this tensor. The id may belong to a new tensor by now."""
     return owner.module is not None and any(table.get(owner.name) is tensor for table in _tensor_dicts(owner.module))
 
 
 def parameter_write_error(
     source: nn.Module, written: Sequence[Tensor], overwritten: Sequence[Tensor] = ()
 ) -> StateError:
-    """Trainable tensors that `forward` wrote to; those that are `overwritten` hold now what it wrote."""
+    """The error for trainable tensors that `forward` wrote to. `overwritten` ones now hold the new values."""
     owners = TensorOwners(source)
     names = [repr(owners.find(tensor).path) for tensor in {id(tensor): tensor for tensor in overwritten}.values()]
     path = owners.find((overwritten or written)[0]).path

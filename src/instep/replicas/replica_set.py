@@ -152,8 +152,8 @@ class ReplicaSet:
         for container in changed:
             if id(container) in self._private_containers:
                 raise StateError(
-                    f"forward changes {str(self.shared_containers.paths[id(container)])!r}, which every replica would do once "
-                    f"more, and of which no copy can be made for each.\nChange it outside forward."
+                    f"forward changes {str(self.shared_containers.paths[id(container)])!r}, which every replica would "
+                    f"do once more, and of which no copy can be made for each.\nChange it outside forward."
                 )
             self._private_containers[id(container)] = container
         self.discard()

@@ -21,7 +21,7 @@ KNOWN_LIBRARIES = frozenset(
 
 
 def user_defined(hooks: Iterable[Any]) -> Iterator[Any]:
-    """Those hooks that no library put there."""
+    """The hooks that are not defined by a known library."""
     return (hook for hook in hooks if _defining_package(hook) not in KNOWN_LIBRARIES)
 
 
@@ -33,7 +33,7 @@ def unwrap_hook(hook: Any) -> Any:
 
 
 def _defining_package(hook: Any) -> str:
-    """The package that a hook's function, or the class of a hook that is an object, is defined in."""
+    """The top-level package that defines the hook's function, or the class of a callable object."""
     function = unwrap_hook(hook)
     where = getattr(function, "__module__", None) if hasattr(function, "__code__") else type(function).__module__
     return (where or "").partition(".")[0]
@@ -48,7 +48,7 @@ _HOOK_TABLES = {
 
 
 class UserHook(NamedTuple):
-    """A user's hook: what kind it is, what it is called, and the module it is on."""
+    """Description of a hook that the user registered, for messages."""
 
     kind: str
     name: str
@@ -56,16 +56,16 @@ class UserHook(NamedTuple):
 
 
 class UserHooks:
-    """Whether a module has hooks of the user's; looked for again only when a hook or a module may have come."""
+    """Finds hooks that the user registered. Searches again only after a hook was registered or the modules changed."""
 
     def __init__(self, source: nn.Module) -> None:
         self._source = source
         self._no_hooks_at: tuple[int, int] | None = None
         self._library_only: set[tuple[Any, int]] = set()
-        """By the manner of a call: how many hooks came to be where none of them was the user's."""
+        """Call mode and number of registered tensor hooks for which all hooks were defined by libraries."""
 
     def find(self, modules: Sequence[nn.Module] | None, made: int) -> UserHook | None:
-        """The first hook there is on `modules`, or on those that are registered; `made` changes when these do."""
+        """The first user hook on `modules`, by default the registered ones. `made` is the generation of `modules`."""
         for kind, hooks in global_hooks():
             for hook in user_defined(hooks):
                 return UserHook(f"global {kind}", hook_name(hook), "every module")
@@ -81,10 +81,10 @@ class UserHooks:
         return UserHook(kind, hook_name(hook), f"module {name!r}" if name else "the wrapped module")
 
     def remove_tensor_hooks(self, numbers: range, manner: Any) -> UserHook | None:
-        """The first of the hooks with these numbers that is the user's, on a tensor; all that are, are taken off again.
+        """Remove user hooks that `forward` registered on tensors, and return the first one.
 
-        `manner` is what calls have in common that make the same hooks. A hook that `forward` puts on one of its tensors
-        hangs on the graph, where only Python's collector finds it.
+        `numbers` are the handle ids of the hooks, `manner` is the call mode. Only the garbage collector can find hooks
+        on tensors inside a graph.
         """
         if (manner, len(numbers)) in self._library_only:
             return None
@@ -107,6 +107,6 @@ def _hooks_on_modules(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module,
 
 
 def hook_name(hook: Any) -> str:
-    """What a hook is called, for messages."""
+    """The qualified name of a hook, for messages."""
     function = unwrap_hook(hook)
     return getattr(function, "__qualname__", None) or type(function).__name__

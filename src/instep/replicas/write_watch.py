@@ -20,7 +20,7 @@ get_version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class MemoryLayout:
-    """How some tensors lay in memory when this was made, and whether they took a gradient."""
+    """The addresses, shapes, strides and `requires_grad` flags of tensors at construction."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = list(tensors)
@@ -34,14 +34,14 @@ class MemoryLayout:
         return [*map(_get_requires_grad, self._tensors), *map(_shape, self._dense), *map(_stride, self._dense)]
 
     def is_unchanged(self) -> bool:
-        """Whether every tensor still has the same memory, read the same way."""
+        """Whether every tensor still has the same address and metadata."""
         if list(map(_data_ptr, self._dense)) != self._pointers:
             return False
         return (not self._has_non_dense and self._same_metadata()) or self._read_metadata() == self._metadata
 
 
 TensorPair = tuple[Tensor, Tensor]
-"""A trainable tensor of the source, and what a replica holds in its place."""
+"""A trainable tensor of the source, and its counterpart on a replica."""
 
 
 class WriteDetector:
@@ -64,7 +64,7 @@ class WriteDetector:
         self._before = [*map(get_version, self._counted), *self._pointers]
 
     def written(self) -> list[TensorPair]:
-        """What was written in place or given other memory; where replicas share memory, as one of them holds it."""
+        """Pairs that were written in place or got new memory. Replicas that share memory are listed once."""
         now = [*map(get_version, self._counted), *map(_data_ptr, self._leaves)]
         if now == self._before:
             return []
@@ -72,12 +72,12 @@ class WriteDetector:
 
 
 def _counter_id(source: Tensor, held: Tensor) -> int:
-    """A name for the version counter of what a replica holds."""
+    """Identifies the version counter of a replica's tensor."""
     return id(source) if held.data_ptr() == source.data_ptr() else id(held)
 
 
 def may_overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors may have memory in common."""
+    """Whether the memory of two tensors may overlap."""
     (start, stop), (first, last) = _byte_range(one), _byte_range(other)
     return max(start, first) < min(stop, last)
 
@@ -91,7 +91,7 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def memory_key(value: Any) -> Any:
-    """What is equal for tensors that are the same memory, read the same way; None for one that stays by itself."""
+    """A key that is equal for views of the same memory with the same metadata; None if a tensor must stay separate."""
     if type(value) is not Tensor or value.requires_grad or not is_dense(value) or not value.numel():
         return None
     read_as = value.shape, value.stride(), value.dtype, value.device, value.is_conj(), value.is_neg()
