@@ -60,7 +60,8 @@ $(BIN)/python:
 # torch first and alone: whatever else is installed then finds the pinned one in place and brings no other.
 $(RUNTIME): $(DECLARED) | $(BIN)/python
 	@echo "setting up $(VENV), once"
-	@$(if $(TORCH),sed '/^torch==/d' constraints.txt > $(CONSTRAINTS) && echo 'torch==$(TORCH)' >> $(CONSTRAINTS))
+	@# tensordict pins the torch it was built for: another torch takes the newest tensordict that supports it.
+	@$(if $(TORCH),sed -E '/^(torch|tensordict)==/d' constraints.txt > $(CONSTRAINTS) && echo 'torch==$(TORCH)' >> $(CONSTRAINTS))
 	@$(PIP) install -c $(CONSTRAINTS) torch
 	@$(PIP) install -c $(CONSTRAINTS) -e .
 	@touch $@
