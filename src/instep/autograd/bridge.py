@@ -1,4 +1,9 @@
-"""The autograd node that connects the caller's graph to the replicas' graphs."""
+"""The autograd node that connects the caller's graph to the replicas' graphs.
+
+Its inputs are the source's parameters (and buffers that need a gradient) and the shards that need one; its outputs are
+every replica's output tensors. To the caller's graph a call is one operation: parameter hooks fire, `.grad`
+accumulates, `torch.autograd.grad` and `retain_graph=True` work.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from instep.autograd.context import GRAPH_FREED_MESSAGE
+from instep.autograd.context import GRAPH_FREED_MESSAGE, GraphContext
 from instep.errors import BridgeError
 from instep.replicas.tensors import GradientGuard, get_grad
 from instep.runtime.rng import ReplicaRng
@@ -20,7 +25,7 @@ Gradients = list[Tensor | None]
 
 
 class NonLeafInputs(torch.autograd.Function):
-    """Lets tensors into a replica as outputs of a node: no leaves and no views, so a first layer may write in place."""
+    """Passes tensors to a replica as outputs of a node, neither leaves nor views, so that forward may write in place."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -34,28 +39,27 @@ class NonLeafInputs(torch.autograd.Function):
 
 @dataclass
 class ReplicaGraph:
-    """One replica's end of the bridge."""
+    """One replica's autograd graph."""
 
     leaves: list[Tensor]
-    """The replica's own leaves, in the order of the sources."""
+    """The replica's parameters, in the order of `CallGraph.sources`."""
     inputs: list[Tensor]
-    """Leaves that stand for the shards that need a gradient."""
+    """The leaves for shards that need a gradient."""
     outputs: list[Tensor | None]
-    """Output tensors that need a gradient; None once their graph was given up."""
+    """Output tensors that need a gradient; None once their graph is freed."""
     guard: GradientGuard
     name: str
-    """The replica and its device, for messages."""
-    context: Any = None
-    """Its place among the replicas of the call, with the tokens of what they did together."""
+    """The replica and its device, for error messages."""
+    context: GraphContext | None = None
     remote_call: Any = None
-    """For a replica of another process: what its backward is asked for by."""
+    """For a replica in another process: the handle by which its backward is requested."""
     received_gradients: Gradients | None = None
-    """What came of its leaves' gradients from there, if they do not lie on the leaves."""
+    """Gradients of the leaves that another process sent, if they are not in the leaves' `.grad`."""
 
     def collect_gradients(self) -> Gradients:
-        """The gradients that a backward left for the leaves, which are clear again afterwards."""
-        brought, self.received_gradients = self.received_gradients, None
-        return take_gradients(self.leaves) if brought is None else brought
+        """Return the gradients of the leaves after a backward, and clear them."""
+        received, self.received_gradients = self.received_gradients, None
+        return take_gradients(self.leaves) if received is None else received
 
 
 class BackwardEngine(Protocol):

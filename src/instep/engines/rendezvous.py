@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from instep.collectives.group import PeerFailure, first_error
 from instep.engines.thread_pool import as_replica_thread
 from instep.errors import CollectiveError
+from instep.runtime.debugger import is_debugger_attached, is_in_debugger
 from instep.runtime.locks import run_uninterrupted, start_thread
-
-_DEBUGGERS = {"bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy"}
 
 
 def thread_cpu_times(task: int) -> list[str]:
@@ -29,15 +27,6 @@ def thread_cpu_times(task: int) -> list[str]:
             return file.read().rpartition(")")[2].split()[11:13]
     except OSError:
         return []
-
-
-def is_in_debugger(frame: FrameType | None) -> bool:
-    """Whether a debugger is in a thread's stack."""
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] in _DEBUGGERS:
-            return True
-        frame = frame.f_back
-    return False
 
 
 T = TypeVar("T")
@@ -215,7 +204,7 @@ class Rendezvous:
         awaited = {
             i: frames.get(self._thread_ids.get(i, 0)) for i in self._awaited_replicas() if i not in self.stack_providers
         }
-        if sys.gettrace() is not None or any(map(is_in_debugger, awaited.values())):
+        if is_debugger_attached() or any(map(is_in_debugger, awaited.values())):
             return {}
         there = {i: frame for i, frame in awaited.items() if frame is not None}
         return {i: (id(frame), frame.f_lasti, thread_cpu_times(self._native_ids[i])) for i, frame in there.items()}

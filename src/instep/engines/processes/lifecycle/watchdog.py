@@ -13,6 +13,7 @@ from typing import Any
 from instep.engines.processes.lifecycle.process import WorkerProcess
 from instep.engines.processes.transport.connection import ConnectionClosed, Message
 from instep.errors import WorkerFailure
+from instep.runtime.debugger import is_debugger_attached
 
 POLL_SECONDS = 0.5
 """Seconds after which whoever waits for a worker looks whether it still lives."""
@@ -36,7 +37,7 @@ class ReplyWatchdog:
         waited = time.monotonic() - self._started
         if not self._worker.is_alive():
             raise ConnectionClosed(f"{self._worker.name} is gone")
-        if waited < min(WARN_SECONDS, self._timeout / 2) or sys.gettrace() is not None:
+        if waited < min(WARN_SECONDS, self._timeout / 2) or is_debugger_attached():
             return
         if not self._warned:
             self._warned = True
