@@ -4,39 +4,39 @@ from __future__ import annotations
 
 
 class InstepError(Exception):
-    """The parent of every error that instep raises by itself."""
+    """Base class of the exceptions that instep raises."""
 
 
 class StructureError(InstepError, ValueError):
-    """An input cannot be split without guessing; the message names the leaf and the line to write."""
+    """An input cannot be split unambiguously. The message names the leaf and what to write."""
 
 
 class MergeError(InstepError, ValueError):
-    """The replicas' outputs cannot be joined without guessing; the message names the leaf and the line to write."""
+    """The replicas' outputs cannot be merged unambiguously. The message names the leaf and what to write."""
 
 
 class StateError(InstepError, RuntimeError):
-    """`forward` changed the module differently on the replicas and no rule says what that means for the whole."""
+    """`forward` changed state to different values on the replicas, and no state rule is set for it."""
 
 
 class BridgeError(InstepError, RuntimeError):
-    """A gradient was asked for that cannot pass between the caller's graph and the replicas' graphs."""
+    """A gradient cannot pass between the caller's graph and the replicas' graphs."""
 
 
 class CollectiveError(InstepError, RuntimeError):
-    """Replicas did not come to the same cross-replica operation; the message names both sides."""
+    """The replicas did not call the same collective. The message names both calls."""
 
 
 class EngineError(InstepError, RuntimeError):
-    """An engine cannot run, or was asked to do what it cannot do."""
+    """An engine cannot run, or does not support what was requested."""
 
 
 class CannotCross(EngineError):
-    """Something cannot be sent to, or rebuilt in, another process; the message says where it is and what to do."""
+    """An object cannot be sent to, or rebuilt in, another process. The message says where it is and what to do."""
 
 
 class RemoteGradientError(CannotCross, BridgeError):
-    """An output needs a gradient that does not come back from another process; the message names its place."""
+    """The gradient of an output cannot be sent to the process that computed the output."""
 
 
 class RemoteArgumentError(CannotCross, StructureError):
@@ -44,8 +44,8 @@ class RemoteArgumentError(CannotCross, StructureError):
 
 
 class WorkerFailure(EngineError):
-    """A worker process died and its part of a step cannot be run again; the message says what ended it."""
+    """A worker process died and its part of a step cannot be run again. The message gives the cause."""
 
 
 class WrapError(InstepError, TypeError):
-    """A module cannot be wrapped the way it was asked for."""
+    """A module cannot be wrapped with these arguments."""

@@ -47,6 +47,7 @@ def test_a_coverage_tool_is_not_a_debugger(trace: Any) -> None:
 @pytest.mark.usefixtures("outer_trace")
 @pytest.mark.parametrize("debugger", [bdb.Bdb(), Quiet()])
 def test_pdb_is_a_debugger(debugger: bdb.Bdb) -> None:
+    debugger.reset()
     sys.settrace(debugger.trace_dispatch)
     attached = is_debugger_attached()
     sys.settrace(None)

@@ -25,7 +25,7 @@ Gradients = list[Tensor | None]
 
 
 class NonLeafInputs(torch.autograd.Function):
-    """Passes tensors to a replica as outputs of a node, neither leaves nor views, so that forward may write in place."""
+    """Passes tensors to a replica as outputs of a node, not leaves or views, so that forward may write in place."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -66,30 +66,33 @@ class BackwardEngine(Protocol):
     """What the bridge asks of an engine."""
 
     def backward(
-        self, span: CallGraph, gradients: Sequence[Gradients], keep: bool
+        self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool
     ) -> tuple[Gradients, list[Gradients]]:
-        """Run every replica's backward; the sum of the leaves' gradients, and each replica's input gradients."""
+        """Run every replica's backward.
+
+        Returns the summed gradients of the sources, and each replica's input gradients.
+        """
         ...
 
 
 @dataclass
 class VersionTracker:
-    """Tensors of the caller whose memory or values replicas use under version counters of their own."""
+    """Version counters of the caller's tensors that replicas use through tensors with their own counters."""
 
     entries: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
 
     def track(self, outside: Tensor, inside: Tensor) -> None:
-        """Watch a tensor of the caller for the sake of the one that a replica has in its place."""
+        """Track a tensor of the caller and the replica's tensor that has its memory or values."""
         if not outside.is_inference():
             self.entries.append((outside, outside._version, inside))
 
     def update(self, outsides: Sequence[Tensor]) -> None:
-        """Take what these tensors hold now as what the replicas have used."""
-        known = set(map(id, outsides))
-        self.entries = [(o, o._version if id(o) in known else version, i) for o, version, i in self.entries]
+        """Set the recorded versions of these tensors to the current ones."""
+        updated = set(map(id, outsides))
+        self.entries = [(o, o._version if id(o) in updated else version, i) for o, version, i in self.entries]
 
     def propagate(self) -> None:
-        """Let torch see what was written since the forward, as it would on one device."""
+        """Increment the replicas' counters for tensors written since forward, so that torch raises as on one device."""
         for outside, version, inside in self.entries:
             if outside._version != version:
                 torch.autograd.graph.increment_version(inside)
@@ -97,28 +100,28 @@ class VersionTracker:
 
 @dataclass
 class CallGraph:
-    """One call as the bridge sees it, kept as long as the caller's graph."""
+    """The graphs of one call. Lives as long as the caller's graph."""
 
     engine: BackwardEngine
     replicas: list[ReplicaGraph]
     sources: list[Tensor]
     rng: ReplicaRng
-    """Where the replicas draw from, in backward too."""
+    """The replicas' random streams, which backward uses too."""
     versions: VersionTracker = field(default_factory=VersionTracker)
 
 
 class Bridge(torch.autograd.Function):
-    """The node itself. Forward only hands over what the replicas have made; backward runs theirs."""
+    """The autograd node. Its forward returns the replicas' outputs; its backward runs the replicas' backward."""
 
     @staticmethod
-    def forward(ctx: Any, span: CallGraph, *_: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, graph: CallGraph, *_: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.graph = span
-        return tuple(output.detach() for side in span.replicas for output in side.outputs if output is not None)
+        ctx.graph = graph
+        return tuple(output.detach() for replica in graph.replicas for output in replica.outputs if output is not None)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        span: CallGraph = ctx.graph
+        graph: CallGraph = ctx.graph
         if torch.is_grad_enabled():
             raise BridgeError(
                 "create_graph=True cannot pass through the replicas' separate graphs.\n"
@@ -130,42 +133,42 @@ class Bridge(torch.autograd.Function):
                 "a batched backward (is_grads_batched=True, jacobian(vectorize=True)) cannot pass through the "
                 "replicas' separate graphs.\nUse DataParallel(..., engine='serial'), which builds one joint graph."
             )
-        keep = is_graph_retained()
-        per_side: list[Gradients] = []
+        retain_graph = is_graph_retained()
+        per_replica: list[Gradients] = []
         at = 0
-        for side in span.replicas:
-            count = len(side.outputs)
-            per_side.append(list(gradients[at : at + count]))
+        for replica in graph.replicas:
+            count = len(replica.outputs)
+            per_replica.append(list(gradients[at : at + count]))
             at += count
-        for side, grads in zip(span.replicas, per_side, strict=True):
-            if any(o is None and g is not None for o, g in zip(side.outputs, grads, strict=True)):
+        for replica, grads in zip(graph.replicas, per_replica, strict=True):
+            if any(o is None and g is not None for o, g in zip(replica.outputs, grads, strict=True)):
                 raise RuntimeError(GRAPH_FREED_MESSAGE)
-        span.versions.propagate()
-        total, inputs = span.engine.backward(span, per_side, keep)
-        if not keep:
-            for side, grads in zip(span.replicas, per_side, strict=True):
-                side.outputs = [None if g is not None else o for o, g in zip(side.outputs, grads, strict=True)]
-        for source, gradient in zip(span.sources, total, strict=True):
+        graph.versions.propagate()
+        total, inputs = graph.engine.backward(graph, per_replica, retain_graph)
+        if not retain_graph:
+            for replica, grads in zip(graph.replicas, per_replica, strict=True):
+                replica.outputs = [None if g is not None else o for o, g in zip(replica.outputs, grads, strict=True)]
+        for source, gradient in zip(graph.sources, total, strict=True):
             if gradient is None and source.is_leaf:
                 skip_hooks_without_gradient(source)
-        return (None, *total, *(gradient for side in inputs for gradient in side))
+        return (None, *total, *(gradient for replica in inputs for gradient in replica))
 
 
-# torch leaves `Function.apply` without types.
+# torch does not type `Function.apply`.
 as_non_leaf = cast(Callable[..., tuple[Tensor, ...]], NonLeafInputs.apply)
-# What `apply` does besides is for transforms of `torch.func`: no call comes here under one, and tensors that one has
-# left behind are no parameters or shards that a gradient could be wanted for.
+# The C++ `apply` alone: the Python override only adds support for `torch.func` transforms, under which calls run on one
+# device.
 bridge = cast(Callable[..., tuple[Tensor, ...]], super(torch.autograd.Function, Bridge).apply)
 
 
-def outputs_with_gradients(side: ReplicaGraph, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs that a gradient has arrived for, with it."""
-    pairs = [(o, g) for o, g in zip(side.outputs, gradients, strict=True) if o is not None and g is not None]
+def outputs_with_gradients(replica: ReplicaGraph, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs for which a gradient arrived, and these gradients."""
+    pairs = [(o, g) for o, g in zip(replica.outputs, gradients, strict=True) if o is not None and g is not None]
     return [o for o, _ in pairs], [g for _, g in pairs]
 
 
 def take_gradients(tensors: Sequence[Tensor]) -> Gradients:
-    """The gradients that a backward left on these leaves, which are clear again afterwards."""
+    """Return the `.grad` of these leaves and clear it."""
     found: Gradients = list(map(get_grad, tensors))
     for tensor in tensors:
         tensor.grad = None
@@ -173,9 +176,9 @@ def take_gradients(tensors: Sequence[Tensor]) -> Gradients:
 
 
 class _GradientPresence:
-    """A hook that only notes whether a gradient came by."""
+    """A hook that records whether the last gradient was None."""
 
-    __torch_unserializable__ = True  # torch leaves it out when the parameter is saved
+    __torch_unserializable__ = True  # not saved with the parameter
 
     def __init__(self) -> None:
         self.absent = False
@@ -185,7 +188,7 @@ class _GradientPresence:
 
 
 class _GuardedTensorHook:
-    """A user's hook on the gradient, called only where there is one."""
+    """Calls a user's tensor hook only if there is a gradient."""
 
     def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
         self.hook = hook
@@ -195,11 +198,11 @@ class _GuardedTensorHook:
 
 
 class _GuardedAccumulateHook:
-    """A user's hook on the accumulated gradient, called only where one was added."""
+    """Calls a user's post-accumulate hook only if a gradient was accumulated."""
 
-    def __init__(self, hook: Callable[[Tensor], None], note: _GradientPresence) -> None:
+    def __init__(self, hook: Callable[[Tensor], None], presence: _GradientPresence) -> None:
         self.hook = hook
-        self.presence = note
+        self.presence = presence
 
     def __call__(self, parameter: Tensor) -> None:
         if not self.presence.absent:
@@ -207,13 +210,17 @@ class _GuardedAccumulateHook:
 
 
 def skip_hooks_without_gradient(parameter: Tensor) -> None:
-    """See to it that this parameter's hooks are not called in a backward that brings it nothing."""
+    """Wrap this parameter's hooks so that they are not called without a gradient.
+
+    On one device autograd does not reach a parameter that gets no gradient. The bridge has an edge to every parameter,
+    and autograd calls hooks along it with None.
+    """
     after: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
     if any(not isinstance(hook, _GuardedAccumulateHook) for hook in after.values()):
-        note = _presence_hook(parameter)
+        presence = _presence_hook(parameter)
         for key, hook in after.items():
             if not isinstance(hook, _GuardedAccumulateHook):
-                after[key] = _GuardedAccumulateHook(hook, note)
+                after[key] = _GuardedAccumulateHook(hook, presence)
     before: dict[int, Any] = parameter._backward_hooks or {}
     for key, hook in before.items():
         if not isinstance(hook, (_GuardedTensorHook, _GradientPresence)):
@@ -225,7 +232,7 @@ def _presence_hook(parameter: Tensor) -> _GradientPresence:
     for hook in hooks.values():
         if isinstance(hook, _GradientPresence):
             return hook
-    note = _GradientPresence()
-    note.absent = True  # it is made in the middle of a backward that brings nothing
-    parameter.register_hook(note)
-    return note
+    presence = _GradientPresence()
+    presence.absent = True  # created during a backward without a gradient for it
+    parameter.register_hook(presence)
+    return presence

@@ -1,4 +1,8 @@
-"""Passing nested output tensors through the bridge as their component tensors."""
+"""Passing nested output tensors through the bridge as their component tensors.
+
+A nested tensor of the strided layout has no sizes, which a custom autograd node needs. One of the jagged layout cannot
+be pickled with its graph: other processes send its values, from which it is rebuilt.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,16 @@ from instep.errors import RemoteGradientError
 from instep.structure.tree import Path, flatten_one_level, format_path, tensors_in
 
 JaggedComponents = tuple[Tensor, Tensor, Tensor | None, int]
-"""The values of a jagged tensor, their offsets, their lengths where there are gaps, and the ragged dim."""
+"""The values of a jagged tensor, its offsets, its lengths if there are gaps, and its ragged dim."""
 
 
 def is_jagged(tensor: Tensor) -> bool:
-    """Whether a tensor is a nested one of the layout that keeps all its values in one tensor."""
+    """Whether a tensor is nested with the jagged layout."""
     return tensor.is_nested and tensor.layout is torch.jagged
 
 
 def jagged_components(tensor: Any) -> JaggedComponents:
-    """What a jagged tensor is made of; the values lead to its graph."""
+    """The components of a jagged tensor. Its values are connected to its graph."""
     sizes: Sequence[Any] = tensor.shape
     dim = next(dim for dim, size in enumerate(sizes) if not isinstance(size, int))
     with torch.enable_grad():
@@ -29,25 +33,25 @@ def jagged_components(tensor: Any) -> JaggedComponents:
 
 
 def make_jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, dim: int) -> Tensor:
-    """A jagged tensor of its parts, in the graph of its values."""
+    """Build a jagged tensor from its components, differentiably."""
     with torch.enable_grad():
         return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=dim)
 
 
 def flatten_outputs(outputs: Iterable[Tensor], *, remote: bool) -> list[Tensor | None]:
-    """What crosses the bridge for the outputs of a replica, here or in another process."""
+    """The tensors that pass through the bridge for a replica's outputs; `remote` if it is in another process."""
     return [piece for tensor in outputs for piece in _component_tensors(tensor, remote)]
 
 
-def rebuild_output(tensor: Tensor, made: Iterator[Tensor], *, remote: bool) -> Tensor:
-    """The counterpart of an output in the caller's graph, of what has come out of the bridge for its pieces."""
+def rebuild_output(tensor: Tensor, bridged: Iterator[Tensor], *, remote: bool) -> Tensor:
+    """Rebuild an output in the caller's graph from the bridge's outputs for its components."""
     if _is_strided_nested(tensor):
-        loose: Tensor = torch.nested.as_nested_tensor([next(made) for _ in range(tensor.size(0))])
+        loose: Tensor = torch.nested.as_nested_tensor([next(bridged) for _ in range(tensor.size(0))])
         return loose
     if remote and is_jagged(tensor):
         _, offsets, lengths, dim = jagged_components(tensor)
-        return make_jagged(next(made), offsets, lengths, dim)
-    return next(made)
+        return make_jagged(next(bridged), offsets, lengths, dim)
+    return next(bridged)
 
 
 def _is_strided_nested(tensor: Tensor) -> bool:
@@ -57,17 +61,17 @@ def _is_strided_nested(tensor: Tensor) -> bool:
 def _component_tensors(tensor: Tensor, remote: bool) -> Sequence[Tensor]:
     if _is_strided_nested(tensor):
         return tensor.unbind()
-    if remote and is_jagged(tensor):  # made here of values that came from there, and that are a leaf here
-        maker: Any = tensor.grad_fn
-        return (maker.next_functions[0][0].variable,)
+    if remote and is_jagged(tensor):  # built here from received values, which are a leaf
+        rebuild_node: Any = tensor.grad_fn
+        return (rebuild_node.next_functions[0][0].variable,)
     return (tensor,)
 
 
-def reject_lost_gradients(output: Any, kept: Sequence[Any], comes_back: Callable[[Tensor], bool]) -> None:
-    """`NoWayBack` for a tensor of the output, or of what is kept on the module, whose graph another process loses."""
-    for what, value in (("output", output), *(("state", value) for value in kept)):
+def reject_lost_gradients(output: Any, attributes: Sequence[Any], is_supported: Callable[[Tensor], bool]) -> None:
+    """Raise `RemoteGradientError` for an output or attribute whose gradient cannot be sent to its process."""
+    for what, value in (("output", output), *(("state", value) for value in attributes)):
         for path, tensor in _tensors_with_paths(value):
-            if tensor.requires_grad and not comes_back(tensor):
+            if tensor.requires_grad and not is_supported(tensor):
                 raise RemoteGradientError(_lost_gradient_message(what, path, tensor))
 
 
@@ -79,13 +83,13 @@ def _lost_gradient_message(what: str, path: Path, tensor: Tensor) -> str:
         "sparse": "Return a dense tensor: .to_dense(); or its values and its indices",
     }.get(kind, "Return a plain tensor")
     return (
-        f"forward's {what}{where} is a {kind} tensor that needs a gradient, which does not come back from another "
+        f"forward's {what}{where} is a {kind} tensor that requires grad, whose gradient cannot be sent to a worker "
         f"process.\n{way}, or use DataParallel(..., engine='threads')."
     )
 
 
 def _tensors_with_paths(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors of a structure, each with the place that it or what holds it is found at."""
+    """The tensors of a structure with their paths."""
     node = None if isinstance(value, Tensor) else flatten_one_level(value)
     if node is None:
         yield from ((path, tensor) for tensor in tensors_in(value))

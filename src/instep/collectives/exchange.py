@@ -1,4 +1,14 @@
-"""Exchanging tensors between replicas, with gradients: the operation below every collective."""
+"""Exchanging tensors between replicas, with gradients: the operation below every collective.
+
+`exchange_tensors` gives every replica every replica's tensors (an all-gather). What a collective computes from them is
+ordinary torch code on each replica.
+
+There are two cases. If the replicas build one joint graph, tensors are exchanged with their history and autograd does
+the rest. Otherwise every replica runs its own backward, in which the replicas exchange gradients in the reverse order:
+`ExchangeFunction` is its own adjoint. For that, all replicas have to reach the same exchanges in backward. So each
+exchange has a token, a zero tensor at which every replica's backward starts too: a replica whose outputs do not depend
+on an exchange still takes part in it.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +33,29 @@ from instep.structure.shapes import is_plain_tensor
 def exchange_tensors(
     context: ReplicaContext, label: str, tensors: Sequence[Tensor], metadata: Any = None, *, owned: bool = False
 ) -> tuple[list[list[Tensor]], list[Any]]:
-    """Every replica's tensors and notes, in the order of the replicas; differentiable.
+    """Return every replica's tensors and metadata, in the order of the replicas; differentiable.
 
-    They may be read and never written: all replicas that got a tensor share its memory. So it is a copy, unless the
-    tensors are `fresh`: nobody else has them.
+    The returned tensors must not be written to: replicas share their memory. Tensors are copied before they are sent,
+    unless they are `owned`, i.e. nothing else uses them.
     """
     grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     label = label if grad else f"{label} without gradients"
-    kept = list(tensors) if owned else [tensor.clone() for tensor in tensors]
+    sent = list(tensors) if owned else [tensor.clone() for tensor in tensors]
     if context.group.joint_graph or (context.info.device is not None and context.info.device.type != "cpu"):
         _reject_checkpoint(context, label)
     if context.group.joint_graph:
-        received, notes = _exchange_joint(context, label, kept, metadata)
-        for tensor in kept:
+        received, all_metadata = _exchange_joint(context, label, sent, metadata)
+        for tensor in sent:
             if tensor.requires_grad:
                 tensor.register_hook(partial(_reject_inner_gradient, context, label))
     else:
-        received, notes = _exchange_separate(context, label, kept, metadata, grad)
-    received[context.info.index] = kept
-    return received, notes
+        received, all_metadata = _exchange_separate(context, label, sent, metadata, grad)
+    received[context.info.index] = sent
+    return received, all_metadata
 
 
 class JointPayload(NamedTuple):
-    """What one replica brings to a joint meeting."""
+    """What one replica sends in an exchange within a joint graph."""
 
     tensors: list[Tensor]
     streams: dict[torch.device, Any]
@@ -53,31 +63,31 @@ class JointPayload(NamedTuple):
 
 
 def _exchange_joint(
-    place: ReplicaContext, label: str, tensors: list[Tensor], note: Any
+    context: ReplicaContext, label: str, tensors: list[Tensor], metadata: Any
 ) -> tuple[list[list[Tensor]], list[Any]]:
-    """Tensors cross with their history: the graphs of the replicas are one."""
-    mine = place.info
-    parcels: list[JointPayload] = place.group.exchange(
-        mine.index, label, JointPayload(tensors, _current_streams(tensors), note)
+    """Exchange tensors with their history, in a joint graph."""
+    info = context.info
+    payloads: list[JointPayload] = context.group.exchange(
+        info.index, label, JointPayload(tensors, _current_streams(tensors), metadata)
     )
-    received: list[list[Tensor]] = [[] for _ in parcels]
-    for index, parcel in enumerate(parcels):
-        if index != mine.index:
-            for at, tensor in enumerate(parcel.tensors):
-                # where this replica's own counterpart is: on its device, or on the host
-                place_for = tensors[min(at, len(tensors) - 1)].device if tensors else mine.device
-                received[index].append(_copy_from_peer(tensor, place_for, parcel.streams))
-    return received, [parcel.metadata for parcel in parcels]
+    received: list[list[Tensor]] = [[] for _ in payloads]
+    for index, payload in enumerate(payloads):
+        if index != info.index:
+            for at, tensor in enumerate(payload.tensors):
+                # the device of this replica's own tensor: its accelerator, or the CPU
+                target_device = tensors[min(at, len(tensors) - 1)].device if tensors else info.device
+                received[index].append(_copy_from_peer(tensor, target_device, payload.streams))
+    return received, [payload.metadata for payload in payloads]
 
 
 def _current_streams(tensors: Sequence[Tensor]) -> dict[torch.device, Any]:
-    """The stream that each tensor's device works on in this thread."""
+    """The current streams of this thread on the tensors' devices."""
     places = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-    return {place: torch.get_device_module(place).current_stream(place) for place in places}
+    return {context: torch.get_device_module(context).current_stream(context) for context in places}
 
 
 def _copy_from_peer(tensor: Tensor, device: torch.device | None, streams: dict[torch.device, Any]) -> Tensor:
-    """Another replica's tensor on a device; a copy from an accelerator waits for what the sender has queued there."""
+    """Copy another replica's tensor to a device, on the sender's stream if it is on an accelerator."""
     if device is None or tensor.device == device:
         return tensor
     stream = streams.get(tensor.device)
@@ -89,16 +99,16 @@ def _copy_from_peer(tensor: Tensor, device: torch.device | None, streams: dict[t
 
 @dataclass
 class Exchange:
-    """One crossing between separate graphs: who, what for, and what came of it."""
+    """One exchange between separate graphs."""
 
     context: ReplicaContext
     label: str
     metadata: Any = None
     counts: list[int] = field(default_factory=list)
-    """How many tensors each replica sent."""
+    """The number of tensors that each replica sent."""
     all_metadata: list[Any] = field(default_factory=list)
     needs_grad: bool = False
-    """Whether a gradient can come back to any replica."""
+    """Whether any replica sent a tensor that requires grad."""
 
     @property
     def peers(self) -> list[int]:
@@ -107,89 +117,89 @@ class Exchange:
 
 
 def _exchange_separate(
-    place: ReplicaContext, label: str, tensors: list[Tensor], note: Any, grad: bool
+    context: ReplicaContext, label: str, tensors: list[Tensor], metadata: Any, grad: bool
 ) -> tuple[list[list[Tensor]], list[Any]]:
-    """Tensors cross without their history, and their gradients come back the same way."""
-    place.exchange_count += 1
-    route = Exchange(place, f"{label}, number {place.exchange_count} of the call", note)
-    flat = iter(_run_exchange(route, [list(tensors) for _ in route.peers], grad))
-    received = [[cast(Tensor, next(flat)) for _ in range(count)] for count in route.counts]
-    notes, route.all_metadata, route.metadata = route.all_metadata, [], None  # the graph needs none of them
-    return received, notes
+    """Exchange tensors between separate graphs; backward exchanges their gradients."""
+    context.exchange_count += 1
+    exchange = Exchange(context, f"{label}, number {context.exchange_count} of the call", metadata)
+    flat = iter(_run_exchange(exchange, [list(tensors) for _ in exchange.peers], grad))
+    received = [[cast(Tensor, next(flat)) for _ in range(count)] for count in exchange.counts]
+    all_metadata, exchange.all_metadata, exchange.metadata = exchange.all_metadata, [], None  # not needed in backward
+    return received, all_metadata
 
 
-def _run_exchange(route: Exchange, rows: list[TensorRow], grad: bool) -> TensorRow:
-    """A row of tensors to each other replica; what they sent, one row after the other."""
+def _run_exchange(exchange: Exchange, rows: list[TensorRow], grad: bool) -> TensorRow:
+    """Send a row of tensors to each other replica; returns the received rows, concatenated."""
     flat = [tensor for row in rows for tensor in row]
     device = next((tensor.device for tensor in flat if tensor is not None), torch.device("cpu"))
     start = torch.zeros((), device=device, requires_grad=grad)
-    token, *received = apply_exchange(start, route, [len(row) for row in rows], *flat)
-    if grad and route.needs_grad:
-        route.context.tokens.append(token)
+    token, *received = apply_exchange(start, exchange, [len(row) for row in rows], *flat)
+    if grad and exchange.needs_grad:
+        exchange.context.tokens.append(token)
     return list(received)
 
 
 class ExchangeFunction(torch.autograd.Function):
-    """Gives each other replica its row of tensors and returns the rows that they had for this one."""
+    """Sends each other replica a row of tensors and returns the rows received."""
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, route: Exchange, widths: list[int], *tensors: Tensor | None
+        ctx: Any, token: Tensor, exchange: Exchange, widths: list[int], *tensors: Tensor | None
     ) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(token)
         ctx.consumed_tokens = False
-        mine = route.context.info
+        info = exchange.context.info
         items = iter(tensors)
-        rows = {peer: [next(items) for _ in range(width)] for peer, width in zip(route.peers, widths, strict=True)}
+        rows = {peer: [next(items) for _ in range(width)] for peer, width in zip(exchange.peers, widths, strict=True)}
         ctx.places = [None if tensor is None else tensor.device for tensor in tensors]
         needed = {peer: [_requires_grad(tensor) for tensor in row] for peer, row in rows.items()}
         present = [tensor for tensor in tensors if tensor is not None]
-        bare = {id(tensor): tensor.detach() for tensor in present}
-        handed = {peer: [bare.get(id(tensor)) for tensor in row] for peer, row in rows.items()}
-        package = Payload(handed, needed, _current_streams(present), route.metadata)
-        packages: list[Payload] = route.context.group.exchange(mine.index, route.label, package)
-        route.all_metadata = [package.metadata for package in packages]
-        route.needs_grad = any(any(flags) for package in packages for flags in package.needs_grad.values())
-        route.counts = [0 if i == mine.index else len(p.rows[mine.index]) for i, p in enumerate(packages)]
+        detached = {id(tensor): tensor.detach() for tensor in present}
+        rows_to_send = {peer: [detached.get(id(tensor)) for tensor in row] for peer, row in rows.items()}
+        payload = Payload(rows_to_send, needed, _current_streams(present), exchange.metadata)
+        payloads: list[Payload] = exchange.context.group.exchange(info.index, exchange.label, payload)
+        exchange.all_metadata = [payload.metadata for payload in payloads]
+        exchange.needs_grad = any(any(flags) for payload in payloads for flags in payload.needs_grad.values())
+        exchange.counts = [0 if i == info.index else len(p.rows[info.index]) for i, p in enumerate(payloads)]
         received: TensorRow = []
         constant: list[Tensor] = []
-        for peer in route.peers:
-            package = packages[peer]
+        for peer in exchange.peers:
+            payload = payloads[peer]
             own = [tensor.device for tensor in rows[peer] if tensor is not None]
-            sent = zip(package.rows[mine.index], package.needs_grad[mine.index], strict=True)
+            sent = zip(payload.rows[info.index], payload.needs_grad[info.index], strict=True)
             for at, (tensor, wanted) in enumerate(sent):
-                made = None if tensor is None else _local_tensor(tensor, mine.device, package.streams)
-                if made is not None and own:  # another replica's device may be the host
-                    made = _to_device(made, own[min(at, len(own) - 1)])
-                elif made is not None and is_staged(package, mine.index, at) and mine.device is not None:
-                    made = _to_device(made, mine.device)
-                received.append(made)
-                if made is not None and not wanted:
-                    constant.append(made)
+                tensor_here = None if tensor is None else _local_tensor(tensor, info.device, payload.streams)
+                if tensor_here is not None and own:  # the sender's device may be the CPU
+                    tensor_here = _to_device(tensor_here, own[min(at, len(own) - 1)])
+                elif tensor_here is not None and is_staged(payload, info.index, at) and info.device is not None:
+                    tensor_here = _to_device(tensor_here, info.device)
+                received.append(tensor_here)
+                if tensor_here is not None and not wanted:
+                    constant.append(tensor_here)
         ctx.mark_non_differentiable(*constant)
-        # Not the route itself: it leads to the tokens, which lead back here, and nobody would ever clear that away.
-        ctx.label, ctx.rows = route.label, [route.counts[peer] for peer in route.peers]
-        ctx.open = route.context.active
+        # Not the exchange itself: its tokens reference this node, and the cycle would never be freed.
+        ctx.label, ctx.rows = exchange.label, [exchange.counts[peer] for peer in exchange.peers]
+        ctx.open = exchange.context.active
         return (torch.zeros_like(token), *received)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *gradients: Tensor | None) -> Any:
         if ctx.consumed_tokens:
             raise RuntimeError(GRAPH_FREED_MESSAGE)
-        ctx.saved_tensors  # noqa: B018  # a checkpointed region around this is run again here at the latest
+        ctx.saved_tensors  # noqa: B018  # recomputes a checkpointed region around this node
         ctx.consumed_tokens = not is_graph_retained()
         now = current_context() or next(iter(ctx.open), None)
         if now is None:
             raise CollectiveError(
-                f"a gradient came to {ctx.label} by another way than the backward of its call.\n"
-                f"Return what the gradient is taken of from forward, so that every replica takes part."
+                f"a gradient reached {ctx.label} outside the backward of its call, so that the other replicas do not "
+                f"take part.\nReturn from forward the tensor that is differentiated."
             )
         items = iter(gradients)
         rows = [[next(items) for _ in range(count)] for count in ctx.rows]
         back = Exchange(now, f"the backward of {ctx.label}")
-        brought = zip(_run_exchange(back, rows, torch.is_grad_enabled()), ctx.places, strict=True)
-        return (None, None, None, *(g if g is None or p is None else g.to(p) for g, p in brought))
+        received = zip(_run_exchange(back, rows, torch.is_grad_enabled()), ctx.places, strict=True)
+        return (None, None, None, *(g if g is None or p is None else g.to(p) for g, p in received))
 
 
 def _requires_grad(tensor: Tensor | None) -> bool:
@@ -197,38 +207,42 @@ def _requires_grad(tensor: Tensor | None) -> bool:
 
 
 def _local_tensor(sent: Tensor, device: torch.device | None, streams: dict[torch.device, Any]) -> Tensor:
-    """A tensor object of this replica's own, with a version counter of its own, in memory that may be shared.
+    """A tensor with its own version counter; its memory may be shared.
 
-    What lies on an accelerator comes to the replica's own, what lies on the host stays there.
+    A tensor on an accelerator is copied to the replica's device; one on the CPU stays there.
     """
     tensor = sent if sent.device.type == "cpu" else _copy_from_peer(sent, device, streams)
     return tensor.data if tensor is sent else tensor
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device; one of the host's has left it when this returns, and nobody waits for it to arrive."""
+    """Copy a tensor to a device, without waiting if it is on the CPU."""
     return tensor.to(device, non_blocking=tensor.device.type == "cpu")
 
 
-# torch leaves `Function.apply` without types.
+# torch does not type `Function.apply`.
 apply_exchange = cast(Callable[..., tuple[Any, ...]], ExchangeFunction.apply)
 
 
-def _reject_inner_gradient(place: ReplicaContext, label: str, _: Tensor) -> None:
-    """In a joint graph a gradient that one replica takes in its forward would leave out what the others make of it."""
-    if not place.forward_done:
+def _reject_inner_gradient(context: ReplicaContext, label: str, _: Tensor) -> None:
+    """Raise for a gradient taken inside forward: in a joint graph it would lack the other replicas' contributions."""
+    if not context.forward_done:
         raise CollectiveError(
             f"a gradient was taken inside of forward through {label}, where this engine cannot add what the other "
             f"replicas have of it.\nTake it outside of the call; on CPU replicas engine='threads' can do it inside."
         )
 
 
-def _reject_checkpoint(place: ReplicaContext, label: str) -> None:
-    """On accelerators autograd runs regions again in a thread of its own: nobody would meet there."""
-    if not place.grad_enabled:
+def _reject_checkpoint(context: ReplicaContext, label: str) -> None:
+    """Raise for a collective in a checkpointed region.
+
+    On accelerators and in joint graphs autograd recomputes such a region in one of its own threads, where the replicas
+    cannot exchange tensors.
+    """
+    if not context.grad_enabled:
         return
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not place.entry_code:
+    while frame is not None and frame.f_code is not context.entry_code:
         if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
             raise CollectiveError(
                 f"{label} is inside of a region under activation checkpointing, which runs again in the backward, "
@@ -243,68 +257,68 @@ def _reject_checkpoint(place: ReplicaContext, label: str) -> None:
 TensorRow = list[Tensor | None]
 
 HOST_STAGING_LIMIT = 64 * 1024
-"""Bytes of a package up to which its tensors cross by the host, wherever they are."""
+"""Payloads up to this many bytes are sent through host memory."""
 
 
 class Payload(NamedTuple):
-    """What one replica brings to a meeting of separate graphs: a row of tensors for every other replica."""
+    """What one replica sends in an exchange between separate graphs: a row of tensors for every other replica."""
 
     rows: dict[int, TensorRow]
     needs_grad: dict[int, list[bool]]
-    """Which of them a gradient is wanted for."""
+    """Which of the tensors require grad."""
     streams: dict[torch.device, Any]
     metadata: Any
     staged: Mapping[int, list[bool]] = MappingProxyType({})
-    """Which of them were brought to the host from an accelerator; nothing where none was."""
+    """Which of the tensors were copied from an accelerator to the host; empty if none was."""
 
 
 EncodedPayload = tuple[dict[int, list[int | None]], dict[int, list[bool]], Any, dict[int, list[bool]]]
-"""A package as it goes to another process, whose streams are its own: for each row the places of its tensors among all
-that go along, which of them need a gradient, the note, and which of them were brought to the host."""
+"""A payload as sent to another process, without streams: each row as indices into the message's tensors, which tensors
+require grad, the metadata, and which tensors were staged on the host."""
 
 
-def stage_on_host(package: Payload) -> Payload:
-    """A package for other processes: what is light comes to the host first.
+def stage_on_host(payload: Payload) -> Payload:
+    """Copy the tensors of a small payload to the host.
 
-    So a device is waited for once, by whoever brings the package, and not once more by everybody who passes it on.
+    The sender then synchronizes with its device once, rather than every process that forwards the payload.
     """
-    far = {id(t): t for row in package.rows.values() for t in row if t is not None and t.device.type != "cpu"}
+    on_device = {id(t): t for row in payload.rows.values() for t in row if t is not None and t.device.type != "cpu"}
     if (
-        not far
-        or not all(map(is_plain_tensor, far.values()))
-        or sum(t.nbytes for t in far.values()) > HOST_STAGING_LIMIT
+        not on_device
+        or not all(map(is_plain_tensor, on_device.values()))
+        or sum(t.nbytes for t in on_device.values()) > HOST_STAGING_LIMIT
     ):
-        return package
-    near = {key: tensor.cpu() for key, tensor in far.items()}
-    rows = {peer: [t if t is None else near.get(id(t), t) for t in row] for peer, row in package.rows.items()}
-    lifted = {peer: [id(t) in near for t in row] for peer, row in package.rows.items()}
-    return package._replace(rows=rows, staged=lifted)
+        return payload
+    on_host = {key: tensor.cpu() for key, tensor in on_device.items()}
+    rows = {peer: [t if t is None else on_host.get(id(t), t) for t in row] for peer, row in payload.rows.items()}
+    staged = {peer: [id(t) in on_host for t in row] for peer, row in payload.rows.items()}
+    return payload._replace(rows=rows, staged=staged)
 
 
-def is_staged(package: Payload, peer: int, at: int) -> bool:
-    """Whether one of the tensors for a replica was brought to the host."""
-    return bool(package.staged) and package.staged[peer][at]
+def is_staged(payload: Payload, peer: int, at: int) -> bool:
+    """Whether one of the tensors for a replica was staged on the host."""
+    return bool(payload.staged) and payload.staged[peer][at]
 
 
-def encode_payload(package: Payload, tensors: list[Tensor], to: int | None = None) -> EncodedPayload:
-    """A package for another process, with its tensors added to others, each once.
+def encode_payload(payload: Payload, tensors: list[Tensor], to: int | None = None) -> EncodedPayload:
+    """Encode a payload for another process. Appends its tensors to `tensors`, each once.
 
-    Of its rows only those that are for one replica, where that is said.
+    With `to`, only the row for that replica is encoded.
     """
-    places: dict[int, int] = {}
+    indices: dict[int, int] = {}
     rows: dict[int, list[int | None]] = {}
-    for peer, row in package.rows.items():
+    for peer, row in payload.rows.items():
         if to is None or peer == to:
             for tensor in row:
-                if tensor is not None and id(tensor) not in places:
-                    places[id(tensor)] = len(tensors)
+                if tensor is not None and id(tensor) not in indices:
+                    indices[id(tensor)] = len(tensors)
                     tensors.append(tensor)
-            rows[peer] = [places.get(id(tensor)) for tensor in row]
-    return rows, package.needs_grad, package.metadata, dict(package.staged)
+            rows[peer] = [indices.get(id(tensor)) for tensor in row]
+    return rows, payload.needs_grad, payload.metadata, dict(payload.staged)
 
 
-def decode_payload(bare: EncodedPayload, tensors: Sequence[Tensor]) -> Payload:
-    """A package that came from another process."""
-    rows, needed, note, lifted = bare
-    found = {peer: [None if place is None else tensors[place] for place in row] for peer, row in rows.items()}
-    return Payload(found, needed, {}, note, lifted)
+def decode_payload(encoded: EncodedPayload, tensors: Sequence[Tensor]) -> Payload:
+    """Decode a payload that was received from another process."""
+    rows, needed, metadata, staged = encoded
+    decoded = {peer: [None if index is None else tensors[index] for index in row] for peer, row in rows.items()}
+    return Payload(decoded, needed, {}, metadata, staged)

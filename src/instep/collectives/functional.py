@@ -117,8 +117,8 @@ def _require_equal(path: Path, values: Sequence[Any], verb: str, hint: str) -> A
     for index, value in enumerate(values):
         if value is not first and (type(value) is not type(first) or value != first):
             raise CollectiveError(
-                f"{verb}: {_describe_path(path)} is {first!r:.60} on replica 0 and {value!r:.60} on replica {index}, and no rule "
-                f"joins such values: {hint}."
+                f"{verb}: {_describe_path(path)} is {first!r:.60} on replica 0 and {value!r:.60} on replica {index}. "
+                f"Such values have to be equal: {hint}."
             )
     return first
 
@@ -228,7 +228,8 @@ def _reject_special_layouts(value: Any, path: Path, verb: str) -> None:
     plain = not isinstance(value, Tensor) or is_dense(value)
     if not plain or (handler_for_type(type(value)) is not None and not isinstance(value, (Tensor, np.ndarray))):
         raise CollectiveError(
-            f"{verb}: {_describe_path(path)} is a {type(value).__name__} of a layout of its own; give the plain tensors in it."
+            f"{verb}: {_describe_path(path)} is a {type(value).__name__}, whose layout is not supported. "
+            f"Pass its plain tensors."
         )
     node = flatten_one_level(value)
     for key, child in () if node is None else zip(node.keys, node.children, strict=True):

@@ -18,67 +18,67 @@ from instep.runtime.probe_flag import exempt_trial
 
 
 class Group(Protocol):
-    """What an engine brings so that the replicas of a call, or of its backward, can meet."""
+    """The replicas of a call, or of its backward, as an engine connects them."""
 
     joint_graph: bool
-    """Whether the replicas' graphs are one, so that tensors cross with their history."""
+    """Whether the replicas build one autograd graph, so that exchanged tensors keep their history."""
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
-        """Hand over a payload and get every replica's, in their order.
+        """All-gather: send a payload and return every replica's, in order.
 
-        Raises `CollectiveError` at once when another replica has returned or failed, or came with another label.
+        Raises `CollectiveError` as soon as another replica has returned, failed, or called with another label.
         """
         ...
 
 
 class PeerFailure(CollectiveError):
-    """Another replica raised an exception, which is the one that the caller gets."""
+    """Another replica failed. The caller gets that replica's exception instead."""
 
 
 def first_error(errors: Mapping[int, BaseException]) -> BaseException:
-    """The error of the first replica that did not only fail because another one had."""
+    """The first replica's error, preferring errors that are not a consequence of another replica's."""
     return errors[min(errors, key=lambda index: (isinstance(errors[index], PeerFailure), index))]
 
 
 @dataclass(frozen=True)
 class ReplicaInfo:
-    """Which part of a call this is."""
+    """Which replica this is, and which part of the batch it has."""
 
     index: int = 0
     count: int = 1
     device: torch.device | None = None
-    """The replica's device; None outside of a parallel call."""
+    """The replica's device; None outside a parallel call."""
     size: int | None = None
-    """The samples of this replica's shard, where the call has a batch that is split."""
+    """The number of samples in this replica's shard; None if the call has no batch."""
     offset: int = 0
-    """The samples of the replicas before this one."""
+    """The number of samples in the shards of the replicas before this one."""
 
 
 @dataclass
 class ReplicaContext:
-    """One replica's place in a meeting."""
+    """One replica's state in a group."""
 
     group: Group
     info: ReplicaInfo
     sizes: Sequence[int] = ()
-    """The samples of every replica's shard."""
+    """The number of samples in every replica's shard."""
     grad_enabled: bool = False
-    """Whether the caller wants gradients."""
+    """Whether grad mode is enabled in the caller."""
     entry_code: CodeType | None = None
-    """Code below which the caller's own frames begin."""
+    """The code object at which stack inspection stops: frames outside it are not the module's."""
     forward_done: bool = False
     """Whether the replica's forward has ended."""
     exchange_count: int = 0
-    """How often tensors crossed so far."""
+    """The number of exchanges so far."""
     tokens: list[Tensor] = field(default_factory=list)
-    """One for each crossing that gradients can come back through, in order."""
+    """One token for each exchange through which gradients flow, in order. Backward starts at them too."""
     active: list[ReplicaContext] = field(default_factory=list)
-    """This place while somebody is on it; autograd runs nodes of accelerators in threads that have no place."""
+    """This context while a thread uses it. Autograd's device threads, which have no context, find it here."""
 
-    def with_group(self, meeting: Group) -> ReplicaContext:
-        """The same place in another meeting: the one of a backward."""
+    def with_group(self, group: Group) -> ReplicaContext:
+        """The context of the same replica in another group, the one of a backward."""
         return ReplicaContext(
-            meeting, self.info, self.sizes, self.grad_enabled, self.entry_code, self.forward_done, active=self.active
+            group, self.info, self.sizes, self.grad_enabled, self.entry_code, self.forward_done, active=self.active
         )
 
 
@@ -87,42 +87,40 @@ SINGLE_REPLICA = ReplicaInfo()
 
 
 def current_context() -> ReplicaContext | None:
-    """This thread's place in a meeting of several replicas, if it has one."""
-    return getattr(_thread_local, "seat", None)
+    """The replica context of this thread; None outside a call on several replicas."""
+    return getattr(_thread_local, "context", None)
 
 
-def set_context(place: ReplicaContext | None) -> None:
-    """Set this thread's place."""
-    _thread_local.seat = place
+def set_context(context: ReplicaContext | None) -> None:
+    _thread_local.context = context
 
 
 register_thread_local(current_context, set_context)
 
 
 def exempt_collective() -> None:
-    """Say that something was done together with others by one alone, which is nothing.
+    """Report to the probe that a collective ran on a single replica.
 
-    What is run in parts to see how its outputs belong together is excused by it: such a module looks at the whole batch
-    and takes care of that itself.
+    In a trial, the outputs of such a module may differ between parts and whole: it combines samples by itself.
     """
     exempt_trial("a cross-replica operation")
 
 
 class use_context:
-    """Take a place in a meeting, for the length of a `with` block in one thread."""
+    """Context manager: sets the replica context of this thread."""
 
     __slots__ = ("_context", "_outer")
 
-    def __init__(self, place: ReplicaContext | None) -> None:
-        self._context = None if place is None or place.info.count == 1 else place
+    def __init__(self, context: ReplicaContext | None) -> None:
+        self._context = None if context is None or context.info.count == 1 else context
 
     def __enter__(self) -> None:
         self._outer = current_context()
-        _thread_local.seat = self._context
+        _thread_local.context = self._context
         if self._context is not None:
             self._context.active.append(self._context)
 
     def __exit__(self, *_: object) -> None:
-        _thread_local.seat = self._outer
+        _thread_local.context = self._outer
         if self._context is not None:
             self._context.active.pop()

@@ -19,74 +19,78 @@ from instep.runtime.rng import ReplicaRng
 
 @dataclass
 class ReplicaCall:
-    """One call, ready to run: the active replicas and each one's arguments."""
+    """One call, ready to run: the replicas that take part and their arguments."""
 
     replicas: Sequence[Replica]
     arguments: Sequence[tuple[list[Any], dict[str, Any]]]
     method: str
     ambient: AmbientState
     sync_state: bool
-    """Whether buffers and other state are brought up to the source first."""
+    """Whether buffers and other state are first copied from the source."""
     rng: ReplicaRng
-    """Where the replicas draw random numbers from, and whether they run one after another for its sake."""
+    """The replicas' random streams; says whether replicas have to run one after another."""
     sizes: Sequence[int] = ()
-    """The samples of each replica's shard."""
+    """The number of samples in each replica's shard."""
     grad_inputs: Sequence[Sequence[Tensor]] = ()
-    """Of each replica's arguments, the tensors that a gradient is wanted for."""
+    """The tensors among each replica's arguments that need a gradient."""
     mutable_argument_ids: Collection[int] = ()
-    """The ids of what the caller's arguments hold and replicas may change in place, tensors apart."""
+    """The ids of mutable objects in the caller's arguments, other than tensors."""
     argument_names: Sequence[str] = ()
     """The names of the arguments, positional ones first; for messages."""
     group: Any = None
-    """Where the replicas meet in the middle of the call; the engine provides it."""
+    """The group of the replicas; the engine sets it."""
     device_transfer: Any = None
-    """How tensors of the caller's accelerator leave for other processes; the engine that has such provides it."""
+    """How tensors on the caller's accelerator are sent to other processes; set by `engine='processes'`."""
     python_seed: int | None = None
-    """What seeds Python's and NumPy's generators of other processes, by the same engine."""
+    """The seed of Python's and NumPy's generators in other processes; set by `engine='processes'`."""
 
     def replica_context(self, index: int) -> ReplicaContext | None:
-        """One replica's place in the meeting."""
+        """The context of one replica in the group."""
         if self.group is None:
             return None
         size = self.sizes[index] if self.sizes else None
-        where = ReplicaInfo(index, len(self.replicas), self.replicas[index].device, size, sum(self.sizes[:index]))
-        return ReplicaContext(self.group, where, self.sizes, self.ambient.grad_enabled, _run_forward.__code__)
+        info = ReplicaInfo(index, len(self.replicas), self.replicas[index].device, size, sum(self.sizes[:index]))
+        return ReplicaContext(self.group, info, self.sizes, self.ambient.grad_enabled, _run_forward.__code__)
 
 
 class Engine(Protocol):
-    """Runs jobs. `joint` engines build the caller's own graph; the others are reached through the bridge."""
+    """Runs calls on replicas.
+
+    An engine with a `joint_graph` builds the caller's own autograd graph. The graphs of other engines are connected to
+    it by the bridge.
+    """
 
     name: str
     joint_graph: bool
     serialized: bool
     """Whether replicas always run one after another."""
     out_of_process: bool
-    """Whether replicas live in other processes, with copies of their arguments."""
+    """Whether replicas run in other processes, with copies of their arguments."""
 
     def replica_classes(self) -> Sequence[type[Replica]]:
-        """What each replica is in this process; nothing for the usual."""
+        """The class of each replica's object in this process; empty for `Replica`."""
         ...
 
     def share_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Move tensors of a source module to where its replicas can reach them."""
+        """Move a source module's tensors to memory that its replicas can access."""
         ...
 
     def describe_transport(self) -> str:
-        """What is to be said of how tensors come to the replicas; nothing where they are at home."""
+        """How tensors are sent to the replicas, for `repr`; empty if they are not sent."""
         ...
 
-    def forward(self, job: ReplicaCall) -> list[ReplicaResult]: ...
+    def forward(self, call: ReplicaCall) -> list[ReplicaResult]: ...
 
     def wait_idle(self) -> None:
-        """Wait until nothing of an interrupted call runs any longer."""
+        """Wait until an interrupted call no longer runs on any replica."""
         ...
 
-    def add_idle_callback(self, then: Callable[[], object]) -> None:
-        """Do something as soon as that is so; nothing if it was so when the interruption was raised."""
+    def add_idle_callback(self, callback: Callable[[], object]) -> None:
+        """Call a function when an interrupted call no longer runs; does nothing if none does."""
         ...
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Leave gradients on the replicas while inside, and bring them home on the way out."""
+        """Defer the reduction of gradients until the context exits."""
         ...
 
     def close(self) -> None: ...
@@ -110,44 +114,44 @@ class EngineClass(Protocol):
         ...
 
 
-def run_forward(job: ReplicaCall, index: int) -> ReplicaResult:
-    """One replica's part of a job, in whatever thread it runs; an exception becomes part of the outcome."""
-    return job.ambient.context_vars.copy().run(_run_forward, job, index)
+def run_forward(call: ReplicaCall, index: int) -> ReplicaResult:
+    """Run one replica's part of a call in this thread. An exception is returned in the result."""
+    return call.ambient.context_vars.copy().run(_run_forward, call, index)
 
 
-def _run_forward(job: ReplicaCall, index: int) -> ReplicaResult:
-    replica = job.replicas[index]
-    args, kwargs = job.arguments[index]
-    seat = job.replica_context(index)
-    failure: BaseException | None = None
+def _run_forward(call: ReplicaCall, index: int) -> ReplicaResult:
+    replica = call.replicas[index]
+    args, kwargs = call.arguments[index]
+    context = call.replica_context(index)
+    error_raised: BaseException | None = None
     try:
-        if job.group is not None:
-            job.group.enter(index)
+        if call.group is not None:
+            call.group.enter(index)
         guard = replica.tensors.guard
-        guard.set(True)  # gradients taken inside forward are forward's own business
+        guard.set(True)  # forward may compute gradients of its own
         guard.touched = False
-        with job.ambient.enter(replica.device), job.rng.forward_context(index), use_context(seat):
-            if job.sync_state:
+        with call.ambient.enter(replica.device), call.rng.forward_context(index), use_context(context):
+            if call.sync_state:
                 replica.sync_state()
-            outcome = run_replica(replica, job.method, args, kwargs, job.ambient.compiler)
+            result = run_replica(replica, call.method, args, kwargs, call.ambient.compiler)
         if replica.tensors.may_have_gradients():
             check_no_inner_backward(leaf for _, leaf in replica.trainable)
-        outcome.context = seat
-        return outcome
+        result.context = context
+        return result
     except BaseException as error:
-        failure = error
+        error_raised = error
         return ReplicaResult(error=error)
     finally:
         replica.tensors.guard.set(False)
-        if job.group is not None and seat is not None:
-            seat.forward_done = True
-            job.group.leave(index, failure)
-        failure = None  # its traceback holds this frame
+        if call.group is not None and context is not None:
+            context.forward_done = True
+            call.group.leave(index, error_raised)
+        error_raised = None  # breaks the cycle with this frame
 
 
-def raise_first_error(replicas: Sequence[Replica | str], outcomes: Sequence[ReplicaResult]) -> None:
-    """Raise the first replica's exception, with its own type and traceback, saying where it happened."""
-    failed = {i: o.error for i, o in enumerate(outcomes) if o.error is not None}
+def raise_first_error(replicas: Sequence[Replica | str], results: Sequence[ReplicaResult]) -> None:
+    """Raise the first failed replica's exception, with a note that names the replica."""
+    failed = {i: o.error for i, o in enumerate(results) if o.error is not None}
     if failed:
         error = first_error(failed)
         own = [i for i, e in failed.items() if not isinstance(e, PeerFailure)]
@@ -157,7 +161,7 @@ def raise_first_error(replicas: Sequence[Replica | str], outcomes: Sequence[Repl
 
 
 def add_replica_note(replica: str, error: BaseException, others: int = 0) -> BaseException:
-    """An exception that says which replica it comes from; it keeps its type."""
+    """Add a note that names the replica to an exception."""
     note = f"raised in {replica}" + (f" (and in {others} more)" if others else "")
     if hasattr(error, "add_note"):
         error.add_note(note)

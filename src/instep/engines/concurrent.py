@@ -28,32 +28,35 @@ from instep.runtime.locks import ForkSafeLock, run_uninterrupted
 from instep.runtime.torch_private import run_backward, will_accumulate_grad
 
 _PARALLEL_SUM_BYTES = 2**22
-"""Of gradients for each thread: below that, their sum is there before the threads have woken up."""
+"""Gradient bytes per thread below which summing in several threads does not pay."""
 
 _INTERRUPT_GRACE_SECONDS = 0.05
-"""Seconds that an interrupted call waits for its replicas to end."""
+"""Seconds that an interrupted call waits for its replicas to finish."""
 
 
 @dataclass(frozen=True)
 class BackwardTask:
-    """One replica's part of a backward."""
+    """One replica's task of a backward."""
 
     group: Rendezvous
     index: int
     graph: CallGraph
     outputs: list[Tensor]
-    """The outputs that a gradient has arrived for."""
+    """The outputs for which a gradient output_gradients."""
     gradients: list[Tensor]
     retain_graph: bool
-    """Whether the graph is kept."""
     collectives: list[int]
-    """Where replicas met in the forward and meet again."""
+    """The numbers of forward's collectives that the backward reaches."""
     autocast: AutocastState
-    """Autocast around whoever asked for it."""
+    """Autocast of the thread that called backward."""
 
 
 class ConcurrentEngine:
-    """One thread of this process for each replica, that runs it or waits for it; on the CPU their backward too."""
+    """Runs each replica from its own thread of this process, with its own autograd graph.
+
+    On the CPU, and for replicas in other processes, each thread runs its replica's backward too. Otherwise one backward
+    call runs all graphs, and autograd's device threads work concurrently.
+    """
 
     name = ""
     joint_graph = False
@@ -62,7 +65,7 @@ class ConcurrentEngine:
     def __init__(self, devices: Sequence[torch.device], *, timeout: float = inf) -> None:
         self._devices = list(devices)
         self.timeout = timeout
-        """Seconds that replicas which meet wait for one that does not move."""
+        """Seconds that a collective waits for a replica that makes no progress."""
         self._on_cpu = all(device.type == "cpu" for device in devices)
         if self._on_cpu:
             retain_freed_memory()
@@ -70,7 +73,7 @@ class ConcurrentEngine:
         self._lock = ForkSafeLock()
         self._in_no_sync = False
         self._deferred: dict[int, tuple[list[Tensor], list[Gradients]]] = {}
-        """Gradients that `no_sync` holds back: by the sources they belong to, one column for each replica."""
+        """Gradients that `no_sync` defers, for each list of sources: one list of gradients for each replica."""
 
     @classmethod
     def create(cls, devices: Sequence[torch.device], *, restarts: int, timeout: float) -> ConcurrentEngine:  # noqa: ARG003
@@ -92,28 +95,28 @@ class ConcurrentEngine:
         return ()
 
     def share_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Replicas of this process reach them wherever they are."""
+        """Nothing to do: replicas are in this process."""
 
     def describe_transport(self) -> str:
         return ""
 
-    def forward(self, job: ReplicaCall) -> list[ReplicaResult]:
-        names, streams = [replica.name for replica in job.replicas], job.rng
-        joint = not self._on_cpu and not self.out_of_process
-        job.group = self.make_group(
-            names, LEFT_FORWARD, joint_graph=joint, serialized=streams.serialized, suspend=streams.suspend
+    def forward(self, call: ReplicaCall) -> list[ReplicaResult]:
+        names, rng = [replica.name for replica in call.replicas], call.rng
+        joint_graph = not self._on_cpu and not self.out_of_process
+        call.group = self.make_group(
+            names, LEFT_FORWARD, joint_graph=joint_graph, serialized=rng.serialized, suspend=rng.suspend
         )
-        tasks = [partial(self.run_forward, job, index) for index in range(len(job.replicas))]
+        tasks = [partial(self.run_forward, call, index) for index in range(len(call.replicas))]
         try:
-            outcomes = self.threads.run(
-                tasks, on_interrupt=job.group.abort, grace=_INTERRUPT_GRACE_SECONDS, poll=job.group.check_timeout
+            results = self.threads.run(
+                tasks, on_interrupt=call.group.abort, grace=_INTERRUPT_GRACE_SECONDS, poll=call.group.check_timeout
             )
-            job.group.close()
+            call.group.close()
         except BaseException:
-            run_uninterrupted(job.group.abort, job.group.close)
+            run_uninterrupted(call.group.abort, call.group.close)
             raise
-        raise_first_error(job.replicas, outcomes)
-        return outcomes
+        raise_first_error(call.replicas, results)
+        return results
 
     def wait_idle(self) -> None:
         if self._threads is not None and not is_replica_thread():
@@ -123,123 +126,135 @@ class ConcurrentEngine:
         if self._threads is not None:
             self._threads.add_idle_callback(then)
 
-    def run_forward(self, job: ReplicaCall, index: int) -> ReplicaResult:
-        """One replica's part of a forward, in its thread."""
-        return run_forward(job, index)
+    def run_forward(self, call: ReplicaCall, index: int) -> ReplicaResult:
+        """Run one replica's forward, in its thread."""
+        return run_forward(call, index)
 
     def backward(
-        self, span: CallGraph, gradients: Sequence[Gradients], keep: bool
+        self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool
     ) -> tuple[Gradients, list[Gradients]]:
         with self._lock:
             try:
-                self._run_backward(span, gradients, keep)
-                inputs = [take_gradients(side.inputs) for side in span.replicas]
-                columns = [side.collect_gradients() for side in span.replicas]
+                self._run_backward(graph, gradients, retain_graph)
+                inputs = [take_gradients(replica.inputs) for replica in graph.replicas]
+                columns = [replica.collect_gradients() for replica in graph.replicas]
                 if not self._on_cpu:
                     columns = [gather_gradients(column, self._devices[0]) for column in columns]
-                if self._in_no_sync and all(will_accumulate_grad(source) for source in span.sources):
-                    self._defer(span.sources, columns)
-                    return [None] * len(span.sources), inputs
+                if self._in_no_sync and all(will_accumulate_grad(source) for source in graph.sources):
+                    self._defer(graph.sources, columns)
+                    return [None] * len(graph.sources), inputs
                 return self._sum_gradients(columns), inputs
             except BaseException:
                 run_uninterrupted(
                     *(
                         do
-                        for side in span.replicas
-                        for do in (side.collect_gradients, partial(take_gradients, side.inputs))
+                        for replica in graph.replicas
+                        for do in (replica.collect_gradients, partial(take_gradients, replica.inputs))
                     )
                 )
                 raise
 
-    def _run_backward(self, span: CallGraph, gradients: Sequence[Gradients], keep: bool) -> None:
-        pairs = [outputs_with_gradients(side, grads) for side, grads in zip(span.replicas, gradients, strict=True)]
-        span.rng.refresh()
-        if self._on_cpu or self.out_of_process:  # autograd runs a CPU graph in the thread that asks for it
-            needed = self._add_tokens(span, pairs, keep)
-            nested = is_replica_thread()  # the replicas' threads may be waiting for this one
-            names, in_turn = [side.name for side in span.replicas], span.rng.serialized or nested
-            room = self.make_group(names, LEFT_BACKWARD, serialized=in_turn, suspend=span.rng.suspend)
-            casts = AutocastState.capture()
-            parts = [BackwardTask(room, i, span, *pair, keep, needed, casts) for i, pair in enumerate(pairs)]
+    def _run_backward(self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool) -> None:
+        pairs = [
+            outputs_with_gradients(replica, grads) for replica, grads in zip(graph.replicas, gradients, strict=True)
+        ]
+        graph.rng.refresh()
+        if self._on_cpu or self.out_of_process:  # autograd runs a CPU graph in the calling thread
+            needed = self._add_tokens(graph, pairs, retain_graph)
+            nested = is_replica_thread()  # the replica threads may be waiting for this one
+            names, serialized = [replica.name for replica in graph.replicas], graph.rng.serialized or nested
+            group = self.make_group(names, LEFT_BACKWARD, serialized=serialized, suspend=graph.rng.suspend)
+            autocast = AutocastState.capture()
+            tasks = [
+                BackwardTask(group, i, graph, *pair, retain_graph, needed, autocast) for i, pair in enumerate(pairs)
+            ]
             if nested:
                 run_serialized(
-                    [partial(self.backward_replica, part) for part in parts], room, should_stop=lambda _: False
+                    [partial(self.backward_replica, task) for task in tasks], group, should_stop=lambda _: False
                 )
             else:
-                self.backward_replicas(parts, room)
-        else:  # autograd's own device threads run the replicas at the same time
+                self.backward_replicas(tasks, group)
+        else:  # autograd's device threads run the graphs concurrently
             outputs = [output for outs, _ in pairs for output in outs]
-            arrived = [grad for _, grads in pairs for grad in grads]
-            _backward_graphs(span.replicas, outputs, arrived, keep, span.rng.joint_backward_context())
-        span.rng.advance()
+            output_gradients = [grad for _, grads in pairs for grad in grads]
+            _backward_graphs(
+                graph.replicas, outputs, output_gradients, retain_graph, graph.rng.joint_backward_context()
+            )
+        graph.rng.advance()
 
-    def _add_tokens(self, span: CallGraph, pairs: Sequence[tuple[list[Tensor], list[Tensor]]], keep: bool) -> list[int]:
-        """Start each backward also at what any replica did together with the others; returns where that was."""
-        rows = [_tokens(side) for side in span.replicas]
+    def _add_tokens(
+        self, graph: CallGraph, pairs: Sequence[tuple[list[Tensor], list[Tensor]]], retain_graph: bool
+    ) -> list[int]:
+        """Add the tokens of collectives that any replica's backward reaches; returns their numbers."""
+        rows = [_tokens(replica) for replica in graph.replicas]
         if not any(rows) or not any(outputs for outputs, _ in pairs):
             return []
-        if all(len(outputs) == len(side.outputs) for side, (outputs, _) in zip(span.replicas, pairs, strict=True)):
+        if all(
+            len(outputs) == len(replica.outputs) for replica, (outputs, _) in zip(graph.replicas, pairs, strict=True)
+        ):
             needed = list(range(len(rows[0])))
         else:
             needed = required_collectives(
-                [self.reached_collectives(span, index, outputs) for index, (outputs, _) in enumerate(pairs)]
+                [self.reached_collectives(graph, index, outputs) for index, (outputs, _) in enumerate(pairs)]
             )
-        for side, row, (outputs, grads) in zip(span.replicas, rows, pairs, strict=True):
-            if side.remote_call is not None:
+        for replica, row, (outputs, grads) in zip(graph.replicas, rows, pairs, strict=True):
+            if replica.remote_call is not None:
                 continue
             outputs += [row[number] for number in needed]
             grads += [torch.zeros_like(row[number]) for number in needed]
-            if not keep and side.context is not None:
-                side.context.tokens = [token for number, token in enumerate(row) if number not in needed]
+            if not retain_graph and replica.context is not None:
+                replica.context.tokens = [token for number, token in enumerate(row) if number not in needed]
         return needed
 
-    def reached_collectives(self, span: CallGraph, index: int, outputs: Sequence[Tensor]) -> ReachedCollectives:
-        """Where one replica's backward from these outputs comes to meet the others."""
-        return find_reached_collectives(_tokens(span.replicas[index]), outputs)
+    def reached_collectives(self, graph: CallGraph, index: int, outputs: Sequence[Tensor]) -> ReachedCollectives:
+        """The collectives that one replica's backward from these outputs reaches."""
+        return find_reached_collectives(_tokens(graph.replicas[index]), outputs)
 
     def make_group(self, names: Sequence[str], exit_description: str, **options: Any) -> Rendezvous:
-        """Where the replicas of a call, or of a backward, meet."""
+        """The group of the replicas in a forward or backward."""
         return Rendezvous(names, exit_description, timeout=self.timeout, **options)
 
-    def backward_replicas(self, parts: Sequence[BackwardTask], room: Rendezvous) -> None:
-        """Every replica's part of a backward, each in its thread."""
+    def backward_replicas(self, tasks: Sequence[BackwardTask], group: Rendezvous) -> None:
+        """Run every replica's backward, each in its thread."""
         self.threads.run(
-            [partial(self.backward_replica, part) for part in parts],
-            on_interrupt=room.abort,
+            [partial(self.backward_replica, task) for task in tasks],
+            on_interrupt=group.abort,
             first_inline=not self._on_cpu,
         )
 
-    def backward_replica(self, part: BackwardTask) -> None:
-        """One replica's part of a backward, in its thread: gradients are left on its leaves and inputs."""
-        side, streams = part.graph.replicas[part.index], part.graph.rng
-        around = streams.backward_context(part.index) if self._on_cpu else streams.joint_backward_context(part.index)
-        with part.autocast.enter():
-            backward_in_group(part.group, part.index, side, part.outputs, part.gradients, part.retain_graph, around)
+    def backward_replica(self, task: BackwardTask) -> None:
+        """Run one replica's backward, in its thread; gradients accumulate in its leaves and inputs."""
+        replica, rng = task.graph.replicas[task.index], task.graph.rng
+        rng_context = rng.backward_context(task.index) if self._on_cpu else rng.joint_backward_context(task.index)
+        with task.autocast.enter():
+            backward_in_group(
+                task.group, task.index, replica, task.outputs, task.gradients, task.retain_graph, rng_context
+            )
 
     def _sum_gradients(self, columns: Sequence[Gradients], into: Collection[int] | None = None) -> Gradients:
-        """The sum over replicas on the source's device; a large one is spread over the replica threads.
+        """Sum gradients over replicas on the source's device; large sums use the replica threads.
 
-        `into` are the places of the first ones that it can be made in, where that is known.
+        `into` are the indices of the first replica's gradients that may be overwritten, if existing.
         """
         chunks = _balanced_chunks(columns[0], len(columns)) if self._on_cpu else []
         if len(chunks) < 2:
             return sum_gradients(columns, reusable_gradients(columns[0]) if into is None else into)
-        parts = self.threads.run([partial(_sum_chunk, columns, *chunk) for chunk in chunks])
-        return [gradient for part in parts for gradient in part]
+        tasks = self.threads.run([partial(_sum_chunk, columns, *chunk) for chunk in chunks])
+        return [gradient for task in tasks for gradient in task]
 
     def _defer(self, sources: list[Tensor], columns: list[Gradients]) -> None:
         key = id(sources[0]) if sources else 0
-        known = self._deferred.get(key)
-        if known is None or len(known[0]) != len(sources):
-            self._release_deferred(known)
+        existing = self._deferred.get(key)
+        if existing is None or len(existing[0]) != len(sources):
+            self._release_deferred(existing)
             self._deferred[key] = (sources, columns)
             return
-        both = [known[1][i : i + 1] + columns[i : i + 1] for i in range(max(len(known[1]), len(columns)))]
-        self._deferred[key] = (sources, [sum_gradients(pair) for pair in both])
+        pairs = [existing[1][i : i + 1] + columns[i : i + 1] for i in range(max(len(existing[1]), len(columns)))]
+        self._deferred[key] = (sources, [sum_gradients(pair) for pair in pairs])
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients on the replicas while inside, and bring them home on the way out."""
+        """Defer the reduction of gradients until the context exits."""
         outer, self._in_no_sync = self._in_no_sync, True
         try:
             yield
@@ -247,14 +262,16 @@ class ConcurrentEngine:
             self._in_no_sync = outer
             if not outer:
                 with self._lock:
-                    held, self._deferred = self._deferred, {}
-                    for entry in held.values():
+                    deferred, self._deferred = self._deferred, {}
+                    for entry in deferred.values():
                         self._release_deferred(entry)
 
-    def _release_deferred(self, held: tuple[list[Tensor], list[Gradients]] | None) -> None:
-        """Bring home what was held back; gradients reach the source as a backward would bring them."""
-        if held is not None:
-            pairs = [(s, g) for s, g in zip(held[0], self._sum_gradients(held[1]), strict=True) if g is not None]
+    def _release_deferred(self, deferred: tuple[list[Tensor], list[Gradients]] | None) -> None:
+        """Sum deferred gradients and accumulate them into the sources through autograd."""
+        if deferred is not None:
+            pairs = [
+                (s, g) for s, g in zip(deferred[0], self._sum_gradients(deferred[1]), strict=True) if g is not None
+            ]
             if pairs:
                 torch.autograd.backward([source for source, _ in pairs], [gradient for _, gradient in pairs])
 
@@ -265,54 +282,54 @@ class ConcurrentEngine:
 
 
 def _backward_graphs(
-    sides: Sequence[ReplicaGraph],
+    replicas: Sequence[ReplicaGraph],
     outputs: list[Tensor],
     grads: list[Tensor],
-    keep: bool,
-    around: AbstractContextManager[None],
+    retain_graph: bool,
+    rng_context: AbstractContextManager[None],
 ) -> None:
-    """A backward inside replicas: gradients accumulate on their leaves, which are open to it alone."""
+    """Run a backward of replicas' graphs. Only meanwhile may gradients accumulate in the replicas' leaves."""
     if not outputs:
         return
-    with around:
+    with rng_context:
         try:
-            for side in sides:
-                side.guard.set(True)
-            run_backward(outputs, grads, keep)
+            for replica in replicas:
+                replica.guard.set(True)
+            run_backward(outputs, grads, retain_graph)
         except BaseException as error:
-            if len(sides) == 1:
-                add_replica_note(sides[0].name, error)
+            if len(replicas) == 1:
+                add_replica_note(replicas[0].name, error)
             raise
         finally:
-            for side in sides:
-                side.guard.set(False)
+            for replica in replicas:
+                replica.guard.set(False)
 
 
 def backward_in_group(
-    room: Any,
+    group: Any,
     index: int,
-    side: ReplicaGraph,
+    replica: ReplicaGraph,
     outputs: list[Tensor],
     grads: list[Tensor],
-    keep: bool,
-    around: AbstractContextManager[None],
+    retain_graph: bool,
+    rng_context: AbstractContextManager[None],
 ) -> None:
-    """One replica's backward, in which it meets the others where it did in its forward."""
+    """Run one replica's backward in a group, with the collectives of its forward."""
     failure: BaseException | None = None
     try:
-        room.enter(index)
-        with use_context(None if side.context is None else side.context.with_group(room)):
-            _backward_graphs([side], outputs, grads, keep, around)
+        group.enter(index)
+        with use_context(None if replica.context is None else replica.context.with_group(group)):
+            _backward_graphs([replica], outputs, grads, retain_graph, rng_context)
     except BaseException as error:
         failure = error
         raise
     finally:
-        room.leave(index, failure)
-        failure = None  # its traceback holds this frame
+        group.leave(index, failure)
+        failure = None  # breaks the cycle with this frame
 
 
-def _tokens(side: ReplicaGraph) -> list[Tensor]:
-    return [] if side.context is None else side.context.tokens
+def _tokens(replica: ReplicaGraph) -> list[Tensor]:
+    return [] if replica.context is None else replica.context.tokens
 
 
 def _sum_chunk(columns: Sequence[Gradients], start: int, stop: int) -> Gradients:
@@ -321,7 +338,7 @@ def _sum_chunk(columns: Sequence[Gradients], start: int, stop: int) -> Gradients
 
 
 def _balanced_chunks(column: Gradients, count: int) -> list[tuple[int, int]]:
-    """Runs of gradients of about equal bytes, one for each thread; none where there is too little to share out."""
+    """Index ranges of about equal bytes, one for each thread; empty if there is too little to split."""
     sizes = [0 if g is None else g.numel() * g.element_size() for g in column]
     total = sum(sizes)
     if total < _PARALLEL_SUM_BYTES * count:

@@ -229,7 +229,8 @@ class Rendezvous:
         """Say once what the others are doing, for one that runs may take its time."""
         for index in awaited:
             warnings.warn(
-                f"{label} has waited {waited:.0f} s for {self._names[index]}, which is at:\n{self._format_stack(index)}",
+                f"{label} has waited {waited:.0f} s for {self._names[index]}, which is at:\n"
+                f"{self._format_stack(index)}",
                 stacklevel=2,
             )
 

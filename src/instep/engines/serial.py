@@ -17,10 +17,10 @@ from instep.runtime.locks import run_uninterrupted
 
 
 class SerialEngine:
-    """Runs replicas in turn; a breakpoint inside `forward` stops in the caller's own thread.
+    """Runs replicas one after another; a breakpoint inside `forward` stops in the caller's thread.
 
-    Only replicas that do something together in the middle of `forward` need threads: while the first one waits, in the
-    caller's thread, the others come as far as it is, one at a time.
+    Only collectives need threads: while the first replica waits in the caller's thread, the others run up to the
+    collective in threads of their own, one at a time.
     """
 
     name = "serial"
@@ -34,43 +34,43 @@ class SerialEngine:
 
     @classmethod
     def shutdown(cls) -> None:
-        """Nothing is shared."""
+        """Nothing to release."""
 
     def replica_classes(self) -> Sequence[type[Replica]]:
         return ()
 
     def share_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Replicas of this process reach them wherever they are."""
+        """Nothing to do: replicas are in this process."""
 
     def describe_transport(self) -> str:
         return ""
 
-    def forward(self, job: ReplicaCall) -> list[ReplicaResult]:
-        names = [replica.name for replica in job.replicas]
-        job.group = Rendezvous(names, LEFT_FORWARD, joint_graph=True, serialized=True, suspend=job.rng.suspend)
-        tasks = [partial(run_forward, job, index) for index in range(len(job.replicas))]
-        sources = {id(source): source for replica in job.replicas for source, _ in replica.trainable}
-        aside = GradientStash(sources.values())
+    def forward(self, call: ReplicaCall) -> list[ReplicaResult]:
+        names = [replica.name for replica in call.replicas]
+        call.group = Rendezvous(names, LEFT_FORWARD, joint_graph=True, serialized=True, suspend=call.rng.suspend)
+        tasks = [partial(run_forward, call, index) for index in range(len(call.replicas))]
+        sources = {id(source): source for replica in call.replicas for source, _ in replica.trainable}
+        saved_gradients = GradientStash(sources.values())
         try:
-            aside.stash()
-            outcomes = run_serialized(tasks, job.group, should_stop=lambda outcome: outcome.error is not None)
-            raise_first_error(job.replicas[: len(outcomes)], outcomes)
-            aside.check()
-            run_uninterrupted(aside.restore)
-            return outcomes
+            saved_gradients.stash()
+            results = run_serialized(tasks, call.group, should_stop=lambda result: result.error is not None)
+            raise_first_error(call.replicas[: len(results)], results)
+            saved_gradients.check()
+            run_uninterrupted(saved_gradients.restore)
+            return results
         except BaseException:
-            run_uninterrupted(aside.restore)
+            run_uninterrupted(saved_gradients.restore)
             raise
 
     def wait_idle(self) -> None:
-        """Whoever is interrupted has waited already."""
+        """Nothing to do: an interrupted call has waited already."""
 
-    def add_idle_callback(self, then: Callable[[], object]) -> None:
-        """Nothing runs on."""
+    def add_idle_callback(self, callback: Callable[[], object]) -> None:
+        """Nothing to do: no replica runs after an interruption."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Nothing is ever held back: gradients go straight to the source."""
+        """Nothing to defer: gradients accumulate directly in the source."""
         return nullcontext()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""

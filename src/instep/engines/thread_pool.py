@@ -344,8 +344,8 @@ class ReplicaThreads:
         """Wait for what an interrupted call has left running."""
         if self._unfinished is not None and not self._unfinished.wait(_INTERRUPTED_CALL_TIMEOUT):
             raise EngineError(
-                f"a call was interrupted more than {_INTERRUPTED_CALL_TIMEOUT:.0f} s ago, and its forward still runs on a replica. "
-                f"Make sure that it ends."
+                f"a call was interrupted more than {_INTERRUPTED_CALL_TIMEOUT:.0f} s ago, and its forward still runs on a "
+                f"replica.\nMake sure that forward returns."
             )
         self._unfinished = None
 

@@ -6,6 +6,6 @@ from instep.engines.concurrent import ConcurrentEngine
 
 
 class ThreadsEngine(ConcurrentEngine):
-    """Runs replicas at the same time, each in its thread; on the CPU their backward too."""
+    """Runs replicas concurrently, each in a persistent thread of this process."""
 
     name = "threads"
