@@ -30,7 +30,7 @@ def accelerators() -> list[torch.device]:
 
 
 def resolve_device(spec: DeviceLike) -> torch.device:
-    """A full device from an index, a name or a device: `0` is the first accelerator, `"cuda"` the current one."""
+    """Resolve an index, name or device: `0` is the first accelerator, `"cuda"` the current one."""
     if isinstance(spec, int):
         found = accelerators()
         kind = found[0].type if found else "cuda"
@@ -46,7 +46,7 @@ def resolve_device(spec: DeviceLike) -> torch.device:
 
 
 def resolve_devices(specs: Sequence[DeviceLike] | None, module: nn.Module) -> list[torch.device]:
-    """The replicas' devices: those asked for, or every accelerator, or the one place where the module is."""
+    """The replicas' devices: those given, else every accelerator, else the module's device."""
     if specs is None:
         return accelerators() or [module_device(module) or torch.device("cpu")]
     devices = [resolve_device(spec) for spec in specs]
@@ -56,19 +56,19 @@ def resolve_devices(specs: Sequence[DeviceLike] | None, module: nn.Module) -> li
 
 
 def module_device(module: nn.Module) -> torch.device | None:
-    """The one device that holds a module's parameters and buffers; None for a module without any."""
+    """The device of a module's parameters and buffers; None if it has none."""
     places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if len(places) > 1:
         names = ", ".join(sorted(str(place) for place in places))
         raise WrapError(
-            f"this module is spread over several devices ({names}); instep keeps a whole copy on each device. "
-            f"Bring it to one device first: module.to({sorted(str(place) for place in places)[0]!r})."
+            f"the module is on several devices ({names}), but instep keeps a whole replica on each device. "
+            f"Move it to one device first: module.to({sorted(str(place) for place in places)[0]!r})."
         )
     return places.pop() if places else None
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device; a copy from the host runs beside the work that is already queued there."""
+    """Copy a tensor to a device. A copy from the host to CUDA runs on a side stream."""
     if tensor.device == device:
         return tensor
     if device.type != "cuda" or tensor.device.type != "cpu" or tensor.requires_grad:
@@ -78,14 +78,14 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
         stream = _copy_streams[device] = torch.cuda.Stream(device)
     current = torch.cuda.current_stream(device)
     with torch.cuda.stream(stream):
-        moved = tensor.to(device)  # waits for this copy alone: the caller may refill a pinned batch right away
+        moved = tensor.to(device)  # blocks until copied: the caller may overwrite a pinned batch
     current.wait_stream(stream)
     moved.record_stream(current)
     return moved
 
 
 def move_to_device(value: Any, device: torch.device) -> Any:
-    """A structure with every tensor on `device`."""
+    """Move every tensor of a structure to `device`."""
     if isinstance(value, Tensor):
         return to_device(value, device)
     kind = handler_for_type(type(value))
@@ -102,12 +102,12 @@ def move_to_device(value: Any, device: torch.device) -> Any:
 
 
 def has_accelerator_tensors(values: Iterable[Any]) -> bool:
-    """Whether CPU leaves are meant to stay: they are when some other leaf is already on an accelerator."""
+    """Whether a leaf is on an accelerator; CPU leaves then stay on the CPU."""
     return any(tensor.device.type != "cpu" for value in values for tensor in tensors_in(value))
 
 
 def place(value: Any, path: Path, device: torch.device, keep_host: bool, rules: Mapping[str, Any]) -> Any:
-    """A shard on its replica's device; CPU leaves stay where `keep_host` or a rule says so."""
+    """Move a shard to its replica's device. With `keep_host`, CPU leaves stay; `rules` take precedence."""
     if rules:
         where = format_path(path)
         for pattern, spec in rules.items():
@@ -128,7 +128,7 @@ def place(value: Any, path: Path, device: torch.device, keep_host: bool, rules: 
 
 
 def to_output_device(value: Any, device: torch.device) -> Any:
-    """Outputs brought to one device, differentiably."""
+    """Move outputs to one device, differentiably."""
     return map_tensors(lambda tensor: tensor if tensor.device == device else tensor.to(device), value)
 
 
@@ -137,7 +137,7 @@ BUCKET_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors of one dtype and device that travel as one."""
+    """Tensors of one dtype and device that are copied as one flat tensor."""
 
     indices: tuple[int, ...]
     dtype: torch.dtype
@@ -145,7 +145,7 @@ class Bucket:
 
 
 def make_buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[Bucket]:
-    """Dense tensors grouped by dtype and device, in order, up to `limit` bytes a bucket."""
+    """Group dense tensors by dtype and device, in order, up to `limit` bytes a bucket."""
     found: list[Bucket] = []
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -160,22 +160,21 @@ def make_buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[B
 
 
 def pack(tensors: Sequence[Tensor], bucket: Bucket) -> Tensor:
-    """The bucket's tensors as one flat tensor on their device."""
+    """Flatten a bucket's tensors into one tensor on their device."""
     return torch.cat([tensors[index].detach().reshape(-1) for index in bucket.indices])
 
 
 def unpack(flat: Tensor, like: Sequence[Tensor], bucket: Bucket) -> list[Tensor]:
-    """The tensors of a bucket as views of a flat tensor, in the shapes of `like`."""
+    """Views of a flat tensor for the tensors of a bucket, in the shapes of `like`."""
     sizes = [like[index].numel() for index in bucket.indices]
     parts = flat.split(sizes)
     return [part.view(like[index].shape) for part, index in zip(parts, bucket.indices, strict=True)]
 
 
 def copy_to_replicas(tensors: Sequence[Tensor], into: Sequence[Sequence[Tensor]]) -> None:
-    """Write the values of `tensors` into each list of counterparts, in flat buckets where devices differ.
+    """Copy the values of `tensors` into each list of counterparts, in flat buckets if devices differ.
 
-    Version counters of the counterparts do not move: a graph that was built on them meets the new values exactly as a
-    graph on one device meets a parameter that was changed without notice.
+    The counterparts' version counters do not change.
     """
     with torch.no_grad(), set_inference_mode(False):
         for bucket in make_buckets(tensors):

@@ -83,7 +83,7 @@ TOGETHER: dict[str, tuple[Callable[[Net, Tensor], Any], list[str]]] = {
     ),
     "a sparse tensor": (
         lambda net, y: instep.all_gather(y.detach().to_sparse()),
-        ["all_gather: the argument is a Tensor of a layout of its own", "give the plain tensors in it"],
+        ["all_gather: the argument is a Tensor, whose layout is not supported", "Pass its plain tensors"],
     ),
     "another structure": (
         lambda net, y: instep.all_gather({f"k{len(y)}": y}),

@@ -42,7 +42,7 @@ class BackwardTask:
     index: int
     graph: CallGraph
     outputs: list[Tensor]
-    """The outputs for which a gradient output_gradients."""
+    """The outputs for which a gradient arrived."""
     gradients: list[Tensor]
     retain_graph: bool
     collectives: list[int]

@@ -21,7 +21,7 @@ from instep.runtime.locks import run_uninterrupted, start_thread
 
 
 def thread_cpu_times(task: int) -> list[str]:
-    """How long a thread has worked, as the system counts; nothing where it does not say."""
+    """The CPU times of a thread from `/proc`; empty if they are not available."""
     try:
         with open(f"/proc/self/task/{task}/stat") as file:
             return file.read().rpartition(")")[2].split()[11:13]
@@ -32,25 +32,31 @@ def thread_cpu_times(task: int) -> list[str]:
 T = TypeVar("T")
 
 WARN_AFTER_SECONDS = 60.0
-"""Seconds after which a replica that waits says for whom."""
+"""Seconds after which a waiting replica warns which replica it waits for."""
 
 _POLL_SECONDS = 0.2
-"""Seconds after which whoever waits looks again, without a bell."""
+"""Seconds between checks of a waiting thread that is not woken up."""
 
 _UNSTARTED_POLLS = 5
-"""So many times, before a thread that has not begun is taken for one that never will."""
+"""Checks after which a thread that has not started is taken as never starting."""
 
 LEFT_FORWARD = "returned from forward"
 LEFT_BACKWARD = "came to the end of its backward"
 
 
 class Rendezvous:
-    """Where the replicas of one call, or of one backward, meet.
+    """The group of replicas that are threads of this process, for one forward or backward.
 
-    With `in_turn` only one of them runs at a time: the first until it returns or waits for the others, then the next. A
-    replica that is waited for and has no thread yet is given one by `start`. What replicas in turn have in common is
-    put aside while another has its turn: `step_aside` returns what brings it back. Whoever has waited for `timeout`
-    seconds, in which the others have not moved, waits no longer.
+    A replica that waits for others stops waiting as soon as one of them returns or fails.
+
+    Args:
+        names: The replicas, for messages.
+        exit_description: What a replica did that has left the group, for messages.
+        joint_graph: Whether the replicas build one autograd graph.
+        serialized: Whether only one replica runs at a time: the first until it returns or waits for the others, then
+            the next. `start_replica` starts the thread of a replica that is waited for and has none yet.
+        suspend: Saves state that serialized replicas share while another one runs; returns a function that restores it.
+        timeout: Seconds after which a collective fails if the awaited replicas make no progress.
     """
 
     def __init__(
@@ -66,13 +72,13 @@ class Rendezvous:
         self.joint_graph = joint_graph
         self._timeout = inf if serialized else timeout
         self.timeout_error: CollectiveError | None = None
-        """That some replica was waited for too long: it may never come to an end."""
+        """Set when a replica was waited for too long; it may never return."""
         self._suspend = suspend if serialized else None
         self.start_replica: Callable[[int], None] | None = None
         self._names = list(names)
         self._exit_description = exit_description
-        # Each replica waits for a bell of its own and looks again by itself: no wait needs the lock, whose owner may be
-        # interrupted. It is Python's own lock, taken without a line of Python between.
+        # Each replica waits on its own queue and polls: no wait needs the lock, whose owner may be interrupted. A plain
+        # RLock is acquired without running Python code in between.
         self._lock = threading.RLock()
         self._wakeups: list[SimpleQueue[None]] = [SimpleQueue() for _ in names]
         self._waiting: dict[int, tuple[str, Any]] = {}
@@ -84,22 +90,22 @@ class Rendezvous:
         self._turn: int | None = 0 if serialized else None
         self._thread_ids: dict[int, int] = {}
         self._native_ids: dict[int, int] = {}
-        """What the system calls these threads."""
+        """The native ids of these threads."""
         self._warned = False
         self.stack_providers: dict[int, Callable[[], str]] = {}
-        """What says where a replica stands whose thread here only waits for it."""
+        """Functions that describe the stack of a replica whose thread here only waits for another process."""
 
     def enter(self, index: int) -> None:
-        """Begin a replica's part; waits for its turn. After a failure its part is not begun."""
+        """Begin a replica's part; waits for its turn. Raises if the group is broken."""
         with self._lock:
             self._thread_ids[index], self._native_ids[index] = threading.get_ident(), threading.get_native_id()
         self._wait_for_round(index)
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
-        go_on = self._suspend() if self._suspend is not None else None
+        resume = self._suspend() if self._suspend is not None else None
         payloads = self._exchange(index, label, payload)
-        if go_on is not None:
-            go_on()
+        if resume is not None:
+            resume()
         return payloads
 
     def _exchange(self, index: int, label: str, payload: Any) -> list[Any]:
@@ -109,13 +115,13 @@ class Rendezvous:
             return self._collect(awaited)
         except Exception:
             raise
-        except BaseException:  # an interruption: others may have their turn, and this replica must not run beside them
+        except BaseException:  # interrupted: another replica may have the turn, and this one must not run meanwhile
             run_uninterrupted(self.abort)
             self._wait_for_turn(index)
             raise
 
     def _arrive(self, index: int, label: str, payload: Any) -> int:
-        """Come to a meeting, and wait for nobody; the number of the round that it is in."""
+        """Add a replica's payload to the current round, without waiting; returns the round's number."""
         with self._lock:
             self._raise_if_broken()
             self._check_label(index, label)
@@ -129,7 +135,7 @@ class Rendezvous:
         return awaited
 
     def _collect(self, awaited: int) -> list[Any]:
-        """What all have brought to a round; if they have not, the failure that keeps them from it."""
+        """The payloads of a round; raises if the group broke before all arrived."""
         with self._lock:
             if self._round < awaited:
                 self._raise_if_broken()
@@ -140,12 +146,12 @@ class Rendezvous:
             return payloads
 
     def is_broken(self) -> bool:
-        """Whether replicas meet no longer, for one of them failed."""
+        """Whether a replica failed, so that no exchange can complete."""
         return self._broken_error is not None
 
     def _wait_for_round(self, index: int, awaited: int = 0, label: str | None = None) -> None:
-        """Wait for a round, and for one's turn; after a failure for the turn alone, and raise it."""
-        since, stood = time.monotonic(), None
+        """Wait for a round and for this replica's turn. If the group is broken, wait for the turn only and raise."""
+        since, last_positions = time.monotonic(), None
         patience = min(WARN_AFTER_SECONDS, self._timeout / 2)
         while True:
             with self._lock:
@@ -160,24 +166,24 @@ class Rendezvous:
             if not self._warned:
                 self._warned = True
                 self._warn_slow(label, waited, self._awaited_replicas())
-            stands = self._thread_positions()
-            if stands != stood:
-                since, stood = max(since, time.monotonic() - patience), stands
-            elif waited > self._timeout and stands:
+            positions = self._thread_positions()
+            if positions != last_positions:
+                since, last_positions = max(since, time.monotonic() - patience), positions
+            elif waited > self._timeout and positions:
                 self._fail_with_timeout(label, waited)
 
     def _wait_for_turn(self, index: int) -> None:
-        """After a failure, wait until no other replica has its turn."""
+        """After a failure, wait until no other replica runs."""
         while not self._is_turn_free(index):
             self._wait_wakeup(index)
 
     def _is_turn_free(self, index: int) -> bool:
-        """Whether no other replica has its turn."""
+        """Whether no other replica runs."""
         turn = self._turn
         return turn in (None, index) or turn in self._finished or turn not in self._thread_ids
 
     def _wait_wakeup(self, index: int) -> bool:
-        """Wait for a change, and not for long: the bell may have rung for an interruption."""
+        """Wait for a wake-up, for a short time: an interruption may have consumed it."""
         try:
             self._wakeups[index].get(timeout=min(_POLL_SECONDS, WARN_AFTER_SECONDS))
         except Empty:
@@ -191,14 +197,13 @@ class Rendezvous:
 
     def _awaited_replicas(self) -> list[int]:
         """The replicas that others wait for."""
-        able = [i for i in range(len(self._names)) if i not in self._waiting and i not in self._finished]
-        return able if self._turn is None else [self._turn]
+        candidates = [i for i in range(len(self._names)) if i not in self._waiting and i not in self._finished]
+        return candidates if self._turn is None else [self._turn]
 
     def _thread_positions(self) -> dict[int, tuple[int, int, list[str]]]:
-        """Where the threads stand that are waited for, and how long they have worked; nothing where a debugger may
-        hold one of them.
+        """The positions and CPU times of awaited threads; empty if a debugger may have stopped one.
 
-        Of one that only waits for another process nothing is said here: whoever listens there sees to that.
+        Replicas in other processes are left out: their watchdog checks them.
         """
         frames = sys._current_frames()
         awaited = {
@@ -213,20 +218,20 @@ class Rendezvous:
         names = " and ".join(self._names[index] for index in self._awaited_replicas())
         with self._lock:
             self.timeout_error = CollectiveError(
-                f"{label} has waited {waited:.0f} s for {names}, and nothing has moved there:\n"
+                f"{label} has waited {waited:.0f} s for {names}, which made no progress:\n"
                 f"{''.join(map(self._format_stack, self._awaited_replicas()))}"
-                f"Let no replica wait for another but in instep's own operations: one may hold a lock that another "
-                f"needs. If it only takes long: DataParallel(..., timeout={self._timeout * 10:.0f})."
+                f"Replicas may wait for one another only in collectives: one may hold a lock that another needs. "
+                f"If the replica is only slow: DataParallel(..., timeout={self._timeout * 10:.0f})."
             )
             self._break(self.timeout_error)
 
     def check_timeout(self) -> None:
-        """Raise that a replica was waited for too long."""
+        """Raise `timeout_error` if it is set."""
         if self.timeout_error is not None:
             raise self.timeout_error
 
     def _warn_slow(self, label: str, waited: float, awaited: Iterable[int]) -> None:
-        """Say once what the others are doing, for one that runs may take its time."""
+        """Warn where the awaited replicas are."""
         for index in awaited:
             warnings.warn(
                 f"{label} has waited {waited:.0f} s for {self._names[index]}, which is at:\n"
@@ -243,13 +248,13 @@ class Rendezvous:
         return "".join(traceback.format_stack(frame, 8))
 
     def leave(self, index: int, error: BaseException | None = None) -> None:
-        """End a replica's part: whoever waits for it, waits no longer."""
+        """End a replica's part. Replicas that wait for it fail."""
         with self._lock:
             self._finished.add(index)
             self._waiting.pop(index, None)
             if error is not None:
                 self._break(
-                    PeerFailure(f"{self._names[index]} failed with {type(error).__name__} before it came here.")
+                    PeerFailure(f"{self._names[index]} failed with {type(error).__name__} before this collective.")
                 )
             elif self._waiting:
                 waiting = min(self._waiting)
@@ -258,35 +263,35 @@ class Rendezvous:
                 self._pass_turn(start=False)
 
     def close(self) -> None:
-        """Let go of what nobody came for: graphs lead to the room, and must not lead on to themselves."""
+        """Drop payloads: graphs reference the group, and must not reference themselves through it."""
         with self._lock:
             self._payloads, self._waiting, self.start_replica = [], {}, None
 
     def abort(self) -> None:
-        """Let nobody wait any longer: the caller was interrupted."""
+        """Break the group: the caller was interrupted."""
         with self._lock:
             self._break(PeerFailure("the call was interrupted."))
 
     def _check_label(self, index: int, label: str) -> None:
-        for other, (theirs, _) in self._waiting.items():
-            if theirs != label:
+        for other, (other_label, _) in self._waiting.items():
+            if other_label != label:
                 self._break(
                     CollectiveError(
-                        f"the replicas came to different operations.\n"
-                        f"  {self._names[other]} called {theirs}\n"
+                        f"the replicas called different collectives.\n"
+                        f"  {self._names[other]} called {other_label}\n"
                         f"  {self._names[index]} called {label}\n"
-                        f"Every replica has to make the same calls in the same order: take them out of branches that "
-                        f"depend on the shard, and give them the same structure, sizes and dtypes."
+                        f"Every replica has to make the same calls in the same order: move them out of branches that "
+                        f"depend on the shard, and pass the same structure, sizes and dtypes."
                     )
                 )
         if self._finished:
             self._break(self._missing_error(index, label, min(self._finished)))
         self._raise_if_broken()
 
-    def _missing_error(self, waiting: int, label: str, gone: int) -> CollectiveError:
+    def _missing_error(self, waiting: int, label: str, finished: int) -> CollectiveError:
         return CollectiveError(
-            f"{self._names[waiting]} called {label}, and {self._names[gone]} {self._exit_description} without it.\n"
-            f"Every replica has to make the same calls: take them out of branches and loops that depend on the shard."
+            f"{self._names[waiting]} called {label}, and {self._names[finished]} {self._exit_description} without it.\n"
+            f"Every replica has to make the same calls: move them out of branches and loops that depend on the shard."
         )
 
     def _break(self, error: CollectiveError) -> None:
@@ -299,48 +304,48 @@ class Rendezvous:
             raise type(self._broken_error)(*self._broken_error.args)
 
     def _pass_turn(self, start: bool) -> None:
-        """Let the first replica run that is neither waiting nor gone; after a failure, the first that is not gone."""
+        """Give the turn to the first replica that can run; after a failure, to the first unfinished one."""
         if self._turn is not None:
-            able = [i for i in range(len(self._names)) if i not in self._finished]
-            if self._broken_error is not None:  # they come out of where they wait, one at a time
-                able = [i for i in able if i in self._thread_ids]
+            candidates = [i for i in range(len(self._names)) if i not in self._finished]
+            if self._broken_error is not None:  # they leave their waits one at a time
+                candidates = [i for i in candidates if i in self._thread_ids]
             else:
-                able = [i for i in able if i not in self._waiting]
-            if able:
-                self._turn = able[0]
+                candidates = [i for i in candidates if i not in self._waiting]
+            if candidates:
+                self._turn = candidates[0]
                 if start and self.start_replica is not None:
-                    self.start_replica(able[0])
+                    self.start_replica(candidates[0])
         self._wake_all()
 
 
 def run_serialized(tasks: Sequence[Callable[[], T]], group: Rendezvous, should_stop: Callable[[T], bool]) -> list[T]:
-    """Run tasks one after another in this thread, until a result says stop.
+    """Run tasks one after another in this thread, until `should_stop` is true of a result.
 
-    A task that the others wait for in the middle of their own runs in a thread of its own; still one runs at a time. An
-    interruption is raised when none of these threads runs any longer; a second one at once.
+    A task that others wait for in a collective runs in its own thread; still only one runs at a time. An interruption
+    is raised when none of these threads runs any longer; a second one immediately.
     """
-    beside = _SideThreads(tasks)
-    group.start_replica = beside.start
+    threads = _SideThreads(tasks)
+    group.start_replica = threads.start
     interruption: BaseException | None = None
     try:
         try:
             for index, task in enumerate(tasks):
-                beside.current = index
-                if index not in beside.threads:
-                    beside.results[index] = task()
-                    if should_stop(beside.results[index]):
+                threads.current = index
+                if index not in threads.threads:
+                    threads.results[index] = task()
+                    if should_stop(threads.results[index]):
                         break
-            beside.wait()
+            threads.wait()
         except BaseException as error:
             interruption = None if isinstance(error, Exception) else error
-            beside.errors[beside.current] = error
-            run_uninterrupted(partial(group.leave, beside.current, error), group.abort)
-            beside.wait()
+            threads.errors[threads.current] = error
+            run_uninterrupted(partial(group.leave, threads.current, error), group.abort)
+            threads.wait()
         group.close()
     except BaseException:
         run_uninterrupted(group.abort, group.close)
         raise
-    results, errors = beside.take_results()
+    results, errors = threads.take_results()
     if interruption is not None:
         raise interruption
     if errors:
@@ -349,9 +354,9 @@ def run_serialized(tasks: Sequence[Callable[[], T]], group: Rendezvous, should_s
 
 
 class _SideThreads(Generic[T]):
-    """Tasks, and the threads of those that do not run in the caller's.
+    """Tasks, and the threads of those that do not run in the caller's thread.
 
-    Nobody waits for these by `Thread.join`: one that is interrupted takes the thread for ended.
+    They are not waited for by `Thread.join`: an interrupted join takes the thread as finished.
     """
 
     def __init__(self, tasks: Sequence[Callable[[], T]]) -> None:
@@ -361,11 +366,11 @@ class _SideThreads(Generic[T]):
         self.threads: dict[int, threading.Thread] = {}
         self._tasks = tasks
         self._claims: dict[int, object] = {}
-        """Who came to a task first: its thread, or somebody who no longer wants it."""
+        """Who claimed a task first: its thread, or `wait`, which cancels it."""
         self._wakeup: SimpleQueue[None] = SimpleQueue()
 
     def start(self, index: int) -> None:
-        """Run a task in a thread of its own."""
+        """Run a task in its own thread."""
         if index > self.current and index not in self.threads:
             thread = threading.Thread(target=self._run, args=(index,), name=f"instep-turn-{index}", daemon=True)
             self.threads[index] = thread
@@ -384,7 +389,7 @@ class _SideThreads(Generic[T]):
             self._wakeup.put(None)
 
     def wait(self) -> None:
-        """Wait until no thread runs; one that an interruption left unstarted will not start any more."""
+        """Wait until no thread runs. Cancels a thread that an interruption left unstarted."""
         mine, looks = object(), 0
         while self._unfinished():
             try:
@@ -400,7 +405,7 @@ class _SideThreads(Generic[T]):
                 thread.join()
 
     def take_results(self) -> tuple[dict[int, T], dict[int, BaseException]]:
-        """What tasks gave. Python may hold on to a thread that never started, and must not hold on to that."""
+        """Return and drop results and errors: Python may keep a thread that never started alive."""
         results, errors = self.results, self.errors
         self.results, self.errors, self._tasks = {}, {}, ()
         return results, errors

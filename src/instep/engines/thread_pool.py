@@ -24,12 +24,12 @@ _thread_local = threading.local()
 
 
 def is_replica_thread() -> bool:
-    """Whether this thread is running a replica's part of a call."""
+    """Whether this thread runs a replica's part of a call."""
     return getattr(_thread_local, "inside", False)
 
 
 def set_replica_thread(inside: bool) -> None:
-    """Say whether this thread is running a replica's part of a call."""
+    """Set whether this thread runs a replica's part of a call."""
     _thread_local.inside = inside
 
 
@@ -38,7 +38,7 @@ register_thread_local(is_replica_thread, set_replica_thread)
 
 @contextmanager
 def as_replica_thread() -> Iterator[None]:
-    """Run a replica's part of a call in this thread, for the length of a `with` block."""
+    """Context manager: this thread runs a replica's part of a call."""
     before, _thread_local.inside = is_replica_thread(), True
     try:
         yield
@@ -47,27 +47,26 @@ def as_replica_thread() -> Iterator[None]:
 
 
 class TaskResults:
-    """What tasks gave, each in its own place; the queue is only a bell.
+    """The results of tasks. The queue only wakes up the waiting thread.
 
-    An interruption may come when a bell has been taken and nothing has been done about it. Nothing is lost then but the
-    bell, and whoever waits looks again after a while.
+    An interruption may consume a wake-up without acting on it. No result is lost then: waiting threads also poll.
     """
 
     def __init__(self, count: int) -> None:
         self.thread_counts_changed = False
-        """Whether a task gave its thread another share of the cores."""
+        """Whether a task changed the number of intra-op threads of its thread."""
         self._results: list[tuple[Any, BaseException | None] | None] = [None] * count
         self._wakeup: SimpleQueue[None] = SimpleQueue()
         self._callbacks: list[Callable[[], object]] = []
 
     def put(self, index: int, result: Any, error: BaseException | None) -> None:
         self._results[index] = result, error
-        if None not in self._results:  # whoever waits is woken once, by the last
+        if None not in self._results:  # the last result wakes up the waiting thread
             self._run_callbacks()
             self._wakeup.put(None)
 
     def add_done_callback(self, then: Callable[[], object]) -> None:
-        """Do something when every task has ended."""
+        """Call a function when every task has finished."""
         self._callbacks.append(then)
         if self.is_complete():
             self._run_callbacks()
@@ -76,16 +75,16 @@ class TaskResults:
         while self._callbacks:
             try:
                 then = self._callbacks.pop()
-            except IndexError:  # another thread does it
+            except IndexError:  # another thread runs it
                 return
             then()
 
     def is_complete(self) -> bool:
-        """Whether every task has ended."""
+        """Whether every task has finished."""
         return None not in self._results
 
     def collect(self, late: Callable[[], None]) -> list[Any]:
-        """All results, or the first error. `late` is called whenever results are still missing after a while."""
+        """Wait for all results, or raise the first error. Calls `late` regularly while results are missing."""
         while not self.is_complete():
             try:
                 self._wakeup.get(timeout=_POLL_SECONDS)
@@ -98,7 +97,7 @@ class TaskResults:
         return [result for result, _ in given]
 
     def wait(self, seconds: float) -> bool:
-        """Whether every task has ended, after so many seconds at most."""
+        """Wait for at most this many seconds; returns whether every task has finished."""
         deadline = time.monotonic() + seconds
         while not self.is_complete() and (left := deadline - time.monotonic()) > 0:
             with suppress(Empty):
@@ -107,16 +106,16 @@ class TaskResults:
 
 
 _POLL_SECONDS = 0.1
-"""Seconds after which whoever waits for results looks again, without a bell."""
+"""Seconds between checks of a waiting thread that is not woken up."""
 
 
 def _set_num_threads(count: int) -> None:
-    torch.get_num_threads()  # a thread that asks for the first time takes the process's count: ask before setting
+    torch.get_num_threads()  # the first call in a thread initializes its count: call before setting
     torch.set_num_threads(count)
 
 
 class Task:
-    """A task with the place its result goes to. It is done once, by the first thread that comes to it."""
+    """A task and where its result goes. It runs once, in the first thread that claims it."""
 
     __slots__ = ("index", "num_threads", "pending", "results")
 
@@ -124,21 +123,21 @@ class Task:
         self.index, self.results = index, done
         self.pending = [task]
         self.num_threads = share
-        """The intra-op threads that it may take."""
+        """The number of intra-op threads that it may use."""
 
     def cancel(self) -> None:
-        """See to it that no thread begins it any more, if none has."""
+        """Cancel the task, unless a thread has claimed it."""
         if self._claim() is not None:
             self.results.put(self.index, None, PeerFailure("the call was interrupted."))
 
     def _claim(self) -> Callable[[], Any] | None:
         try:
-            return self.pending.pop()  # only one thread can
+            return self.pending.pop()  # only one thread succeeds
         except IndexError:
             return None
 
     def run_inline(self) -> None:
-        """Do it in the caller's thread, with the caller's share of the cores; an interruption is the caller's own."""
+        """Run the task in the caller's thread, with the caller's number of threads; interruptions propagate."""
         task = self._claim()
         if task is None:
             return
@@ -166,10 +165,10 @@ class Task:
 
 
 def run_unclaimed(parts: Sequence[Task]) -> None:
-    """Do what no replica thread has come to in threads of its own.
+    """Run tasks that no replica thread has claimed in new threads.
 
-    A replica thread may be in the middle of a call that waits for this one: a wrapper called from a thread that the
-    `forward` of another one has started.
+    A replica thread may be busy with a call that waits for this one: `forward` of one wrapper may start a thread that
+    calls another wrapper.
     """
     for part in parts:
         if part.pending:
@@ -187,7 +186,7 @@ T = TypeVar("T")
 
 
 class ReplicaThread:
-    """A thread that does what it is handed, in order."""
+    """A persistent thread that runs tasks in order."""
 
     def __init__(self, name: str) -> None:
         self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -197,7 +196,7 @@ class ReplicaThread:
         self._start_requested = self._running = False
 
     def start(self) -> None:
-        """Begin, once somebody holds it: an interruption meanwhile leaves no thread that nobody knows."""
+        """Start the thread. It is registered before, so that an interruption leaves no unknown thread."""
         if not self._start_requested:
             self._start_requested = True
             start_thread(self._thread)
@@ -208,7 +207,7 @@ class ReplicaThread:
         try:
             while (task := self.queue.get()) is not None:
                 task()
-                del task  # a finished call must not be kept until the next one comes
+                del task  # do not keep a finished call alive
         finally:
             self._running = False
 
@@ -216,22 +215,22 @@ class ReplicaThread:
         return self.pid == os.getpid() and (self._running or self._thread.is_alive())
 
     def is_usable(self) -> bool:
-        """Whether it runs, or was not started yet. Of one whose start was interrupted nobody knows."""
+        """Whether it runs or was not started yet; a thread whose start was interrupted is not usable."""
         return self.pid == os.getpid() and (not self._start_requested or self._thread.is_alive())
 
     def request_stop(self) -> None:
-        """It ends when it has done what it was handed; it may be told more than once."""
+        """Stop after the queued tasks; may be called more than once."""
         self.queue.put(None)
 
     def stop(self) -> None:
-        """Tell it to stop, and wait for that."""
+        """Stop after the queued tasks, and wait for that."""
         self.request_stop()
         if self.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
 
 def _release_dropped() -> None:
-    """Give back the leases that nobody holds any longer, unless the lock is held: then whoever holds it does so."""
+    """Release dropped leases. If another thread holds the lock, that thread releases them."""
     while _dropped and not _lock.is_owned():
         try:
             if not _lock.acquire(blocking=False):
@@ -239,25 +238,25 @@ def _release_dropped() -> None:
             while _dropped:
                 _dropped[0].release()
                 _dropped.popleft()
-        finally:  # nothing that an interruption could come behind, before it is free
+        finally:  # no code before the release in which an interruption could come
             try:  # noqa: SIM105
                 _lock.release()
-            except RuntimeError:  # it was not taken
+            except RuntimeError:  # not acquired
                 pass
 
 
 _threads: dict[tuple[str, int], ReplicaThread] = {}
 _dropped: deque[ReplicaThreads] = deque()
 _lock = ForkSafeLock(_threads.clear)
-"""Whoever gives it back calls `_end_dropped`."""
+"""After releasing it, call `_release_dropped`."""
 
 
 def _do_nothing() -> None:
-    """There is nothing to look at."""
+    """Do nothing."""
 
 
 class ReplicaThreads:
-    """The threads for a list of devices, one each, held until `close`."""
+    """A lease of replica threads, one for each device, until `close`."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._keys: list[tuple[str, int]] = []
@@ -267,7 +266,7 @@ class ReplicaThreads:
             seen[str(device)] += 1
         self._closed = False
         self._unfinished: TaskResults | None = None
-        """What tasks will give that an interrupted caller did not wait for."""
+        """Results of an interrupted call that still runs."""
         self._threads: list[ReplicaThread] = []
         try:
             with _lock:
@@ -295,29 +294,34 @@ class ReplicaThreads:
         first_inline: bool = False,
         poll: Callable[[], None] = _do_nothing,
     ) -> list[T]:
-        """The results of one task a thread, in order; the first error that a task raised is raised.
+        """Run one task in each thread; returns the results in order, or raises the first error.
 
-        With `here` the first task runs in this thread: nobody else may start a backward for the device that the engine
-        of autograd has given this thread to.
+        If `poll` raises or the caller is interrupted, unclaimed tasks are cancelled and `on_interrupt` is called; the
+        exception propagates when no task runs any longer, or after `grace` seconds. A second interruption propagates
+        immediately.
 
-        `watch` is called now and then while one waits, and may raise. After that, or after an interruption of the
-        caller, no other task begins, and `stop` tells those that have not to wait for each
-        other. It is raised when none runs any longer, or after so many seconds; a second one at once.
+        Args:
+            tasks: One task for each thread.
+            on_interrupt: Tells running tasks not to wait for each other.
+            grace: Seconds to wait for running tasks after an interruption.
+            first_inline: Run the first task in this thread. Needed for a backward on a device whose autograd thread
+                this is.
+            poll: Called regularly while waiting; may raise.
         """
-        if is_replica_thread():  # a thread that waited for itself would wait for ever
+        if is_replica_thread():  # waiting for itself would deadlock
             return [task() for task in tasks]
         if self._closed:
             raise EngineError("this engine was closed.")
-        mine = torch.get_num_threads()
+        num_threads = torch.get_num_threads()
         done = TaskResults(len(tasks))
-        parts = [Task(index, task, done, max(1, mine // len(tasks))) for index, task in enumerate(tasks)]
+        parts = [Task(index, task, done, max(1, num_threads // len(tasks))) for index, task in enumerate(tasks)]
 
         def late() -> None:
             run_unclaimed(parts)
             poll()
 
         try:
-            with _lock:  # calls of several wrappers reach every thread in the same order
+            with _lock:  # calls of several wrappers are queued in the same order in every thread
                 self._restart_after_fork()
                 for thread, part in list(zip(self._threads, parts, strict=False))[int(first_inline) :]:
                     thread.queue.put(part)
@@ -335,55 +339,53 @@ class ReplicaThreads:
                 done.wait(grace)
             raise
         finally:
-            if (
-                done.thread_counts_changed
-            ):  # torch hands the count set last to every new thread: the caller sets its own again
-                torch.set_num_threads(mine)
+            if done.thread_counts_changed:  # the count set last applies to new threads: set the caller's again
+                torch.set_num_threads(num_threads)
 
     def wait_idle(self) -> None:
-        """Wait for what an interrupted call has left running."""
+        """Wait for the tasks of an interrupted call."""
         if self._unfinished is not None and not self._unfinished.wait(_INTERRUPTED_CALL_TIMEOUT):
             raise EngineError(
-                f"a call was interrupted more than {_INTERRUPTED_CALL_TIMEOUT:.0f} s ago, and its forward still runs on a "
-                f"replica.\nMake sure that forward returns."
+                f"a call was interrupted more than {_INTERRUPTED_CALL_TIMEOUT:.0f} s ago, and its forward still "
+                f"runs on a replica.\nMake sure that forward returns."
             )
         self._unfinished = None
 
     def add_idle_callback(self, then: Callable[[], object]) -> None:
-        """Do something when that has ended; at once if it has."""
+        """Call a function when the tasks of an interrupted call have finished."""
         if self._unfinished is not None:
             self._unfinished.add_done_callback(then)
 
     def _restart_after_fork(self) -> None:
-        """A forked child has none of its parent's threads: it starts its own."""
+        """Start new threads in a forked child, which has none of its parent's."""
         if not all(thread.is_alive() for thread in self._threads):
             self._threads = []
             self._acquire_all()
 
     def _acquire_all(self) -> None:
-        """Each thread is held before it is started; one that an interruption left unstarted is started now."""
+        """Acquire and start all threads; also starts those that an interruption left unstarted."""
         self._threads.extend(self._acquire(key) for key in self._keys[len(self._threads) :])
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Give the threads back; those that nobody else uses end."""
-        if is_replica_thread():  # somebody may hold the lock and wait for this thread
+        """Release the threads; those without another lease stop."""
+        if is_replica_thread():  # the lock's owner may wait for this thread
             self.release_async()
             return
         with _lock:
             ended = self.release()
         _release_dropped()
-        for thread in ended:  # not under the lock: what a thread still does may need it
+        for thread in ended:  # not under the lock: a running task may need it
             thread.stop()
 
     def release_async(self) -> None:
-        """The same for a finalizer: it may run anywhere, also in a thread that is waited for, and waits for nothing."""
+        """Like `close`, for finalizers: may be called in any thread, and does not wait."""
         _dropped.append(self)
         _release_dropped()
 
     def release(self) -> list[ReplicaThread]:
-        """The threads that nobody uses any longer, which are told to stop; to be called under the lock.
+        """Release the threads and request a stop of unused ones, which are returned. Call under the lock.
 
         If it was interrupted, it may be called again.
         """
@@ -402,11 +404,11 @@ class ReplicaThreads:
 
 
 _INTERRUPTED_CALL_TIMEOUT = 60.0
-"""Seconds that a call waits for what an interrupted one before it has left running."""
+"""Seconds that a call waits for an earlier, interrupted call."""
 
 
 def stop_all_threads() -> None:
-    """End every replica thread of this process; wrappers start new ones when they are called again."""
+    """Stop all replica threads of this process. Wrappers start new ones when they are called again."""
     with _lock:
         threads = list(_threads.values())
         for thread in threads:

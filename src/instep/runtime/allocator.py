@@ -7,23 +7,23 @@ import os
 from functools import cache
 
 MMAP_THRESHOLD_BYTES = 32 << 20
-"""Bytes of the largest piece that is kept: as far as the C library goes by itself, in time."""
+"""M_MMAP_THRESHOLD: allocations up to this size come from the heap. glibc's own adaptive limit ends here too."""
 TRIM_THRESHOLD_BYTES = 2**31 - 1
-"""Bytes that are kept at the end of what it has."""
+"""M_TRIM_THRESHOLD: free bytes at the top of the heap that are kept."""
 TOP_PAD_BYTES = 16 << 20
-"""Bytes that it asks for at a time."""
+"""M_TOP_PAD: bytes by which the heap grows at least."""
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-"""What `malloc.h` calls these settings."""
+"""Parameter numbers from `malloc.h`."""
 
 
 @cache
 def retain_freed_memory() -> bool:
-    """Have this process keep the memory of a step for the next one; settings of the user's own come first."""
+    """Make malloc keep freed memory for the next step; returns False if the user's settings or the libc prevent it."""
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
     setting = getattr(ctypes.CDLL(None), "mallopt", None)
-    if setting is None:  # another system, or another C library
+    if setting is None:  # not glibc
         return False
     for name, value in (
         (_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES),

@@ -10,30 +10,33 @@ from typing import Any
 
 
 def _do_nothing() -> None:
-    """There is nothing to begin anew."""
+    """Do nothing."""
 
 
 _RLock: Any = type(threading.RLock())
 
 
 class ForkSafeLock(_RLock):  # type: ignore[misc]
-    """A re-entrant lock that is free in a forked child, where `in_child` is called at once.
+    """A re-entrant lock that is released in a forked child, where `after_fork` is called.
 
-    It is taken and given back by Python's own lock, without a line of Python between: an interruption (Ctrl-C) that
-    came in such a line would leave it taken for ever.
+    A child has none of its parent's other threads: a lock that one of them held at the fork would stay locked. What
+    that thread was changing is in an unknown state; `after_fork` resets it.
+
+    It subclasses Python's RLock, so that acquiring and releasing run no Python code in which a KeyboardInterrupt could
+    leave it locked.
     """
 
-    def __init__(self, in_child: Callable[[], object] = _do_nothing) -> None:
+    def __init__(self, after_fork: Callable[[], object] = _do_nothing) -> None:
         super().__init__()
-        self._after_fork = in_child
+        self._after_fork = after_fork
         _locks.add(self)
 
     def is_owned(self) -> bool:
-        """Whether this thread holds it."""
+        """Whether this thread holds the lock."""
         return bool(self._is_owned())
 
     def reset_in_child(self) -> None:
-        """See to it that no thread of the parent holds it; the one that forked goes on holding it."""
+        """Release the lock if another thread of the parent held it; the forking thread keeps it."""
         if not self._is_owned():
             self._at_fork_reinit()
             self._after_fork()
@@ -52,9 +55,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread. It may run or not if this is interrupted.
+    """Start a thread. If this is interrupted, the thread may or may not run.
 
-    Python waits for it to come up, and an interruption there may come out as an error about Python's own lock.
+    `Thread.start` waits for the thread; an interruption meanwhile may surface as a RuntimeError about its lock.
     """
     try:
         thread.start()
@@ -66,10 +69,10 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def run_uninterrupted(*steps: Callable[[], object]) -> None:
-    """Take every step to its end, whatever interruption (Ctrl-C) comes meanwhile; it is raised when all are taken.
+    """Run every step to completion, despite KeyboardInterrupt, which is raised when all steps are done.
 
-    A step that was interrupted is taken again, so each has to come to the same if it is taken twice. The caller covers
-    the way here, by calling it in a `try` and once more in its `except BaseException`.
+    An interrupted step runs again, so steps have to be idempotent. To cover an interruption on the way here, callers
+    call it in a `try` block and again in its `except BaseException`.
     """
     pending = list(steps)
     failure: BaseException | None = None

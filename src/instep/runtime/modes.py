@@ -1,4 +1,8 @@
-"""Inference mode, combined context managers, and torch.compile around parallel calls."""
+"""Inference mode, combined context managers, and torch.compile around parallel calls.
+
+A parallel call runs in several threads and cannot be traced as one graph. Dynamo skips it; the compiler that was active
+around it compiles each replica's module instead.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +20,17 @@ from instep.runtime.torch_private import has_compiled_code, inference_guard, set
 
 
 def set_inference_mode(on: bool) -> AbstractContextManager[Any]:
-    """`torch.inference_mode(on)`, where it is not so already.
+    """Context manager: `torch.inference_mode(on)`, entered only if the mode differs.
 
-    What torch enters sets everything as it was when it is cleared away, too: if an interruption keeps it from its end,
-    that is long after, and turns gradients off for the rest of the program. So it is entered only where it must be, and
-    in a `with` statement no interruption comes in between. Whoever leaves inference mode finds gradients turned on.
+    torch's guard restores the mode also when it is garbage collected. After an interruption that may be long after, and
+    would turn gradients off for the rest of the program. So the guard is entered only where it is needed. Leaving
+    inference mode enables gradients.
     """
     return nullcontext() if torch.is_inference_mode_enabled() == on else inference_guard(on)
 
 
 class CombinedContext(ExitStack):
-    """Several context managers, entered together."""
+    """Enters several context managers."""
 
     def __init__(self, managers: Sequence[AbstractContextManager[Any]]) -> None:
         super().__init__()
@@ -44,18 +48,18 @@ R = TypeVar("R")
 
 _thread_local = threading.local()
 _CALL_REASON = (
-    "instep runs the module on several devices, which is no single graph: compile without fullgraph=True, "
-    "or compile the module itself, instep.DataParallel(torch.compile(net))"
+    "instep runs the module on several devices, which cannot be traced as a single graph: compile without "
+    "fullgraph=True, or compile the module itself: instep.DataParallel(torch.compile(net))"
 )
 
 _COLLECTIVE_REASON = (
-    "replicas meet here (batch normalisation over the whole batch, instep.all_gather, instep.all_reduce), which no "
-    "single graph holds: compile without fullgraph=True"
+    "collectives (synchronized batch normalization, instep.all_gather, instep.all_reduce) cannot be traced: compile "
+    "without fullgraph=True"
 )
 
 
-def disable_compile(function: Callable[P, R], why: str = _CALL_REASON) -> Callable[P, R]:
-    """A function that the compiler runs as it is, with everything it calls; `compiler` tells which one was at work."""
+def disable_compile(function: Callable[P, R], reason: str = _CALL_REASON) -> Callable[P, R]:
+    """Decorator: dynamo does not trace the function. `active_compiler` returns the compiler around it."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -69,25 +73,25 @@ def disable_compile(function: Callable[P, R], why: str = _CALL_REASON) -> Callab
 
     skip_frame(call)
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    call._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return call
 
 
 def disable_compile_for_collective(function: Callable[P, R]) -> Callable[P, R]:
-    """A function in which replicas meet, which no graph can hold."""
+    """Decorator for collectives: `disable_compile` with the reason for a graph break."""
     return disable_compile(function, _COLLECTIVE_REASON)
 
 
 def active_compiler() -> Any:
-    """The compiler that was at work around the innermost untraced function of this thread; None for none."""
+    """The compiler around the innermost function under `disable_compile` in this thread; None if there is none."""
     return getattr(_thread_local, "compiler", None)
 
 
-def call_compiled(by: Any, function: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
-    """A call whose code a compiler sees; nothing is different where there is none."""
-    if by is None:
+def call_compiled(compiler: Any, function: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
+    """Call a function with a compiler active; without one, call it directly."""
+    if compiler is None:
         return function(*args, **kwargs)
-    before = set_eval_frame(by)
+    before = set_eval_frame(compiler)
     try:
         return function(*args, **kwargs)
     finally:
@@ -95,21 +99,20 @@ def call_compiled(by: Any, function: Callable[..., R], args: Sequence[Any], kwar
 
 
 def scaled_recompile_limit(replicas: int) -> int | None:
-    """How many graphs one piece of code may have with so many replicas, each of which needs its own; None for no limit
-    to lift."""
+    """Dynamo's recompile limit times the replicas, which compile separately; None if nothing is compiled."""
     config: Any = sys.modules.get("torch._dynamo.config") if has_compiled_code() else None
     return None if config is None else int(config.recompile_limit) * replicas
 
 
 @contextmanager
-def use_recompile_limit(graphs: int | None) -> Iterator[None]:
-    """So many graphs for one piece of code while inside; the setting is each thread's own in some versions of torch."""
-    config: Any = sys.modules.get("torch._dynamo.config") if graphs is not None else None
+def use_recompile_limit(limit: int | None) -> Iterator[None]:
+    """Context manager: raise dynamo's recompile limit, which is thread-local in some versions of torch."""
+    config: Any = sys.modules.get("torch._dynamo.config") if limit is not None else None
     before = config.recompile_limit if config is not None else None
-    if before is None or before >= graphs:
+    if before is None or before >= limit:
         yield
         return
-    config.recompile_limit = graphs
+    config.recompile_limit = limit
     try:
         yield
     finally:
@@ -123,9 +126,9 @@ _eager_depth = 0
 
 @contextmanager
 def force_eager() -> Iterator[None]:
-    """Compiled code runs uncompiled inside, and nothing is compiled.
+    """Context manager: compiled code runs eagerly, and nothing is compiled.
 
-    torch keeps that setting for the whole process: the first thread to come sets it, the last one to leave resets it.
+    The stance is process-wide in torch: the first thread to enter sets it, the last one to leave resets it.
     """
     global _eager_depth
     if "torch._dynamo" not in sys.modules:

@@ -6,27 +6,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_exemptions: ContextVar[list[str] | None] = ContextVar("instep_excuses", default=None)
+_exemptions: ContextVar[list[str] | None] = ContextVar("instep_probe_exemptions", default=None)
 
 
-def exempt_trial(why: str) -> None:
-    """Say, from inside `forward`, why parts and whole may differ; nothing happens outside a trial."""
-    excuses = _exemptions.get()
-    if excuses is not None:
-        excuses.append(why)
+def exempt_trial(reason: str) -> None:
+    """Report, from inside `forward`, why outputs of parts and whole may differ; does nothing outside a trial."""
+    exemptions = _exemptions.get()
+    if exemptions is not None:
+        exemptions.append(reason)
 
 
 def is_probing() -> bool:
-    """Whether the module runs for a trial rather than for the caller."""
+    """Whether the module runs in a trial."""
     return _exemptions.get() is not None
 
 
 @contextmanager
 def probe_context() -> Iterator[list[str]]:
-    """The length of a trial; gives the list that collects its excuses."""
-    excuses: list[str] = []
-    token = _exemptions.set(excuses)
+    """Context manager for a trial; yields the list of reported exemptions."""
+    exemptions: list[str] = []
+    token = _exemptions.set(exemptions)
     try:
-        yield excuses
+        yield exemptions
     finally:
         _exemptions.reset(token)

@@ -1,4 +1,9 @@
-"""The caller's generators during a call, and the random streams that replicas draw from."""
+"""The caller's generators during a call, and the random streams that replicas draw from.
+
+Every replica has its own stream, seeded by a number derived from the state of the caller's generator and by the
+replica's index. A call in which replicas draw advances the caller's generator by one number, whatever the number of
+replicas; a call that draws nothing does not advance it.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +30,19 @@ from instep.runtime.torch_private import (
 
 
 class CallerGenerator:
-    """A generator of the caller as it was when this was made, and the number that seeds the streams of a call."""
+    """A generator of the caller, its state at the start of a call, and the seed derived from it."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
         self.initial_state = generator.get_state()
         self.streams_used = False
-        """Whether something was drawn from a stream that this seeds."""
+        """Whether a stream that it seeds was drawn from."""
         self.used_remotely = False
-        """Whether numbers were drawn from what stands for the generator in another process."""
+        """Whether its counterpart in another process was drawn from."""
         self._advanced = False
         self._base_seed: int | None = None
         self._derived_seed: int | None = None
-        """The number that the state before decides, once it was asked for."""
+        """The seed derived from the initial state, once it is computed."""
         self._lock = threading.Lock()
 
     def seed(self, index: int) -> int:
@@ -49,30 +54,30 @@ class CallerGenerator:
 
     @property
     def base_seed(self) -> int:
-        """The number that would seed a stream now, for one that is drawn from elsewhere."""
+        """The base seed, for streams in other processes."""
         return self._derive_seed() if self._base_seed is None else self._base_seed
 
     def set_base_seed(self, number: int) -> None:
-        """Seed streams by this number and no other."""
+        """Use this base seed instead of a derived one."""
         self._base_seed = number
 
     def _derive_seed(self) -> int:
-        """A number that the state decides. It is read from memory: nothing that surrounds the draw must see it."""
+        """Hash the state. It is read from memory, not by an op: modes around the call must not see it."""
         if self._derived_seed is None:
             self._derived_seed = _hash_state(state_bytes(self.initial_state))
         return self._derived_seed
 
     def was_used(self) -> bool:
-        """Whether numbers were drawn from the generator itself."""
+        """Whether the generator itself was drawn from."""
         return self.used_remotely or state_bytes(self.generator.get_state()) != state_bytes(self.initial_state)
 
     def restore(self) -> None:
-        """Put the generator back."""
+        """Restore the initial state."""
         self.generator.set_state(self.initial_state)
         self.streams_used = self._advanced = self.used_remotely = False
 
     def advance(self) -> None:
-        """Move the generator by one number if a stream was drawn from: once, however often this is called."""
+        """Advance the generator by one number if a stream was drawn from; at most once."""
         if self.streams_used and not self._advanced:
             self._advanced = True
             twin = _clone_generator(self.generator, self.generator.get_state())
@@ -80,7 +85,7 @@ class CallerGenerator:
             self.generator.set_state(twin.get_state())
 
     def refresh(self) -> None:
-        """Start from the generator as it is now, if nothing was derived from it so far."""
+        """Take the current state as the initial state, unless a seed was derived already."""
         with self._lock:
             if self._base_seed is None:
                 now = self.generator.get_state()
@@ -89,18 +94,18 @@ class CallerGenerator:
 
 
 def stream_seed(number: int, index: int) -> int:
-    """The seed of one replica's stream, of those that are seeded by a number."""
+    """The seed of one replica's stream."""
     return (number + index) % 2**63
 
 
 @lru_cache(maxsize=4)
 def _hash_state(state: bytes) -> int:
-    """A number that a state decides; calls that draw nothing ask for the same one again and again."""
+    """Hash a state. Cached: calls that draw nothing hash the same state."""
     return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little")
 
 
 def state_bytes(state: Tensor) -> bytes:
-    """A generator's state as it lies in memory: read without an operation, and quicker than one."""
+    """A generator's state as bytes, read without a torch op."""
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
@@ -111,7 +116,7 @@ def _clone_generator(generator: torch.Generator, state: Tensor) -> torch.Generat
 
 
 class RandomStream:
-    """One replica's stream on the CPU: its generator comes to be when it is first asked for."""
+    """One replica's random stream on the CPU. Its generator is created lazily."""
 
     def __init__(self, source: CallerGenerator, index: int) -> None:
         self._source = source
@@ -127,7 +132,7 @@ class RandomStream:
         return torch.Generator().manual_seed(self._source.seed(self._index))
 
     def report_use(self) -> None:
-        """Tell the source whether something was drawn."""
+        """Set `streams_used` of the caller's generator if something was drawn."""
         if self._generator is None:
             return
         if state_bytes(self._generator.get_state()) != state_bytes(self._new_generator().get_state()):
@@ -135,25 +140,29 @@ class RandomStream:
 
 
 GeneratorPairs = list[tuple[torch.Generator, torch.Generator]]
-"""Generators of the caller, each with what a replica has in its place."""
+"""The caller's generators, each with the replica's counterpart."""
 
 _thread_local = threading.local()
 _setup_lock = threading.RLock()
 _joint_backwards: list[ReplicaRng] = []
-"""The calls whose replicas are in one backward together, the latest last."""
+"""The calls whose replicas run in one joint backward, the latest last."""
 
 
 ThreadRngState = tuple[RandomStream | None, bool, bool]
 
 
 def thread_rng_state() -> ThreadRngState:
-    """How this thread draws on the CPU."""
-    return getattr(_thread_local, "stream", None), getattr(_thread_local, "in_turn", False), is_rng_dispatch_enabled()
+    """The CPU random state of this thread."""
+    return (
+        getattr(_thread_local, "stream", None),
+        getattr(_thread_local, "serialized", False),
+        is_rng_dispatch_enabled(),
+    )
 
 
-def set_thread_rng_state(how: ThreadRngState) -> None:
-    """Let this thread draw as it did."""
-    _thread_local.stream, _thread_local.in_turn, routed = how
+def set_thread_rng_state(state: ThreadRngState) -> None:
+    """Restore what `thread_rng_state` returned."""
+    _thread_local.stream, _thread_local.serialized, routed = state
     set_rng_dispatch(routed)
 
 
@@ -161,7 +170,7 @@ register_thread_local(thread_rng_state, set_thread_rng_state)
 
 
 class _UseStream:
-    """A thread that draws from a stream while inside; without one, from the default generator in a replica's turn."""
+    """Context manager: this thread draws from a stream, or without one from the default generator."""
 
     __slots__ = ("_outer", "_stream")
 
@@ -171,17 +180,17 @@ class _UseStream:
     def __enter__(self) -> None:
         self._outer = thread_rng_state()
         set_rng_dispatch(True)
-        _thread_local.stream, _thread_local.in_turn = self._stream, self._stream is None
+        _thread_local.stream, _thread_local.serialized = self._stream, self._stream is None
 
     def __exit__(self, *_: object) -> None:
         set_thread_rng_state(self._outer)
 
 
 class ReplicaRng:
-    """Where the replicas of one call draw from.
+    """The random streams of one call's replicas.
 
-    With `own`, draws on the CPU come from a generator of the replica's thread. Otherwise, where replicas run `in_turn`,
-    the caller's generator stands at the replica's seed while it runs. So do the generators of accelerators, if no other
+    With `per_thread`, draws on the CPU come from a generator of the replica's thread. If replicas are `serialized`, the
+    caller's generator is set to the replica's seed while it runs. So are the generators of accelerators, if no other
     replica draws from them meanwhile.
     """
 
@@ -199,7 +208,7 @@ class ReplicaRng:
         self._caller_thread = self._joint_index = 0
 
     def replace_generators(self, shards: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-        """The arguments of each replica, with a generator of its own for each that several of them were given."""
+        """Replace generators among the arguments that several replicas share by one for each replica."""
         if all(isinstance(value, Tensor) for value in shards[0]) or not _has_generators(shards):
             return shards
         counts = Counter(key for values in shards for key in {id(g) for g in generators_in(values)})
@@ -210,11 +219,11 @@ class ReplicaRng:
 
     def _replace_shared(self, value: Any, shared: Collection[int], index: int) -> Any:
         if isinstance(value, torch.Generator) and id(value) in shared:
-            known = next((made for source, made in self.generator_pairs[index] if source is value), None)
-            if known is None:
-                known = replica_generator(value, self.caller.devices[index])
-                self.generator_pairs[index].append((value, known))
-            return known
+            counterpart = next((made for source, made in self.generator_pairs[index] if source is value), None)
+            if counterpart is None:
+                counterpart = replica_generator(value, self.caller.devices[index])
+                self.generator_pairs[index].append((value, counterpart))
+            return counterpart
         if type(value) is dict:
             return {key: self._replace_shared(item, shared, index) for key, item in value.items()}
         if type(value) in (list, tuple):
@@ -222,50 +231,50 @@ class ReplicaRng:
         return value
 
     def forward_context(self, index: int) -> AbstractContextManager[None]:
-        """Around one replica's part of a forward, in the thread that runs it."""
+        """The context of one replica's forward, in its thread."""
         if self._per_thread and not self.generator_pairs[index] and not self.caller.accelerators:
             return self.backward_context(index)
         return self._seeded_context(index)
 
     def _seeded_context(self, index: int) -> AbstractContextManager[Any]:
-        standing = []
+        contexts = []
         for source, generator in self.generator_pairs[index]:
             if generator is not source and generator is not _default_generator(generator.device):
-                standing.append(_SeededGenerator(generator, self.caller.track(source), index))
+                contexts.append(_SeededGenerator(generator, self.caller.track(source), index))
         device = self.caller.devices[index]
         if device in self.caller.accelerators and (self.serialized or not self.caller.is_shared(device)):
             other = self.caller.accelerators[device]
-            standing.append(
+            contexts.append(
                 _SeededGenerator(other.generator, self.caller.accelerator_seed, index, restore=other.initial_state)
             )
         if self.serialized:
             host = self.caller.cpu
-            standing.append(_SeededGenerator(host.generator, host, index, restore=host.initial_state))
-        return CombinedContext([*standing, self.backward_context(index)])
+            contexts.append(_SeededGenerator(host.generator, host, index, restore=host.initial_state))
+        return CombinedContext([*contexts, self.backward_context(index)])
 
     def suspend(self) -> Callable[[], None]:
-        """Let another replica have its turn in the middle of one's own; call what this returns to go on."""
+        """Save the generators while another replica runs; returns a function that restores them."""
         sources = (self.caller.cpu, *self.caller.accelerators.values())
         states = [(source.generator, source.generator.get_state()) for source in sources]
 
-        def go_on() -> None:
+        def resume() -> None:
             for generator, state in states:
                 generator.set_state(state)
 
-        return go_on
+        return resume
 
     def backward_context(self, index: int) -> AbstractContextManager[None]:
-        """Around one replica's part of a backward on the CPU: its stream goes on where forward left it."""
+        """The context of one replica's backward on the CPU; its stream continues from forward."""
         if not self._can_route:
             return nullcontext()
         return _UseStream(self._streams[index] if self._per_thread else None)
 
     @contextmanager
     def joint_backward_context(self, index: int = 0) -> Iterator[None]:
-        """Around one backward for all replicas: on the CPU, each thread that takes part draws from a stream of its own.
+        """The context of one backward for all replicas: on the CPU, each thread draws from its own stream.
 
-        Autograd's device threads work at the same time, and recompute checkpointed regions by setting the state. A
-        replica that has a backward of its own gives its index.
+        Autograd's device threads run concurrently, and set the RNG state when they recompute checkpointed regions.
+        A replica with its own backward passes its index.
         """
         if not self._per_thread:
             yield
@@ -280,27 +289,27 @@ class ReplicaRng:
             _joint_backwards.remove(self)
 
     def stream_for_thread(self) -> RandomStream:
-        """The stream of a thread that takes part in a joint backward."""
-        place = 0 if threading.get_ident() == self._caller_thread else 1 + torch.accelerator.current_device_index()
-        number = len(self._streams) * (1 + place) + self._joint_index
-        return self._autograd_streams.setdefault(place, RandomStream(self.caller.cpu, number))
+        """This thread's stream in a joint backward."""
+        slot = 0 if threading.get_ident() == self._caller_thread else 1 + torch.accelerator.current_device_index()
+        number = len(self._streams) * (1 + slot) + self._joint_index
+        return self._autograd_streams.setdefault(slot, RandomStream(self.caller.cpu, number))
 
     def refresh(self) -> None:
-        """Before a backward: what first draws there is seeded by the caller's generator as it is then."""
+        """Before a backward: seed streams that are first used there from the caller's current state."""
         self.caller.cpu.refresh()
 
     def advance(self) -> None:
-        """Move the caller's generators by one number each, where something was drawn."""
+        """Advance the caller's generators by one number each, if something was drawn."""
         for stream in (*self._streams, *self._autograd_streams.values()):
             stream.report_use()
         self.caller.advance()
 
 
 class _SeededGenerator:
-    """A generator that stands at a replica's seed inside, and is put back on the way out if it is the caller's.
+    """Context manager: sets a generator to a replica's seed, and restores it on exit if it is the caller's.
 
-    Not made of a generator function, here or below: one that an interruption leaves open ends when it is cleared away,
-    and would put back then what has moved on since.
+    Not a `@contextmanager` generator: one that an interruption leaves suspended runs its `finally` when it is garbage
+    collected, and would then restore outdated state.
     """
 
     def __init__(
@@ -320,10 +329,10 @@ class _SeededGenerator:
 
 
 class SerializationPolicy:
-    """Whether the replicas of one wrapper run one after another, learnt from how they draw.
+    """Decides whether a wrapper's replicas run one after another, from how they draw.
 
-    They need to where they draw from one generator by a way that gives no stream to a thread. Code draws so while it is
-    being compiled, so that one call alone does not decide.
+    They have to if they draw from a shared generator in a way that per-thread streams do not cover. Code also does so
+    while it is being compiled, so a single call does not decide.
     """
 
     def __init__(self) -> None:
@@ -331,16 +340,16 @@ class SerializationPolicy:
         self._shared_last_call = False
 
     def record(self, moved: bool) -> None:
-        """A call was run side by side; did replicas draw from one generator?"""
+        """Record whether replicas drew from a shared generator in a concurrent call."""
         self.serialize = self.serialize or (moved and (self._shared_last_call or not supports_thread_streams()))
         self._shared_last_call = moved
 
 
 class CallerRng:
-    """The state of torch's generators when this was made, for a call with replicas on these devices."""
+    """The caller's generators and their states at the start of a call on these devices."""
 
     def __init__(self, devices: Sequence[torch.device], *, out_of_process: bool = False) -> None:
-        """`apart` means that only the first replica is in this process, and draws here."""
+        """`out_of_process` means that only the first replica runs in this process."""
         self.devices = devices
         self._out_of_process = out_of_process
         self.cpu = CallerGenerator(torch.default_generator)
@@ -349,23 +358,23 @@ class CallerRng:
             d: CallerGenerator(g) for d in here if d.type != "cpu" and (g := _default_generator(d)) is not None
         }
         self.accelerator_seed = self.accelerators.get(self.devices[0], self.cpu)
-        """What seeds the streams of accelerators."""
+        """The generator that seeds the streams of accelerators."""
         self._tracked: dict[int, CallerGenerator] = {}
         self._lock = threading.Lock()
 
     def track(self, generator: torch.Generator) -> CallerGenerator:
-        """A generator that the module holds or was given; it is put back with the rest."""
+        """Track a generator of the module or of the arguments; `restore` restores it too."""
         with self._lock:
             if id(generator) not in self._tracked:
                 self._tracked[id(generator)] = CallerGenerator(generator)
             return self._tracked[id(generator)]
 
     def is_shared(self, device: torch.device) -> bool:
-        """Whether several replicas of this process are on a device."""
+        """Whether several replicas of this process use a device."""
         return not self._out_of_process and self.devices.count(device) > 1
 
     def is_shared_generator_used(self) -> bool:
-        """Whether numbers were drawn from a generator that several replicas share."""
+        """Whether a generator that several replicas share was drawn from."""
         return self.cpu.was_used() or any(
             source.was_used() for device, source in self.accelerators.items() if self.is_shared(device)
         )
@@ -375,7 +384,7 @@ class CallerRng:
             source.advance()
 
     def restore(self) -> None:
-        """Put every generator back."""
+        """Restore every generator."""
         for source in (self.cpu, *self.accelerators.values(), *self._tracked.values()):
             source.restore()
 
@@ -385,7 +394,7 @@ def _has_generators(shards: Sequence[Sequence[Any]]) -> bool:
 
 
 def generators_in(value: Any) -> Iterator[torch.Generator]:
-    """Every generator in an argument of a call."""
+    """Yield the generators in an argument."""
     if isinstance(value, torch.Generator):
         yield value
     elif type(value) in (list, tuple, dict):
@@ -394,15 +403,15 @@ def generators_in(value: Any) -> Iterator[torch.Generator]:
 
 
 def replica_generator(generator: torch.Generator, device: torch.device) -> torch.Generator:
-    """What a replica on `device` has in place of a generator of the caller; a default one stays a default one."""
-    near = device if generator.device.type == device.type else generator.device
+    """A replica's counterpart of a caller's generator; a default generator's is a default generator."""
+    target = device if generator.device.type == device.type else generator.device
     if generator is _default_generator(generator.device):
-        return _default_generator(near) or generator
-    return torch.Generator(near)
+        return _default_generator(target) or generator
+    return torch.Generator(target)
 
 
 def _default_generator(device: torch.device) -> torch.Generator | None:
-    """The default generator of a device; None where its backend does not give it away."""
+    """The default generator of a device; None if its backend does not expose it."""
     if device.type == "cpu":
         return torch.default_generator
     backend: Any = torch.get_device_module(device)
@@ -413,13 +422,13 @@ def _default_generator(device: torch.device) -> torch.Generator | None:
 
 
 class _DefaultGeneratorProxy:
-    """What `torch.get_rng_state`, `torch.manual_seed` and the like see: in a replica's thread, its stream.
+    """The generator behind `torch.get_rng_state`, `torch.manual_seed` etc.: in a replica's thread, its stream.
 
-    Checkpointing saves and sets the state by these functions.
+    Checkpointing saves and sets the RNG state through these functions.
     """
 
     state_reads = 0
-    """How often the state was."""
+    """How often `get_state` was read."""
 
     def __getattr__(self, name: str) -> Any:
         self.state_reads += name == "get_state"
@@ -430,26 +439,26 @@ _proxy = _DefaultGeneratorProxy()
 
 
 def rng_state_reads() -> int:
-    """How often code has read the state of the CPU's default generator: whoever does may set it again."""
-    supports_thread_streams()  # which puts the stand-in there
+    """How often the state of the CPU's default generator was read; code that reads it may set it again."""
+    supports_thread_streams()  # installs the proxy
     return _proxy.state_reads
 
 
 def _current_generator() -> torch.Generator | None:
-    """The generator of the stream that this thread draws from, if it has one."""
+    """The generator of this thread's stream; None if it has none."""
     stream: RandomStream | None = getattr(_thread_local, "stream", None)
     if (
         stream is None
         and _joint_backwards
         and is_rng_dispatch_enabled()
-        and not getattr(_thread_local, "in_turn", False)
+        and not getattr(_thread_local, "serialized", False)
     ):
         stream = _joint_backwards[-1].stream_for_thread()
     return None if stream is None else stream.generator()
 
 
 def supports_thread_streams() -> bool:
-    """Whether a thread can have its own stream on the CPU, asked once; else replicas that draw run one at a time."""
+    """Whether threads can have their own CPU streams. If not, replicas that draw run one at a time."""
     with _setup_lock:
         return _install_rng_kernels()
 
@@ -467,13 +476,13 @@ def _check_thread_streams() -> bool:
     source = CallerGenerator(torch.default_generator)
     stream = RandomStream(source, 0)
     with _UseStream(stream):
-        drawn = torch.nn.functional.dropout(torch.ones(64, device="cpu")), torch.randperm(64, device="cpu")
+        draws = torch.nn.functional.dropout(torch.ones(64, device="cpu")), torch.randperm(64, device="cpu")
     generator = torch.Generator().manual_seed(source.seed(0))
     mask = torch.empty(64, device="cpu").bernoulli_(0.5, generator=generator) * 2
     order = torch.randperm(64, device="cpu", generator=generator)
-    alike = torch.equal(drawn[0], mask) and torch.equal(drawn[1], order)
-    alike = alike and torch.equal(generator.get_state(), stream.generator().get_state())
-    if source.was_used() or not alike:
+    equal = torch.equal(draws[0], mask) and torch.equal(draws[1], order)
+    equal = equal and torch.equal(generator.get_state(), stream.generator().get_state())
+    if source.was_used() or not equal:
         source.restore()
         return False
     replace_default_generator(_proxy)

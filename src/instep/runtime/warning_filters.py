@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 WarningFilter = tuple[str, str, str, str, int]
-"""What to do, the beginning of the message, the category's name, the module, and the line."""
+"""Action, message pattern, category name, module pattern, line."""
 
 
 CUDNN_WEIGHTS_FILTER: WarningFilter = (
@@ -22,29 +22,31 @@ CUDNN_WEIGHTS_FILTER: WarningFilter = (
 them: nobody could do what it advises."""
 
 _cached: tuple[list[Any], tuple[WarningFilter, ...]] = [], ()
-"""Filters of this process as they were, and what was made of them."""
+"""The filters that were encoded last, and their encoding."""
 
 
 def get_warning_filters() -> tuple[WarningFilter, ...]:
-    """Those of this process that are about Python's own categories: others may take long to import."""
+    """Encode this process's filters for built-in categories; others may be slow to import in a worker."""
     global _cached
     if warnings.filters != _cached[0]:
         present: list[Any] = list(warnings.filters)
-        own = [one for one in present if getattr(one[2], "__module__", None) == "builtins"]
-        read = ((action, _pattern(m), kind.__name__, _pattern(module), line) for action, m, kind, module, line in own)
-        _cached = present, tuple(read)
+        builtin = [one for one in present if getattr(one[2], "__module__", None) == "builtins"]
+        encoded = (
+            (action, _pattern(m), kind.__name__, _pattern(module), line) for action, m, kind, module, line in builtin
+        )
+        _cached = present, tuple(encoded)
     return _cached[1]
 
 
 def _pattern(found: Any) -> str:
-    """A pattern as text; Python's own filters name a module outright."""
+    """A pattern as text; Python's default filters give the module as a string."""
     if found is None:
         return ""
     return rf"{re.escape(found)}\Z" if isinstance(found, str) else str(found.pattern)
 
 
 def set_warning_filters(filters: tuple[WarningFilter, ...]) -> None:
-    """Filter warnings as it is done elsewhere."""
+    """Set this process's filters, unless they are equal."""
     if filters != get_warning_filters():
         warnings.resetwarnings()
         for action, message, category, module, line in filters:
