@@ -116,11 +116,11 @@ def pair(y: Tensor) -> Any:
 SAME_WORDS: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
     "another type of one name": (
         lambda net, y: instep.all_gather({"pair": pair(y)}),
-        "all_gather: the leaf 'pair' is of another type on each replica (Pair, Pair).",
+        "all_gather: the leaf 'pair' has different types on the replicas (Pair, Pair).",
     ),
     "another key of one name": (
         lambda net, y: instep.all_gather({"by": {1 if len(y) == 3 else "1": y}}),
-        "all_gather: the leaf 'by' has other entries on each replica.",
+        "all_gather: the leaf 'by' has different entries on the replicas.",
     ),
 }
 

@@ -12,11 +12,11 @@ from instep.devices import make_buckets, pack, unpack
 from instep.runtime.torch_private import storage_use_count
 
 MIN_REUSE_BYTES = 64 * 2**10
-"""Bytes of a gradient from which on new memory for a sum costs more than to ask whether its own can be used."""
+"""Gradients of at least this many bytes are checked for whether their memory can hold the sum."""
 
 
 def gather_gradients(gradients: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
-    """Gradients on `device`; those that lie elsewhere travel in flat buckets, sparse ones by themselves."""
+    """Copy gradients to `device`; dense ones in flat buckets, sparse ones one by one."""
     result = list(gradients)
     far = [index for index, g in enumerate(gradients) if g is not None and g.device != device]
     dense = [index for index in far if gradients[index].layout is torch.strided]  # type: ignore[union-attr]
@@ -33,25 +33,25 @@ def gather_gradients(gradients: Sequence[Tensor | None], device: torch.device) -
 
 
 def is_dense_pair(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two gradients are dense and of one dtype."""
+    """Whether two gradients are dense and have the same dtype."""
     if one is None or other is None or one.layout is not torch.strided or other.layout is not torch.strided:
         return False
     return one.dtype == other.dtype
 
 
 def reusable_gradients(gradients: Sequence[Tensor | None]) -> set[int]:
-    """The places of large gradients, just off a backward, that sums can be made in: nobody else has their memory."""
+    """The indices of large gradients whose memory nothing else uses, so that sums can be written to it."""
     return {place for place, gradient in enumerate(gradients) if gradient is not None and _is_reusable(gradient)}
 
 
 def sum_gradients(columns: Sequence[Sequence[Tensor | None]], into: Collection[int] = ()) -> list[Tensor | None]:
-    """The sum over replicas of each gradient, in the order of the replicas; None where no replica has one.
+    """Sum each gradient over the replicas, in the order of the replicas; None if no replica has it.
 
-    No gradient is written to, for autograd may have left one tensor in several places; but for those of the first
-    replica that are `into`, in whose memory the sums are made: no new pages have to be had.
+    Gradients are not written to, because autograd may use one tensor in several places. Only for the indices in `into`
+    is the sum written to the first replica's gradient, which saves an allocation.
     """
     total = list(columns[0])
-    own = set(into)  # sums of ours, which later columns may be added into
+    own = set(into)  # own sums, to which later columns may be added in place
     if len(columns) > 1 and total and all(all(map(is_dense_pair, total, column)) for column in columns[1:]):
         one, other, *others = (cast(list[Tensor], list(column)) for column in columns)
         summed = _sum_two(one, other, own)
@@ -83,7 +83,7 @@ def sum_gradients(columns: Sequence[Sequence[Tensor | None]], into: Collection[i
 
 
 def _sum_two(one: list[Tensor], other: list[Tensor], own: Collection[int]) -> list[Tensor]:
-    """The sums of two replicas' gradients, all dense."""
+    """Sum two replicas' dense gradients."""
     if own:
         torch._foreach_add_([one[place] for place in own], [other[place] for place in own])
     fresh = [place for place in range(len(one)) if place not in own] if own else range(len(one))
@@ -95,10 +95,10 @@ def _sum_two(one: list[Tensor], other: list[Tensor], own: Collection[int]) -> li
 
 
 def _is_reusable(gradient: Tensor) -> bool:
-    """Whether a gradient is large, nobody else has its memory, and each of its elements has its own."""
+    """Whether a gradient is large, contiguous, and the only user of its memory."""
     if type(gradient) is not Tensor or gradient.layout is not torch.strided or gradient.nbytes < MIN_REUSE_BYTES:
         return False
     if not gradient.is_contiguous():
         return False
-    lazy = gradient.is_conj() or gradient.is_neg()  # nothing is added to such in place
+    lazy = gradient.is_conj() or gradient.is_neg()  # in-place addition is not supported
     return not lazy and not gradient.is_inference() and storage_use_count(gradient) == 1

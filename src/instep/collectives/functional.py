@@ -1,4 +1,4 @@
-"""Collectives for use inside forward: replica, all_reduce, all_gather."""
+"""Collectives for use inside `forward`; on a single replica they return their argument."""
 
 from __future__ import annotations
 
@@ -24,48 +24,57 @@ REDUCE_OPS = ("sum", "mean", "max", "min")
 @disable_compile_for_collective
 def replica() -> ReplicaInfo:
     """Which replica this is: `index` of `count`, its `device`, its shard's `size` and `offset` in the batch."""
-    place = current_context()
-    if place is None:
+    context = current_context()
+    if context is None:
         exempt_collective()
         return SINGLE_REPLICA
-    return place.info
+    return context.info
 
 
 @disable_compile_for_collective
 def all_reduce(x: Any, op: str = "sum") -> Any:
-    """The sum, mean, max or min over the replicas of every tensor and number in a structure, on every replica.
+    """Reduce every tensor and number of a structure over all replicas; every replica gets the result.
 
-    `"mean"` counts every replica by the samples of its shard, so that the mean of the shards' means is the mean of the
-    batch. With gradients; outside of a parallel call, or on one replica, `x` itself, without gradient under `no_grad`.
+    Differentiable. Outside a parallel call, or on one replica, it returns `x` (detached under `no_grad`).
+
+    Args:
+        x: A tensor, a number, or a structure of them.
+        op: `"sum"`, `"mean"`, `"max"` or `"min"`. The mean weights each replica by the number of samples in its shard,
+            so that the mean of the shards' means is the mean of the batch.
     """
     if op not in REDUCE_OPS:
-        raise CollectiveError(f"all_reduce(op={op!r}): write one of {', '.join(REDUCE_OPS)}.")
-    place = current_context()
-    if place is None:
+        raise CollectiveError(f"all_reduce(op={op!r}): op must be one of {', '.join(REDUCE_OPS)}.")
+    context = current_context()
+    if context is None:
         exempt_collective()
         return _single_replica_value(x)
     _reject_special_layouts(x, (), "all_reduce")
     _check_dtypes(x, op)
-    others = _non_tensor_leaves(x, ())
+    plain_leaves = _non_tensor_leaves(x, ())
     label = f"all_reduce(op={op!r}) of {_describe_structure(x, None)}"
-    rows, notes = exchange_tensors(place, label, list(tensors_in(x)), others)
-    weights = _weights(place)
+    rows, all_metadata = exchange_tensors(context, label, list(tensors_in(x)), plain_leaves)
+    weights = _weights(context)
     tensors = iter([_reduce_tensors(list(column), op, weights) for column in zip(*rows, strict=True)])
-    values = {path: _reduce_values(path, [note[path] for note in notes], op, weights) for path in others}
+    values = {
+        path: _reduce_values(path, [metadata[path] for metadata in all_metadata], op, weights) for path in plain_leaves
+    }
     return _rebuild(x, (), tensors, values)
 
 
 @disable_compile_for_collective
 def all_gather(x: Any, dim: int = 0) -> Any:
-    """Every replica's `x`, joined in the order of the replicas, on every replica.
+    """Concatenate `x` of all replicas, in the order of the replicas; every replica gets the result.
 
-    Tensors and arrays are joined along `dim` and may differ in size there; tensors without dimensions are stacked. A
-    list holds samples and is joined as a list, whatever its entries are. Tuples, dictionaries and dataclasses are
-    structure. Anything else has to be equal on all replicas. With gradients; outside of a parallel call, or on one
-    replica, `x` itself, without gradient under `no_grad`.
+    Differentiable. Outside a parallel call, or on one replica, it returns `x` (detached under `no_grad`).
+
+    Args:
+        x: A tensor or array, or a structure of them. Lists hold samples and are concatenated as lists. Tuples,
+            dictionaries and dataclasses are structure. Other values have to be equal on all replicas.
+        dim: The dimension along which tensors and arrays are concatenated; sizes may differ there. Tensors without
+            dimensions are stacked.
     """
-    place = current_context()
-    if place is None:
+    context = current_context()
+    if context is None:
         exempt_collective()
         return _single_replica_value(x)
     _reject_special_layouts(x, (), "all_gather")
@@ -73,20 +82,20 @@ def all_gather(x: Any, dim: int = 0) -> Any:
     numbers = iter(range(len(tensors)))
     skeleton = map_tensors(lambda _: _TensorSlot(next(numbers)), x)  # type: ignore[arg-type, return-value]
     rows, skeletons = exchange_tensors(
-        place, f"all_gather(dim={dim}) of {_describe_structure(x, dim)}", tensors, skeleton
+        context, f"all_gather(dim={dim}) of {_describe_structure(x, dim)}", tensors, skeleton
     )
     return _Gatherer(dim, rows).join(skeletons, ())
 
 
 def _single_replica_value(x: Any) -> Any:
-    """What one replica is given: the same, and like the others nothing that leads to a gradient under `no_grad`."""
+    """The result on a single replica: `x` itself, detached under `no_grad` as on several replicas."""
     if not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(x)):
         return map_tensors(lambda tensor: tensor.detach() if tensor.requires_grad else tensor, x)
     return x
 
 
-def _weights(place: ReplicaContext) -> list[float]:
-    sizes = place.sizes if any(place.sizes) else [1] * place.info.count
+def _weights(context: ReplicaContext) -> list[float]:
+    sizes = context.sizes if any(context.sizes) else [1] * context.info.count
     return [size / sum(sizes) for size in sizes]
 
 
@@ -112,7 +121,7 @@ def _reduce_values(path: Path, values: list[Any], op: str, weights: Sequence[flo
 
 
 def _require_equal(path: Path, values: Sequence[Any], verb: str, hint: str) -> Any:
-    """A leaf that has to be the same on every replica."""
+    """Return the value of a leaf that has to be equal on every replica."""
     first = values[0]
     for index, value in enumerate(values):
         if value is not first and (type(value) is not type(first) or value != first):
@@ -128,7 +137,7 @@ def _describe_path(path: Path) -> str:
 
 
 def _non_tensor_leaves(value: Any, path: Path) -> dict[Path, Any]:
-    """The leaves of a structure that are no tensors, by their paths."""
+    """The leaves of a structure that are not tensors, by path."""
     if isinstance(value, Tensor):
         return {}
     node = flatten_one_level(value)
@@ -153,14 +162,14 @@ def _rebuild(value: Any, path: Path, tensors: Any, values: dict[Path, Any]) -> A
 
 @dataclass(frozen=True)
 class _TensorSlot:
-    """Stands for a tensor in a structure that is sent without its tensors."""
+    """Placeholder for a tensor in a structure that is sent without its tensors."""
 
     index: int
 
 
 @dataclass
 class _Gatherer:
-    """Joins every replica's structure into one."""
+    """Concatenates the replicas' structures."""
 
     dim: int
     rows: list[list[Tensor]]
@@ -169,7 +178,7 @@ class _Gatherer:
         first = values[0]
         if any(type(value) is not type(first) for value in values):
             kinds = ", ".join(type(value).__name__ for value in values)
-            raise CollectiveError(f"all_gather: {_describe_path(path)} is of another type on each replica ({kinds}).")
+            raise CollectiveError(f"all_gather: {_describe_path(path)} has different types on the replicas ({kinds}).")
         if isinstance(first, _TensorSlot):
             parts = [row[value.index] for row, value in zip(self.rows, values, strict=True)]
             return torch.stack(parts) if parts[0].ndim == 0 else torch.cat(parts, self.dim)
@@ -184,12 +193,12 @@ class _Gatherer:
             )
         nodes = [flatten_one_level(value) for value in values]
         if any(other is None or list(other.keys) != list(node.keys) for other in nodes):
-            raise CollectiveError(f"all_gather: {_describe_path(path)} has other entries on each replica.")
+            raise CollectiveError(f"all_gather: {_describe_path(path)} has different entries on the replicas.")
         children = zip(*(other.children for other in nodes if other is not None), strict=True)
         return node.unflatten([self.join(c, (*path, k)) for k, c in zip(node.keys, children, strict=True)])
 
     def _restore_tensors(self, item: Any, index: int) -> Any:
-        """One replica's sample, with its tensors; they are copied, for replicas share them."""
+        """Put the tensors back into one replica's sample. They are copied, because replicas share them."""
         if isinstance(item, _TensorSlot):
             return self.rows[index][item.index].clone()
         node = flatten_one_level(item)
@@ -199,7 +208,7 @@ class _Gatherer:
 
 
 def _describe_structure(value: Any, dim: int | None) -> str:
-    """A structure in words; sizes along `dim` and the length of lists may differ between replicas and are left out."""
+    """Describe a structure. Sizes along `dim` and lengths of lists may differ between replicas and are left out."""
     if isinstance(value, Tensor):
         sizes = [str(size) for size in value.shape]
         if dim is not None and sizes and -len(sizes) <= dim < len(sizes):
@@ -224,7 +233,7 @@ def _check_dtypes(value: Any, op: str) -> None:
 
 
 def _reject_special_layouts(value: Any, path: Path, verb: str) -> None:
-    """Packed, nested and sparse tensors, graphs and the like have rules for a batch, and none for this."""
+    """Raise for packed, nested and sparse tensors and other types that only splitting and merging support."""
     plain = not isinstance(value, Tensor) or is_dense(value)
     if not plain or (handler_for_type(type(value)) is not None and not isinstance(value, (Tensor, np.ndarray))):
         raise CollectiveError(

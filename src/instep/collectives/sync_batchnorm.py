@@ -1,4 +1,8 @@
-"""Batch normalization over the whole batch, patched into replicas' layers."""
+"""Batch normalization over the whole batch.
+
+A replica's batch normalization layer gets a `forward` attribute that computes its statistics over all replicas, so that
+hooks still run; the source's layer is not changed. All replicas then have equal running statistics.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from instep.collectives.exchange import exchange_tensors
 from instep.collectives.group import ReplicaContext, current_context
 from instep.runtime.modes import disable_compile_for_collective
 
-# Classes whose forward is torch's own; a subclass that has another one knows best.
+# torch's own forwards; a subclass with another forward is left as it is.
 _STANDARD_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 class SyncedForward:
-    """The forward of a replica's layer. It does not keep its layer alive."""
+    """The synchronized forward of a replica's layer. Holds a weak reference to the layer."""
 
     def __init__(self, layer: _BatchNorm) -> None:
         self._layer = weakref.ref(layer)
@@ -29,51 +33,51 @@ class SyncedForward:
     def __call__(self, input: Tensor) -> Tensor:
         layer = self._layer()
         assert layer is not None
-        place = current_context()
-        if place is None or not _uses_batch_statistics(layer):
+        context = current_context()
+        if context is None or not _uses_batch_statistics(layer):
             return type(layer).forward(layer, input)
-        return _normalize(layer, input, place)
+        return _normalize(layer, input, context)
 
 
 class SyncBatchNormPatch:
-    """What the batch normalisation layers of one module's replicas are given, or not."""
+    """Patches the batch normalization layers of a module's replicas."""
 
     def __init__(self, synchronised: bool) -> None:
         self.enabled = synchronised
         self._unsynced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._warned = False
 
-    def __call__(self, source: nn.Module, made: nn.Module) -> None:
-        """Dress one module of a replica, which stands for a module of the source."""
-        if not isinstance(made, _BatchNorm):
+    def __call__(self, source: nn.Module, module: nn.Module) -> None:
+        """Patch one module of a replica, the counterpart of a module of the source."""
+        if not isinstance(module, _BatchNorm):
             return
-        if self.enabled and type(made).forward in _STANDARD_FORWARDS and "forward" not in source.__dict__:
-            made.__dict__["forward"] = SyncedForward(made)
+        if self.enabled and type(module).forward in _STANDARD_FORWARDS and "forward" not in source.__dict__:
+            module.__dict__["forward"] = SyncedForward(module)
         else:
             self._unsynced.add(source)
 
     def warn_once(self, root: nn.Module) -> None:
-        """Say once which layers take their statistics of each shard for itself, and what differs from one device."""
+        """Warn once which layers compute statistics over their shard only."""
         if self._warned or not self._unsynced or not any(_uses_batch_statistics(layer) for layer in self._unsynced):  # type: ignore[arg-type]
             return
         self._warned = True
-        why = "sync_batchnorm=False"
+        reason = "sync_batchnorm=False"
         if self.enabled:
             names = [name for name, module in root.named_modules() if module in self._unsynced]
-            why = f"{', '.join(names) or 'a layer'}: a forward of its own is left as it is"
+            reason = f"{', '.join(names) or 'a layer'} overrides forward"
         warnings.warn(
-            f"{why}: batch normalisation looks at each replica's shard and not at the whole batch, so that outputs, "
-            f"gradients and running statistics differ from one device's. Running statistics become the mean of the "
-            f"replicas', weighted by samples; the variance leaves out how far the shards lie apart.",
+            f"batch normalization uses each replica's shard instead of the whole batch, because {reason}. Outputs, "
+            f"gradients and running statistics differ from one device's: running statistics are the mean over the replicas, "
+            f"weighted by samples, and the variance leaves out the variance between shards.",
             stacklevel=5,
         )
 
 
 def running_stats_rule(root: nn.Module, path: str) -> str | None:
-    """How statistics that replicas took each of its shard become the module's: a mean, weighted by samples.
+    """The state rule for running statistics that replicas computed separately: a mean weighted by samples.
 
-    For the mean that is what the whole batch gives. For the variance it is the mean of the variances inside of the
-    shards, which leaves out how far the shards' means lie apart.
+    For the running mean this equals the whole batch's. For the variance it leaves out the variance between the shards'
+    means.
     """
     layer, _, name = path.rpartition(".")
     owner: nn.Module | None = root
@@ -86,14 +90,14 @@ def _uses_batch_statistics(layer: _BatchNorm) -> bool:
     return layer.training or (layer.running_mean is None and layer.running_var is None)
 
 
-def _normalize(layer: _BatchNorm, input: Tensor, place: ReplicaContext) -> Tensor:
+def _normalize(layer: _BatchNorm, input: Tensor, context: ReplicaContext) -> Tensor:
     layer._check_input_dim(input)
     x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
     channels, dims = x.shape[1], [0, *range(2, x.ndim)]
-    # A replica that has nothing to normalise still comes to the meeting; what it brings has no weight.
+    # A replica without samples still takes part in the exchange, with weight zero.
     row = channel_statistics(x) if x.numel() else x.sum(dims).repeat(2, 1)
-    label = f"batch normalisation of {channels} channels in {str(x.dtype).removeprefix('torch.')}"
-    rows, counts = exchange_tensors(place, label, [row], x.numel() // max(1, channels), owned=True)
+    label = f"batch normalization of {channels} channels in {str(x.dtype).removeprefix('torch.')}"
+    rows, counts = exchange_tensors(context, label, [row], x.numel() // max(1, channels), owned=True)
     total = sum(counts)
     if not total:
         return type(layer).forward(layer, input)
@@ -103,17 +107,17 @@ def _normalize(layer: _BatchNorm, input: Tensor, place: ReplicaContext) -> Tenso
     scale = torch.rsqrt(var + layer.eps)
     if layer.weight is not None:
         scale = scale * layer.weight
-    bias: Tensor | None = layer.bias  # torch says that it has one
+    bias: Tensor | None = layer.bias  # typed as Tensor by torch
     shift = -mean * scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
     zeros, ones = x.new_zeros(channels), x.new_ones(channels)
-    # x * scale + shift, by torch's own kernels, which are the fastest for a factor for each channel
+    # x * scale + shift, by torch's batch norm kernels, which are the fastest for per-channel factors
     return torch.batch_norm(x, scale, shift, zeros, ones, False, 0.0, 0.0, False).to(input.dtype)
 
 
 class ChannelStatistics(torch.autograd.Function):
-    """Mean and variance of each channel, as two rows, in as few passes over the input as it takes.
+    """Mean and variance of each channel, stacked, in few passes over the input.
 
-    On the CPU torch's own `var_mean` takes several times as long, unless the input is tiny.
+    On the CPU `torch.var_mean` is several times slower, unless the input is tiny.
     """
 
     @staticmethod
@@ -137,31 +141,31 @@ class ChannelStatistics(torch.autograd.Function):
         return torch.addcmul(base.view(_channel_shape(x)), x, slope.view(_channel_shape(x)))
 
 
-# torch leaves `Function.apply` without types.
+# torch does not type `Function.apply`.
 channel_statistics = cast(Callable[[Tensor], Tensor], ChannelStatistics.apply)
 
 
 def _channel_shape(x: Tensor) -> list[int]:
-    """The shape of something that each channel has one of."""
+    """The shape that broadcasts one value per channel."""
     return [1, x.shape[1], *[1] * (x.ndim - 2)]
 
 
 def _combine_statistics(parts: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the whole from those of its parts, one after another in the order of the replicas."""
+    """Combine the parts' means and variances (Chan et al.), in the order of the replicas."""
     mean, var = parts[0].unbind()
-    before = counts[0]
+    total = counts[0]
     for part, count in zip(parts[1:], counts[1:], strict=True):
-        before += count
-        weight = count / before if count else 0.0
+        total += count
+        weight = count / total if count else 0.0
         new_mean, new_var = part.unbind()
-        apart = new_mean - mean
-        var = torch.addcmul(torch.lerp(var, new_var, weight), apart, apart, value=weight * (1 - weight))
-        mean = torch.add(mean, apart, alpha=weight)
+        delta = new_mean - mean
+        var = torch.addcmul(torch.lerp(var, new_var, weight), delta, delta, value=weight * (1 - weight))
+        mean = torch.add(mean, delta, alpha=weight)
     return mean, var
 
 
 def _update_running_stats(layer: Any, mean: Tensor, var: Tensor, total: int) -> None:
-    """Move the running statistics as torch does; like torch's own, without moving their version counters."""
+    """Update the running statistics as torch does, without changing their version counters."""
     factor = 0.0 if layer.momentum is None else layer.momentum
     with torch.no_grad():
         if layer.num_batches_tracked is not None:
