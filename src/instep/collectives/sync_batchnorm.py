@@ -67,8 +67,8 @@ class SyncBatchNormPatch:
             reason = f"{', '.join(names) or 'a layer'} overrides forward"
         warnings.warn(
             f"batch normalization uses each replica's shard instead of the whole batch, because {reason}. Outputs, "
-            f"gradients and running statistics differ from one device's: running statistics are the mean over the replicas, "
-            f"weighted by samples, and the variance leaves out the variance between shards.",
+            f"gradients and running statistics differ from one device's: running statistics are the mean over the "
+            f"replicas, weighted by samples, and the variance leaves out the variance between shards.",
             stacklevel=5,
         )
 

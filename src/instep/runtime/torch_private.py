@@ -22,59 +22,59 @@ _functorch: Any = torch._C._functorch
 
 
 def is_graph_retained() -> bool:
-    """Inside a backward: whether it was asked to retain the graph. Without an answer, graphs are retained."""
-    ask: Callable[[], bool] | None = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
-    return True if ask is None else bool(ask())
+    """Inside a backward: whether it retains the graph; True if torch does not say."""
+    getter: Callable[[], bool] | None = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
+    return True if getter is None else bool(getter())
 
 
 def will_accumulate_grad(parameter: Tensor) -> bool:
-    """Inside a backward: whether it adds to this leaf's `.grad`, rather than return gradients or leave it out."""
+    """Inside a backward: whether it accumulates into this leaf's `.grad`."""
     if not parameter.is_leaf:
         return False
-    ask: Any = getattr(torch._C, "_will_engine_execute_node", None)
-    if ask is None:
+    getter: Any = getattr(torch._C, "_will_engine_execute_node", None)
+    if getter is None:
         return False
     try:
-        return bool(ask(torch.autograd.graph.get_gradient_edge(parameter).node))
-    except RuntimeError:  # `torch.autograd.grad` with respect to leaves has no such nodes to execute
+        return bool(getter(torch.autograd.graph.get_gradient_edge(parameter).node))
+    except RuntimeError:  # in `torch.autograd.grad` the engine does not execute such nodes
         return False
 
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The hooks on saved tensors around the caller (from torch 2.8 on), except those of checkpointing.
+    """The active saved-tensor hooks of this thread, except those of checkpointing.
 
-    Checkpointing matches tensors by the order in which they are saved, which replicas do not have; without its hooks
-    the call is recomputed as a whole.
+    Checkpointing matches tensors by the order in which they are saved, which replicas do not preserve. Without its
+    hooks the call is recomputed as a whole.
     """
-    ask: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
-    hooks: tuple[Any, Any] | None = None if ask is None else ask(False)
+    getter: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+    hooks: tuple[Any, Any] | None = None if getter is None else getter(False)
     if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
         return None
     return hooks
 
 
 def has_no_saved_tensor_hooks() -> bool:
-    """Whether no hooks on saved tensors are around the caller, not even those of checkpointing; False if unknown."""
-    ask: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
-    return ask is not None and ask(False) is None
+    """Whether no saved-tensor hooks are active, including those of checkpointing; False if unknown."""
+    getter: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+    return getter is not None and getter(False) is None
 
 
 def inference_guard(on: bool) -> AbstractContextManager[Any]:
-    """`torch.inference_mode(on)` without its Python, in which an interruption could leave it half entered."""
+    """`torch.inference_mode(on)` without Python code in which an interruption could leave it half entered."""
     guard: Any = getattr(torch._C, "_InferenceMode", torch.inference_mode)
     entered: AbstractContextManager[Any] = guard(on)
     return entered
 
 
 def has_compiled_code() -> bool:
-    """Whether this process has compiled functions or modules; torch loads its compiler for optimizers too."""
+    """Whether this process has compiled functions or modules. torch imports dynamo for optimizers too."""
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")
     backends: Any = getattr(frames, "cached_backends", None)
     return frames is not None and (backends is None or any(backend is not None for backend in backends.values()))
 
 
 def unwrap_compiled(module: nn.Module) -> nn.Module:
-    """The module that `torch.compile(module)` stands for, whose names do not begin with `_orig_mod.`; or itself."""
+    """The original module of `torch.compile(module)`; any other module itself."""
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")
     kind = getattr(frames, "OptimizedModule", None)
     while kind is not None and isinstance(module, kind):
@@ -83,7 +83,7 @@ def unwrap_compiled(module: nn.Module) -> nn.Module:
 
 
 def default_device() -> torch.device | None:
-    """The device that `torch.set_default_device` or `with torch.device(...)` chose in this thread, if any."""
+    """The default device that is set in this thread, if any."""
     for mode in reversed(torch.overrides._get_current_function_mode_stack()):
         if isinstance(mode, DeviceContext):
             return torch.device(mode.device)
@@ -91,10 +91,9 @@ def default_device() -> torch.device | None:
 
 
 def has_thread_local_transform() -> bool:
-    """Whether something is at work that sees the operations of its own thread only.
+    """Whether a transform is active that sees the ops of its own thread only.
 
-    That is `torch.func`, forward-mode differentiation, tracing, cached parametrizations, and modes that count or
-    rewrite operations.
+    That is `torch.func`, forward-mode AD, tracing, cached parametrizations, and function or dispatch modes.
     """
     return (
         _functorch.peek_interpreter_stack() is not None
@@ -110,17 +109,17 @@ _storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def storage_use_count(tensor: Tensor) -> int:
-    """How many tensors use a tensor's storage; more than there can be where torch does not say."""
+    """The number of tensors that use a tensor's storage; `sys.maxsize` if torch does not say."""
     if _storage_use_count is None:
         return sys.maxsize
-    return int(_storage_use_count(tensor.untyped_storage()._cdata)) - 1  # the storage's own object is one
+    return int(_storage_use_count(tensor.untyped_storage()._cdata)) - 1  # one of them is the storage object
 
 
 _engine_run_backward: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor], keep: bool) -> None:
-    """As `torch.autograd.backward`, for gradients that autograd itself has made: they need not be looked at again."""
+    """`torch.autograd.backward` without its checks, for gradients that autograd has computed."""
     if _engine_run_backward is None or any(type(output) is not Tensor for output in outputs):
         torch.autograd.backward(outputs, gradients, retain_graph=keep)
     else:
@@ -130,15 +129,15 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor], keep: b
 
 
 def is_batched_gradient(gradient: Tensor) -> bool:
-    """Whether a gradient is many at once, as `is_grads_batched=True` makes them."""
+    """Whether a gradient is batched by `is_grads_batched=True`."""
     return bool(_functorch.is_legacy_batchedtensor(gradient))
 
 
 def make_tensor_guard(tensors: Sequence[Tensor]) -> Callable[[], bool]:
-    """A quick look at some tensors: True only if sizes, strides, dtypes, devices and `requires_grad` are as they were.
+    """Dynamo's guard on tensors: a check that returns True only if sizes, strides, dtypes, devices and `requires_grad`
+    have not changed.
 
-    It is what compiled code asks of its inputs, in one pass. False proves nothing: it also depends on modes such as
-    autocast, and is all that is said where torch has no such pass.
+    False proves nothing: the check also depends on modes such as autocast, and is always False without dynamo.
     """
     guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     make: Any = getattr(guards, "TensorGuards", None)
@@ -155,15 +154,15 @@ _eval_frame: Any = getattr(torch._C, "_dynamo", None) and torch._C._dynamo.eval_
 
 
 def _no_eval_frame(_: Any) -> Any:
-    """There is none to set, and there was none."""
+    """Fallback for torch without dynamo."""
 
 
 set_eval_frame: Callable[[Any], Any] = getattr(_eval_frame, "set_eval_frame", _no_eval_frame)
-"""Sets what compiles the frames that this thread runs from now on, None for nothing; returns what did before."""
+"""Sets dynamo's frame evaluation callback of this thread (None for none); returns the previous one."""
 
 
 def skip_frame(function: Any) -> None:
-    """Ask the compiler not to look at a function's own code; without a way to ask it looks, and finds nothing to do."""
+    """Make dynamo skip a function's own frame, if torch can."""
     strategy: Any = getattr(_eval_frame, "set_code_exec_strategy", None)
     skip: Any = getattr(_eval_frame, "skip_code", None)
     if strategy is not None:
@@ -183,10 +182,10 @@ def _rng_key() -> Any:
 
 
 def register_rng_kernels(pick: Callable[[], torch.Generator | None]) -> None:
-    """Have aten's random operations on the CPU ask `pick` for a generator, in threads that `route` is on for.
+    """Make ATen's random ops on the CPU get their generator from `pick`, in threads with `set_rng_dispatch(True)`.
 
-    A dispatch key that nothing else uses falls through everywhere but in operations that take a generator. Raises where
-    torch has no such key, or where it is taken.
+    Uses a dispatch key that falls through for all ops but those that take a generator. Raises if torch does not have
+    the key, or if it is used by something else.
     """
     below: Any = torch._C._dispatch_keyset_full_after(_rng_key())
     others = torch.library.Library("_", "IMPL", _RNG_KEY_NAME)
@@ -209,10 +208,10 @@ def register_rng_kernels(pick: Callable[[], torch.Generator | None]) -> None:
 def _rng_kernel(
     operation: Any, place: int, below: Any, pick: Callable[[], torch.Generator | None]
 ) -> Callable[..., Any]:
-    """One random operation with the generator that `pick` gives, unless it was given one.
+    """A kernel that passes the generator from `pick` to a random op that was called without one.
 
-    Only at the bottom, where there is a plain CPU tensor to fill: what other modes and tensor subclasses (compilers
-    among them) see has no generator added to it, and what they call in the end comes by here again.
+    It does so only for plain CPU tensors. Modes and tensor subclasses see the op without a generator; the op that they
+    finally call comes here again.
     """
     host, python = torch._C.DispatchKey.CPU, torch._C.DispatchKey.Python
     front = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
@@ -220,11 +219,11 @@ def _rng_kernel(
     positional = not operation._schema.arguments[place].kwarg_only
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        by_place = positional and len(args) > place
-        given = args[place] if by_place else kwargs.get(name)
-        if given is None and keys.has(host) and not keys.has(python) and not keys.has(front):
+        is_positional = positional and len(args) > place
+        generator = args[place] if is_positional else kwargs.get(name)
+        if generator is None and keys.has(host) and not keys.has(python) and not keys.has(front):
             chosen = pick()
-            if by_place:
+            if is_positional:
                 args = (*args[:place], chosen, *args[place + 1 :])
             else:
                 kwargs[name] = chosen
@@ -234,9 +233,9 @@ def _rng_kernel(
 
 
 def set_rng_dispatch(on: bool) -> bool:
-    """Whether random operations of this thread ask for their generator (see `route_draws`); says how it was before.
+    """Set whether random ops of this thread use `register_rng_kernels`; returns the previous value.
 
-    A backward carries it to the threads that take part.
+    Autograd propagates it to the threads of a backward.
     """
     outer = is_rng_dispatch_enabled()
     torch._C._dispatch_tls_set_dispatch_key_included(_rng_key(), on)
@@ -244,14 +243,14 @@ def set_rng_dispatch(on: bool) -> bool:
 
 
 def is_rng_dispatch_enabled() -> bool:
-    """Whether random operations of this thread ask for their generator."""
+    """Whether random ops of this thread use `register_rng_kernels`."""
     return bool(torch._C._dispatch_tls_is_dispatch_key_included(_rng_key()))
 
 
 def replace_default_generator(stand_in: Any) -> None:
-    """Put an object in the place from which `torch.get_rng_state`, `manual_seed` and the like take the CPU's generator.
+    """Replace the generator that `torch.get_rng_state`, `torch.manual_seed` etc. use.
 
-    Raises where they take it from somewhere else.
+    Raises if they take it from elsewhere.
     """
     functions: Any = torch.random
     if functions.default_generator is not torch.default_generator:
@@ -260,7 +259,7 @@ def replace_default_generator(stand_in: Any) -> None:
 
 
 def _import_class(module: str, name: str) -> Any:
-    """A class that torch keeps in a private place, or None."""
+    """Import a private class; None if it does not exist."""
     try:
         return getattr(importlib.import_module(module), name, None)
     except ImportError:
@@ -268,7 +267,7 @@ def _import_class(module: str, name: str) -> Any:
 
 
 spectral_norm_class: Any = _import_class("torch.nn.utils.parametrizations", "_SpectralNorm")
-"""The parametrization behind `spectral_norm`; where it is missing, its vectors have to be equal on every replica."""
+"""The parametrization of `spectral_norm`; if None, its vectors have to be equal on every replica."""
 
 
 _global_hooks: dict[str, Any] = {
@@ -278,7 +277,7 @@ _global_hooks: dict[str, Any] = {
 
 
 def global_hooks() -> list[tuple[str, list[Any]]]:
-    """Hooks that were registered for every module; none where torch keeps them elsewhere."""
+    """Global module hooks, by kind; empty if torch keeps them elsewhere."""
     tables = _global_hooks
     if not any(tables.values()):
         return []
@@ -286,12 +285,12 @@ def global_hooks() -> list[tuple[str, list[Any]]]:
 
 
 def custom_function(node: Any) -> Any:
-    """The `torch.autograd.Function` that a node of a graph belongs to; None for torch's own, or if it is not told."""
+    """The `torch.autograd.Function` of a graph node; None for torch's own nodes."""
     return getattr(node, "_forward_cls", None)
 
 
 def nccl_group_class() -> Any:
-    """The class of torch's NCCL groups; None where torch has none, or none that can be given up in the middle."""
+    """`ProcessGroupNCCL`; None if torch does not have it, or if it cannot be aborted."""
     kind: Any = getattr(torch.distributed, "ProcessGroupNCCL", None) if torch.distributed.is_available() else None
     return kind if any(hasattr(kind, name) for name in _ABORT_METHODS) else None
 
@@ -300,33 +299,33 @@ _ABORT_METHODS = ("abort", "_abort")
 
 
 def make_file_store(path: str, size: int) -> Any:
-    """Where the members of a group find one another."""
+    """A `FileStore` for the rendezvous of a group."""
     kind: Any = vars(torch.distributed)["FileStore"]
     return kind(path, size)
 
 
-def make_nccl_group(store: Any, rank: int, size: int, patience: timedelta) -> Any:
-    """A group of its own, beside any other; its communicator is made, without blocking, by the first collective."""
+def make_nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A new NCCL group. Its first collective creates the communicator, without blocking."""
     kind = nccl_group_class()
     options = kind.Options()
-    options._timeout = patience
+    options._timeout = timeout
     config: Any = getattr(options, "config", None)
-    if hasattr(config, "blocking"):  # without it, whoever meets nobody waits for ever, in a thread of its own
+    if hasattr(config, "blocking"):  # else initialization blocks forever if a peer is missing
         config.blocking = 0
     return kind(store, rank, size, options)
 
 
-def make_gloo_group(store: Any, rank: int, size: int, patience: timedelta) -> Any:
-    """The same for members on the host, on the loopback interface."""
+def make_gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A new Gloo group on the loopback interface."""
     kind: Any = torch.distributed.ProcessGroupGloo
     options = kind._Options()
-    options._timeout = patience
+    options._timeout = timeout
     options._devices = [kind.create_device(interface="lo")]
     return kind(store, rank, size, options)
 
 
 def abort_group(group: Any) -> None:
-    """End what a group is in the middle of; what cannot be told to ends with its connections."""
+    """Abort the running collectives of an NCCL group; other groups fail when their connections close."""
     end: Any = next((getattr(group, name) for name in _ABORT_METHODS if hasattr(group, name)), None)
     if end is not None and isinstance(group, nccl_group_class() or ()):
         end()
