@@ -140,7 +140,7 @@ def test_nothing_grows_over_a_thousand_calls() -> None:
         assert threading.active_count() <= threads
 
 
-class Meeting(nn.Module):
+class UsesCollectives(nn.Module):
     """Passes only when every replica is in forward, and in backward, at the same time."""
 
     def __init__(self, parties: int) -> None:
@@ -161,7 +161,7 @@ class Meeting(nn.Module):
 
 
 def test_cpu_replicas_run_forward_and_backward_at_the_same_time() -> None:
-    with instep.DataParallel(Meeting(3), ["cpu"] * 3, hooks="per_replica") as model:
+    with instep.DataParallel(UsesCollectives(3), ["cpu"] * 3, hooks="per_replica") as model:
         model(torch.randn(6, 3)).sum().backward()
         assert model.layer.weight.grad is not None
 

@@ -87,7 +87,7 @@ TOGETHER: dict[str, tuple[Callable[[Net, Tensor], Any], list[str]]] = {
     ),
     "another structure": (
         lambda net, y: instep.all_gather({f"k{len(y)}": y}),
-        ["different operations", "all_gather(dim=0) of dict(k", "Every replica has to make the same calls"],
+        ["different collectives", "all_gather(dim=0) of dict(k", "Every replica has to make the same calls"],
     ),
 }
 

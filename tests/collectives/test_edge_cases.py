@@ -73,7 +73,7 @@ def test_replicas_at_different_operations(way: str, other: Callable[..., Any]) -
         other(x) if instep.replica().index == 1 else instep.all_reduce(x.sum(0))
         return x
 
-    match = r"(?s)different operations.*replica . on cpu called all.*replica . on cpu called all"
+    match = r"(?s)different collectives.*replica . on cpu called all.*replica . on cpu called all"
     fails(body, way, instep.CollectiveError, match)
 
 
@@ -102,7 +102,7 @@ def test_an_exception_keeps_its_type(way: str, culprit: int) -> None:
 def test_leaves_that_cannot_be_joined(way: str) -> None:
     fails(lambda self, x: instep.all_gather(("a" * len(x), x)), way, instep.CollectiveError, "leaf '0' is 'aaa'")
     fails(lambda self, x: instep.all_reduce({"k": str(len(x))}), way, instep.CollectiveError, "leaf 'k' is '3'")
-    fails(lambda self, x: instep.all_gather({len(x): 1}), way, instep.CollectiveError, "different operations")
+    fails(lambda self, x: instep.all_gather({len(x): 1}), way, instep.CollectiveError, "different collectives")
     fails(lambda self, x: instep.all_reduce(x.sum(0) > 0), way, instep.CollectiveError, "sum of bools")
     fails(
         lambda self, x: instep.all_reduce(x.sum(0).long(), "mean"), way, instep.CollectiveError, "mean of torch.int64"
@@ -260,12 +260,12 @@ def holding_a_lock(self: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*has waited:UserWarning")
-def test_replicas_that_wait_for_each_other_by_a_lock_are_told_so() -> None:
+def test_replicas_that_deadlock_on_a_lock_fail_with_a_timeout() -> None:
     net = Does(holding_a_lock)
     net.lock, net.careless = threading.Lock(), True
     x = batch()
     with instep.DataParallel(net, ["cpu"] * 2, engine="threads", timeout=0.5, probe=False) as model:
-        with pytest.raises(instep.CollectiveError, match=r"(?s)all_reduce.*has waited.*nothing has moved.*self\.lock"):
+        with pytest.raises(instep.CollectiveError, match=r"(?s)all_reduce.*has waited.*made no progress.*self\.lock"):
             model(x)
         net.careless = False
         assert_close(model(x), net(x))

@@ -157,7 +157,7 @@ def test_parts_of_a_module_in_eval_cost_nothing(way: str, monkeypatch: pytest.Mo
         assert len(met) == 3
 
 
-def test_one_meeting_forward_and_one_backward_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layer_exchanges_once_in_forward_and_once_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[str] = []
     exchange = Rendezvous.exchange
 

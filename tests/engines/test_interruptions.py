@@ -237,7 +237,7 @@ def test_what_runs_on_is_put_back_without_another_call() -> None:
         assert net.log == []
 
 
-def test_a_forward_that_never_ends_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_never_ends_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread_pool, "_INTERRUPTED_CALL_TIMEOUT", 0.1)
     net = Slow()
     net.seconds = 0.6
