@@ -51,19 +51,20 @@ from instep.structure.types import TypeHandler, handler_for_type
 
 @dataclass
 class Merger:
-    """Merges outputs of one function; remembers which dim and which reading of a list it saw at each path."""
+    """Merges the outputs of one function. Remembers the batch dim and the kind of list found at each path."""
 
     dim: int = 0
     out_dims: Any = AUTO
     rules: Mapping[str, MergeRule] = field(default_factory=dict)
-    """By path or pattern; `"*"` is the rule of every leaf that no other rule names and to which it applies."""
+    """Rules by path or pattern. `"*"` is the default: it applies to leaves it supports without a rule of their own."""
     actions: dict[Path, str] = field(default_factory=dict)
-    """What was done at each path at the last merge, in words."""
+    """How the last merge treated each path, for messages."""
     list_kinds: dict[Path, str] = field(default_factory=dict)
+    """`PER_SAMPLE` for lists with one entry per sample, `"inside"` for lists that are structures."""
     batch_dims: dict[Path, tuple[int, int]] = field(default_factory=dict)
-    """The rank of a leaf and the dim of it that followed the batch, which decides when two dims do."""
+    """The rank and the batch dim of each leaf. Decides between dims when more than one has the shard's size."""
     verdicts: Verdicts = field(default_factory=dict)
-    """What a trial said of leaves that no rule names."""
+    """Probe verdicts for leaves without a rule."""
 
     def __post_init__(self) -> None:
         validate_dims(self.out_dims, "out_dims")
@@ -74,7 +75,7 @@ class Merger:
 
     @classmethod
     def from_options(cls, merge: Any = AUTO, out_dims: Any = AUTO, dim: int = 0) -> Merger:
-        """A merger from what a user writes: `"auto"`, one rule for every leaf, or rules by path or pattern."""
+        """Create a merger from user options: `"auto"`, one rule for all leaves, or rules by path or pattern."""
         rules: dict[str, MergeRule] = {}
         if isinstance(merge, Mapping):
             rules = {pattern: rule for pattern, rule in order_patterns(merge.items()).items() if not _is_auto(rule)}
@@ -85,19 +86,19 @@ class Merger:
         return cls(dim=dim, out_dims=out_dims, rules=rules)
 
     def fresh_copy(self) -> Merger:
-        """A merger with the same rules, from which nothing is learned."""
+        """A merger with the same rules and verdicts, and with its own record of dims and list kinds."""
         return replace(self, actions={}, list_kinds={}, batch_dims={})
 
     def merge(self, parts: Sequence[Any], sizes: Sequence[int], inputs: Sequence[Mapping[str, Any]] = ()) -> Any:
-        """The whole output; `MergeError` where that would be a guess."""
+        """Merge the outputs of all replicas. Raises `MergeError` if the merge is ambiguous."""
         if len(parts) != len(sizes):
             raise MergeError(f"there are {len(parts)} parts and {len(sizes)} sizes: give one size for each part.")
         sizes = tuple(sizes)
         if sizes in self._cache:
-            recipe, self.actions = self._cache[sizes]
+            cached_merge, self.actions = self._cache[sizes]
             try:
-                return recipe(parts)
-            except (CacheMiss, RuntimeError):  # torch's own refusals too: what does not fit is named below
+                return cached_merge(parts)
+            except (CacheMiss, RuntimeError):  # RuntimeError: `torch.cat` failed. The uncached path below reports why
                 pass
         self.actions = {}
         merged = _MergePass(self).merge_node(
@@ -107,13 +108,13 @@ class Merger:
             self._cache_merge(parts, sizes)
         return merged
 
-    def set_verdicts(self, found: Verdicts) -> None:
-        """Merge by other verdicts from now on."""
-        if found is self.verdicts:
+    def set_verdicts(self, verdicts: Verdicts) -> None:
+        """Use these verdicts for later merges."""
+        if verdicts is self.verdicts:
             return
-        self.verdicts = found
+        self.verdicts = verdicts
         self._cache.clear()
-        for path, verdict in found.items():
+        for path, verdict in verdicts.items():
             self.batch_dims.pop(path, None)
             if isinstance(verdict, OutputShard):
                 self.batch_dims[path] = verdict.rank, verdict.dim
@@ -121,17 +122,17 @@ class Merger:
                 self.list_kinds[path] = PER_SAMPLE if verdict.per_sample else "inside"
 
     def _cache_merge(self, parts: Sequence[Any], sizes: tuple[int, ...]) -> None:
-        recipe = build_cached_merge(
+        cached_merge = build_cached_merge(
             parts,
             sizes,
             {path: self.batch_dims[path] for path in self.actions if path in self.batch_dims},
             self.list_kinds,
         )
-        if len(self._cache) >= 64:  # batches of many sizes: begin again rather than grow
+        if len(self._cache) >= 64:  # many batch sizes: bound the memory
             self._cache.clear()
         self._cache.pop(sizes, None)
-        if recipe is not None:
-            self._cache[sizes] = recipe, self.actions
+        if cached_merge is not None:
+            self._cache[sizes] = cached_merge, self.actions
 
 
 def _is_auto(rule: Any) -> bool:
@@ -141,10 +142,10 @@ def _is_auto(rule: Any) -> bool:
 def merge(
     parts: Sequence[Any], sizes: Sequence[int] | None = None, *, merge: Any = AUTO, out_dims: Any = AUTO, dim: int = 0
 ) -> Any:
-    """One structure from several: the inverse of `split`, and the merge that `DataParallel` does on outputs.
+    """Merge parts into one structure, as `DataParallel` merges outputs. The inverse of `split`.
 
-    `sizes` are the samples in each part; what `split` returned knows them. `merge` and `out_dims` are those of
-    `DataParallel`.
+    `sizes` are the numbers of samples in the parts, by default those of `split` or inferred. `merge` and `out_dims`
+    are the same as for `DataParallel`.
 
     >>> merge([{"x": torch.tensor([0, 1]), "id": ["a", "b"]}, {"x": torch.tensor([2]), "id": ["c"]}], [2, 1])
     {'x': tensor([0, 1, 2]), 'id': ['a', 'b', 'c']}
@@ -169,6 +170,8 @@ def _cat_description(dim: int) -> str:
 
 
 class _MergePass:
+    """One recursive merge. Shares the merger's records and updates them."""
+
     def __init__(self, merger: Merger) -> None:
         self.merger = merger
         self.batch_dims, self.actions, self.list_kinds = merger.batch_dims, merger.actions, merger.list_kinds
@@ -178,10 +181,10 @@ class _MergePass:
     def merge_node(
         self, parts: Sequence[Any], context: MergeContext, path: Path, spec: DimSpec, inherited: MergeRule | None
     ) -> Any:
-        known = self.batch_dims.get(path)
-        if known is not None and can_cat_plain_tensors(parts, context.sizes, *known):
-            self.actions[path] = _cat_description(known[1])
-            return torch.cat(tuple(parts), known[1])
+        known_dim = self.batch_dims.get(path)
+        if known_dim is not None and can_cat_plain_tensors(parts, context.sizes, *known_dim):
+            self.actions[path] = _cat_description(known_dim[1])
+            return torch.cat(tuple(parts), known_dim[1])
         rule = (find_rule(self.path_rules, path) if self.path_rules else None) or inherited
         if rule is not None and not is_leaf_rule(rule):
             return self._apply_rule(rule, parts, context, path, spec)
@@ -208,8 +211,14 @@ class _MergePass:
         if type(first) is not Tensor:
             check_extra_attributes(parts, context, path)
         verdict = self.verdicts.get(path) if rule is None else None
-        own = isinstance(first, Tensor) and first is parts[-1]  # the module's, and whole already
-        if verdict is not None and not own and not any(map(handler_for, parts)) and verdict.accepts(parts, context):
+        # A tensor of the module itself, returned by every replica, is already whole.
+        is_shared = isinstance(first, Tensor) and first is parts[-1]
+        if (
+            verdict is not None
+            and not is_shared
+            and not any(map(handler_for, parts))
+            and verdict.accepts(parts, context)
+        ):
             self._record(path, verdict.description)
             return verdict.merge(parts, context, path)
         if first is parts[-1] and all(part is first for part in parts):
@@ -237,9 +246,9 @@ class _MergePass:
             return self._merge_sequence(parts, context, path, spec, rule)
         if cls is dict and self.is_auto and all(part.keys() == first.keys() for part in parts):
             return {key: self.merge_node([p[key] for p in parts], context, (*path, key), spec, rule) for key in first}
-        kind = handler_for_type(cls)
-        if kind is not None:
-            return self._merge_custom(parts, context, path, kind)
+        handler = handler_for_type(cls)
+        if handler is not None:
+            return self._merge_custom(parts, context, path, handler)
         if isinstance(first, np.ndarray) and first.ndim:
             return self._merge_arrays(parts, context, path, spec)
         if cls is torch.Size:
@@ -260,69 +269,74 @@ class _MergePass:
             if tuple(node.keys) != keys:
                 if set(node.keys) != set(keys):
                     raise keys_differ(path, keys, index, node.keys, context.sizes)
-                table = dict(zip(node.keys, node.children, strict=True))
-                columns[index] = [table[key] for key in keys]
-        declared = [spec] * len(keys) if self.is_auto else spec.children(keys, path)
+                by_key = dict(zip(node.keys, node.children, strict=True))
+                columns[index] = [by_key[key] for key in keys]
+        child_specs = [spec] * len(keys) if self.is_auto else spec.children(keys, path)
         return nodes[0].unflatten(
             [
-                self.merge_node(column, context, (*path, key), below, rule)
-                for key, column, below in zip(keys, zip(*columns, strict=True), declared, strict=True)
+                self.merge_node(column, context, (*path, key), child_spec, rule)
+                for key, column, child_spec in zip(keys, zip(*columns, strict=True), child_specs, strict=True)
             ]
         )
 
     def _merge_sequence(
         self, parts: Sequence[Any], context: MergeContext, path: Path, spec: DimSpec, rule: MergeRule | None
     ) -> Any:
-        """The two readings of a list, as on the way in: one entry a sample, or a structure."""
+        """Merge lists: concatenate if they hold one entry per sample, merge entry by entry if they are structures."""
         lengths, sizes = [len(part) for part in parts], list(context.sizes)
-        reading = self.list_kinds.get(path)
-        column = lengths == sizes and (reading == PER_SAMPLE or all(map(_is_sliceable, parts)))
-        inside = len(set(lengths)) == 1
-        if spec.is_samples or reading == PER_SAMPLE:
-            inside = False
-        elif column and ((reading == "inside" and inside) or self._has_entry_rules(parts, path, spec, rule)):
-            column = False
-        doubt = column and inside
-        if doubt:
-            inside = self._could_be_structure(parts, sizes, path)
-        if column:
-            if not inside and (doubt or len(set(sizes)) > 1):
+        known_kind = self.list_kinds.get(path)
+        is_per_sample = lengths == sizes and (known_kind == PER_SAMPLE or all(map(_is_sliceable, parts)))
+        is_structure = len(set(lengths)) == 1
+        if spec.is_samples or known_kind == PER_SAMPLE:
+            is_structure = False
+        elif is_per_sample and (
+            (known_kind == "inside" and is_structure) or self._has_entry_rules(parts, path, spec, rule)
+        ):
+            is_per_sample = False
+        fits_both = is_per_sample and is_structure
+        if fits_both:
+            is_structure = self._could_be_structure(parts, sizes, path)
+        if is_per_sample:
+            if not is_structure and (fits_both or len(set(sizes)) > 1):
                 self.list_kinds[path] = PER_SAMPLE
             self._record(path, "joined, one entry a sample")
             return concat_sequences(parts)
-        if inside:
+        if is_structure:
             if lengths != sizes:
                 self.list_kinds[path] = "inside"
             nodes = [node for node in map(flatten_one_level, parts) if node is not None]
             return self._merge_children(nodes, context, path, spec, rule)
-        kept = ", read before as one entry a sample" if reading == PER_SAMPLE else ""
-        raise cannot_merge(path, parts, f"lists of {lengths} entries{kept}", sizes)
+        note = ", read before as one entry a sample" if known_kind == PER_SAMPLE else ""
+        raise cannot_merge(path, parts, f"lists of {lengths} entries{note}", sizes)
 
     def _has_entry_rules(self, parts: Sequence[Any], path: Path, spec: DimSpec, rule: MergeRule | None) -> bool:
-        """Whether a rule or a dim is meant for the entries of a list, which is therefore a structure."""
+        """Whether a rule or a dim is given for the entries of a list, so that it must be a structure."""
         keys = range(len(parts[0]))
         if rule is not None or (self.path_rules and any(find_rule(self.path_rules, (*path, key)) for key in keys)):
             return True
         if spec.is_dim:
             return any(contains_tensors(part) for part in parts)
         if self.default_rule is not None and is_leaf_rule(self.default_rule):
-            alike = len({len(part) for part in parts}) == 1
-            return alike and all(applies_to(self.default_rule, [item]) for part in parts for item in part)
+            same_length = len({len(part) for part in parts}) == 1
+            return same_length and all(applies_to(self.default_rule, [item]) for part in parts for item in part)
         return not spec.is_uniform or (bool(spec.patterns) and any(not s.is_auto for s in spec.children(keys, path)))
 
     def _could_be_structure(self, parts: Sequence[Any], sizes: Sequence[int], path: Path) -> bool:
-        """Whether a list as long as its shard could be a structure too; `MergeError` if its entries speak for that."""
+        """Whether a list with one entry per sample could also be a structure.
+
+        Raises `MergeError` if its entries have the shard's batch size too.
+        """
         if all(_PLAIN_TYPES.issuperset(map(type, part)) for part in parts):
             return True
-        found = {has_batch_size(item, size) for part, size in zip(parts, sizes, strict=True) for item in part}
-        if True in found and False not in found:
+        is_batched = {has_batch_size(item, size) for part, size in zip(parts, sizes, strict=True) for item in part}
+        if True in is_batched and False not in is_batched:
             raise ambiguous_list(path, self.merger.dim)
-        return False not in found
+        return False not in is_batched
 
     def _merge_tensors(self, parts: Sequence[Tensor], context: MergeContext, path: Path, spec: DimSpec) -> Any:
-        kinds = [handler_for(part) for part in parts]
-        if any(kinds):
-            return self._merge_custom_tensors(parts, kinds, context, path)
+        handlers = [handler_for(part) for part in parts]
+        if any(handlers):
+            return self._merge_custom_tensors(parts, handlers, context, path)
         shapes = [part.shape for part in parts]
         if not any(shapes):
             return self._merge_scalars(parts, context, path)
@@ -331,18 +345,18 @@ class _MergePass:
         return torch.cat(list(parts), dim)
 
     def _merge_custom_tensors(
-        self, parts: Sequence[Any], kinds: Sequence[TypeHandler | None], context: MergeContext, path: Path
+        self, parts: Sequence[Any], handlers: Sequence[TypeHandler | None], context: MergeContext, path: Path
     ) -> Any:
-        kind = kinds[0]
-        if kind is None or any(other is not kind for other in kinds):
-            shown = [layout_of(part) for part in parts]
-            raise cannot_merge(path, parts, f"the replicas gave tensors of different layouts, {shown}", context.sizes)
-        return self._merge_custom(parts, context, path, kind)
+        handler = handlers[0]
+        if handler is None or any(other is not handler for other in handlers):
+            layouts = [layout_of(part) for part in parts]
+            raise cannot_merge(path, parts, f"the replicas gave tensors of different layouts, {layouts}", context.sizes)
+        return self._merge_custom(parts, context, path, handler)
 
     def _merge_arrays(self, parts: Sequence[Any], context: MergeContext, path: Path, spec: DimSpec) -> Any:
-        known, shapes = self.batch_dims.get(path), [part.shape for part in parts]
-        if known is not None and can_cat(shapes, context.sizes, *known):
-            dim = known[1]
+        known_dim, shapes = self.batch_dims.get(path), [part.shape for part in parts]
+        if known_dim is not None and can_cat(shapes, context.sizes, *known_dim):
+            dim = known_dim[1]
         else:
             dim = self._find_batch_dim(shapes, context.sizes, path, spec, parts)
         self._record(path, _cat_description(dim))
@@ -351,26 +365,29 @@ class _MergePass:
     def _find_batch_dim(
         self, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], path: Path, spec: DimSpec, parts: Sequence[Any]
     ) -> int:
-        """The declared dim, or the one whose size is the shard's on every replica, the usual batch dim first."""
+        """The declared dim, or else the dim that has the shard's size on every replica.
+
+        If several dims do, the dim of earlier merges is preferred, then the merger's `dim`.
+        """
         rank = len(shapes[0])
-        shown = [list(shape) for shape in shapes]
+        shape_lists = [list(shape) for shape in shapes]
         if spec.is_dim:
             same_rank = all(len(shape) == rank for shape in shapes) and -rank <= spec.batch_dim < rank
             dim = spec.batch_dim % rank if rank else 0
             if same_rank and can_cat(shapes, [shape[dim] for shape in shapes], rank, dim):
                 return dim
-            raise cannot_merge(path, parts, f"tensors of shapes {shown} cannot be joined along dim {dim}", sizes)
-        usual = self.merger.dim % rank if -rank <= self.merger.dim < rank else -1
+            raise cannot_merge(path, parts, f"tensors of shapes {shape_lists} cannot be joined along dim {dim}", sizes)
+        preferred = self.merger.dim % rank if -rank <= self.merger.dim < rank else -1
         matches = [dim for dim in range(rank) if has_batch_dim(shapes, sizes, rank, dim)]
-        known = self.batch_dims.get(path)
-        if known is not None and known[0] == rank and known[1] in matches:
-            usual = known[1]
+        known_dim = self.batch_dims.get(path)
+        if known_dim is not None and known_dim[0] == rank and known_dim[1] in matches:
+            preferred = known_dim[1]
         fitting = [dim for dim in matches if can_cat(shapes, sizes, rank, dim)]
-        if usual in fitting or len(fitting) == 1:
-            dim = usual if usual in fitting else fitting[0]
+        if preferred in fitting or len(fitting) == 1:
+            dim = preferred if preferred in fitting else fitting[0]
             self.batch_dims[path] = rank, dim
             return dim
-        raise cannot_merge(path, parts, f"tensors of shapes {shown}", sizes, has_two_batch_dims=len(matches) > 1)
+        raise cannot_merge(path, parts, f"tensors of shapes {shape_lists}", sizes, has_two_batch_dims=len(matches) > 1)
 
     def _merge_scalars(self, parts: Sequence[Tensor], context: MergeContext, path: Path) -> Any:
         if not context.are_equal(parts):
@@ -386,13 +403,13 @@ class _MergePass:
             return mean_of_equal_tensors(parts, context)
         return parts[0]
 
-    def _merge_custom(self, parts: Sequence[Any], context: MergeContext, path: Path, kind: TypeHandler) -> Any:
+    def _merge_custom(self, parts: Sequence[Any], context: MergeContext, path: Path, handler: TypeHandler) -> Any:
         try:
-            counts = [kind.size(part) for part in parts]
+            counts = [handler.size(part) for part in parts]
             if counts == list(context.sizes):
                 self._record(path, "joined by its type's rule")
-                return merge_by_handler(kind, parts)
-        except InstepError as error:  # it does not know where its value stood
+                return merge_by_handler(handler, parts)
+        except InstepError as error:  # the handler cannot locate the samples
             raise cannot_merge(path, parts, str(error), context.sizes) from error
         if all(count is None for count in counts):
             raise no_batch_size(path, parts[0])
@@ -416,8 +433,8 @@ class _MergePass:
             path, parts, f"a value that differs between replicas ({format_values(parts)})", context.sizes
         )
 
-    def _record(self, path: Path, what: str) -> None:
-        self.actions[path] = what
+    def _record(self, path: Path, action: str) -> None:
+        self.actions[path] = action
 
 
 def _is_sliceable(part: Any) -> bool:

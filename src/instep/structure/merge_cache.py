@@ -1,4 +1,4 @@
-"""Cached merge functions for outputs with the same structure and shapes as the last ones."""
+"""Cached merge functions for outputs that repeat an earlier structure."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from torch import Tensor
 from instep.structure.tree import SCALARS, Path
 
 CachedMerge: TypeAlias = Callable[[Sequence[Any]], Any]
+"""Merges parts of a known structure. Raises `CacheMiss` for any other structure."""
 
 PER_SAMPLE = "column"
 _PLAIN_TYPES = frozenset(SCALARS)
 
 
 class CacheMiss(Exception):
-    """These parts are not like those that the recipe was made from."""
+    """The parts differ in structure from those that the merge was cached for."""
 
 
 def build_cached_merge(
     parts: Sequence[Any],
     sizes: Sequence[int],
-    joined: Mapping[Path, tuple[int, int]],
-    readings: Mapping[Path, str],
+    batch_dims: Mapping[Path, tuple[int, int]],
+    list_kinds: Mapping[Path, str],
     path: Path = (),
 ) -> CachedMerge | None:
-    """How parts like these are merged, if that can be said: `joined` and `readings` are what was seen of them."""
+    """Build a merge function for parts of this structure; None if it contains anything that cannot be cached.
+
+    `batch_dims` and `list_kinds` are the records of the `Merger`.
+    """
     first = parts[0]
     cls = type(first)
     if cls is Tensor:
-        return _cached_cat(sizes, *joined[path]) if path in joined else None
+        return _cached_cat(sizes, *batch_dims[path]) if path in batch_dims else None
     if any(type(part) is not cls for part in parts):
         return None
     if cls is dict:
@@ -41,20 +45,22 @@ def build_cached_merge(
     elif cls is list or cls is tuple:
         lengths = [len(part) for part in parts]
         plain = all(_PLAIN_TYPES.issuperset(map(type, part)) for part in parts)
-        column = readings.get(path) == PER_SAMPLE or (plain and readings.get(path) != "inside")
-        if lengths == list(sizes) and cls is list and column:
-            return _cached_list_concat(sizes, plain and readings.get(path) != PER_SAMPLE)
+        is_per_sample = list_kinds.get(path) == PER_SAMPLE or (plain and list_kinds.get(path) != "inside")
+        if lengths == list(sizes) and cls is list and is_per_sample:
+            return _cached_list_concat(sizes, plain and list_kinds.get(path) != PER_SAMPLE)
         if len(set(lengths)) > 1 or lengths == list(sizes):
             return None
         keys = tuple(range(len(first)))
     else:
         return None
     columns = [[part[key] for part in parts] for key in keys]
-    below = [build_cached_merge(column, sizes, joined, readings, (*path, key)) for key, column in zip(keys, columns)]
-    known = [recipe for recipe in below if recipe is not None]
-    if len(known) < len(keys):
+    child_merges = [
+        build_cached_merge(column, sizes, batch_dims, list_kinds, (*path, key)) for key, column in zip(keys, columns)
+    ]
+    cached = [child_merge for child_merge in child_merges if child_merge is not None]
+    if len(cached) < len(keys):
         return None
-    return _cached_dict_merge(keys, known) if cls is dict else _cached_sequence_merge(cls, known)
+    return _cached_dict_merge(keys, cached) if cls is dict else _cached_sequence_merge(cls, cached)
 
 
 def _cached_cat(sizes: Sequence[int], rank: int, dim: int) -> CachedMerge:
@@ -88,24 +94,26 @@ def _cached_list_concat(sizes: Sequence[int], only_plain: bool) -> CachedMerge:
     return join
 
 
-def _cached_dict_merge(keys: tuple[Any, ...], below: Sequence[CachedMerge]) -> CachedMerge:
+def _cached_dict_merge(keys: tuple[Any, ...], child_merges: Sequence[CachedMerge]) -> CachedMerge:
     def join(parts: Sequence[Any]) -> Any:
         for part in parts:
             if type(part) is not dict or tuple(part) != keys:
                 raise CacheMiss
         columns = zip(*[part.values() for part in parts])
-        return {key: merge(column) for key, merge, column in zip(keys, below, columns)}
+        return {key: merge(column) for key, merge, column in zip(keys, child_merges, columns)}
 
     return join
 
 
-def _cached_sequence_merge(cls: type[list[Any]] | type[tuple[Any, ...]], below: Sequence[CachedMerge]) -> CachedMerge:
-    length = len(below)
+def _cached_sequence_merge(
+    cls: type[list[Any]] | type[tuple[Any, ...]], child_merges: Sequence[CachedMerge]
+) -> CachedMerge:
+    length = len(child_merges)
 
     def join(parts: Sequence[Any]) -> Any:
         for part in parts:
             if type(part) is not cls or len(part) != length:
                 raise CacheMiss
-        return cls([merge(column) for merge, column in zip(below, zip(*parts))])
+        return cls([merge(column) for merge, column in zip(child_merges, zip(*parts))])
 
     return join
