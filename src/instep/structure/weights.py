@@ -20,26 +20,26 @@ _COMPARISONS = {"valid": ">= 0", "positive": "> 0", "kept": "!= 0", "left": "== 
 
 
 class Weight(ABC):
-    """What entries of an argument weigh, as `weighted_by` takes it."""
+    """The total weight of the entries of an argument, as a function for `weighted_by`."""
 
     path: Path
 
     def __call__(self, **inputs: Any) -> float:
-        found = _get_by_path(self.path, inputs)
-        return float(self.entry_weights(found).sum()) if isinstance(found, Tensor) else 0.0
+        value = _get_by_path(self.path, inputs)
+        return float(self.entry_weights(value).sum()) if isinstance(value, Tensor) else 0.0
 
     @abstractmethod
     def entry_weights(self, value: Tensor) -> Tensor:
-        """What each entry weighs, or whether it counts."""
+        """The weight of each entry, or a mask of the entries that count."""
 
 
 @dataclass(frozen=True)
 class EntryCount(Weight):
-    """How many entries of an argument count.
+    """The number of entries of an argument that count.
 
-    `valid` labels are not negative (-100 and -1 are what losses ignore), `positive` ones are not 0 either (0 as
-    padding); what is `kept` by a mask is not 0, what is `left` by one of padding is. `shifted` leaves out the first
-    place, as language models do.
+    `test` selects the entries. For labels: `valid` is >= 0 (losses ignore -100 or -1), `positive` is > 0 (0 is
+    padding). For masks: `kept` is != 0, `left` is == 0 (a padding mask). `shifted` skips the first position, as
+    language models do.
     """
 
     path: Path
@@ -47,7 +47,7 @@ class EntryCount(Weight):
     shifted: bool
 
     def entry_weights(self, value: Tensor) -> Tensor:
-        """True where an entry counts."""
+        """A mask of the entries that count."""
         if self.shifted:
             value = value[..., 1:]
         if self.test in ("kept", "left"):
@@ -55,22 +55,22 @@ class EntryCount(Weight):
         return value >= 0 if self.test == "valid" else value > 0
 
     def __str__(self) -> str:
-        place = format_path(self.path) + ("[..., 1:]" if self.shifted else "")
-        return f"{place} {_COMPARISONS[self.test]}"
+        entries = format_path(self.path) + ("[..., 1:]" if self.shifted else "")
+        return f"{entries} {_COMPARISONS[self.test]}"
 
     @property
     def code(self) -> str:
-        """The rule as a user writes it."""
+        """The rule as source code, for messages."""
         name = str(self.path[-1])
-        place = f"{name}[..., 1:]" if self.shifted else name
-        return f"instep.weighted_by(lambda {name}: ({place} {_COMPARISONS[self.test]}).sum())"
+        entries = f"{name}[..., 1:]" if self.shifted else name
+        return f"instep.weighted_by(lambda {name}: ({entries} {_COMPARISONS[self.test]}).sum())"
 
 
 @dataclass(frozen=True)
 class CriterionWeight(Weight):
-    """What a loss of the module divides its mean by, if an argument is its target: the weights of the classes.
+    """The divisor of a criterion's mean if an argument is its target: the sum of the class weights.
 
-    Those that it ignores do not count. The values are the criterion's own, read when they are needed.
+    Entries equal to `ignore_index` do not count. `weight` and `ignore_index` are read from the criterion at each call.
     """
 
     path: Path
@@ -81,117 +81,128 @@ class CriterionWeight(Weight):
     def entry_weights(self, value: Tensor) -> Tensor:
         """The weight of each entry."""
         target = value[..., 1:] if self.shifted else value
-        ignored, weight = _ignored_and_weight(self.criterion)
-        counted = target != ignored
+        ignore_index, weight = _ignored_and_weight(self.criterion)
+        counted = target != ignore_index
         if weight is None:
             return counted
-        inside = counted & (target >= 0) & (target < len(weight))
-        classes = target.where(inside, torch.zeros_like(target)).long()
-        return weight.detach().to(target.device)[classes] * inside
+        has_weight = counted & (target >= 0) & (target < len(weight))
+        classes = target.where(has_weight, torch.zeros_like(target)).long()
+        return weight.detach().to(target.device)[classes] * has_weight
 
     def __str__(self) -> str:
-        place = format_path(self.path) + ("[..., 1:]" if self.shifted else "")
-        return f"what {self.name!r} divides by if {place} is its target"
+        target = format_path(self.path) + ("[..., 1:]" if self.shifted else "")
+        return f"what {self.name!r} divides by if {target} is its target"
 
 
 def find_weighted_criteria(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The losses inside a module whose mean is one over weights; others of torch.nn divide by numbers of entries."""
-    found: list[tuple[str, nn.Module]] = []
-    for name, inner in module.named_modules():
-        if not isinstance(inner, (nn.CrossEntropyLoss, nn.NLLLoss)) or inner.reduction != "mean":
+    """Submodules that compute a mean weighted by class, by name. Other losses of `torch.nn` divide by a count."""
+    criteria: list[tuple[str, nn.Module]] = []
+    for name, submodule in module.named_modules():
+        if not isinstance(submodule, (nn.CrossEntropyLoss, nn.NLLLoss)) or submodule.reduction != "mean":
             continue
-        if not any(_has_same_divisor(inner, other) for _, other in found):
-            found.append((name, inner))
-    return found
+        if not any(_has_same_divisor(submodule, other) for _, other in criteria):
+            criteria.append((name, submodule))
+    return criteria
 
 
 def _ignored_and_weight(criterion: nn.Module) -> tuple[int, Tensor | None]:
-    """The class that a criterion ignores, and the weights of all."""
+    """The `ignore_index` and the class weights of a criterion."""
     return getattr(criterion, "ignore_index", -100), getattr(criterion, "weight", None)
 
 
-def _has_same_divisor(one: nn.Module, two: nn.Module) -> bool:
-    (ignored, weight), (other, others) = _ignored_and_weight(one), _ignored_and_weight(two)
-    if weight is None or others is None:
-        return ignored == other and weight is others
-    return ignored == other and weight.device == others.device and torch.equal(weight, others)
+def _has_same_divisor(left: nn.Module, right: nn.Module) -> bool:
+    (left_ignored, left_weight), (right_ignored, right_weight) = _ignored_and_weight(left), _ignored_and_weight(right)
+    if left_weight is None or right_weight is None:
+        return left_ignored == right_ignored and left_weight is right_weight
+    return (
+        left_ignored == right_ignored
+        and left_weight.device == right_weight.device
+        and torch.equal(left_weight, right_weight)
+    )
 
 
 def candidate_weights(
     inputs: Sequence[Mapping[str, Any]], sizes: Sequence[int], criteria: Sequence[tuple[str, nn.Module]]
 ) -> Iterator[tuple[Weight, float, float]]:
-    """Everything that a mean may be over, besides samples, with what both parts of a trial weigh by it.
+    """Candidate weights for a mean, other than the number of samples, with the weights of both parts of a trial.
 
-    Labels and masks are known by their names. What a loss of the module would divide by is there for any integers, but
-    only where it differs from samples: else it is not known to be the target.
+    Labels and masks are recognized by name. Any integer argument may be the target of a criterion of the module; it
+    is a candidate only if its weights differ from the numbers of samples.
     """
     whole, size = inputs[2], sizes[2]
     counts = candidate_counts(whole, size)
     for count in counts:
-        one, two = count(**inputs[0]), count(**inputs[1])
-        if one + two:
-            yield count, one, two
+        first, second = count(**inputs[0]), count(**inputs[1])
+        if first + second:
+            yield count, first, second
     for path, value in named_tensors(whole) if criteria else ():
         if not has_batch_size(value, size) or value.is_floating_point() or value.dtype is torch.bool:
             continue
         for name, criterion in criteria:
-            ignored, held = _ignored_and_weight(criterion)
-            if held is None and ignored < 0 and any(count.path == path and count.test == "valid" for count in counts):
-                continue  # the same by its name
+            ignore_index, class_weights = _ignored_and_weight(criterion)
+            if (
+                class_weights is None
+                and ignore_index < 0
+                and any(count.path == path and count.test == "valid" for count in counts)
+            ):
+                continue  # `counts` has the same weight
             for shifted in (False, True) if value.ndim > 1 else (False,):
                 weight = CriterionWeight(path, name, criterion, shifted)
-                one, two = weight(**inputs[0]), weight(**inputs[1])
-                if one + two and abs(one / (one + two) - sizes[0] / size) > 1e-9:
-                    yield weight, one, two
+                first, second = weight(**inputs[0]), weight(**inputs[1])
+                if first + second and abs(first / (first + second) - sizes[0] / size) > 1e-9:
+                    yield weight, first, second
 
 
 def candidate_counts(inputs: Mapping[str, Any], size: int) -> list[EntryCount]:
-    """Everything in the arguments that a mean may be over, of arguments that hold `size` samples."""
-    found: list[EntryCount] = []
+    """Candidate counts for a mean: labels and masks, by name, among the arguments with `size` samples."""
+    counts: list[EntryCount] = []
     for path, value in named_tensors(inputs):
         name = str(path[-1])
         if not has_batch_size(value, size):
             continue
         shifts = (False, True) if value.ndim > 1 else (False,)
         if (name in LABEL_NAMES or name.endswith("_labels")) and not value.is_floating_point():
-            found += [EntryCount(path, test, shifted) for test in ("valid", "positive") for shifted in shifts]
+            counts += [EntryCount(path, test, shifted) for test in ("valid", "positive") for shifted in shifts]
         elif name in MASK_NAMES or name.endswith("_mask"):
-            found += [EntryCount(path, test, shifted) for test in ("kept", "left") for shifted in shifts]
-    return found
+            counts += [EntryCount(path, test, shifted) for test in ("kept", "left") for shifted in shifts]
+    return counts
 
 
 def has_batch_size(value: Tensor, size: int) -> bool:
-    """Whether the first dim of an ordinary tensor holds so many samples; a nested one has no sizes to ask for."""
+    """Whether a tensor is dense and its first dim has this size. Nested tensors have no fixed sizes."""
     return is_dense(value) and value.ndim > 0 and value.shape[0] == size
 
 
 def find_weight_window(inputs: Mapping[str, Any], batch: int, sizes: Sequence[int], rivals: Sequence[Any] = ()) -> int:
-    """The first sample of the stretch in which parts of these sizes tell best what a mean is over.
+    """The start of the window of samples in which candidate weights differ most between the two parts.
 
-    `rivals` are counts that are to be told apart, besides samples; by default all that the arguments offer. Where no
-    stretch tells anything the first one will do.
+    `rivals` are the weights to distinguish from each other and from the number of samples, by default all candidate
+    counts. Returns 0 if no window distinguishes them.
     """
-    a, n = sizes[0], sum(sizes)
+    first_size, num_samples = sizes[0], sum(sizes)
     counts = [count for count in (rivals or candidate_counts(inputs, batch)) if isinstance(count, Weight)]
-    if not counts or batch <= n:
+    if not counts or batch <= num_samples:
         return 0
-    shares = [torch.full((batch - n + 1,), a / n, dtype=torch.float64)]
+    shares = [torch.full((batch - num_samples + 1,), first_size / num_samples, dtype=torch.float64)]
     for count in counts:
         value = _get_by_path(count.path, inputs)
         if not isinstance(value, Tensor) or not has_batch_size(value, batch):
             return 0
         total = torch.zeros(batch + 1, dtype=torch.float64)
         total[1:] = count.entry_weights(value).reshape(batch, -1).sum(1).cumsum(0)
-        part, whole = total[a : batch - n + a + 1] - total[: batch - n + 1], total[n:] - total[: batch - n + 1]
-        shares.append(torch.where(whole > 1e-9, part / whole.clamp(min=1e-9), a / n))
-    pairs = [(one - two).abs() for index, one in enumerate(shares) for two in shares[index + 1 :]]
-    told = torch.stack(pairs)
-    score = (told > 1e-6).sum(0) + told.clamp(max=0.5).mean(0)
+        part, whole = (
+            total[first_size : batch - num_samples + first_size + 1] - total[: batch - num_samples + 1],
+            total[num_samples:] - total[: batch - num_samples + 1],
+        )
+        shares.append(torch.where(whole > 1e-9, part / whole.clamp(min=1e-9), first_size / num_samples))
+    pairs = [(left - right).abs() for index, left in enumerate(shares) for right in shares[index + 1 :]]
+    differences = torch.stack(pairs)
+    score = (differences > 1e-6).sum(0) + differences.clamp(max=0.5).mean(0)
     return int(score.argmax())
 
 
 def named_tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors of a structure; those in lists have no name, and may be samples."""
+    """The tensors of a structure by path. Lists are skipped: their entries have no names and may be samples."""
     if isinstance(value, Tensor):
         yield path, value
         return
