@@ -1,4 +1,4 @@
-"""Compares outputs of parts of a batch with outputs of the whole batch."""
+"""Functions to compare the outputs of parts of a batch with those of the whole batch."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from instep.structure.tree import extra_attributes, flatten_one_level, tensors_i
 
 
 def restore_batch_dim(values: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
-    """A part of one sample that has lost the dim of its batch, with that dim put back, where it can be seen."""
+    """Unsqueeze the batch dim of parts of one sample that have lost it, if the shape of the whole shows which it is."""
     whole = values[2]
-    made = list(values)
+    restored = list(values)
     for index, size in enumerate(sizes[:2]):
         part = values[index]
         if size != 1 or part.ndim != whole.ndim - 1:
             continue
         for dim in range(whole.ndim):
-            others = (*whole.shape[:dim], *whole.shape[dim + 1 :])
-            if whole.shape[dim] == sizes[2] and tuple(part.shape) == others:
-                made[index] = part.unsqueeze(dim)
+            sample_shape = (*whole.shape[:dim], *whole.shape[dim + 1 :])
+            if whole.shape[dim] == sizes[2] and tuple(part.shape) == sample_shape:
+                restored[index] = part.unsqueeze(dim)
                 break
-    return made
+    return restored
 
 
 def to_comparable(value: Tensor) -> Tensor:
-    """The same numbers in a type that every operation knows."""
+    """Convert to a dtype that all operations support."""
     if value.is_complex():
         return value.to(torch.complex128)
     if value.is_floating_point():
@@ -39,81 +39,86 @@ def to_comparable(value: Tensor) -> Tensor:
 
 
 def is_sorted(whole: Tensor) -> bool:
-    """Whether a vector is in order, as `torch.unique` or `topk` gives it: parts may follow one another by chance."""
+    """Whether a 1-d tensor is sorted, as from `torch.unique` or `topk`.
+
+    The sorted parts of such a tensor may concatenate to the whole by chance.
+    """
     if whole.ndim != 1 or whole.is_complex():
         return False
     return bool((whole[1:] >= whole[:-1]).all()) or bool((whole[1:] <= whole[:-1]).all())
 
 
 def is_sorted_list(items: Sequence[Any]) -> bool:
-    """Whether a list of words or of numbers is in order, as `sorted` gives it, and they are not all the same."""
-    kinds = {type(item) for item in items}
-    if len(kinds) != 1 or not kinds <= {str, int, float}:
+    """Whether a list of strings or numbers is sorted and its entries are not all equal."""
+    types = {type(item) for item in items}
+    if len(types) != 1 or not types <= {str, int, float}:
         return False
-    rising = all(one <= two for one, two in pairwise(items))
-    return items[0] != items[-1] and (rising or all(one >= two for one, two in pairwise(items)))
+    ascending = all(left <= right for left, right in pairwise(items))
+    return items[0] != items[-1] and (ascending or all(left >= right for left, right in pairwise(items)))
 
 
 def equal_or_nan(left: Tensor, right: Tensor) -> bool:
-    """Whether every entry is equal, or NaN in both."""
+    """Whether all entries are equal; NaN equals NaN."""
     return torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
 def relative_difference(left: Tensor, right: Tensor) -> float:
-    """The largest difference relative to the largest entry; NaN and infinities count as equal to themselves."""
+    """The largest absolute difference divided by the largest entry of `right`. NaN and infinities equal themselves."""
     if not left.numel():
         return 0.0
-    exact = torch.complex128 if left.is_complex() else torch.float64
-    left, right = left.to(exact), right.to(exact)
-    usual = left.isfinite() & right.isfinite()
-    odd = (left == right) | (left.isnan() & right.isnan()) | usual
-    if not bool(odd.all()):
+    dtype = torch.complex128 if left.is_complex() else torch.float64
+    left, right = left.to(dtype), right.to(dtype)
+    finite = left.isfinite() & right.isfinite()
+    comparable = (left == right) | (left.isnan() & right.isnan()) | finite
+    if not bool(comparable.all()):
         return float("inf")
-    scale = float(torch.where(usual, right, 0).abs().max())
-    difference = float(torch.where(usual, left - right, 0).abs().max())
+    scale = float(torch.where(finite, right, 0).abs().max())
+    difference = float(torch.where(finite, left - right, 0).abs().max())
     return difference / scale if scale else difference
 
 
 def mismatch_fraction(left: Tensor, right: Tensor) -> float:
-    """The share of entries that differ."""
+    """The fraction of entries that differ."""
     return float((left != right).double().mean()) if left.numel() else 0.0
 
 
 def describe_difference(left: Tensor, right: Tensor) -> str:
-    """The difference in words, for a message."""
+    """The difference as text for an error message."""
     if left.is_floating_point() or left.is_complex():
         return f" (off by {relative_difference(left, right):.2g} of the largest)"
     return f" ({mismatch_fraction(left, right):.0%} of them differ)"
 
 
 def differing_attributes(parts: Sequence[Any]) -> list[str]:
-    """The attributes beside what parts hold that are not the same for all of them, or are tensors of each."""
+    """Names of extra attributes that differ between parts, or that hold different tensor objects."""
     first, *others = [extra_attributes(part) for part in parts]
     names = {name: None for table in (first, *others) for name in table}
     return [name for name in names if not all(_same_attribute(first, table, name) for table in others)]
 
 
-def _same_attribute(one: dict[str, Any], two: dict[str, Any], name: str) -> bool:
-    if name not in one or name not in two:
+def _same_attribute(left_attributes: dict[str, Any], right_attributes: dict[str, Any], name: str) -> bool:
+    if name not in left_attributes or name not in right_attributes:
         return False
-    left, right = one[name], two[name]
+    left, right = left_attributes[name], right_attributes[name]
     if left is right:
         return True
     if any(True for value in (left, right) for _ in tensors_in(value)):
         return False
     try:
         return (left == right) is True
-    except Exception:  # values that cannot even be compared are not known to be equal
+    except Exception:  # values that cannot be compared are treated as different
         return False
 
 
 def plain_values_equal(left: Any, right: Any) -> bool:
-    """Whether what is not a tensor is equal too, where equality is cheap and known to mean it."""
+    """Whether the strings, integers, keys and None in two structures are equal. Other leaves are compared by type."""
     if isinstance(left, Tensor) or handler_for(left) is not None:
         return type(left) is type(right)
     if isinstance(left, (str, bytes, bool, int)) or left is None:
         return bool(left == right)
-    one, two = flatten_one_level(left), flatten_one_level(right)
-    if one is None or two is None:
+    left_node, right_node = flatten_one_level(left), flatten_one_level(right)
+    if left_node is None or right_node is None:
         return type(left) is type(right)
-    return list(one.keys) == list(two.keys) and all(map(plain_values_equal, one.children, two.children))
+    return list(left_node.keys) == list(right_node.keys) and all(
+        map(plain_values_equal, left_node.children, right_node.children)
+    )

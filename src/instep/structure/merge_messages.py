@@ -1,4 +1,4 @@
-"""Error messages for outputs that cannot be merged."""
+"""Errors for outputs that cannot be merged, with the rules that the user can set."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from instep.structure.types import handler_for_type
 
 
 def _output_name(path: Path) -> str:
-    where = format_path(path)
-    return f"the output {where!r}" if where else "the output"
+    name = format_path(path)
+    return f"the output {name!r}" if name else "the output"
 
 
 def _rule_line(path: Path, rule: str) -> str:
-    where = format_path(path)
-    return f"merge={{{where!r}: {rule}}}" if where else f"merge={rule}"
+    name = format_path(path)
+    return f"merge={{{name!r}: {rule}}}" if name else f"merge={rule}"
 
 
 def _is_container(part: Any) -> bool:
-    """Whether a part is not a leaf that rules for leaves speak of."""
+    """Whether a part is not a leaf, so that leaf rules do not apply to it."""
     return (
         flatten_one_level(part) is not None
         or handler_for_type(type(part)) is not None
@@ -38,7 +38,7 @@ def cannot_merge(
     has_two_batch_dims: bool = False,
     suggestions: Sequence[str] = (),
 ) -> MergeError:
-    """Parts that could mean several things: what they are, and the rules to choose from."""
+    """The merge is ambiguous. Describes the parts and lists the rules to choose from."""
     if any(map(_is_container, parts)):
         choices = "'list', 'first', 'drop'"
     elif any(map(shape_of, parts)):
@@ -62,11 +62,11 @@ def cannot_merge(
 
 
 def depends_on_other_samples(path: Path, why: str, sizes: Sequence[int]) -> MergeError:
-    """An output whose entries look at other samples than their own."""
-    a, b = sizes
+    """The output of a sample depends on other samples of the batch."""
+    first, second = sizes
     return MergeError(
-        f"cannot merge {_output_name(path)}: {why}. It was tried on {a} and {b} samples apart and "
-        f"on the {a + b} together.\n"
+        f"cannot merge {_output_name(path)}: {why}. It was tried on {first} and {second} samples apart and "
+        f"on the {first + second} together.\n"
         f"Samples meet somewhere in forward. Write one of:\n"
         f"  z = instep.all_gather(z)   # inside forward, before samples meet: every replica sees the whole batch\n"
         f"  compute it outside forward, on the merged outputs\n"
@@ -76,7 +76,7 @@ def depends_on_other_samples(path: Path, why: str, sizes: Sequence[int]) -> Merg
 
 
 def no_rule_fits(path: Path, parts: Sequence[Any], why: str, sizes: Sequence[int], counts: Sequence[str]) -> MergeError:
-    """An output for which no rule gives, from the parts, what the whole gives."""
+    """No merge rule computes the output of the whole batch from the outputs of the parts."""
     error = cannot_merge(path, parts, f"{why}; no sum, mean or constant explains it", sizes, suggestions=counts)
     return MergeError(
         f"{error}\n"
@@ -87,7 +87,7 @@ def no_rule_fits(path: Path, parts: Sequence[Any], why: str, sizes: Sequence[int
 
 
 def conflicting_trials(path: Path, before: str, now: str) -> MergeError:
-    """An output that some samples show to be one thing, and others another."""
+    """Two trials gave contradictory verdicts."""
     return MergeError(
         f"cannot merge {_output_name(path)}: some samples of the batch show a {before}, others a {now}.\n"
         f"Write what it means:  {_rule_line(path, 'instep.weighted_by(...)')}  for a mean over "
@@ -97,20 +97,20 @@ def conflicting_trials(path: Path, before: str, now: str) -> MergeError:
 
 
 def keys_differ(path: Path, keys: Sequence[Any], index: int, other: Sequence[Any], sizes: Sequence[int]) -> MergeError:
-    """A container whose entries differ between replicas."""
+    """The keys of a container differ between replicas."""
     missing = [key for key in keys if key not in set(other)]
     added = [key for key in other if key not in set(keys)]
-    said = [f"has no {missing}"] * bool(missing) + [f"has {added} besides"] * bool(added)
+    differences = [f"has no {missing}"] * bool(missing) + [f"has {added} besides"] * bool(added)
     return MergeError(
         f"cannot merge {_output_name(path)}: the first replica has the entries {list(keys)}, replica {index} "
-        f"{' and '.join(said)}, from shards of {list(sizes)} samples.\n"
+        f"{' and '.join(differences)}, from shards of {list(sizes)} samples.\n"
         f"Return the same entries always, None where there is nothing, or write what it means:\n"
         f"  {_rule_line(path, '...')}  with 'list', 'first', 'drop' or a function (parts, sizes) -> value."
     )
 
 
 def ambiguous_list(path: Path, dim: int) -> MergeError:
-    """A list that fits both as samples and as a structure of batched leaves."""
+    """A list could hold one entry per sample or be a structure of batched leaves."""
     return MergeError(
         f"cannot tell how to read {_output_name(path)}: each replica gave a list as long as its "
         "shard, whose entries hold as "
@@ -121,7 +121,7 @@ def ambiguous_list(path: Path, dim: int) -> MergeError:
 
 
 def unregistered_type(path: Path, value: Any) -> MergeError:
-    """An object of a type that instep was not told about."""
+    """The type is not registered."""
     name = type(value).__name__
     return MergeError(
         f"cannot merge {_output_name(path)}: instep has not been told how to merge a {name}.\n"
@@ -132,15 +132,15 @@ def unregistered_type(path: Path, value: Any) -> MergeError:
 
 
 def attributes_differ(path: Path, parts: Sequence[Any], names: Sequence[str], sizes: Sequence[int]) -> MergeError:
-    """A list, tuple, dictionary, number or text with attributes of its own that belong to the shard."""
-    name = type(parts[0]).__name__
-    why = f"the attributes {list(names)} of a {name} differ between replicas, and only what it holds is merged"
+    """Extra attributes of a container, number or string differ between replicas."""
+    type_name = type(parts[0]).__name__
+    why = f"the attributes {list(names)} of a {type_name} differ between replicas, and only what it holds is merged"
     error = cannot_merge(path, parts, why, sizes)
     return MergeError(f"{error}\nOr return them as entries of a dictionary, each of which is merged by itself.")
 
 
 def no_batch_size(path: Path, value: Any) -> MergeError:
-    """A value of a type that holds samples, which holds none in particular: a TensorDict of losses."""
+    """A value of a batched type has no batch size, such as a TensorDict of losses."""
     name = type(value).__name__
     return MergeError(
         f"cannot merge {_output_name(path)}: a {name} that does not say how many samples it holds "
@@ -152,7 +152,7 @@ def no_batch_size(path: Path, value: Any) -> MergeError:
 
 
 def ambiguous_part_sizes(length: int | None, inner: Sequence[set[int | None]]) -> MergeError:
-    """Parts that are lists of tensors, and nothing that tells how many samples they hold."""
+    """The parts are lists of tensors, and nothing else gives their numbers of samples."""
     batched = [next(iter(sizes)) for sizes in inner]
     return MergeError(
         f"cannot tell how many samples the parts hold: each has a list of {length} tensors.\n"
@@ -162,11 +162,11 @@ def ambiguous_part_sizes(length: int | None, inner: Sequence[set[int | None]]) -
     )
 
 
-def wrong_divisor(criterion: str, divisor: Any, ours: Any, plain: Any) -> MergeError:
-    """A criterion whose mean is not what it is taken for."""
+def wrong_divisor(criterion: str, divisor: Any, computed: Any, expected: Any) -> MergeError:
+    """The mean of a criterion is not its sum divided by the assumed divisor."""
     return MergeError(
-        f"the mean of {criterion} is taken for its sum over {float(divisor):g}, which is {float(ours):.6g} for the "
-        f"samples that were tried, and the criterion itself says {float(plain):.6g}.\n"
+        f"the mean of {criterion} is taken for its sum over {float(divisor):g}, which is {float(computed):.6g} for the "
+        f"samples that were tried, and the criterion itself says {float(expected):.6g}.\n"
         "Write one of:\n"
         "  instep.with_loss(net, criterion, weight=lambda output, target: ...)   # what its mean divides by\n"
         "  loss = criterion(model(x), y)   # the loss outside, on the merged output"
@@ -174,7 +174,7 @@ def wrong_divisor(criterion: str, divisor: Any, ours: Any, plain: Any) -> MergeE
 
 
 def loss_not_additive() -> MergeError:
-    """The losses of parts of a batch do not add up to the loss of the whole."""
+    """The losses of the parts of a batch do not add up to the loss of the whole batch."""
     return MergeError(
         "the losses of two parts of the batch do not add up to the loss of both: samples meet in forward or in the "
         "criterion, or weight= is not what its mean divides by.\n"
