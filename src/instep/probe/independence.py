@@ -15,79 +15,85 @@ from instep.structure.placements import Nested, Placement, Shard
 from instep.structure.tree import Path, flatten_one_level
 
 
-def max_rounding_mismatches(entries: int, tolerance: float) -> float:
-    """How many integers rounding may turn over, by the precision of what they are computed from.
+def max_rounding_mismatches(num_entries: int, tolerance: float) -> float:
+    """The number of integer entries that may differ because of rounding, by the precision of the computation.
 
-    In float64 none, in float32 one in two hundred, which is none of a few; in less, one in ten.
+    None in float64, 1 in 200 in float32, 1 in 10 in lower precision.
 
-    >>> [flips(entries, 3e-4) < 1 for entries in (30, 300)]
+    >>> [max_rounding_mismatches(num_entries, 3e-4) < 1 for num_entries in (30, 300)]
     [True, False]
     """
     if tolerance <= 1e-6:
         return 0.0
-    return entries / 200 if tolerance <= 1e-3 else max(entries / 10, 1.0)
+    return num_entries / 200 if tolerance <= 1e-3 else max(num_entries / 10, 1.0)
 
 
-def substituted_batches(sizes: Sequence[int], most: int = 5) -> Iterator[tuple[list[int], list[int], float]]:
-    """Samples of both parts in other company: who is in each run, by place, and the places that keep their sample.
+def substituted_batches(sizes: Sequence[int], max_substitutes: int = 5) -> Iterator[tuple[list[int], list[int], float]]:
+    """Batches in which one part keeps its samples and all other positions hold one substitute sample.
 
-    Everywhere else is one and the same sample; in some runs its numbers are nothing, or larger than they were.
+    Yields the sample index at each position, the positions that keep their samples, and a factor for the floats of
+    the substitute.
     """
-    a, n = sizes[0], sum(sizes)
-    for kept in (list(range(a)), list(range(a, n))):
-        for other in range(min(n, most)):
-            yield [place if place in kept else other for place in range(n)], kept, 1.0
+    first_size, num_samples = sizes[0], sum(sizes)
+    for kept in (list(range(first_size)), list(range(first_size, num_samples))):
+        for substitute in range(min(num_samples, max_substitutes)):
+            yield [position if position in kept else substitute for position in range(num_samples)], kept, 1.0
         for factor in (0.0, 3.0):
-            yield [place if place in kept else 0 for place in range(n)], kept, factor
+            yield [position if position in kept else 0 for position in range(num_samples)], kept, factor
 
 
-def scale_floats(role: Placement, value: Any, factor: float) -> Any:
-    """A sample whose fractions are that many times as large."""
-    if isinstance(role, Shard):
+def scale_floats(placement: Placement, value: Any, factor: float) -> Any:
+    """A sample with its batched floating-point tensors multiplied by `factor`."""
+    if isinstance(placement, Shard):
         return value * factor if isinstance(value, Tensor) and value.is_floating_point() else value
-    node = flatten_one_level(value) if isinstance(role, Nested) else None
-    if node is None or not isinstance(role, Nested):
+    node = flatten_one_level(value) if isinstance(placement, Nested) else None
+    if node is None or not isinstance(placement, Nested):
         return value
     return node.unflatten(
-        [scale_floats(below, child, factor) for below, child in zip(role.placements, node.children, strict=True)]
+        [
+            scale_floats(child_placement, child, factor)
+            for child_placement, child in zip(placement.placements, node.children, strict=True)
+        ]
     )
 
 
 def find_changed_path(
-    found: Mapping[Path, Verdict], paths: set[Path], usual: Any, other: Any, kept: Sequence[int]
+    verdicts: Mapping[Path, Verdict], paths: set[Path], expected: Any, actual: Any, kept: Sequence[int]
 ) -> Path | None:
-    """The first of the paths at which samples that kept their places have other integers in one run than in another."""
+    """The first path at which the kept samples have different values in two runs."""
     for path in paths:
-        verdict = found.get(path)
+        verdict = verdicts.get(path)
         if isinstance(verdict, OutputShard):
-            one, two = [_select_samples(_get_by_path(path, output), verdict.dim, kept) for output in (usual, other)]
-            if one is None or two is None or not torch.equal(one, two):
+            expected_samples, actual_samples = [
+                _select_samples(_get_by_path(path, output), verdict.dim, kept) for output in (expected, actual)
+            ]
+            if expected_samples is None or actual_samples is None or not torch.equal(expected_samples, actual_samples):
                 return path
     return None
 
 
-def is_order_dependent(path: Path, verdict: Verdict | None, usual: Any, other: Any) -> bool:
-    """Whether samples in reverse order gave something else than before in reverse, or than before if it is one value.
+def is_order_dependent(path: Path, verdict: Verdict | None, output: Any, reversed_output: Any) -> bool:
+    """Whether reversing the samples does more than reverse the output, up to rounding.
 
-    Up to rounding.
+    An output without a batch dim must not change.
     """
-    one, two = _get_by_path(path, usual), _get_by_path(path, other)
+    expected, actual = _get_by_path(path, output), _get_by_path(path, reversed_output)
     if isinstance(verdict, ListKind):
-        return len(one) != len(two) or not all(map(_values_close, list(one)[::-1], two))
-    one, two = [torch.as_tensor(value) for value in (one, two)]
-    if isinstance(verdict, OutputShard) and one.ndim > verdict.dim:
-        one = one.flip(verdict.dim)
-    if one.shape != two.shape:
+        return len(expected) != len(actual) or not all(map(_values_close, list(expected)[::-1], actual))
+    expected, actual = [torch.as_tensor(value) for value in (expected, actual)]
+    if isinstance(verdict, OutputShard) and expected.ndim > verdict.dim:
+        expected = expected.flip(verdict.dim)
+    if expected.shape != actual.shape:
         return True
-    exact = one.dtype is torch.bool or not (one.is_floating_point() or one.is_complex())
+    exact = expected.dtype is torch.bool or not (expected.is_floating_point() or expected.is_complex())
     if exact:
-        return not torch.equal(one, two)
-    room = float(torch.finfo(one.dtype).eps ** 0.5) * _max_abs(one)
-    return not torch.allclose(one, two, rtol=0.0, atol=room, equal_nan=True)
+        return not torch.equal(expected, actual)
+    atol = float(torch.finfo(expected.dtype).eps ** 0.5) * _max_abs(expected)
+    return not torch.allclose(expected, actual, rtol=0.0, atol=atol, equal_nan=True)
 
 
-def _values_close(one: Any, two: Any) -> bool:
-    return math.isclose(one, two, rel_tol=1e-3, abs_tol=1e-6) if isinstance(one, float) else bool(one == two)
+def _values_close(left: Any, right: Any) -> bool:
+    return math.isclose(left, right, rel_tol=1e-3, abs_tol=1e-6) if isinstance(left, float) else bool(left == right)
 
 
 def _max_abs(value: Tensor) -> float:
