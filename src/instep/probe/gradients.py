@@ -22,46 +22,49 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 
 def are_gradients_additive(
-    attempt: Trial, source: nn.Module, device: torch.device, found: Mapping[Path, Verdict]
+    trial: Trial, source: nn.Module, device: torch.device, verdicts: Mapping[Path, Verdict]
 ) -> bool:
-    """Whether the parameters' gradients of two parts add up to those of the whole; also where that cannot be tried."""
-    sizes = default_part_sizes(attempt.batch_size, attempt.min_part)
+    """Whether the parameter gradients of two parts add up to those of the whole. True if this cannot be tested."""
+    sizes = default_part_sizes(trial.batch_size, trial.min_part)
     total = sum(sizes)
-    places = [(0, sizes[0]), (sizes[0], sizes[1]), (0, total)]
+    ranges = [(0, sizes[0]), (sizes[0], sizes[1]), (0, total)]
     try:
         with probe_context() as excuses, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             sandbox = Sandbox(source, device)
             runs = [
-                sandbox.gradients(attempt.method, *arguments, partial(_weighted_sum, found, place, total))
-                for place, arguments in zip(places, attempt.part_arguments(sandbox, sizes), strict=True)
+                sandbox.gradients(trial.method, *arguments, partial(_weighted_sum, verdicts, sample_range, total))
+                for sample_range, arguments in zip(ranges, trial.part_arguments(sandbox, sizes), strict=True)
             ]
-    except Exception:  # forward, or an argument, has something against a trial; the call itself is fine
+    except Exception:  # forward or the arguments do not support a trial; the call itself may succeed
         return True
     if excuses or sandbox.incomparable_reason is not None or sandbox.used_rng:
         return True
     return all(_is_sum(parts, whole) for *parts, whole in zip(*runs, strict=True))
 
 
-def _weighted_sum(found: Mapping[Path, Verdict], place: tuple[int, int], total: int, output: Any) -> Tensor | None:
-    """A number that the whole has the sum of the parts' of, in which every entry has another weight."""
+def _weighted_sum(
+    verdicts: Mapping[Path, Verdict], sample_range: tuple[int, int], total: int, output: Any
+) -> Tensor | None:
+    """A scalar that is additive over parts and weights every entry differently; None without gradients."""
     terms = [
         term
         for path, tensor in tensors_by_path(output)
-        if tensor.requires_grad and (term := _weighted_term(found.get(path), tensor, place, total)) is not None
+        if tensor.requires_grad
+        and (term := _weighted_term(verdicts.get(path), tensor, sample_range, total)) is not None
     ]
     return sum(terms[1:], start=terms[0]) if terms else None
 
 
-def _weighted_term(verdict: Verdict | None, tensor: Tensor, place: tuple[int, int], total: int) -> Tensor | None:
-    first, count = place
+def _weighted_term(verdict: Verdict | None, tensor: Tensor, sample_range: tuple[int, int], total: int) -> Tensor | None:
+    first, count = sample_range
     if isinstance(verdict, OutputShard):
         if tensor.ndim < verdict.rank:
             tensor = tensor.unsqueeze(verdict.dim)
         shape = list(tensor.shape)
         shape[verdict.dim] = total
-        numbers = torch.arange(1, torch.Size(shape).numel() + 1, device=tensor.device, dtype=torch.float64)
-        weights = numbers.cos().add_(0.5).view(shape).narrow(verdict.dim, first, count)
+        positions = torch.arange(1, torch.Size(shape).numel() + 1, device=tensor.device, dtype=torch.float64)
+        weights = positions.cos().add_(0.5).view(shape).narrow(verdict.dim, first, count)
         return (tensor * weights.to(tensor.dtype)).sum()
     if isinstance(verdict, Partial) and verdict.rules[0] in ("sum", "mean"):
         return tensor.sum() * (1.0 if verdict.rules[0] == "sum" else count / total)
@@ -69,9 +72,9 @@ def _weighted_term(verdict: Verdict | None, tensor: Tensor, place: tuple[int, in
 
 
 def _is_sum(parts: Sequence[Tensor | None], whole: Tensor | None) -> bool:
-    there = [part for part in parts if part is not None]
-    if whole is None or not there:
-        return whole is None and not there
-    added, scale = torch.stack(there).sum(0), max(float(whole.abs().max()), *(float(p.abs().max()) for p in there))
-    close = _TOLERANCES.get(whole.dtype, 0.2)
-    return not scale or bool(torch.allclose(added, whole, rtol=0, atol=close * scale, equal_nan=True))
+    present = [part for part in parts if part is not None]
+    if whole is None or not present:
+        return whole is None and not present
+    total, scale = torch.stack(present).sum(0), max(float(whole.abs().max()), *(float(p.abs().max()) for p in present))
+    tolerance = _TOLERANCES.get(whole.dtype, 0.2)
+    return not scale or bool(torch.allclose(total, whole, rtol=0, atol=tolerance * scale, equal_nan=True))

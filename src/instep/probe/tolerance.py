@@ -10,25 +10,26 @@ import torch
 from instep.probe.sandbox import Sandbox
 from instep.structure.tree import tensors_in
 
+# The tolerance for tensors, and the smaller one for sums and means.
 _TOLERANCES = {torch.float64: (1e-8, 1e-9), torch.float32: (3e-4, 2e-5), torch.float16: (2e-2, 3e-3)}
 
 
 def tolerances(sandbox: Sandbox, inputs: Mapping[str, Any], outputs: Sequence[Any]) -> tuple[float, float]:
-    """How far apart numbers may be, by the lowest precision that takes part."""
-    kind = sandbox.device.type
+    """Relative tolerances for tensors and for reductions, by the lowest precision among state, inputs and outputs."""
+    device_type = sandbox.device.type
     dtypes = sandbox.dtypes | {t.dtype for t in tensors_in(inputs) if t.is_floating_point()}
-    if torch.is_autocast_enabled(kind) and not sandbox.double_precision:
-        dtypes.add(torch.get_autocast_dtype(kind))
+    if torch.is_autocast_enabled(device_type) and not sandbox.double_precision:
+        dtypes.add(torch.get_autocast_dtype(device_type))
     dtypes |= {tensor.dtype for output in outputs for tensor in tensors_in(output) if tensor.is_floating_point()}
     dtypes = dtypes or {torch.get_default_dtype()}
-    tolerance, fine = max(_TOLERANCES.get(dtype, (5e-2, 1e-2)) for dtype in dtypes)
-    if kind != "cpu" and torch.float32 in dtypes and tolerance < 1e-2:
-        return 10 * tolerance, 10 * fine  # accelerators round products of float32 as they are told to
-    return tolerance, fine
+    tolerance, reduction_tolerance = max(_TOLERANCES.get(dtype, (5e-2, 1e-2)) for dtype in dtypes)
+    if device_type != "cpu" and torch.float32 in dtypes and tolerance < 1e-2:
+        return 10 * tolerance, 10 * reduction_tolerance  # accelerators may multiply in TF32
+    return tolerance, reduction_tolerance
 
 
 def uses_low_precision(sandbox: Sandbox, inputs: Mapping[str, Any]) -> bool:
-    """Whether it computes in less than single precision."""
-    kind = sandbox.device.type
+    """Whether the module computes in less than single precision."""
+    device_type = sandbox.device.type
     dtypes = sandbox.dtypes | {t.dtype for t in tensors_in(inputs) if t.is_floating_point()}
-    return torch.is_autocast_enabled(kind) or any(dtype.itemsize < 4 for dtype in dtypes)
+    return torch.is_autocast_enabled(device_type) or any(dtype.itemsize < 4 for dtype in dtypes)
