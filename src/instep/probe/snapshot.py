@@ -26,22 +26,22 @@ from instep.structure.tree import SCALARS, attributes_of
 
 MAX_OBJECTS = 100_000
 _LEAF_TYPES = (Tensor, nn.Module, types.BuiltinFunctionType)
-# Objects that other threads may be at work on: what they hold is not ours to put back.
+# Other threads may use these objects at the same time, so they are not restored.
 _CONCURRENT_MODULES = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading", "torch.utils.data")
 _CONTAINER_TYPES = (list, dict, set, deque)
 
 
 class SnapshotTooLarge(Exception):
-    """There is more behind a module than can be looked at."""
+    """The module references more than `MAX_OBJECTS` objects."""
 
 
 class Snapshot:
-    """Everything that can be reached from some modules' attributes and classes, without their tensors."""
+    """The contents of all objects reachable from the attributes and classes of modules, except tensors."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._visited: dict[int, Any] = {}
         self._containers: list[tuple[Any, Contents]] = []
-        """Containers, attributes among them, with what they held."""
+        """Containers and attribute dictionaries, with their contents."""
         self._cells: list[tuple[types.CellType, Any]] = []
         self._arrays: list[tuple[Any, Any]] = []
         self._generators: list[tuple[torch.Generator, Tensor]] = []
@@ -60,20 +60,23 @@ class Snapshot:
         self._containers.append((container, read_contents(container)))
 
     def _functions_of(self, cls: type) -> list[Any]:
-        """A class's own functions; the plain globals that they name are kept too."""
+        """The functions and containers of a class, and the global containers that its functions use.
+
+        Saves the global scalars that the functions use.
+        """
         functions = [item for item in cls.__dict__.values() if isinstance(item, types.FunctionType)]
-        found: list[Any] = [item for item in cls.__dict__.values() if type(item) in _CONTAINER_TYPES]
+        containers: list[Any] = [item for item in cls.__dict__.values() if type(item) in _CONTAINER_TYPES]
         for function in functions:
             for name in function.__code__.co_names:
                 value = function.__globals__.get(name, self)
                 if type(value) in _CONTAINER_TYPES:
-                    found.append(value)
+                    containers.append(value)
                 elif type(value) in SCALARS:
                     self._globals.append((function.__globals__, name, value))
-        return [*found, *functions]
+        return [*containers, *functions]
 
     def _visit(self, item: Any) -> Iterable[Any]:
-        """Remember what one object holds, and say what else that leads to."""
+        """Save the contents of an object. Returns the objects that it references."""
         if is_atomic(item) or isinstance(item, _LEAF_TYPES) or id(item) in self._visited:
             return ()
         if type(item).__module__.startswith(_CONCURRENT_MODULES):
@@ -109,25 +112,25 @@ class Snapshot:
         return attributes.values()
 
     def _visit_object(self, item: Any) -> Iterable[Any]:
-        holder = attribute_storage(item)
-        if holder is None:
+        storage = attribute_storage(item)
+        if storage is None:
             return ()
-        self._save_container(holder)
+        self._save_container(storage)
         return attributes_of(item).values()
 
     def _visit_function(self, item: types.FunctionType) -> list[Any]:
-        found = [item.__defaults__, item.__kwdefaults__, *self._visit_attributes(item)]
+        reachable = [item.__defaults__, item.__kwdefaults__, *self._visit_attributes(item)]
         for cell in item.__closure__ or ():
             try:
                 content = cell.cell_contents
-            except ValueError:  # not filled yet
+            except ValueError:  # empty cell
                 continue
             self._cells.append((cell, content))
-            found.append(content)
-        return found
+            reachable.append(content)
+        return reachable
 
     def restore(self) -> None:
-        """Put everything back that is not as it was."""
+        """Restore everything that has changed."""
         for container, contents in self._containers:
             if not is_unchanged(container, contents):
                 write_contents(container, contents)
@@ -136,24 +139,26 @@ class Snapshot:
         for array, values in self._arrays:
             if array.flags.writeable and not np.array_equal(array, values):
                 array[...] = values
-        for space, name, value in self._globals:
-            if space.get(name) is not value:
-                space[name] = value
+        for namespace, name, value in self._globals:
+            if namespace.get(name) is not value:
+                namespace[name] = value
         for generator, state in self._generators:
             generator.set_state(state)
 
     def changed(self) -> list[tuple[Any, Contents]]:
-        """The containers and arrays that are not as they were, each with what it held."""
-        arrays = [(array, Contents((), (then,))) for array, then in self._arrays if not np.array_equal(array, then)]
+        """The containers and arrays that have changed, with their saved contents."""
+        arrays = [
+            (array, Contents((), (values,))) for array, values in self._arrays if not np.array_equal(array, values)
+        ]
         return [pair for pair in self._containers if not is_unchanged(*pair)] + arrays
 
     def used_rng(self) -> bool:
-        """Whether numbers were drawn from a generator that the module holds."""
+        """Whether a generator that the module references has advanced."""
         return any(not torch.equal(generator.get_state(), state) for generator, state in self._generators)
 
 
 class RngSnapshot:
-    """The state of every generator that belongs to the process, as it was: torch's, Python's and NumPy's."""
+    """The states of the global random generators of torch, Python and NumPy."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -161,34 +166,34 @@ class RngSnapshot:
         self._call_generators: list[tuple[torch.Generator, Tensor]] = []
 
     def track(self, generators: Iterable[torch.Generator]) -> None:
-        """Keep an eye on generators that a call is given, too."""
+        """Also save the states of the generators among a call's arguments."""
         self._call_generators = [(generator, generator.get_state()) for generator in generators]
 
     def _capture(self) -> tuple[Tensor, Tensor | None, Any, Any]:
-        far = None
+        device_state = None
         if self._device.type != "cpu":
-            far = torch.get_device_module(self._device).get_rng_state(self._device)
-        return torch.get_rng_state(), far, random.getstate(), np.random.get_state()
+            device_state = torch.get_device_module(self._device).get_rng_state(self._device)
+        return torch.get_rng_state(), device_state, random.getstate(), np.random.get_state()
 
     def has_advanced(self) -> bool:
-        """Whether any number was drawn."""
+        """Whether any generator has advanced."""
         if any(not torch.equal(generator.get_state(), state) for generator, state in self._call_generators):
             return True
-        near, far, python, numpy = self._capture()
-        then = self._initial
-        if not torch.equal(near, then[0]) or python != then[2]:
+        cpu, device, python, numpy = self._capture()
+        initial = self._initial
+        if not torch.equal(cpu, initial[0]) or python != initial[2]:
             return True
-        if far is not None and then[1] is not None and not torch.equal(far, then[1]):
+        if device is not None and initial[1] is not None and not torch.equal(device, initial[1]):
             return True
-        return bool(numpy[2] != then[3][2] or not np.array_equal(numpy[1], then[3][1]))
+        return bool(numpy[2] != initial[3][2] or not np.array_equal(numpy[1], initial[3][1]))
 
     def restore(self) -> None:
-        """Put every generator back."""
+        """Restore the state of every generator."""
         for generator, state in self._call_generators:
             generator.set_state(state)
-        near, far, python, numpy = self._initial
-        torch.set_rng_state(near)
-        if far is not None:
-            torch.get_device_module(self._device).set_rng_state(far, self._device)
+        cpu, device, python, numpy = self._initial
+        torch.set_rng_state(cpu)
+        if device is not None:
+            torch.get_device_module(self._device).set_rng_state(device, self._device)
         random.setstate(python)
         np.random.set_state(numpy)
