@@ -1,4 +1,9 @@
-"""One forward on all replicas, joined to the caller's autograd graph."""
+"""One forward on all replicas, connected to the caller's autograd graph.
+
+With `engine='serial'` the replicas record into the caller's own graph (a joint graph). With other engines each replica
+records a graph of its own: shards enter it as new leaves, and one autograd node (`instep.autograd.bridge`) connects the
+outputs and leaves of all replicas to the caller's graph.
+"""
 
 from __future__ import annotations
 
@@ -34,340 +39,401 @@ _is_leaf = attrgetter("is_leaf")
 
 @dataclass
 class ReplicaDispatch:
-    """What goes in: the active replicas, each one's arguments, and what surrounds the call."""
+    """One forward of the active replicas."""
 
     engine: Engine
     replicas: Sequence[Replica]
     method: str
     ambient: AmbientState
-    sync: bool
-    streams: ReplicaRng
-    """Where the replicas draw random numbers from."""
+    sync_state: bool
+    """Whether the engine copies buffers and other state from the module to the replicas first."""
+    rng: ReplicaRng
     sizes: Sequence[int] = ()
-    """The samples of each replica's shard."""
+    """Number of samples in each replica's shard."""
     carried: Sequence[CarriedValue] = ()
-    """State that each replica gets its samples' part of."""
+    """State of the previous call that is split like the batch."""
     shared_arguments: SharedArguments | None = None
-    """What all replicas are given whole."""
+    """Arguments that every replica receives whole; None if there are none that can be written to."""
     argument_ids: Collection[int] = ()
-    """The ids of what the caller's arguments hold and replicas may change in place, tensors apart."""
-    hooks: range = range(0)
-    """The numbers of the hooks that came to be while the replicas ran."""
+    """Ids of mutable objects, other than tensors, in the arguments."""
     find_functions: bool = False
-    """Whether to look for functions with a backward of the user's own."""
-    functions: Sequence[str] = ()
-    """The names of those that were found."""
-    retains: bool = False
-    """Whether a tensor came out whose gradient `forward` has asked for (`z.retain_grad()`)."""
+    """Whether to look for custom autograd functions in the graphs of the outputs."""
+
+    hook_handles: range = field(default=range(0), init=False)
+    """Ids of the hook handles that were created while the replicas ran."""
+    custom_functions: Sequence[str] = field(default=(), init=False)
+    """Names of the custom autograd functions that were found."""
+    retains_grad: bool = field(default=False, init=False)
+    """Whether forward called `retain_grad()` on a tensor that it returns or keeps."""
 
     def __post_init__(self) -> None:
-        self._versions: list[tuple[str, Tensor, int]] = []
+        self._records_graph = self.ambient.grad_enabled and not self.ambient.inference_mode
+        self._inputs = [_GraphInputs() for _ in self.replicas]
+        self._joint_inputs = _JointInputs()
+        self._argument_versions: list[tuple[str, Tensor, int]] = []
 
     def written_argument(self) -> str | None:
-        """The name of an argument that a replica wrote to."""
-        return next((name for name, tensor, version in self._versions if tensor._version != version), None)
+        """The name of an argument that a replica wrote to in place."""
+        return next((name for name, tensor, version in self._argument_versions if tensor._version != version), None)
 
     def run(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[ReplicaResult]:
-        """Every replica's outcome, with outputs that belong to the caller's graph."""
-        ways = [_EnteredShards() for _ in shards]
-        grad = self.ambient.grad_enabled and not self.ambient.inference_mode
-        notes = VersionTracker()
-        copies: list[tuple[Tensor, Tensor]] = []
-        count = len(names)
-        shards = [[*values, *parts] for values, parts in zip(shards, self._carried_shards(), strict=True)]
-        if self.engine.joint_graph:
-            entered = [_copy_shards(values, notes, copies) for values in shards] if grad else shards
-        else:
-            entered = [way.enter(values) if grad else values for way, values in zip(ways, shards, strict=True)]
-        named = [(name, value) for values in entered for name, value in zip(names, values, strict=False)]
-        tensors = [(name, tensor) for name, value in named for tensor in tensors_in(value)]
-        self._versions = [(name, tensor, tensor._version) for name, tensor in tensors if not tensor.is_inference()]
-        if self.shared_arguments is not None:
-            self.shared_arguments.enter([values[:count] for values in entered])
-            self.argument_ids = {*self.argument_ids, *self.shared_arguments.ids}
-        arguments = [
-            (list(values[:positional]), dict(zip(names[positional:], values[positional:count], strict=True)))
-            for values in entered
-        ]
-        if self.carried:
-            for replica, values in zip(self.replicas, entered, strict=True):
-                replica.assign_shard(self.carried, values[count:])
-        first = RemovableHandle.next_id
-        outcomes = self.engine.forward(
-            ReplicaCall(
-                self.replicas,
-                arguments,
-                self.method,
-                self.ambient,
-                self.sync,
-                self.streams,
-                self.sizes,
-                [way.inner for way in ways],
-                self.argument_ids,
-                names,
-            )
-        )
-        self.hooks = range(first, RemovableHandle.next_id)
-        for replica, outcome in zip(self.replicas, outcomes, strict=True):
-            outcome.output = _restore_module_tensors(outcome.output, replica.tensors.sources)
-        if grad and self.find_functions:
-            self.functions = find_custom_functions(
-                tensor for outcome in outcomes for tensor in _result_tensors(outcome)
-            )
-        if grad and self.engine.joint_graph:
-            notes.update(_copy_back(copies))
-            self._watch_joint_graph(notes, outcomes)
-        elif grad:
-            self._bridge_outputs(ways, outcomes)
-        return outcomes
+        """Run the replicas. Tensors in the results belong to the caller's graph."""
+        values = self._enter_graph(self._append_carried(shards))
+        arguments = [list(row[: len(names)]) for row in values]
+        self._record_versions(arguments, names)
+        self._assign_carried([row[len(names) :] for row in values])
+        results = self._forward(arguments, positional, names)
+        self._restore_module_tensors(results)
+        if self._records_graph:
+            self._find_custom_functions(results)
+            self._leave_graph(results)
+        return results
 
-    def _carried_shards(self) -> list[list[Any]]:
-        """Each replica's part of carried state, on its device."""
-        columns = [slot.split(self.sizes) for slot in self.carried]
+    def _append_carried(self, shards: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """Each replica's arguments followed by its shard of carried state, which enters the graph with them."""
+        columns = [value.split(self.sizes) for value in self.carried]
         return [
-            [move_to_device(column[r], replica.device) for column in columns] for r, replica in enumerate(self.replicas)
+            [*shard, *(move_to_device(column[index], replica.device) for column in columns)]
+            for index, (shard, replica) in enumerate(zip(shards, self.replicas, strict=True))
         ]
 
-    def _watch_joint_graph(self, notes: VersionTracker, outcomes: list[ReplicaResult]) -> None:
-        """In a joint graph, look for writes of the caller just before a backward enters a replica."""
+    def _enter_graph(self, shards: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        """The values that the replicas receive for these shards."""
+        if not self._records_graph:
+            return shards
+        if self.engine.joint_graph:
+            return [self._joint_inputs.enter(shard) for shard in shards]
+        return [inputs.enter(shard) for inputs, shard in zip(self._inputs, shards, strict=True)]
+
+    def _record_versions(self, arguments: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
+        """Record the state of the arguments, to detect in-place writes by the replicas."""
+        named = [(name, value) for values in arguments for name, value in zip(names, values, strict=True)]
+        tensors = [(name, tensor) for name, value in named for tensor in tensors_in(value)]
+        self._argument_versions = [
+            (name, tensor, tensor._version) for name, tensor in tensors if not tensor.is_inference()
+        ]
+        if self.shared_arguments is not None:
+            self.shared_arguments.enter(arguments)
+            self.argument_ids = {*self.argument_ids, *self.shared_arguments.ids}
+
+    def _assign_carried(self, shards: Sequence[Sequence[Any]]) -> None:
+        if self.carried:
+            for replica, shard in zip(self.replicas, shards, strict=True):
+                replica.assign_shard(self.carried, shard)
+
+    def _forward(self, arguments: Sequence[list[Any]], positional: int, names: Sequence[str]) -> list[ReplicaResult]:
+        """Run the engine, and note which hooks were registered meanwhile."""
+        call = ReplicaCall(
+            self.replicas,
+            [(row[:positional], dict(zip(names[positional:], row[positional:], strict=True))) for row in arguments],
+            self.method,
+            self.ambient,
+            self.sync_state,
+            self.rng,
+            self.sizes,
+            [inputs.inputs for inputs in self._inputs],
+            self.argument_ids,
+            names,
+        )
+        first = RemovableHandle.next_id
+        results = self.engine.forward(call)
+        self.hook_handles = range(first, RemovableHandle.next_id)
+        return results
+
+    def _restore_module_tensors(self, results: Sequence[ReplicaResult]) -> None:
+        """Replace replicas' parameters and buffers in outputs by the module's own."""
+        for replica, result in zip(self.replicas, results, strict=True):
+            sources = replica.tensors.sources
+            if any(id(tensor) in sources for tensor in tensors_in(result.output)):
+                result.output = map_tensors(_replacement(sources), result.output)
+
+    def _find_custom_functions(self, results: Sequence[ReplicaResult]) -> None:
+        if self.find_functions:
+            self.custom_functions = find_custom_functions(
+                tensor for result in results for tensor in _result_tensors(result)
+            )
+
+    def _leave_graph(self, results: Sequence[ReplicaResult]) -> None:
+        """Connect the results to the caller's graph."""
+        if self.engine.joint_graph:
+            self._joint_inputs.write_back()
+            self._track_joint_graph(results)
+        else:
+            self._bridge_outputs(results)
+
+    def _track_joint_graph(self, results: Sequence[ReplicaResult]) -> None:
+        """Detect the caller's in-place writes just before backward enters a replica's part of the joint graph."""
+        versions = self._joint_inputs.versions
         for replica in self.replicas:
             for source, copy in replica.tensors.state:
-                notes.track(source, copy)
-            for source, held in replica.trainable:
-                if held is not source and source.is_leaf:  # what an earlier call left behind must not be kept alive
-                    notes.track(source, held)
-        for outcome in outcomes:
-            for tensor in _result_tensors(outcome):
+                versions.track(source, copy)
+            for source, copy in replica.trainable:
+                if copy is not source and source.is_leaf:  # a non-leaf would keep the graph of an earlier call alive
+                    versions.track(source, copy)
+        for result in results:
+            for tensor in _result_tensors(result):
                 if tensor.requires_grad and not tensor.is_leaf:
-                    self.retains = self.retains or tensor.retains_grad
-                    tensor.register_hook(lambda _: notes.propagate())
+                    self.retains_grad = self.retains_grad or tensor.retains_grad
+                    tensor.register_hook(lambda _: versions.propagate())
 
-    def _bridge_outputs(self, ways: Sequence[_EnteredShards], outcomes: list[ReplicaResult]) -> None:
-        """Replace the replicas' tensors that need a gradient by their counterparts in the caller's graph."""
-        home = set(map(id, map(_first, self.replicas[0].trainable)))
-        found = [[t for t in _result_tensors(outcome) if t.requires_grad and id(t) not in home] for outcome in outcomes]
-        written = [way.written_shards(outcome.written_arguments) for way, outcome in zip(ways, outcomes, strict=True)]
-        if not any(found) and not any(written):
-            return
-        self.retains = any(tensor.retains_grad for outputs in found for tensor in outputs)
-        for pairs, outputs in zip(written, found, strict=True):
-            known = set(map(id, outputs))
-            outputs += [made for _, made in pairs if id(made) not in known]
-        self._drop_unused_shards(ways, outcomes, found)
-        trainable = [replica.trainable for replica in self.replicas]
-        sources, leaves = _connected_sources(trainable, found)
-        remote = [outcome.remote_call is not None for outcome in outcomes]
-        across = [flatten_outputs(outputs, remote=far) for outputs, far in zip(found, remote, strict=True)]
-        sides = [
-            ReplicaGraph(
-                mine, way.leaves, crossing, replica.tensors.guard, replica.name, outcome.context, outcome.remote_call
-            )
-            for mine, way, crossing, replica, outcome in zip(leaves, ways, across, self.replicas, outcomes, strict=True)
+    def _bridge_outputs(self, results: Sequence[ReplicaResult]) -> None:
+        """Replace tensors of the replicas' graphs in the results by their counterparts in the caller's graph."""
+        outputs = self._outputs_with_grad(results)
+        written = [
+            inputs.written_shards(result.written_arguments)
+            for inputs, result in zip(self._inputs, results, strict=True)
         ]
-        span = CallGraph(cast(BackwardEngine, self.engine), sides, sources, self.streams)
-        for way in ways:
-            span.versions.entries += way.writes.entries
-        for replica, mine in zip(self.replicas, leaves, strict=True):
-            for source, copy in replica.tensors.state:
-                span.versions.track(source, copy)
-            if replica.tensors.sharing is ParameterSharing.ALIAS and not replica.tensors.private_weights:
-                continue  # an alias shares the counter itself
-            for source, leaf in zip(sources, mine, strict=True):
-                if (
-                    replica.tensors.sharing is not ParameterSharing.ALIAS
-                    or id(source) in replica.tensors.private_weights
-                ):
-                    span.versions.track(source, leaf)
-        shards = [shard for way in ways for shard in way.outside]
-        made = iter(bridge(span, *sources, *shards))
-        bases = []
-        for pairs, outcome, outputs, far in zip(written, outcomes, found, remote, strict=True):
-            table = {id(t): rebuild_output(t, made, remote=far) for t in outputs}
-            _replace_tensors(outcome, table)
-            bases += [_write_back(shard, table[id(inner)]) for shard, inner in pairs]
-        if bases:
-            span.versions.update(bases)
-
-    def _drop_unused_shards(
-        self, ways: Sequence[_EnteredShards], outcomes: list[ReplicaResult], found: Sequence[Sequence[Tensor]]
-    ) -> None:
-        """Shards that belong to a graph of the caller's, which may be gone, take part only where they were used."""
-        if not any(way.may_be_freed for way in ways):
+        if not any(outputs) and not any(written):
             return
-        tokens = [token for outcome in outcomes if outcome.context is not None for token in outcome.context.tokens]
-        used = reachable_leaves([*(tensor for outputs in found for tensor in outputs), *tokens])
-        for way, outcome in zip(ways, outcomes, strict=True):
-            pairs = enumerate(zip(way.leaves, way.inner, strict=True))
-            kept = [i for i, (leaf, inner) in pairs if id(leaf) in used or id(inner) in outcome.used_arguments]
-            way.outside, way.leaves = [way.outside[i] for i in kept], [way.leaves[i] for i in kept]
-            if outcome.remote_call is not None:
-                outcome.remote_call.keep_inputs(kept)
+        self.retains_grad = any(tensor.retains_grad for tensors in outputs for tensor in tensors)
+        for tensors, pairs in zip(outputs, written, strict=True):
+            ids = set(map(id, tensors))
+            tensors += [value for _, value in pairs if id(value) not in ids]
+        self._drop_unused_shards(results, outputs)
+        graph = self._call_graph(results, outputs)
+        bridged = iter(bridge(graph, *graph.sources, *(shard for inputs in self._inputs for shard in inputs.shards)))
+        written_bases = []
+        for result, tensors, pairs in zip(results, outputs, written, strict=True):
+            remote = result.remote_call is not None
+            table = {id(tensor): rebuild_output(tensor, bridged, remote=remote) for tensor in tensors}
+            _replace_tensors(result, table)
+            written_bases += [_write_to_base(shard, table[id(value)]) for shard, value in pairs]
+        if written_bases:
+            graph.versions.update(written_bases)
 
+    def _outputs_with_grad(self, results: Sequence[ReplicaResult]) -> list[list[Tensor]]:
+        """Each replica's result tensors that need a gradient, without the module's own."""
+        sources = set(map(id, map(_first, self.replicas[0].trainable)))
+        return [
+            [tensor for tensor in _result_tensors(result) if tensor.requires_grad and id(tensor) not in sources]
+            for result in results
+        ]
 
-def _restore_module_tensors(output: Any, sources: Mapping[int, Tensor]) -> Any:
-    """An output in which the replica's counterparts of weights and buffers are the module's own: no part of a batch."""
-    if any(id(tensor) in sources for tensor in tensors_in(output)):
-        return map_tensors(lambda tensor: sources.get(id(tensor), tensor), output)
-    return output
+    def _drop_unused_shards(self, results: Sequence[ReplicaResult], outputs: Sequence[Sequence[Tensor]]) -> None:
+        """Disconnect shards that no output depends on, if backward may already have freed the graph of a shard."""
+        if not any(inputs.may_be_freed for inputs in self._inputs):
+            return
+        tokens = [token for result in results if result.context is not None for token in result.context.tokens]
+        used = reachable_leaves([*(tensor for tensors in outputs for tensor in tensors), *tokens])
+        for inputs, result in zip(self._inputs, results, strict=True):
+            kept = inputs.keep_used(used, result.used_arguments)
+            if result.remote_call is not None:
+                result.remote_call.keep_inputs(kept)
+
+    def _call_graph(self, results: Sequence[ReplicaResult], outputs: Sequence[Sequence[Tensor]]) -> CallGraph:
+        """What the bridge needs for backward: the replicas' graphs, and the tensors whose versions it checks."""
+        sources, leaves = _connected_sources([replica.trainable for replica in self.replicas], outputs)
+        graphs = [
+            ReplicaGraph(
+                replica_leaves,
+                inputs.leaves,
+                flatten_outputs(tensors, remote=result.remote_call is not None),
+                replica.tensors.guard,
+                replica.name,
+                result.context,
+                result.remote_call,
+            )
+            for replica_leaves, inputs, tensors, replica, result in zip(
+                leaves, self._inputs, outputs, self.replicas, results, strict=True
+            )
+        ]
+        graph = CallGraph(cast(BackwardEngine, self.engine), graphs, sources, self.rng)
+        for inputs in self._inputs:
+            graph.versions.entries += inputs.versions.entries
+        for replica, replica_leaves in zip(self.replicas, leaves, strict=True):
+            _track_module_tensors(graph.versions, replica, sources, replica_leaves)
+        return graph
 
 
 @dataclass
-class _EnteredShards:
-    """How one replica's shards enter its graph."""
+class _GraphInputs:
+    """The tensors among one replica's arguments, as inputs of the replica's own graph."""
 
-    outside: list[Tensor] = field(default_factory=list)
+    shards: list[Tensor] = field(default_factory=list)
     """Shards that need a gradient, in the caller's graph."""
     leaves: list[Tensor] = field(default_factory=list)
-    """What stands for them inside."""
-    inner: list[Tensor] = field(default_factory=list)
-    """What the replica sees of them."""
-    writes: VersionTracker = field(default_factory=VersionTracker)
+    """A leaf of the replica's graph for each shard."""
+    inputs: list[Tensor] = field(default_factory=list)
+    """What forward receives for each shard: a non-leaf, so that forward may write to it in place."""
+    versions: VersionTracker = field(default_factory=VersionTracker)
     may_be_freed: bool = False
-    """Whether some of the shards belong to a graph that an earlier backward may have freed."""
-    _pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    def written_shards(self, made: Mapping[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Shards of the caller's graph that the replica, or one elsewhere, wrote to, each with what was made of it."""
-        written = [pair for pair in self._pairs if pair[1]._version or id(pair[1]) in made]
-        pairs = [(shard, made.get(id(inner), inner)) for shard, inner in written]
-        return [pair for pair in pairs if pair[1].requires_grad]
+    """Whether a shard belongs to a graph that an earlier backward may have freed."""
+    _non_leaf_views: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Shards that are views of non-leaf tensors, each with its input. Writes to them have a history."""
 
     def enter(self, values: Sequence[Any]) -> list[Any]:
-        """The values as the replica sees them: memory shared, version counters and graph their own."""
+        """The values with inputs in place of tensors. They share memory but have their own version counters."""
         needing = [tensor for value in values for tensor in tensors_in(value) if tensor.requires_grad]
         table: dict[int, Tensor] = {}
         if needing:
             self._add_leaves(needing, table)
         return [map_tensors(lambda tensor: self._enter_tensor(tensor, table), value) for value in values]
 
+    def written_shards(self, remote_values: Mapping[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Shards of the caller's graph that forward wrote to, each with its new value.
+
+        `remote_values` are the new values from a replica in another process, by the id of the input.
+        """
+        written = [pair for pair in self._non_leaf_views if pair[1]._version or id(pair[1]) in remote_values]
+        pairs = [(shard, remote_values.get(id(value), value)) for shard, value in written]
+        return [pair for pair in pairs if pair[1].requires_grad]
+
+    def keep_used(self, used_leaves: Collection[int], used_inputs: Collection[int]) -> list[int]:
+        """Drop shards whose leaf and input are not among these ids. Returns the indices of the others."""
+        pairs = enumerate(zip(self.leaves, self.inputs, strict=True))
+        kept = [i for i, (leaf, value) in pairs if id(leaf) in used_leaves or id(value) in used_inputs]
+        self.shards, self.leaves = [self.shards[i] for i in kept], [self.leaves[i] for i in kept]
+        return kept
+
     def _add_leaves(self, needing: Sequence[Tensor], table: dict[int, Tensor]) -> None:
-        """Leaves for the shards that need a gradient, and what the replica sees of each."""
-        self.outside = list({id(tensor): tensor for tensor in needing}.values())
-        self.leaves = [tensor.detach().requires_grad_() for tensor in self.outside]
-        dense = [leaf for leaf in self.leaves if is_plain_tensor(leaf)]
-        self.may_be_freed = any(not _base_tensor(tensor).is_leaf for tensor in self.outside)
-        if self.may_be_freed:  # each by itself: which of them are used is asked of the graph
-            inner = iter([as_non_leaf(leaf)[0] for leaf in dense])
+        """Create leaves and inputs for shards that need a gradient; `table` maps shard ids to inputs."""
+        self.shards = list({id(tensor): tensor for tensor in needing}.values())
+        self.leaves = [shard.detach().requires_grad_() for shard in self.shards]
+        plain = [leaf for leaf in self.leaves if is_plain_tensor(leaf)]
+        self.may_be_freed = any(not _base_tensor(shard).is_leaf for shard in self.shards)
+        if self.may_be_freed:  # one node for each, so that the graph shows which of them are used
+            non_leaves = iter([as_non_leaf(leaf)[0] for leaf in plain])
         else:
-            inner = iter(as_non_leaf(*dense)) if dense else iter(())
-        for outside, leaf in zip(self.outside, self.leaves, strict=True):
-            table[id(outside)] = next(inner) if is_plain_tensor(leaf) else leaf
-        self.inner = [table[id(outside)] for outside in self.outside]
-        pairs = zip(self.outside, self.inner, strict=True)
-        self._pairs = [pair for pair in pairs if pair[0]._base is not None and not pair[0]._base.is_leaf]
-        for outside in self.outside:
-            self.writes.track(_base_tensor(outside), table[id(outside)])
+            non_leaves = iter(as_non_leaf(*plain)) if plain else iter(())
+        self.inputs = [next(non_leaves) if is_plain_tensor(leaf) else leaf for leaf in self.leaves]
+        for shard, value in zip(self.shards, self.inputs, strict=True):
+            table[id(shard)] = value
+            self.versions.track(_base_tensor(shard), value)
+            if shard._base is not None and not shard._base.is_leaf:
+                self._non_leaf_views.append((shard, value))
 
     def _enter_tensor(self, tensor: Tensor, table: dict[int, Tensor]) -> Tensor:
-        made = table.get(id(tensor))
-        if made is not None:
-            return made
+        value = table.get(id(tensor))
+        if value is not None:
+            return value
         if not is_plain_tensor(tensor) or tensor.is_inference():
             return tensor
-        made = table[id(tensor)] = tensor.data
-        self.writes.track(_base_tensor(tensor), made)
-        return made
+        value = table[id(tensor)] = tensor.data
+        self.versions.track(_base_tensor(tensor), value)
+        return value
+
+
+@dataclass
+class _JointInputs:
+    """Copies of all replicas' shards in the caller's graph, so that a replica's in-place writes stay in its shard."""
+
+    versions: VersionTracker = field(default_factory=VersionTracker)
+    _copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Shards, each with its copy."""
+
+    def enter(self, values: Sequence[Any]) -> list[Any]:
+        """One replica's values with copies in place of tensors. Tensors of the same memory get one copy."""
+        copies: dict[Any, Tensor] = {}
+
+        def copy(tensor: Tensor) -> Tensor:
+            key = memory_key(tensor)
+            if key in copies:
+                return copies[key]
+            clone = tensor.clone()
+            if key is not None:
+                copies[key] = clone
+            self._copies.append((tensor, clone))
+            self.versions.track(_base_tensor(tensor), clone)
+            return clone
+
+        return [map_tensors(copy, value) for value in values]
+
+    def write_back(self) -> None:
+        """Apply the replicas' in-place writes to the caller's tensors, as one device would have."""
+        occurrences = Counter(id(tensor) for tensor, _ in self._copies)
+        bases = []
+        for tensor, copy in self._copies:
+            is_shared = occurrences[id(tensor)] > 1
+            if is_shared or tensor.is_inference() or not is_plain_tensor(tensor):
+                continue
+            if not copy._version or tensor.shape != copy.shape:
+                continue
+            if not tensor.requires_grad:
+                tensor.data.copy_(copy.detach())
+            elif tensor._base is not None and not tensor._base.is_leaf:
+                bases.append(_write_to_base(tensor, copy))
+        self.versions.update(bases)
 
 
 def _base_tensor(shard: Tensor) -> Tensor:
-    """The tensor of the caller that a shard is a view of."""
+    """The caller's tensor that a shard is a view of."""
     return shard._base if shard._base is not None else shard
 
 
-def _copy_shards(values: Sequence[Any], notes: VersionTracker, copies: list[tuple[Tensor, Tensor]]) -> list[Any]:
-    """Shards of a joint graph, copied: what one replica writes in place is no business of the others.
-
-    A batch that was given twice is one copy.
-    """
-    known: dict[Any, Tensor] = {}
-
-    def copy(tensor: Tensor) -> Tensor:
-        reading = memory_key(tensor)
-        if reading in known:
-            return known[reading]
-        made = tensor.clone()
-        if reading is not None:
-            known[reading] = made
-        copies.append((tensor, made))
-        notes.track(_base_tensor(tensor), made)
-        return made
-
-    return [map_tensors(copy, value) for value in values]
-
-
-def _copy_back(copies: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Write to the caller's tensors what replicas wrote to their own parts, as one device would have.
-
-    Gives the tensors whose history has changed thereby.
-    """
-    held = Counter(id(tensor) for tensor, _ in copies)
-    bases = []
-    for tensor, made in copies:
-        mine = held[id(tensor)] == 1 and not tensor.is_inference()
-        if not mine or not is_plain_tensor(tensor) or not made._version or tensor.shape != made.shape:
-            continue
-        if not tensor.requires_grad:
-            tensor.data.copy_(made.detach())
-        elif tensor._base is not None and not tensor._base.is_leaf:
-            bases.append(_write_back(tensor, made))
-    return bases
-
-
-def _write_back(shard: Tensor, made: Tensor) -> Tensor:
-    """Let the tensor that a shard is a view of come, where the shard lies, from what a replica made of it."""
+def _write_to_base(shard: Tensor, value: Tensor) -> Tensor:
+    """Write a shard's new value to the tensor that it is a view of, with its history. Returns that tensor."""
     base = _base_tensor(shard)
-    if shard.shape == made.shape:
-        base.as_strided(shard.shape, shard.stride(), shard.storage_offset()).copy_(made)
+    if shard.shape == value.shape:
+        base.as_strided(shard.shape, shard.stride(), shard.storage_offset()).copy_(value)
     return base
 
 
-def _result_tensors(outcome: ReplicaResult) -> list[Tensor]:
-    """Output tensors of a replica, and tensors that it set on itself; each once."""
-    found = list(tensors_in(outcome.output))
-    for value in _assigned_values(outcome.changes):
+def _track_module_tensors(
+    versions: VersionTracker, replica: Replica, sources: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> None:
+    """Track the module's tensors whose counterparts on a replica have version counters of their own."""
+    for source, copy in replica.tensors.state:
+        versions.track(source, copy)
+    is_alias, private = replica.tensors.sharing is ParameterSharing.ALIAS, replica.tensors.private_weights
+    if is_alias and not private:
+        return
+    for source, leaf in zip(sources, leaves, strict=True):
+        if not is_alias or id(source) in private:
+            versions.track(source, leaf)
+
+
+def _connected_sources(
+    trainable: Sequence[Sequence[tuple[Tensor, Tensor]]], outputs: Sequence[Sequence[Tensor]]
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """The module's tensors that are inputs of the bridge, and each replica's leaves for them.
+
+    A non-leaf that an earlier call left on the module belongs to a graph that may be freed. It is an input only if an
+    output of this call depends on it.
+    """
+    sources = list(map(_first, trainable[0]))
+    if all(map(_is_leaf, sources)):
+        return sources, [list(map(_second, pairs)) for pairs in trainable]
+    used = set().union(*(reachable_leaves(tensors) for tensors in outputs))
+    kept = [
+        index
+        for index, source in enumerate(sources)
+        if source.is_leaf or any(id(pairs[index][1]) in used for pairs in trainable)
+    ]
+    return [sources[index] for index in kept], [[pairs[index][1] for index in kept] for pairs in trainable]
+
+
+def _result_tensors(result: ReplicaResult) -> list[Tensor]:
+    """The distinct tensors that a replica returned or assigned to attributes and containers of its module."""
+    found = list(tensors_in(result.output))
+    for value in _assigned_values(result.changes):
         found.extend(tensors_in(value))
     return list({id(tensor): tensor for tensor in found}.values())
 
 
 def _assigned_values(changes: Changes) -> Iterator[Any]:
-    """What a replica set on itself, or put into its containers."""
+    """New values of attributes, and new items of containers."""
     yield from (change.new for change in changes.attributes)
-    for inside in changes.containers:
-        before = set(map(id, inside.before.items))
-        yield from (item for item in inside.after.items if id(item) not in before)
+    for change in changes.containers:
+        before = set(map(id, change.before.items))
+        yield from (item for item in change.after.items if id(item) not in before)
 
 
-def _replace_tensors(outcome: ReplicaResult, table: dict[int, Tensor]) -> None:
-    def swap(tensor: Tensor) -> Tensor:
-        return table.get(id(tensor), tensor)
-
-    outcome.output = map_tensors(swap, outcome.output)
-    if any(id(t) in table for value in _assigned_values(outcome.changes) for t in tensors_in(value)):
-        attributes = [change._replace(new=map_tensors(swap, change.new)) for change in outcome.changes.attributes]
-        contents = [_replace_in_container(swap, inside) for inside in outcome.changes.containers]
-        outcome.changes = Changes(outcome.changes.is_structural, attributes, contents)
+def _replacement(table: Mapping[int, Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: table.get(id(tensor), tensor)
 
 
-def _replace_in_container(swap: Callable[[Tensor], Tensor], inside: ContainerChange) -> ContainerChange:
-    """A container's new contents in the caller's graph; what it held before stays what it was."""
-    before = set(map(id, inside.before.items))
-    items = tuple(item if id(item) in before else map_tensors(swap, item) for item in inside.after.items)
-    return inside._replace(after=Contents(inside.after.keys, items))
+def _replace_tensors(result: ReplicaResult, table: Mapping[int, Tensor]) -> None:
+    """Replace tensors of a result by id."""
+    replace = _replacement(table)
+    result.output = map_tensors(replace, result.output)
+    if any(id(tensor) in table for value in _assigned_values(result.changes) for tensor in tensors_in(value)):
+        attributes = [change._replace(new=map_tensors(replace, change.new)) for change in result.changes.attributes]
+        containers = [_replace_in_container(replace, change) for change in result.changes.containers]
+        result.changes = Changes(result.changes.is_structural, attributes, containers)
 
 
-def _connected_sources(
-    pairs: Sequence[Sequence[tuple[Tensor, Tensor]]], outputs: Sequence[Sequence[Tensor]]
-) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """The sources that belong to the bridge, and each replica's leaves for them.
-
-    A tensor that an earlier call left on the module belongs to that call's graph, which may be gone; it takes part only
-    where this call has really used it.
-    """
-    sources = list(map(_first, pairs[0]))
-    if all(map(_is_leaf, sources)):
-        return sources, [list(map(_second, side)) for side in pairs]
-    doubtful = [index for index, source in enumerate(sources) if not source.is_leaf]
-    used = set().union(*(reachable_leaves(tensors) for tensors in outputs))
-    unused = {index for index in doubtful if not any(id(side[index][1]) in used for side in pairs)}
-    kept = [index for index in range(len(pairs[0])) if index not in unused]
-    return [sources[index] for index in kept], [[side[index][1] for index in kept] for side in pairs]
+def _replace_in_container(replace: Callable[[Tensor], Tensor], change: ContainerChange) -> ContainerChange:
+    """Replace tensors in the new items of a container; items that it had before stay."""
+    before = set(map(id, change.before.items))
+    items = tuple(item if id(item) in before else map_tensors(replace, item) for item in change.after.items)
+    return change._replace(after=Contents(change.after.keys, items))

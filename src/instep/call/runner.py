@@ -240,13 +240,13 @@ class ParallelRunner:
         one_device, method = self.one_device, call.method
         reason = (
             one_device.caller_only_object(method)  # forward may have caught the exception
-            or one_device.registered_hook(method, dispatch.hooks)
-            or one_device.retained_grad(method, dispatch.retains)
+            or one_device.registered_hook(method, dispatch.hook_handles)
+            or one_device.retained_grad(method, dispatch.retains_grad)
         )
         if reason is None and self._joint_on_two_types and drew_on_cpu and rng_state_reads() != reads:
             reason = one_device.remember(CPU_CHECKPOINT_RNG, method)
-        if reason is None and dispatch.functions and not self._gradients_add_up(call, carried):
-            reason = one_device.custom_backward(method, dispatch.functions)
+        if reason is None and dispatch.custom_functions and not self._gradients_add_up(call, carried):
+            reason = one_device.custom_backward(method, dispatch.custom_functions)
         return reason
 
     def _gradients_add_up(self, call: BoundCall, carried: Sequence[CarriedValue]) -> bool:
