@@ -310,6 +310,8 @@ def _namespace_of(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, (nn.Module, Tensor, types.ModuleType, types.FunctionType, BaseException)):
         return None
     cls = value if isinstance(value, type) else type(value)
+    if issubclass(cls, enum.Enum):  # its members cannot be assigned
+        return None
     is_config = isinstance(value, (types.SimpleNamespace, argparse.Namespace)) or dataclasses.is_dataclass(value)
     attributes = getattr(value, "__dict__", None)
     if attributes is None or not (is_config or is_user_module(cls.__module__ or "")):
