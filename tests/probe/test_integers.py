@@ -62,7 +62,7 @@ def test_a_wide_mask_in_which_few_entries_differ(wrap: Any, dtype: torch.dtype, 
         def forward(self, x: Tensor) -> Any:
             return {"marks": hardest(super().forward(x))}
 
-    with pytest.raises(instep.MergeError, match="they change with their company"):
+    with pytest.raises(instep.MergeError, match="they change when the other samples change"):
         wrap(Wide(4, 900, dtype=dtype))(torch.randn(batch, 4, dtype=dtype))
 
 
@@ -120,5 +120,5 @@ def test_marks_beside_rows_that_are_selected(wrap: Any) -> None:
 
     x = torch.randn(8, 4)
     x[:, 0] = torch.tensor([1.0, -1.0] * 4)
-    with pytest.raises(instep.MergeError, match="they change with their company"):
+    with pytest.raises(instep.MergeError, match="they change when the other samples change"):
         wrap(Wide())(x)

@@ -29,7 +29,7 @@ def are_gradients_additive(
     total = sum(sizes)
     ranges = [(0, sizes[0]), (sizes[0], sizes[1]), (0, total)]
     try:
-        with probe_context() as excuses, warnings.catch_warnings():
+        with probe_context() as incomparable_reasons, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             sandbox = Sandbox(source, device)
             runs = [
@@ -38,7 +38,7 @@ def are_gradients_additive(
             ]
     except Exception:  # forward or the arguments do not support a trial; the call itself may succeed
         return True
-    if excuses or sandbox.incomparable_reason is not None or sandbox.used_rng:
+    if incomparable_reasons or sandbox.incomparable_reason is not None or sandbox.used_rng:
         return True
     return all(_is_sum(parts, whole) for *parts, whole in zip(*runs, strict=True))
 

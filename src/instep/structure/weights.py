@@ -173,14 +173,16 @@ def has_batch_size(value: Tensor, size: int) -> bool:
     return is_dense(value) and value.ndim > 0 and value.shape[0] == size
 
 
-def find_weight_window(inputs: Mapping[str, Any], batch: int, sizes: Sequence[int], rivals: Sequence[Any] = ()) -> int:
+def find_weight_window(
+    inputs: Mapping[str, Any], batch: int, sizes: Sequence[int], candidates: Sequence[Any] = ()
+) -> int:
     """The start of the window of samples in which candidate weights differ most between the two parts.
 
-    `rivals` are the weights to distinguish from each other and from the number of samples, by default all candidate
+    `candidates` are the weights to distinguish from each other and from the number of samples, by default all candidate
     counts. Returns 0 if no window distinguishes them.
     """
     first_size, num_samples = sizes[0], sum(sizes)
-    counts = [count for count in (rivals or candidate_counts(inputs, batch)) if isinstance(count, Weight)]
+    counts = [count for count in (candidates or candidate_counts(inputs, batch)) if isinstance(count, Weight)]
     if not counts or batch <= num_samples:
         return 0
     shares = [torch.full((batch - num_samples + 1,), first_size / num_samples, dtype=torch.float64)]
