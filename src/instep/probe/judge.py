@@ -1,4 +1,4 @@
-"""Derives a verdict for every output from the outputs of two parts and of the whole."""
+"""Derives a verdict for every output by comparing the outputs of two parts with those of the whole."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from instep.structure.compare import (
     is_sorted,
     is_sorted_list,
     plain_values_equal,
+    relative_difference,
     restore_batch_dim,
     to_comparable,
 )
-from instep.structure.compare import relative_difference as how_far
 from instep.structure.infer import NUMBER_TYPES, handler_for
 from instep.structure.merge_messages import cannot_merge, depends_on_other_samples, no_rule_fits
 from instep.structure.merge_rules import MergeRule, WeightedBy, applies_to, find_rule
@@ -44,71 +44,71 @@ from instep.structure.weights import candidate_counts, candidate_weights
 
 @dataclass(frozen=True)
 class TrialOutputs:
-    """A few samples in two parts and together: what went in and what came out."""
+    """Inputs and outputs of two parts and of the whole."""
 
     sizes: tuple[int, int]
     parts: tuple[Any, Any]
     whole: Any
     inputs: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
-    """The arguments by name, of both parts and of the whole."""
+    """Arguments by name, for both parts and the whole."""
     tolerance: float = 3e-4
-    """How far entries of a tensor may be apart, relative to the largest."""
+    """Maximum difference between tensors, relative to the largest entry."""
     reduction_tolerance: float = 2e-5
-    """The same for sums and means, which are told apart by little."""
+    """The same for sums and means, which differ by less from each other."""
     compare_values: bool = True
-    """Whether values count; where numbers are drawn, or samples meet by a collective, only shapes do."""
+    """Whether to compare values, or only shapes because `forward` draws random numbers or uses collectives."""
     criteria: Sequence[tuple[str, nn.Module]] = ()
-    """Losses inside the module whose means are over weights, by name."""
+    """Criteria of the module that compute a weighted mean, with their names."""
 
 
 @dataclass
 class Findings:
-    """What a trial showed."""
+    """The results of a trial."""
 
     outputs: dict[Path, Verdict] = field(default_factory=dict)
     unresolved: set[Path] = field(default_factory=set)
-    """Leaves of which the numbers proved nothing: zeros, equal values. They are worth another trial."""
+    """Leaves whose values prove nothing, such as zeros or equal values. Another trial may resolve them."""
     errors: dict[Path, MergeError] = field(default_factory=dict)
-    """Leaves that no rule explains."""
+    """Leaves that cannot be merged."""
     mismatched_integers: set[Path] = field(default_factory=set)
-    """Joined integers of which a few differ: rounding, or samples that meet."""
+    """Integer leaves with a few differing entries, because of rounding or because samples depend on each other."""
     needs_reordering: set[Path] = field(default_factory=set)
-    """Leaves that were in order already, or nothing but zeros: samples in another order may tell more."""
+    """Leaves to test with the samples in another order, such as sorted rows or zeros."""
 
 
 @dataclass(frozen=True)
 class UserRules:
-    """What the user said about outputs."""
+    """The user's options for outputs. Leaves that they cover get no verdict."""
 
     path_rules: Mapping[str, MergeRule] = field(default_factory=dict)
     default_rule: MergeRule | None = None
     dim_spec: DimSpec = field(default_factory=lambda: DimSpec(AUTO, 0))
 
 
-def judge(trial: TrialOutputs, named: UserRules) -> Findings:
-    """A verdict for every output of a trial that the numbers, or else the shapes, speak of."""
-    judging = _Judge(trial, named)
-    judging.judge_node((*trial.parts, trial.whole), (), named.dim_spec)
-    return judging.findings
+def judge(trial: TrialOutputs, user_rules: UserRules) -> Findings:
+    """Derive verdicts from the values of a trial, or from the shapes if values cannot be compared."""
+    visitor = _Judge(trial, user_rules)
+    visitor.judge_node((*trial.parts, trial.whole), (), user_rules.dim_spec)
+    return visitor.findings
 
 
 class _Judge:
-    def __init__(self, trial: TrialOutputs, named: UserRules) -> None:
-        self.trial, self.user_rules = trial, named
+    def __init__(self, trial: TrialOutputs, user_rules: UserRules) -> None:
+        self.trial, self.user_rules = trial, user_rules
         self.findings = Findings()
-        a, b = trial.sizes
-        self.sizes = (a, b, a + b)
+        first, second = trial.sizes
+        self.sizes = (first, second, first + second)
 
     def judge_node(self, values: Sequence[Any], path: Path, spec: DimSpec) -> None:
-        named, types = self.user_rules, {type(value) for value in values}
-        if find_rule(named.path_rules, path) is not None or not (spec.is_auto or not spec.is_uniform):
+        rules, types = self.user_rules, {type(value) for value in values}
+        if find_rule(rules.path_rules, path) is not None or not (spec.is_auto or not spec.is_uniform):
             return
-        if type(None) in types or (named.default_rule is not None and applies_to(named.default_rule, values)):
+        if type(None) in types or (rules.default_rule is not None and applies_to(rules.default_rule, values)):
             return
-        kinds = [handler_for(value) for value in values]
-        if any(kinds):
-            if kinds[0] is not None and all(kind is kinds[0] for kind in kinds):
-                self._judge_custom(values, kinds[0], path)
+        handlers = [handler_for(value) for value in values]
+        if any(handlers):
+            if handlers[0] is not None and all(handler is handlers[0] for handler in handlers):
+                self._judge_custom(values, handlers[0], path)
         elif all(isinstance(value, Tensor) for value in values):
             self._judge_tensors(values, path)
         elif all(isinstance(value, np.ndarray) and value.dtype.kind in "biufc" for value in values):
@@ -137,8 +137,8 @@ class _Judge:
             return
         tables = [dict(zip(node.keys, node.children, strict=True)) for node in nodes]
         keys = tuple(nodes[0].keys)
-        for key, below in zip(keys, spec.children(keys, path), strict=True):
-            self.judge_node([table[key] for table in tables], (*path, key), below)
+        for key, child_spec in zip(keys, spec.children(keys, path), strict=True):
+            self.judge_node([table[key] for table in tables], (*path, key), child_spec)
 
     def _judge_sequence(self, values: Sequence[Any], path: Path, spec: DimSpec) -> None:
         lengths = [len(value) for value in values]
@@ -147,58 +147,58 @@ class _Judge:
                 self._set_verdict(path, ListKind(per_sample=False))
             self._judge_children(values, path, spec)
             return
-        few_samples = self.sizes == (1, 1, 2)  # as is anything cut in half
+        is_minimal = self.sizes == (1, 1, 2)  # any list that is split in half fits
         if not spec.is_auto:
             return
-        joined, whole = [*values[0], *values[1]], list(values[2])
-        as_samples = tuple(lengths) == self.sizes
+        concatenated, whole = [*values[0], *values[1]], list(values[2])
+        is_per_sample = tuple(lengths) == self.sizes
         if not self.trial.compare_values:
-            if as_samples:
+            if is_per_sample:
                 self._set_verdict(path, ListKind(per_sample=True, proven=False))
-        elif len(joined) != len(whole) or not self._structures_close(joined, whole):
+        elif len(concatenated) != len(whole) or not self._structures_close(concatenated, whole):
             why = f"lists of {lengths[:2]} entries apart and {lengths[2]} together, which are not the same entries"
             self._set_dependence_error(path, why)
         else:
             self._set_verdict(
-                path, ListKind(per_sample=True, proven=not few_samples) if as_samples else OutputPerSample(None)
+                path, ListKind(per_sample=True, proven=not is_minimal) if is_per_sample else OutputPerSample(None)
             )
-            if as_samples and is_sorted_list(whole):
+            if is_per_sample and is_sorted_list(whole):
                 self.findings.needs_reordering.add(path)
 
     def _structures_close(self, left: Any, right: Any) -> bool:
-        """Whether two structures hold the same, as far as it can be compared."""
-        one, two = list(tensors_in(left)), list(tensors_in(right))
-        if len(one) != len(two):
+        """Whether two structures are equal within tolerance. Tensors with a type handler are not compared."""
+        left_tensors, right_tensors = list(tensors_in(left)), list(tensors_in(right))
+        if len(left_tensors) != len(right_tensors):
             return False
-        if any(handler_for(tensor) is not None for tensor in (*one, *two)):
+        if any(handler_for(tensor) is not None for tensor in (*left_tensors, *right_tensors)):
             return True
         return all(
-            a.shape == b.shape and self._tensors_close(a, b) for a, b in zip(one, two, strict=True)
+            a.shape == b.shape and self._tensors_close(a, b) for a, b in zip(left_tensors, right_tensors, strict=True)
         ) and plain_values_equal(left, right)
 
     def _tensors_close(self, left: Tensor, right: Tensor) -> bool:
         if left.dtype != right.dtype:
             return False
         if left.is_floating_point() or left.is_complex():
-            return how_far(left, right) <= self.trial.tolerance or self._is_rounding_noise(left, right)
+            return relative_difference(left, right) <= self.trial.tolerance or self._is_rounding_noise(left, right)
         return float((left != right).sum()) <= max_rounding_mismatches(left.numel(), self.trial.tolerance)
 
     def _is_rounding_noise(self, *values: Tensor) -> bool:
-        """Whether there is nothing but what rounding leaves of numbers of ordinary size."""
+        """Whether all values are small enough to be rounding errors of values near 1."""
         return all(not v.numel() or float(v.abs().max()) <= self.trial.tolerance / 100 for v in values)
 
-    def _judge_custom(self, values: Sequence[Any], kind: TypeHandler, path: Path) -> None:
-        """A type with its own rule: what it makes of the parts has to hold the tensors of the whole."""
+    def _judge_custom(self, values: Sequence[Any], handler: TypeHandler, path: Path) -> None:
+        """Check that the type handler merges the parts into the tensors of the whole."""
         try:
-            if not self.trial.compare_values or [kind.size(value) for value in values] != list(self.sizes):
+            if not self.trial.compare_values or [handler.size(value) for value in values] != list(self.sizes):
                 return
-            joined, whole = list(tensors_in(merge_by_handler(kind, list(values[:2])))), list(tensors_in(values[2]))
-        except InstepError as error:  # it does not know where its value stood
+            merged, whole = list(tensors_in(merge_by_handler(handler, list(values[:2])))), list(tensors_in(values[2]))
+        except InstepError as error:  # the handler cannot locate the samples
             self.findings.errors[path] = cannot_merge(path, values[:2], str(error), self.trial.sizes)
             return
-        if any(handler_for(tensor) is not None for tensor in (*joined, *whole)) or len(joined) != len(whole):
+        if any(handler_for(tensor) is not None for tensor in (*merged, *whole)) or len(merged) != len(whole):
             return
-        pairs = list(zip(joined, whole, strict=True))
+        pairs = list(zip(merged, whole, strict=True))
         if all(a.shape == b.shape for a, b in pairs) and not all(self._tensors_close(a, b) for a, b in pairs):
             self._set_dependence_error(path, "its values depend on other samples of the batch")
 
@@ -217,17 +217,19 @@ class _Judge:
             return
         if len({len(shape) for shape in shapes}) > 1:
             if self.trial.compare_values:
-                shown = [list(value.shape) for value in values]
-                self._set_dependence_error(path, f"its shapes are {shown[0]} and {shown[1]} apart, {shown[2]} together")
+                shape_lists = [list(value.shape) for value in values]
+                self._set_dependence_error(
+                    path, f"its shapes are {shape_lists[0]} and {shape_lists[1]} apart, {shape_lists[2]} together"
+                )
             return
-        following = [
+        batch_dims = [
             dim for dim in range(whole.ndim) if all(s[dim] == size for s, size in zip(shapes, self.sizes, strict=True))
         ]
-        if len(following) > 1:
+        if len(batch_dims) > 1:
             if self.trial.compare_values:
-                self._set_dependence_error(path, f"its dims {following[0]} and {following[1]} both follow the batch")
-        elif following:
-            self._judge_shard(parts, following[0], path)
+                self._set_dependence_error(path, f"its dims {batch_dims[0]} and {batch_dims[1]} both follow the batch")
+        elif batch_dims:
+            self._judge_shard(parts, batch_dims[0], path)
         elif self.trial.compare_values:
             self._judge_selected_rows(parts, path)
 
@@ -236,28 +238,28 @@ class _Judge:
         shapes = [(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts]
         if not self.trial.compare_values:
             self._set_verdict(path, OutputShard(whole.ndim, dim, proven=False))
-        elif len(set(shapes)) == 1:  # else padded to the longest: what the shapes of a call say decides
-            together = torch.cat(list(parts[:2]), dim)
-            if not self._tensors_close(together, whole):
+        elif len(set(shapes)) == 1:  # else padded to the longest sample; decided by the shapes of each call
+            concatenated = torch.cat(list(parts[:2]), dim)
+            if not self._tensors_close(concatenated, whole):
                 self._set_dependence_error(
-                    path, "its entries depend on other samples of the batch" + describe_difference(together, whole)
+                    path, "its entries depend on other samples of the batch" + describe_difference(concatenated, whole)
                 )
                 return
             first = whole.narrow(dim, 0, 1)
-            alike = bool(((whole == first) | (whole.isnan() & first.isnan())).all())
-            real = whole.is_floating_point() or whole.is_complex()
-            sure = (not self._is_rounding_noise(whole) if real else torch.equal(together, whole)) and not is_sorted(
-                whole
-            )
-            sure = sure and not alike
-            if not real and not torch.equal(together, whole):
+            all_equal = bool(((whole == first) | (whole.isnan() & first.isnan())).all())
+            is_float = whole.is_floating_point() or whole.is_complex()
+            proven = (
+                not self._is_rounding_noise(whole) if is_float else torch.equal(concatenated, whole)
+            ) and not is_sorted(whole)
+            proven = proven and not all_equal
+            if not is_float and not torch.equal(concatenated, whole):
                 self.findings.mismatched_integers.add(path)
-            elif (is_sorted(whole) or (real and whole.ndim > 1)) and not alike:
-                self.findings.needs_reordering.add(path)  # rows may be in the order that forward brings them into
-            self._set_verdict(path, OutputShard(whole.ndim, dim, proven=sure))
+            elif (is_sorted(whole) or (is_float and whole.ndim > 1)) and not all_equal:
+                self.findings.needs_reordering.add(path)  # forward may have sorted the rows
+            self._set_verdict(path, OutputShard(whole.ndim, dim, proven=proven))
 
     def _judge_selected_rows(self, parts: Sequence[Tensor], path: Path) -> None:
-        """Lengths that do not follow the batch: rows that were selected follow one another, else nothing is known."""
+        """No dim has the batch size. Accept rows that were selected per sample: the parts concatenate to the whole."""
         whole = parts[2]
         for dim in range(whole.ndim):
             shapes = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
@@ -268,8 +270,8 @@ class _Judge:
                 if self._tensors_close(torch.cat(list(parts[:2]), dim), whole):
                     self._set_verdict(path, OutputPerSample(dim))
                     return
-        shown = [list(part.shape) for part in parts]
-        why = f"its shapes are {shown[0]} and {shown[1]} apart, {shown[2]} together"
+        shape_lists = [list(part.shape) for part in parts]
+        why = f"its shapes are {shape_lists[0]} and {shape_lists[1]} apart, {shape_lists[2]} together"
         self._set_dependence_error(path, why)
 
     def _judge_strings(self, values: Sequence[Any], path: Path) -> None:
@@ -283,11 +285,11 @@ class _Judge:
         if isinstance(values[0], (bool, np.bool_)) or all(isinstance(value, (int, np.integer)) for value in values):
             self._judge_fixed_shape([torch.tensor(value) for value in values], path)
         else:
-            # What `.item()` gave has the precision of the tensor it came from.
+            # A float from `.item()` has the precision of its tensor; `tolerance` accounts for it.
             self._judge_fixed_shape([torch.tensor(value, dtype=torch.float64) for value in map(float, values)], path)
 
     def _judge_fixed_shape(self, values: Sequence[Tensor], path: Path) -> None:
-        """Equal shapes whatever the number of samples: a constant, a sum or a mean."""
+        """The shape does not depend on the number of samples: a constant, a sum or a mean."""
         if not self.trial.compare_values:
             return
         first, second, whole = values
@@ -296,7 +298,7 @@ class _Judge:
                 self._set_verdict(path, OutputReplicate())
                 return
             self._set_verdict(path, Undetermined())
-            if not whole.is_floating_point():  # the largest of some samples may be the first, and so number 0
+            if not whole.is_floating_point():  # may be an argmax over samples
                 self.findings.needs_reordering.add(path)
             return
         if not (whole.is_floating_point() or whole.is_complex()):
@@ -309,22 +311,25 @@ class _Judge:
         if not all(finite) or self._is_rounding_noise(*values):
             self._set_verdict(path, Undetermined(all_zero=False))
             return
-        verdict, off = self._fit_reduction(values)
+        verdict, error = self._fit_reduction(values)
         if verdict is not None:
             self._set_verdict(path, verdict)
-        elif off <= self.trial.reduction_tolerance:  # it fits, but everything is too close together to prove anything
+        elif error <= self.trial.reduction_tolerance:  # a rule fits, but the parts are too close to prove it
             self._set_verdict(path, Undetermined(all_zero=False))
         else:
             self._set_unexplained_error(values, path)
 
     def _judge_nan_part(self, values: Sequence[Tensor], finite: Sequence[bool], path: Path) -> None:
-        """A part is NaN and the whole is not: a mean in which that part weighs nothing, or no mean at all."""
-        there = [values[index] for index in (0, 1) if finite[index]]
-        fits = bool(there) and how_far(there[0], values[2]) <= self.trial.reduction_tolerance
+        """A part is NaN and the whole is finite. Accept weighted means in which the NaN part has weight 0."""
+        finite_parts = [values[index] for index in (0, 1) if finite[index]]
+        fits = bool(finite_parts) and relative_difference(finite_parts[0], values[2]) <= self.trial.reduction_tolerance
         rules = [
             WeightedBy(weight)
-            for weight, *shares in candidate_weights(self.trial.inputs, self.sizes, self.trial.criteria)
-            if fits and all(bool(share) == known for share, known in zip(shares, finite, strict=False))
+            for weight, *part_weights in candidate_weights(self.trial.inputs, self.sizes, self.trial.criteria)
+            if fits
+            and all(
+                bool(part_weight) == is_finite for part_weight, is_finite in zip(part_weights, finite, strict=False)
+            )
         ]
         if rules:
             self._set_verdict(path, Partial(tuple(rules), proven=False))
@@ -332,53 +337,57 @@ class _Judge:
             self._set_unexplained_error(values, path)
 
     def _judge_integers(self, values: Sequence[Tensor], path: Path) -> None:
-        """Integers: a sum, if both parts have something to add."""
+        """Integers: a sum, proven only if both parts are nonzero."""
         first, second, whole = values
         if whole.dtype is torch.bool or not torch.equal(first + second, whole):
             self._set_unexplained_error(values, path)
         elif bool(((first != 0) & (second != 0)).any()):
             self._set_verdict(path, Partial(("sum",)))
-        else:  # or the largest of both, or where the largest is
+        else:  # may also be a max or an argmax
             self._set_verdict(path, Undetermined(all_zero=False))
             self.findings.needs_reordering.add(path)
 
     def _set_unexplained_error(self, values: Sequence[Tensor], path: Path) -> None:
         scalars = all(value.ndim == 0 for value in values)
-        shown = f" ({format_values(values[:2])} apart, {format_values(values[2:])} together)" if scalars else ""
-        what = "a value" if scalars else f"a tensor of shape {list(values[0].shape)}"
+        values_text = f" ({format_values(values[:2])} apart, {format_values(values[2:])} together)" if scalars else ""
+        description = "a value" if scalars else f"a tensor of shape {list(values[0].shape)}"
         hints = [count.code for count in candidate_counts(self.trial.inputs[2], self.sizes[2])] if scalars else []
-        why = f"{what} that differs between parts and whole{shown}"
+        why = f"{description} that differs between parts and whole{values_text}"
         self.findings.errors[path] = no_rule_fits(path, values[:2], why, self.trial.sizes, hints)
 
     def _fit_reduction(self, values: Sequence[Tensor]) -> tuple[Partial | None, float]:
-        """The rules that make the whole of the parts, and how far off the best one is.
+        """The rules that compute the whole from the parts, and the relative error of the best one.
 
-        It has to fit much better than the parts are apart, or it proves nothing.
+        A rule proves nothing unless its error is much smaller than the difference between the parts.
         """
         first, second, whole = [value.to(torch.complex128 if value.is_complex() else torch.float64) for value in values]
         scale = max(float(value.abs().max()) for value in (first, second, whole))
         tolerance = self.trial.reduction_tolerance
-        apart = float((first - second).abs().max()) / scale
+        distance = float((first - second).abs().max()) / scale
 
-        def off(guess: Tensor) -> float:
-            return float((guess - whole).abs().max()) / scale
+        def relative_error(candidate: Tensor) -> float:
+            return float((candidate - whole).abs().max()) / scale
 
-        adds_up = off(first + second) <= tolerance
-        a, b, _ = self.sizes
-        errors: dict[MergeRule, float] = {"mean": off((a * first + b * second) / (a + b))}
-        alone = float("inf")
-        for weight, one, two in candidate_weights(self.trial.inputs, self.sizes, self.trial.criteria):
-            error = off((one * first + two * second) / (one + two))
-            if one and two:
+        is_sum = relative_error(first + second) <= tolerance
+        first_size, second_size, _ = self.sizes
+        errors: dict[MergeRule, float] = {
+            "mean": relative_error((first_size * first + second_size * second) / (first_size + second_size))
+        }
+        single_part_error = float("inf")
+        for weight, first_weight, second_weight in candidate_weights(
+            self.trial.inputs, self.sizes, self.trial.criteria
+        ):
+            error = relative_error((first_weight * first + second_weight * second) / (first_weight + second_weight))
+            if first_weight and second_weight:
                 errors[WeightedBy(weight)] = error
-            else:  # the whole is what one part gave: so it is with the larger of two as well
-                alone = min(alone, error)
-        best = min(errors.values())
-        if adds_up:  # unless one part is nothing, and weighs nothing
-            return (None, 0.0) if min(best, alone) <= tolerance else (Partial(("sum",)), 0.0)
-        if alone <= tolerance < best:
-            return None, alone
-        if best > tolerance or 20 * best > apart:
-            return None, best
-        near = tuple(rule for rule, error in errors.items() if error <= max(8 * best, tolerance / 50))
-        return Partial(near, proven=len(near) == 1), best
+            else:  # the whole equals one part, which a max would give too
+                single_part_error = min(single_part_error, error)
+        best_error = min(errors.values())
+        if is_sum:  # not proven if a part may be zero with weight zero
+            return (None, 0.0) if min(best_error, single_part_error) <= tolerance else (Partial(("sum",)), 0.0)
+        if single_part_error <= tolerance < best_error:
+            return None, single_part_error
+        if best_error > tolerance or 20 * best_error > distance:
+            return None, best_error
+        fitting = tuple(rule for rule, error in errors.items() if error <= max(8 * best_error, tolerance / 50))
+        return Partial(fitting, proven=len(fitting) == 1), best_error
