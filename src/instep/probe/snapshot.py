@@ -83,7 +83,7 @@ class Snapshot:
             return ()
         self._visited[id(item)] = item
         if len(self._visited) > MAX_OBJECTS:
-            raise SnapshotTooLarge("the module leads to more objects than can be put back")
+            raise SnapshotTooLarge("the module references more objects than can be restored")
         if isinstance(item, torch.Generator):
             self._generators.append((item, item.get_state()))
         elif isinstance(item, np.ndarray):
