@@ -147,11 +147,11 @@ def bytes_moved(model: instep.DataParallel, work: Callable[[], None], x: Tensor,
 
     Those are half of the batch, its part of the output and the gradient of that, and every weight's gradient once.
     """
-    line = model._instep_engine._pool.get(1).line
-    before = line.moved
+    connection = model._instep_engine._pool.get(1).connection
+    before = connection.bytes_transferred
     work()
     weights = sum(p.nbytes for p in model.parameters())  # their gradients lie in memory that both processes map
-    moved = line.moved - before + weights
+    moved = connection.bytes_transferred - before + weights
     with torch.no_grad():
         output = model(x, y) if with_loss else model(x)
     batch = x.nbytes + y.nbytes if with_loss else x.nbytes

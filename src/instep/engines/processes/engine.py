@@ -45,11 +45,11 @@ from instep.runtime.locks import ForkSafeLock
 from instep.runtime.torch_private import has_no_saved_tensor_hooks
 
 RESTART_WINDOW = 60.0
-"""Seconds in which deaths of workers are counted."""
+"""Seconds for which the death of a worker counts against `restarts`."""
 
 
 class ProcessesEngine(ConcurrentEngine):
-    """Runs the first replica here and each other one in a worker process."""
+    """Runs replica 0 in this process and each other replica in a worker process."""
 
     name = "processes"
     out_of_process = True
@@ -63,11 +63,11 @@ class ProcessesEngine(ConcurrentEngine):
         self._death_times: list[float] = []
         self._death_lock = ForkSafeLock()
         self.ipc_status: dict[int, str | None] = {}
-        """By the index of a replica: why its tensors leave the device to cross (see `Desk.sharing`)."""
+        """By replica index: why CUDA IPC is not used (see `WorkerClient.ipc_refusal`)."""
         self._streams: CallStreams
-        """The one of the backward that runs."""
+        """The streams of the running backward."""
         self._overlap = OverlappedSum()
-        """The same."""
+        """The overlapped sum of the running backward."""
         self._nccl = NcclManager(self, devices)
         self._python_rng = PythonRngMonitor()
 
@@ -108,17 +108,17 @@ class ProcessesEngine(ConcurrentEngine):
 
     def get_worker(self, index: int) -> tuple[WorkerProcess, WorkerClient]:
         worker = self._pool.get(index, self.timeout)
-        desk = client_for(worker)
-        desk.timeout = self.timeout
-        return worker, desk
+        client = client_for(worker)
+        client.timeout = self.timeout
+        return worker, client
 
-    def prepare_device(self, index: int, desk: WorkerClient, passage: CallStreams, near: bool) -> None:
-        desk.prepare_device(self._devices[index], near)
-        self.ipc_status[index] = desk.ipc_refusal if near else None
-        desk.worker.connection.receiver = passage.receiver()
+    def prepare_device(self, index: int, client: WorkerClient, streams: CallStreams, near: bool) -> None:
+        client.prepare_device(self._devices[index], near)
+        self.ipc_status[index] = client.ipc_refusal if near else None
+        client.worker.connection.receiver = streams.receiver()
 
-    def replace_dead(self, index: int, worker: WorkerProcess | None, gone: ConnectionClosed) -> None:
-        why = str(gone) if worker is None else f"the worker of {worker.name} ended: {worker.exit_reason()}"
+    def replace_dead(self, index: int, worker: WorkerProcess | None, closed: ConnectionClosed) -> None:
+        why = str(closed) if worker is None else f"the worker of {worker.name} ended: {worker.exit_reason()}"
         self.abort_groups(worker)
         self._pool.kill(index)
         with self._death_lock:
@@ -132,7 +132,7 @@ class ProcessesEngine(ConcurrentEngine):
                 f"{why}\n"
                 f"That was death number {self.restarts + 1} within {RESTART_WINDOW:.0f} seconds, so the step is not "
                 f"tried again. The module is as it was before the call."
-            ) from gone
+            ) from closed
 
     def kill_stuck(self, index: int) -> None:
         self.abort_groups(self._pool.last_worker(index))
@@ -144,104 +144,117 @@ class ProcessesEngine(ConcurrentEngine):
     def make_group(self, names: Sequence[str], exit_description: str, **options: Any) -> ControllerRendezvous:
         return ControllerRendezvous(names, exit_description, timeout=self.timeout, **options)
 
-    def forward(self, job: ReplicaCall) -> list[ReplicaResult]:
-        job.device_transfer, job.python_seed = CallStreams(self._devices), self._python_rng.begin_call()
+    def forward(self, replica_call: ReplicaCall) -> list[ReplicaResult]:
+        replica_call.device_transfer, replica_call.python_seed = (
+            CallStreams(self._devices),
+            self._python_rng.begin_call(),
+        )
         # The first replica is in one place at a time. On accelerators a gradient that it takes on its way comes from
         # another thread, which must not wait for this one.
-        arguments = _snapshot_arguments(job)
+        arguments = _snapshot_arguments(replica_call)
         try:
-            with self._lock if self._on_cpu else self._broadcast_parameters(job):
-                return self._forward_in_caller(job) if self._can_run_in_caller(job) else super().forward(job)
+            with self._lock if self._on_cpu else self._broadcast_parameters(replica_call):
+                return (
+                    self._forward_in_caller(replica_call)
+                    if self._can_run_in_caller(replica_call)
+                    else super().forward(replica_call)
+                )
         except RemoteArgumentError:
             if arguments is not None:
                 arguments.restore()
             raise
 
     @contextmanager
-    def _broadcast_parameters(self, job: ReplicaCall) -> Iterator[None]:
-        """Let the module's tensors come to all workers in their group, where they are one."""
-        in_group = job.sync_state and not job.rng.serialized and self._nccl.can_use(len(job.replicas))
-        home = self._nccl.get_group(job.device_transfer) if in_group else None
+    def _broadcast_parameters(self, replica_call: ReplicaCall) -> Iterator[None]:
+        """Broadcast the module's tensors over NCCL, if the workers form a group."""
+        in_group = (
+            replica_call.sync_state
+            and not replica_call.rng.serialized
+            and self._nccl.can_use(len(replica_call.replicas))
+        )
+        home = self._nccl.get_group(replica_call.device_transfer) if in_group else None
         if home is None:
             yield
             return
-        sharing = job.device_transfer.parameter_broadcast = ParameterBroadcast(home)
+        broadcast = replica_call.device_transfer.parameter_broadcast = ParameterBroadcast(home)
         try:
             yield
         except BaseException:
-            sharing.abandon()
+            broadcast.abandon()
             raise
 
-    def _can_run_in_caller(self, job: ReplicaCall) -> bool:
-        """Whether the thread that calls hears the workers, as for most: nobody in turn, and nothing in its way."""
+    def _can_run_in_caller(self, replica_call: ReplicaCall) -> bool:
+        """Whether the calling thread can run replica 0 and wait for all workers, without other threads."""
         return (
             self._on_cpu
-            and not job.rng.serialized
+            and not replica_call.rng.serialized
             and not is_replica_thread()
-            and job.ambient.allows_internal_ops(self._devices[0])
+            and replica_call.ambient.allows_internal_ops(self._devices[0])
             and has_no_saved_tensor_hooks()
         )
 
-    def _forward_in_caller(self, job: ReplicaCall) -> list[ReplicaResult]:
-        room = job.group = self.make_group([replica.name for replica in job.replicas], LEFT_FORWARD)
+    def _forward_in_caller(self, replica_call: ReplicaCall) -> list[ReplicaResult]:
+        room = replica_call.group = self.make_group([replica.name for replica in replica_call.replicas], LEFT_FORWARD)
 
         meanwhile: list[Callable[[], None]] = []
 
-        def run() -> list[ReplicaResult]:  # workers are told of the threads that a replica has here
+        def run() -> list[ReplicaResult]:  # with the thread count of a replica, which is sent to the workers
             return run_replicas(
-                room, own, [self._forward_task(job, index, meanwhile) for index in range(1, len(job.replicas))]
+                room,
+                own,
+                [self._forward_task(replica_call, index, meanwhile) for index in range(1, len(replica_call.replicas))],
             )
 
         def own() -> ReplicaResult:
-            if job.ambient.autocast:  # weights may have changed since they were cast in the caller's block
+            if replica_call.ambient.autocast:  # weights may have changed since they were cast in the caller's block
                 torch.clear_autocast_cache()
-            outcome = self._run_first_replica(job)
-            _raise_interruption(outcome.error)
-            room.has_failed = outcome.error is not None
+            result = self._run_first_replica(replica_call)
+            _raise_interruption(result.error)
+            room.has_failed = result.error is not None
             for do in meanwhile:
                 do()
-            return outcome
+            return result
 
-        outcomes = run_as_replica(run, len(job.replicas), caller_restores=True)
-        raise_first_error(job.replicas, outcomes)
-        return outcomes
+        results = run_as_replica(run, len(replica_call.replicas), caller_restores=True)
+        raise_first_error(replica_call.replicas, results)
+        return results
 
-    def run_forward(self, job: ReplicaCall, index: int) -> ReplicaResult:
+    def run_forward(self, replica_call: ReplicaCall, index: int) -> ReplicaResult:
         if not index:
-            return self._run_first_replica(job)
-        with job.device_transfer.side_stream():
-            return run_to_end(self._forward_task(job, index, []))
+            return self._run_first_replica(replica_call)
+        with replica_call.device_transfer.side_stream():
+            return run_to_end(self._forward_task(replica_call, index, []))
 
-    def _run_first_replica(self, job: ReplicaCall) -> ReplicaResult:
-        outcome = run_forward(job, 0)
-        self._python_rng.end_call(job.python_seed)
-        return outcome
+    def _run_first_replica(self, replica_call: ReplicaCall) -> ReplicaResult:
+        result = run_forward(replica_call, 0)
+        self._python_rng.end_call(replica_call.python_seed)
+        return result
 
     def _forward_task(
-        self, job: ReplicaCall, index: int, meanwhile: list[Callable[[], None]]
+        self, replica_call: ReplicaCall, index: int, meanwhile: list[Callable[[], None]]
     ) -> ReplyGenerator[ReplicaResult]:
-        """Ask for one replica's part of a forward, and hear it; what is noted can come in between."""
-        asked: RetryingRequest[Any] = RetryingRequest(self, index, job.device_transfer)
+        """Send one replica's forward and wait for the reply; `meanwhile` gets work to do before waiting."""
+        retrying: RetryingRequest[Any] = RetryingRequest(self, index, replica_call.device_transfer)
         failure: BaseException | None = None
         waiting = False
         try:
-            job.group.enter(index)
-            part = ReplicaForward(job, index)
-            asked.send(part, part.same_device)
-            meanwhile.append(partial(asked.run_if_sent, part.prepare_replay))
+            replica_call.group.enter(index)
+            part = ReplicaForward(replica_call, index)
+            retrying.send(part, part.same_device)
+            meanwhile.append(partial(retrying.run_if_sent, part.prepare_replay))
             waiting = True
             yield RUNNING
-            return part.to_result(*(yield from asked.receive()))
+            return part.to_result(*(yield from retrying.receive()))
         except BaseException as error:
             failure = unwrap_stop_iteration(error)
-            asked.abandon()
-            if job.device_transfer.parameter_broadcast is not None and not waiting:
-                job.device_transfer.parameter_broadcast.fail("a worker could not be asked")
-            if not asked.is_reply_error(failure):
+            retrying.abandon()
+            if replica_call.device_transfer.parameter_broadcast is not None and not waiting:
+                replica_call.device_transfer.parameter_broadcast.fail("a worker could not be asked")
+            if not retrying.is_reply_error(failure):
                 _raise_interruption(failure)
             return ReplicaResult(error=failure)
         finally:
-            job.group.leave(index, failure)
+            replica_call.group.leave(index, failure)
             failure = None  # its traceback holds this frame
 
     def reached_collectives(self, span: CallGraph, index: int, outputs: Sequence[Tensor]) -> ReachedCollectives:
@@ -297,34 +310,34 @@ class ProcessesEngine(ConcurrentEngine):
                 run_to_end(self._backward_task(part))
 
     def _backward_task(self, part: BackwardTask) -> ReplyGenerator[None]:
-        """Ask for one replica's part of a backward, and hear it."""
+        """Send one replica's backward and wait for the reply."""
         call: ReplayableCall | None = part.graph.replicas[part.index].remote_call
         if call is None:  # none of its outputs needs a gradient
             yield RUNNING
             super().backward_replica(part)
             return
-        asked: RetryingRequest[Any] = RetryingRequest(self, part.index, self._streams)
+        retrying: RetryingRequest[Any] = RetryingRequest(self, part.index, self._streams)
         failure: BaseException | None = None
         try:
             part.group.enter(part.index)
-            back = ReplicaBackward(call, part, self._streams)
-            homecoming: GradientReduction | None = getattr(part.group, "gradient_reduction", None)
-            if homecoming is not None:
-                homecoming.add(part.index, back)
-            asked.send(back, call.module_state.same_device)
-            back.register_overlap(self._overlap)
+            backward = ReplicaBackward(call, part, self._streams)
+            reduction: GradientReduction | None = getattr(part.group, "gradient_reduction", None)
+            if reduction is not None:
+                reduction.add(part.index, backward)
+            retrying.send(backward, call.module_state.same_device)
+            backward.register_overlap(self._overlap)
             yield RUNNING
-            back.store_gradients((yield from asked.receive()), self._overlap.late_gradients)
+            backward.store_gradients((yield from retrying.receive()), self._overlap.late_gradients)
         except BaseException as error:
             failure = unwrap_stop_iteration(error)
-            asked.abandon()
+            retrying.abandon()
             raise
         finally:
             part.group.leave(part.index, failure)
             failure = None  # its traceback holds this frame
 
     def _sum_gradients(self, columns: Sequence[Gradients], into: Collection[int] | None = None) -> Gradients:
-        """The sum over replicas, in memory of its own: the next backward writes to the workers' slots again."""
+        """The sum over replicas. It never aliases a worker's slot, which the next backward overwrites."""
         done = self._overlap.finish(columns)
         rest = [[g for place, g in enumerate(column) if place not in done] for column in columns] if done else columns
         into = None if done else self._overlap.writable
@@ -363,6 +376,6 @@ def _snapshot_arguments(call: ReplicaCall) -> ArgumentSnapshot | None:
 
 
 def _raise_interruption(error: BaseException | None) -> None:
-    """Nobody waits for the other replicas after an interruption."""
+    """Raise an interruption at once, without waiting for the other replicas."""
     if error is not None and not isinstance(error, Exception):
         raise error

@@ -56,11 +56,11 @@ from instep.runtime.locks import ForkSafeLock
 
 request_ids = itertools.count(1)
 ABANDONED = error_result("the call was given up.")
-"""What comes of a meeting in a call whose answer nobody waits for."""
+"""The result of a collective in an abandoned call."""
 
 
 class WorkerClient:
-    """What one worker knows, and the conversation with it.
+    """Sends requests to one worker and receives its replies; records what the worker has.
 
     Several threads may ask it at a time. One of them listens for all; each message finds its question by its number.
     """
@@ -69,33 +69,33 @@ class WorkerClient:
         self.worker = worker
         self.channel = Channel(worker.connection, is_parent=True)
         self.lock = threading.RLock()
-        """Held by whoever speaks or listens."""
+        """Held while sending or receiving."""
         self._pending: weakref.WeakValueDictionary[int, PendingReply] = weakref.WeakValueDictionary()
-        """Of questions that have no answer yet."""
+        """Requests without a reply yet, by id."""
         self._device_ready = False
         self.ipc_refusal: str | None = None
-        """Why tensors cannot stay on the device that both sides work on; empty if they can, None before it is known."""
+        """Why CUDA IPC cannot be used; empty if it can, None if not tried yet."""
         self._opened_memory: dict[int, list[DeviceMemory]] = {}
-        """By the number of a stand-in: memory that the worker has opened."""
+        """By module id: device memory that the worker has opened."""
         self._released_memory: list[DeviceMemory] = []
-        """The same, of stand-ins that it was told to forget."""
+        """Device memory of released modules, kept until the worker has closed it."""
         self._script_environment: Any = None
-        """The folder, the import path, the environment and the number of modules when the worker was told of them."""
+        """The working directory, import path, environment and module count that the worker was sent."""
         self.timeout = math.inf
-        """Seconds without a word from the worker, after which it is given up."""
+        """Seconds without a message after which the worker counts as stuck."""
         self._last_ambient: EncodedAmbientState | None = None
-        """Those of the last forward."""
+        """The ambient state of the last forward, if it can be reused."""
         self.last_request_id = 0
-        """The number of the last question."""
+        """The id of the last request."""
         self._last_received_id = 0
-        """The number of what the worker was last heard to work on."""
+        """The id of the latest request that a message has arrived for."""
         self.last_error_id = 0
-        """The id of the error that was heard last."""
+        """`id()` of the last error that the worker replied with."""
         self.released: deque[tuple[str, int]] = deque()
-        """Calls and stand-ins that nobody needs any longer; finalizers only put them here."""
+        """Calls and modules that the worker can drop. Finalizers append to it."""
 
     def prepare_device(self, device: torch.device, near: bool) -> None:
-        """Have the worker take its device, the first time that it is asked for something.
+        """Have the worker select its device, before its first request.
 
         If its tensors are `near`, on the very device that the caller's are on, see whether they can cross without
         leaving it.
@@ -118,23 +118,23 @@ class WorkerClient:
             self.channel.cuda_ipc.enabled = near
 
     def disable_ipc(self, why: str) -> None:
-        """From now on tensors leave the device to cross."""
+        """Send tensors through host memory from now on."""
         self.ipc_refusal = why
 
     def _send_device(self, order: DeviceRequest) -> str | None:
-        """Why the worker cannot open memory of its device that it was given a handle of; None if it can."""
-        box = self._new_pending()
-        self.channel.send(messages.DEVICE, box.request_id, order)
-        refusal, _ = self.channel.decode(self.wait_reply(box, None))
+        """Why the worker cannot open the memory of `ipc_handle`; None if it can."""
+        pending = self._new_pending()
+        self.channel.send(messages.DEVICE, pending.request_id, order)
+        refusal, _ = self.channel.decode(self.wait_reply(pending, None))
         return None if refusal is None else str(refusal)
 
     @property
     def same_device(self) -> bool:
-        """Whether tensors of the call at hand stay on the device that both sides work on."""
+        """Whether tensors of the current call are sent by CUDA IPC."""
         return self.channel.cuda_ipc is not None and self.channel.cuda_ipc.enabled
 
-    def sync_module(self, shadow: RemoteReplica) -> RemoteModuleState:
-        """Tell the worker what it does not know yet of a module, of which it is to run a method."""
+    def sync_module(self, replica: RemoteReplica) -> RemoteModuleState:
+        """Send what the worker lacks of a module before it runs one of its methods."""
         place = script_environment()
         if place != self._script_environment:
             folder, path, variables, modules = place
@@ -142,35 +142,40 @@ class WorkerClient:
             said = folder, worker_import_path(path, folder), modules_from_cwd(path, folder), dict(os.environ)
             self.channel.send(messages.ENVIRONMENT, 0, said)
         self.channel.send_changed_globals()
-        told: RemoteModuleState | None = shadow.worker_states.get(self)
-        if told is None:
-            weakref.finalize(shadow, self.released.append, ("module", shadow.module_id))
-        if told is None or shadow.needs_full_sync or told.used_ipc != self.same_device or told.has_changed():
-            told = shadow.worker_states[self] = self._send_module(shadow)
-        elif shadow.pending_attributes:
-            self._send_attributes(shadow, told)
-        shadow.needs_full_sync, shadow.pending_attributes = False, []
-        return told
+        module_state: RemoteModuleState | None = replica.worker_states.get(self)
+        if module_state is None:
+            weakref.finalize(replica, self.released.append, ("module", replica.module_id))
+        if (
+            module_state is None
+            or replica.needs_full_sync
+            or module_state.used_ipc != self.same_device
+            or module_state.has_changed()
+        ):
+            module_state = replica.worker_states[self] = self._send_module(replica)
+        elif replica.pending_attributes:
+            self._send_attributes(replica, module_state)
+        replica.needs_full_sync, replica.pending_attributes = False, []
+        return module_state
 
-    def _send_attributes(self, shadow: RemoteReplica, told: RemoteModuleState) -> None:
-        """Tell the worker of attributes that were set, and of nothing else."""
-        known = set(map(id, told.generators))
-        more = [source for source, _ in shadow.cloner.generators if id(source) not in known]
-        modules = shadow.source_modules
+    def _send_attributes(self, replica: RemoteReplica, module_state: RemoteModuleState) -> None:
+        """Send attributes that were set since."""
+        known = set(map(id, module_state.generators))
+        more = [source for source, _ in replica.cloner.generators if id(source) not in known]
+        modules = replica.source_modules
         names = module_names(modules[0], modules)
         values: dict[str, Any] = {}
-        for change in shadow.pending_attributes:
+        for change in replica.pending_attributes:
             prefix = names[change.module_index]
             name = f"{prefix}.{change.name}" if prefix else change.name
             values[f"{name} ({len(values)})" if name in values else name] = change.new
         news: Any = AttributesRequest(
-            [(change.module_index, change.name) for change in shadow.pending_attributes], values, more
+            [(change.module_index, change.name) for change in replica.pending_attributes], values, more
         )
-        self.channel.send(messages.ATTRIBUTES, shadow.module_id, news)
-        told.generators += more
+        self.channel.send(messages.ATTRIBUTES, replica.module_id, news)
+        module_state.generators += more
 
     def _take_released(self) -> tuple[list[int], list[int]]:
-        """Calls and modules that the worker may forget."""
+        """Take the ids of calls and modules that the worker can drop."""
         ended: list[int] = []
         modules: list[int] = []
         while self.released:
@@ -179,69 +184,74 @@ class WorkerClient:
         self._released_memory += [memory for number in modules for memory in self._opened_memory.pop(number, [])]
         return ended, modules
 
-    def _send_module(self, shadow: RemoteReplica) -> RemoteModuleState:
-        pairs = [*shadow.tensors.trainable, *shadow.tensors.state]
+    def _send_module(self, replica: RemoteReplica) -> RemoteModuleState:
+        pairs = [*replica.tensors.trainable, *replica.tensors.state]
         tensors = [source for source, _ in pairs]
-        listed = TensorTableBuilder(tensors, shadow, self.same_device)
+        listed = TensorTableBuilder(tensors, replica, self.same_device)
         blocks = listed.blocks
         wanted = [number for number, tensor in enumerate(tensors) if tensor.requires_grad and tensor.numel()]
         offsets, total = pack_offsets([tensors[n].numel() * tensors[n].element_size() for n in wanted])
         cut = (
             gradient_chunks((n, tensors[n]) for n in wanted)
-            if shadow.source_device.type == shadow.worker_device.type == "cpu"
+            if replica.source_device.type == replica.worker_device.type == "cpu"
             else []
         )
         total += ready_list_bytes(cut)
         if (
-            shadow.gradient_memory is None
-            or shadow.gradient_memory.nbytes != total
-            or isinstance(shadow.gradient_memory, DeviceMemory) != self.same_device
+            replica.gradient_memory is None
+            or replica.gradient_memory.nbytes != total
+            or isinstance(replica.gradient_memory, DeviceMemory) != self.same_device
         ):
-            shadow.gradient_memory = self._allocate_slots(total, shadow.worker_device)
+            replica.gradient_memory = self._allocate_slots(total, replica.worker_device)
         places = list(zip(wanted, offsets, strict=True))
         known_blocks = [(number, memory.nbytes) for number, memory in blocks.items()]
         order: Any = TensorTableRequest(
-            shadow.module_id, shadow.worker_device, listed.specs, listed.storages, known_blocks, (total, places)
+            replica.module_id, replica.worker_device, listed.specs, listed.storages, known_blocks, (total, places)
         )
         order.ipc_handles = [(number, memory.nbytes, memory.handle) for number, memory in listed.ipc_blocks.items()]
-        self._released_memory += self._opened_memory.get(shadow.module_id, [])
-        self._opened_memory[shadow.module_id] = list(listed.ipc_blocks.values())
+        self._released_memory += self._opened_memory.get(replica.module_id, [])
+        self._opened_memory[replica.module_id] = list(listed.ipc_blocks.values())
         fds = [memory.fd for memory in blocks.values()]
-        bell = None
-        if isinstance(shadow.gradient_memory, SharedMemory):
+        doorbell = None
+        if isinstance(replica.gradient_memory, SharedMemory):
             if cut:
-                bell, order.has_doorbell = make_doorbell(shadow.gradient_memory, cut), True
-                fds.append(bell.fd)
-            fds.append(shadow.gradient_memory.fd)
+                doorbell, order.has_doorbell = make_doorbell(replica.gradient_memory, cut), True
+                fds.append(doorbell.fd)
+            fds.append(replica.gradient_memory.fd)
         else:
-            order.gradient_slots_handle = shadow.gradient_memory.handle
-            self._opened_memory[shadow.module_id].append(shadow.gradient_memory)
-        self.channel.send(messages.TENSOR_TABLE, shadow.module_id, order, fds=fds)
+            order.gradient_slots_handle = replica.gradient_memory.handle
+            self._opened_memory[replica.module_id].append(replica.gradient_memory)
+        self.channel.send(messages.TENSOR_TABLE, replica.module_id, order, fds=fds)
         known = {id(tensor): number for number, tensor in enumerate(tensors)}
 
         def describe(tensor: Tensor) -> TensorTag:
             return (SOURCE, known[id(tensor)]) if id(tensor) in known else tag_by_value(tensor.detach())
 
-        source, _ = shadow.cloner.modules[0]
-        generators = [held for held, _ in shadow.cloner.generators]
+        source, _ = replica.cloner.modules[0]
+        generators = [held for held, _ in replica.cloner.generators]
         order = ModuleRequest(
-            shadow.module_id, source, shadow.source_device, shadow.sync_batchnorm, shadow.private_containers, generators
+            replica.module_id,
+            source,
+            replica.source_device,
+            replica.sync_batchnorm,
+            replica.private_containers,
+            generators,
         )
-        self.channel.send(messages.MODULE, shadow.module_id, order, describe, label="the module")
+        self.channel.send(messages.MODULE, replica.module_id, order, describe, label="the module")
         variables = self.channel.registry.closure_cells
-        slots = {number: gradient_slot(shadow.gradient_memory, offset, tensors[number]) for number, offset in places}
+        slots = {number: gradient_slot(replica.gradient_memory, offset, tensors[number]) for number, offset in places}
         table = [source if source.is_leaf else made for source, made in pairs]  # graphs lead to earlier calls
         made = [made for _, made in pairs]
-        memory, at, near = shadow.gradient_memory, dict(places), shadow.same_device
-        image, loose = listed.staging, listed.unshared
-        told = RemoteModuleState(
-            table, made, slots, loose, memory, at, image, near, self.same_device, generators, variables, bell
+        memory, at, near = replica.gradient_memory, dict(places), replica.same_device
+        staging, loose = listed.staging, listed.unshared
+        module_state = RemoteModuleState(
+            table, made, slots, loose, memory, at, staging, near, self.same_device, generators, variables, doorbell
         )
-        told.staged_offsets = listed.staged_offsets
-        return told
+        module_state.staged_offsets = listed.staged_offsets
+        return module_state
 
     def _allocate_slots(self, nbytes: int, device: torch.device) -> SharedMemory | DeviceMemory:
-        """Memory for gradients: of the device, where both sides work on it and it has some to give."""
+        """Memory for gradients: on the device with CUDA IPC if possible, else in shared host memory."""
         if self.same_device:
             try:
                 return allocate_shared(nbytes, device)
@@ -249,79 +259,81 @@ class WorkerClient:
                 pass
         return SharedMemory.create(nbytes, "the memory for the gradients of a replica")
 
-    def send_forward(self, run: ForwardRequest) -> tuple[PendingReply, list[Tensor]]:
-        """Ask for one replica's part of a forward; returns the tensors of its arguments too, as they are numbered."""
-        box, around = self._new_pending(), run.ambient
-        run.released = self._take_released()
-        if around is None or around.context_vars or around.saved_tensor_hooks is not None:
+    def send_forward(self, request: ForwardRequest) -> tuple[PendingReply, list[Tensor]]:
+        """Send a forward; also returns the tensors of its arguments, in the order of their indices."""
+        pending, ambient = self._new_pending(), request.ambient
+        request.released = self._take_released()
+        if ambient is None or ambient.context_vars or ambient.saved_tensor_hooks is not None:
             self._last_ambient = None  # values of the user's are sent again, and not compared
         elif (
-            around == self._last_ambient and len(self._pending) == 1
+            ambient == self._last_ambient and len(self._pending) == 1
         ):  # another call may fail before it has set them up
-            run.ambient = None
+            request.ambient = None
         try:
-            tensors = self.channel.send(messages.FORWARD, box.request_id, run, label="arguments")
+            tensors = self.channel.send(messages.FORWARD, pending.request_id, request, label="arguments")
         except BaseException:
-            self.requeue_released(run)
+            self.requeue_released(request)
             raise
         finally:
-            run.ambient = around
-        self._last_ambient = around
-        return box, tensors
+            request.ambient = ambient
+        self._last_ambient = ambient
+        return pending, tensors
 
-    def requeue_released(self, run: ForwardRequest) -> None:
-        """What a worker was to forget with a forward that failed goes with the next: it may not have heard it."""
-        self.released.extend([*(("call", n) for n in run.released[0]), *(("module", n) for n in run.released[1])])
+    def requeue_released(self, request: ForwardRequest) -> None:
+        """Release the same calls and modules again with the next forward: the worker may not have done it."""
+        self.released.extend(
+            [*(("call", n) for n in request.released[0]), *(("module", n) for n in request.released[1])]
+        )
 
-    def send_backward(self, back: BackwardRequest, bell: Doorbell | None = None) -> PendingReply:
-        """Ask for one replica's part of a backward, which sees the globals as they are by then."""
+    def send_backward(self, request: BackwardRequest, doorbell: Doorbell | None = None) -> PendingReply:
+        """Send a backward, with the current values of the script's globals."""
         self.channel.send_changed_globals()
-        box = self._new_pending()
-        if bell is not None:
-            bell.expect(box.request_id, self._last_received_id)
-        self.channel.send(messages.BACKWARD, box.request_id, back)
-        return box
+        pending = self._new_pending()
+        if doorbell is not None:
+            doorbell.expect(pending.request_id, self._last_received_id)
+        self.channel.send(messages.BACKWARD, pending.request_id, request)
+        return pending
 
     def send_reachability(self, call: int, outputs: list[int], spent: list[list[int]]) -> PendingReply:
-        """Ask where a backward from some outputs of a call, by their numbers, would meet the other replicas."""
-        box = self._new_pending()
-        self.channel.send(messages.REACHABILITY, box.request_id, (call, outputs, spent))
-        return box
+        """Ask which collectives a backward from some outputs of a call would reach."""
+        pending = self._new_pending()
+        self.channel.send(messages.REACHABILITY, pending.request_id, (call, outputs, spent))
+        return pending
 
     def send(self, kind: str, value: Any, fds: Sequence[int] = ()) -> PendingReply:
-        """Ask for something that has no way of its own."""
+        """Send a request of any other kind."""
         with self.lock:
-            box = self._new_pending()
-            self.channel.send(kind, box.request_id, value, fds=fds)
-        return box
+            pending = self._new_pending()
+            self.channel.send(kind, pending.request_id, value, fds=fds)
+        return pending
 
     def _new_pending(self) -> PendingReply:
-        box = PendingReply(next(request_ids))
-        self._pending[box.request_id] = box
-        self.last_request_id = box.request_id
-        return box
+        pending = PendingReply(next(request_ids))
+        self._pending[pending.request_id] = pending
+        self.last_request_id = pending.request_id
+        return pending
 
-    def has_failed(self, box: PendingReply) -> bool:
-        """Whether the answer to a question is there, and says that it failed."""
+    def has_failed(self, pending: PendingReply) -> bool:
+        """Whether a reply has arrived, and is an error."""
         try:
-            message = self._receive_for(box, 0) if messages.FAILED not in box.received_kinds else None
+            message = self._receive_for(pending, 0) if messages.FAILED not in pending.received_kinds else None
         except ConnectionClosed:  # whoever hears it sees to that
             return False
         if message is not None:
-            box.put(message)
-        return messages.FAILED in box.received_kinds
+            pending.put(message)
+        return messages.FAILED in pending.received_kinds
 
-    def _receive_for(self, box: PendingReply, seconds: float = POLL_SECONDS) -> Message | None:
-        """The next message for a box, if one comes soon; what comes for others is put into theirs."""
+    def _receive_for(self, pending: PendingReply, seconds: float = POLL_SECONDS) -> Message | None:
+        """The next message for a request, if one arrives soon; messages for others are passed on."""
         if not self.lock.acquire(blocking=False):  # another thread listens, or asks
-            return box.get(min(seconds, HANDOFF_SECONDS))
+            return pending.get(min(seconds, HANDOFF_SECONDS))
         try:
-            message = box.get(0)
+            message = pending.get(0)
             if message is None:
                 message = self._receive(seconds)
             if message is not None:
                 self._last_received_id = max(self._last_received_id, message.call_id)
-            if message is None or message.call_id == box.request_id:
+            if message is None or message.call_id == pending.request_id:
                 return message
             other = self._pending.get(message.call_id)
             if other is not None:
@@ -339,55 +351,57 @@ class WorkerClient:
             self.worker.kill(f"it was ended, for what it sent is none of ours: {error}")
             raise ConnectionClosed(f"{self.worker.name} was ended") from error
 
-    def abandon(self, box: PendingReply) -> None:
-        """Nobody hears the answer to a question: a worker that comes to meet the others in it finds nobody."""
-        if self._pending.pop(box.request_id, None) is not None:
+    def abandon(self, pending: PendingReply) -> None:
+        """Ignore the reply to a request. The worker's collectives in it fail."""
+        if self._pending.pop(pending.request_id, None) is not None:
             self._last_ambient = None  # the worker may not come to that
             with suppress(ConnectionClosed):
-                self.channel.send_flat(messages.COLLECTIVE_RESULT, box.request_id, ABANDONED)
+                self.channel.send_flat(messages.COLLECTIVE_RESULT, pending.request_id, ABANDONED)
 
     def abandon_since(self, number: int) -> None:
-        """The same for all questions after one."""
-        for box in [box for box in self._pending.values() if box.request_id > number]:
-            self.abandon(box)
+        """Abandon all requests after one."""
+        for pending in [pending for pending in self._pending.values() if pending.request_id > number]:
+            self.abandon(pending)
 
-    def wait_reply(self, box: PendingReply, met: CollectiveLog | None) -> Message:
-        """What a worker answers, in a thread that waits for it."""
-        return run_to_end(self.receive_reply(box, met))
+    def wait_reply(self, pending: PendingReply, collectives: CollectiveLog | None) -> Message:
+        """Wait for a reply in this thread."""
+        return run_to_end(self.receive_reply(pending, collectives))
 
-    def receive_reply(self, box: PendingReply, met: CollectiveLog | None) -> ReplyGenerator[Message]:
-        """What a worker answers; until it does, it may ask to meet the other replicas."""
+    def receive_reply(self, pending: PendingReply, collectives: CollectiveLog | None) -> ReplyGenerator[Message]:
+        """Wait for a reply, taking part in the worker's collectives meanwhile."""
         try:
-            return (yield from self._receive_reply(box, met))
+            return (yield from self._receive_reply(pending, collectives))
         except BaseException:
-            self.abandon(box)
+            self.abandon(pending)
             raise
 
-    def _receive_reply(self, box: PendingReply, met: CollectiveLog | None) -> ReplyGenerator[Message]:
-        if met is not None:
-            met.rewind()
+    def _receive_reply(self, pending: PendingReply, collectives: CollectiveLog | None) -> ReplyGenerator[Message]:
+        if collectives is not None:
+            collectives.rewind()
         wait = ReplyWatchdog(self.worker, self.timeout)
         while True:
-            message = self._receive_for(box)
+            message = self._receive_for(pending)
             if message is None:
                 wait.check()
-                if met is not None:
-                    met.warn_if_slow()
+                if collectives is not None:
+                    collectives.warn_if_slow()
                 on_host = self.channel.cuda_ipc is None and self.worker.connection.receiver is None
                 # That may have been this one, whose answer another thread has heard just now.
-                if on_host and met is not None and met.any_failed() and not box.has_message():
+                if on_host and collectives is not None and collectives.any_failed() and not pending.has_message():
                     raise PeerFailure("another replica failed, and this one was not waited for.")
                 continue
-            if message.kind == messages.COLLECTIVE and met is not None:
+            if message.kind == messages.COLLECTIVE and collectives is not None:
                 (index, label, bare), tensors = self.channel.decode_flat(message)
                 self.channel.send_flat(
-                    messages.COLLECTIVE_RESULT, message.call_id, (yield from met.exchange(index, label, bare, tensors))
+                    messages.COLLECTIVE_RESULT,
+                    message.call_id,
+                    (yield from collectives.exchange(index, label, bare, tensors)),
                 )
                 yield RUNNING
                 wait = ReplyWatchdog(self.worker, self.timeout)
             elif message.kind == messages.FAILED:
-                box.received_kinds.add(message.kind)
-                self._pending.pop(box.request_id, None)
+                pending.received_kinds.add(message.kind)
+                self._pending.pop(pending.request_id, None)
                 self._last_ambient = None  # it may not have come to that
                 error = unpack_exception(Payload(message.body, message.tensors), self.channel.registry)
                 self.last_error_id = id(error)
@@ -395,7 +409,7 @@ class WorkerClient:
                     self.channel.registry.mark_all_unsent()  # it may not have what was sent with it
                 raise wrap_stop_iteration(error)
             elif message.kind == messages.DONE:
-                self._pending.pop(box.request_id, None)  # graphs may hold it for long
+                self._pending.pop(pending.request_id, None)  # graphs may hold it for long
                 self._released_memory.clear()  # it has read all that was said before
                 return message
             else:
@@ -407,10 +421,10 @@ _clients_lock = ForkSafeLock()
 
 
 def client_for(worker: WorkerProcess) -> WorkerClient:
-    """The desk of a worker, which all engines share, and which threads that come at once are not to open twice."""
-    desk = _clients.get(worker)
-    if desk is not None:
-        return desk
+    """The client of a worker. All engines share it; it is created once, also by concurrent threads."""
+    client = _clients.get(worker)
+    if client is not None:
+        return client
     with _clients_lock:
         if worker not in _clients:
             drop_dead_clients()
@@ -419,7 +433,7 @@ def client_for(worker: WorkerProcess) -> WorkerClient:
 
 
 def drop_dead_clients() -> None:
-    """Forget what workers knew that have ended: memory of a device may hang on it."""
+    """Drop the clients of dead workers, which may hold device memory."""
     for worker in [reference() for reference in _clients.keyrefs()]:
         if worker is not None and not (worker.is_owned() and worker.is_alive()):
             _clients.pop(worker, None)

@@ -40,32 +40,32 @@ from instep.structure.tree import Path, format_path
 
 
 class ReplicaForward:
-    """One replica's part of a forward."""
+    """The forward of one remote replica."""
 
-    def __init__(self, job: ReplicaCall, index: int) -> None:
-        shadow: Any = job.replicas[index]
-        self._replica_call, self._index = job, index
-        self._replica: RemoteReplica = shadow
-        shadow.restore_views()
-        follow, shadow.needs_state_refresh = job.sync_state or shadow.needs_state_refresh, False
-        lent, shadow.carried_state = shadow.carried_state, []
-        args, kwargs = deduplicate_views(*job.arguments[index])
-        random = job.rng.caller
-        method = str.__str__(job.method)  # an enum may be a text too, but goes no short way
+    def __init__(self, replica_call: ReplicaCall, index: int) -> None:
+        replica: Any = replica_call.replicas[index]
+        self._replica_call, self._index = replica_call, index
+        self._replica: RemoteReplica = replica
+        replica.restore_views()
+        follow, replica.needs_state_refresh = replica_call.sync_state or replica.needs_state_refresh, False
+        lent, replica.carried_state = replica.carried_state, []
+        args, kwargs = deduplicate_views(*replica_call.arguments[index])
+        random = replica_call.rng.caller
+        method = str.__str__(replica_call.method)  # an enum may be a text too, but goes no short way
         self._request = ForwardRequest(
-            *(shadow.module_id, method, args, index, list(job.sizes), len(job.replicas), follow),
+            *(replica.module_id, method, args, index, list(replica_call.sizes), len(replica_call.replicas), follow),
             *(random.cpu.base_seed, random.accelerator_seed.base_seed),
             kwargs=kwargs,
-            ambient=_encode_ambient(job.ambient, shadow),
-            args_on_host=shadow.worker_moves_args,
+            ambient=_encode_ambient(replica_call.ambient, replica),
+            args_on_host=replica.worker_moves_args,
             carried_state=lent,
-            python_seed=job.python_seed,
+            python_seed=replica_call.python_seed,
         )
-        self._watched = mutable_arguments(args, kwargs, job.mutable_argument_ids)
+        self._watched = mutable_arguments(args, kwargs, replica_call.mutable_argument_ids)
         self._request.watched_arguments = [one.indices for one in self._watched]
-        self._request.serialized = job.rng.serialized
-        self._generators = _find_argument_generators(self._request, shadow, job.rng.generator_pairs[index])
-        self._collectives = CollectiveLog(job.group, job.device_transfer)
+        self._request.serialized = replica_call.rng.serialized
+        self._generators = _find_argument_generators(self._request, replica, replica_call.rng.generator_pairs[index])
+        self._collectives = CollectiveLog(replica_call.group, replica_call.device_transfer)
         self._module_state: RemoteModuleState
         self._pending: PendingReply
         self._argument_tensors: list[Tensor]
@@ -73,46 +73,48 @@ class ReplicaForward:
 
     @property
     def same_device(self) -> bool:
-        """Whether tensors may stay on a device that both processes work on."""
+        """Whether the worker uses the caller's device."""
         return self._replica.same_device
 
-    def send(self, desk: WorkerClient) -> PendingReply:
-        job, run = self._replica_call, self._request
-        job.group.stack_providers[self._index] = desk.worker.python_stacks
-        told = self._module_state = desk.sync_module(self._replica)
-        sharing = job.device_transfer.parameter_broadcast
-        run.sequence_number = 0 if sharing is None else sharing.send_to(desk, self._replica.module_id, told)
-        if not run.sequence_number:
-            run.refresh_state = run.refresh_state or (
-                told.is_new and told.staging is not None
+    def send(self, client: WorkerClient) -> PendingReply:
+        replica_call, request = self._replica_call, self._request
+        replica_call.group.stack_providers[self._index] = client.worker.python_stacks
+        module_state = self._module_state = client.sync_module(self._replica)
+        broadcast = replica_call.device_transfer.parameter_broadcast
+        request.sequence_number = (
+            0 if broadcast is None else broadcast.send_to(client, self._replica.module_id, module_state)
+        )
+        if not request.sequence_number:
+            request.refresh_state = request.refresh_state or (
+                module_state.is_new and module_state.staging is not None
             )  # it may have looked there before
-            told.refresh_staging(job.device_transfer, run.refresh_state)
-        run.tensor_values = told.unshared_values() if run.refresh_state else {}
-        assert run.ambient is not None
-        run.ambient.context_vars = sendable_context(job.ambient.context_vars, desk.channel.registry)
-        run.generator_states = {number: source.get_state() for number, source in enumerate(told.generators)}
-        box, self._argument_tensors = desk.send_forward(run)
-        self._pending, self._replayable = box, None
-        self._collectives.add_failure_check(partial(desk.has_failed, box))
-        return box
+            module_state.refresh_staging(replica_call.device_transfer, request.refresh_state)
+        request.tensor_values = module_state.unshared_values() if request.refresh_state else {}
+        assert request.ambient is not None
+        request.ambient.context_vars = sendable_context(replica_call.ambient.context_vars, client.channel.registry)
+        request.generator_states = {number: source.get_state() for number, source in enumerate(module_state.generators)}
+        pending, self._argument_tensors = client.send_forward(request)
+        self._pending, self._replayable = pending, None
+        self._collectives.add_failure_check(partial(client.has_failed, pending))
+        return pending
 
-    def prepare_replay(self, desk: WorkerClient) -> None:
-        """After the first replica has run, and before anybody hears the answer: do what does not depend on that."""
+    def prepare_replay(self, client: WorkerClient) -> None:
+        """Do what does not depend on the reply, before waiting for it."""
         if self._replica_call.ambient.grad_enabled:
-            self._replayable = self._new_replayable(desk)
+            self._replayable = self._new_replayable(client)
 
-    def _new_replayable(self, desk: WorkerClient) -> ReplayableCall:
-        shadow = self._replica
+    def _new_replayable(self, client: WorkerClient) -> ReplayableCall:
+        replica = self._replica
         made_by = (
-            shadow.name,
-            shadow.recreate,
-            shadow.private_containers,
-            shadow.source_modules,
-            shadow.source_changes_ref,
+            replica.name,
+            replica.recreate,
+            replica.private_containers,
+            replica.source_modules,
+            replica.source_changes_ref,
         )
         return ReplayableCall(
             self._pending.request_id,
-            desk,
+            client,
             self._module_state,
             *made_by,
             self._request,
@@ -121,24 +123,24 @@ class ReplicaForward:
         )
 
     def receive(
-        self, desk: WorkerClient
+        self, client: WorkerClient
     ) -> ReplyGenerator[tuple[WorkerClient, ForwardReply | OutputOnlyReply, list[Tensor]]]:
         try:
-            answer = yield from desk.receive_reply(self._pending, self._collectives)
+            reply = yield from client.receive_reply(self._pending, self._collectives)
         except Exception:
-            desk.requeue_released(self._request)
+            client.requeue_released(self._request)
             self._replayable = None  # the traceback leads here
             raise
-        fields, tensors = desk.channel.decode(
-            answer, reply_rebuilder(self._argument_tensors, self._module_state.local_tensors)
+        fields, tensors = client.channel.decode(
+            reply, reply_rebuilder(self._argument_tensors, self._module_state.local_tensors)
         )
-        return desk, ForwardReply(*fields) if len(fields) > 1 else OutputOnlyReply(*fields), tensors
+        return client, ForwardReply(*fields) if len(fields) > 1 else OutputOnlyReply(*fields), tensors
 
     def to_result(
-        self, desk: WorkerClient, ran: ForwardReply | OutputOnlyReply, tensors: list[Tensor]
+        self, client: WorkerClient, reply: ForwardReply | OutputOnlyReply, tensors: list[Tensor]
     ) -> ReplicaResult:
-        """What the worker did, on its stand-in."""
-        job, shadow, told, run, arguments = (
+        """Apply the reply to the remote replica."""
+        replica_call, replica, module_state, request, arguments = (
             self._replica_call,
             self._replica,
             self._module_state,
@@ -146,46 +148,50 @@ class ReplicaForward:
             self._argument_tensors,
         )
         self._collectives.seal()
-        shadow.needs_full_sync = shadow.needs_full_sync or bool(
-            run.carried_state
+        replica.needs_full_sync = replica.needs_full_sync or bool(
+            request.carried_state
         )  # the worker's replica holds a part, not what the module has
-        outcome = self._apply_reply(desk, ran) if isinstance(ran, ForwardReply) else ReplicaResult(output=ran.output)
+        result = (
+            self._apply_reply(client, reply) if isinstance(reply, ForwardReply) else ReplicaResult(output=reply.output)
+        )
         needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
-        if job.ambient.grad_enabled and needing:
-            call = outcome.remote_call = self._replayable or self._new_replayable(desk)
+        if replica_call.ambient.grad_enabled and needing:
+            call = result.remote_call = self._replayable or self._new_replayable(client)
             call.output_indices, call.input_indices = (
                 needing,
-                _argument_indices(job.grad_inputs[self._index], arguments),
+                _argument_indices(replica_call.grad_inputs[self._index], arguments),
             )
             call.output_versions = {number: tensors[number]._version for number in needing.values()}
-            if isinstance(ran, ForwardReply):
+            if isinstance(reply, ForwardReply):
                 call.record_versions()  # what was written just now is the call's own
-                call.arguments_changed = bool(ran.written_arguments or ran.exclusive_generator_states)
-        if isinstance(ran, ForwardReply):
-            record_old_values(shadow.source_modules[0], [told.tensors[number] for number in ran.written_tensors])
-        return outcome
-
-    def _apply_reply(self, desk: WorkerClient, ran: ForwardReply) -> ReplicaResult:
-        """Do here what the worker's replica did there, besides its output."""
-        arguments = self._argument_tensors
-        if ran.written_globals:
-            desk.channel.registry.mark_all_unsent()
-            raise CannotCross(
-                f"forward changed the global {ran.written_globals[0]!r} in a worker process, where the script does not "
-                f"see it.\nReturn what it is for, set it on the module, or write engine='threads'."
+                call.arguments_changed = bool(reply.written_arguments or reply.exclusive_generator_states)
+        if isinstance(reply, ForwardReply):
+            record_old_values(
+                replica.source_modules[0], [module_state.tensors[number] for number in reply.written_tensors]
             )
-        if ran.changed_arguments:
-            raise self._changed_argument_error(self._watched[ran.changed_arguments[0]].path)
-        used = {id(arguments[i]) for i in ran.used_arguments}
+        return result
+
+    def _apply_reply(self, client: WorkerClient, reply: ForwardReply) -> ReplicaResult:
+        """Apply what the worker's replica changed."""
+        arguments = self._argument_tensors
+        if reply.written_globals:
+            client.channel.registry.mark_all_unsent()
+            raise CannotCross(
+                f"forward changed the global {reply.written_globals[0]!r} in a worker process, where the script does "
+                f"not see it.\nReturn what it is for, set it on the module, or write engine='threads'."
+            )
+        if reply.changed_arguments:
+            raise self._changed_argument_error(self._watched[reply.changed_arguments[0]].path)
+        used = {id(arguments[i]) for i in reply.used_arguments}
         self._check_foreign_gradients(used)
-        self._record_rng_use(ran)
-        for i, value in ran.written_arguments.items():
+        self._record_rng_use(reply)
+        for i, value in reply.written_arguments.items():
             check_not_aliased(arguments, i)
             arguments[i].data.copy_(value)
-        outcome = _apply_state(self._replica, self._module_state, ran)
-        outcome.written_arguments = {id(arguments[i]): tensor for i, tensor in ran.written_with_grad.items()}
-        outcome.used_arguments = used
-        return outcome
+        result = _apply_state(self._replica, self._module_state, reply)
+        result.written_arguments = {id(arguments[i]): tensor for i, tensor in reply.written_with_grad.items()}
+        result.used_arguments = used
+        return result
 
     def _changed_argument_error(self, path: Path) -> RemoteArgumentError:
         name = format_path((self._replica_call.argument_names[path[0]], *path[1:]))
@@ -196,56 +202,56 @@ class ReplicaForward:
         )
 
     def _check_foreign_gradients(self, used: Collection[int]) -> None:
-        """Gradients are brought back for the caller's own arguments, and not for what these hold otherwise."""
+        """Raise if an output depends on a tensor requiring grad that is not an argument of its own."""
         inputs = set(map(id, self._replica_call.grad_inputs[self._index])) if used else used
         for tensor in self._argument_tensors:
             if id(tensor) in used and id(tensor) not in inputs:
                 raise lost_gradient_error(describe_unnamed(tensor))
 
-    def _record_rng_use(self, ran: ForwardReply) -> None:
-        """What was drawn from in the worker moves here."""
+    def _record_rng_use(self, reply: ForwardReply) -> None:
+        """Mark the generators that the worker used as used."""
         random = self._replica_call.rng.caller
-        if ran.host_rng_used:
+        if reply.host_rng_used:
             random.cpu.streams_used = True
             random.cpu.seed(0)
-        if ran.device_rng_used:
+        if reply.device_rng_used:
             random.accelerator_seed.streams_used = True
             random.accelerator_seed.seed(0)
-        random.cpu.used_remotely = random.cpu.used_remotely or ran.default_rng_used
-        held = [self._module_state.generators[i] for i in ran.module_generators_used]
-        for source in (*held, *(self._generators[i] for i in ran.argument_generators_used)):
+        random.cpu.used_remotely = random.cpu.used_remotely or reply.default_rng_used
+        held = [self._module_state.generators[i] for i in reply.module_generators_used]
+        for source in (*held, *(self._generators[i] for i in reply.argument_generators_used)):
             random.track(source).streams_used = True
-        for i, state in ran.exclusive_generator_states.items():
+        for i, state in reply.exclusive_generator_states.items():
             self._request.exclusive_generators[i].set_state(state)
 
 
 def _find_argument_generators(
-    run: ForwardRequest, shadow: RemoteReplica, held: GeneratorPairs
+    request: ForwardRequest, replica: RemoteReplica, held: GeneratorPairs
 ) -> list[torch.Generator]:
-    """Note in an order the generators among its arguments; those of the caller that some of them stand for."""
-    if not held and all(type(value) is Tensor for value in (*run.args, *run.kwargs.values())):
+    """Add the generators among the arguments to the request; returns the caller's shared ones."""
+    if not held and all(type(value) is Tensor for value in (*request.args, *request.kwargs.values())):
         return []
-    of_module = {id(made) for _, made in shadow.cloner.generators}
+    of_module = {id(made) for _, made in replica.cloner.generators}
     given = [pair for pair in held if id(pair[1]) not in of_module]
     own = {id(made) for _, made in given}
-    loose = {id(g): g for g in generators_in([*run.args, *run.kwargs.values()]) if id(g) not in own}
+    loose = {id(g): g for g in generators_in([*request.args, *request.kwargs.values()]) if id(g) not in own}
     if any(key in of_module for key in loose):
         raise EngineError(
-            "a torch.Generator that the module holds is an argument too, and would be two in a worker process.\n"
+            "a torch.Generator is held by the module and passed as an argument: a worker process would have two.\n"
             "Pass another one, or write engine='threads'."
         )
-    run.argument_generators = [(source.get_state(), made) for source, made in given]
-    run.exclusive_generators = list(loose.values())
+    request.argument_generators = [(source.get_state(), made) for source, made in given]
+    request.exclusive_generators = list(loose.values())
     return [source for source, _ in given]
 
 
 def _argument_indices(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int]:
-    """The numbers of some tensors among the arguments that were sent."""
+    """The indices of some tensors among the arguments that were sent."""
     places = {id(tensor): number for number, tensor in enumerate(arguments)}
     if any(id(tensor) not in places for tensor in tensors):
         raise EngineError(
-            "an argument that needs a gradient is no dense tensor, and its gradient cannot come back from another "
-            "process.\nUse DataParallel(..., engine='threads')."
+            "an argument that requires grad is not a dense tensor: its gradient cannot be sent between processes.\n"
+            "Use DataParallel(..., engine='threads')."
         )
     return [places[id(tensor)] for tensor in tensors]
 
@@ -257,23 +263,23 @@ def _encode_ambient(ambient: AmbientState, replica: RemoteReplica) -> EncodedAmb
     return encoded
 
 
-def _apply_state(shadow: RemoteReplica, told: RemoteModuleState, ran: ForwardReply) -> ReplicaResult:
-    """What a worker did, on its stand-in."""
-    if ran.private_containers:
-        return ReplicaResult(changed_containers=ran.private_containers)
-    if ran.structure_changed:
+def _apply_state(replica: RemoteReplica, module_state: RemoteModuleState, reply: ForwardReply) -> ReplicaResult:
+    """Apply the worker's state changes to the remote replica."""
+    if reply.private_containers:
+        return ReplicaResult(changed_containers=reply.private_containers)
+    if reply.structure_changed:
         return ReplicaResult(changes=STRUCTURE_CHANGED)
-    modules = shadow.modules
+    modules = replica.modules
     attributes, contents = [], []
-    for index, name, value, buffer in ran.attributes:
-        if isinstance(value, torch.device) and value == shadow.worker_device:
-            value = shadow.device
+    for index, name, value, buffer in reply.attributes:
+        if isinstance(value, torch.device) and value == replica.worker_device:
+            value = replica.device
         holder = modules[index]._buffers if buffer else modules[index].__dict__
         attributes.append(AttributeChange(index, name, holder.get(name, MISSING), value, buffer))
         holder[name] = value
-    containers = shadow.cloner.containers if ran.containers else ()
-    made = {str(shadow.container_paths.get(id(source))): made for source, _, made in containers}
-    for place, keys, items in ran.containers:
+    containers = replica.cloner.containers if reply.containers else ()
+    made = {str(replica.container_paths.get(id(source))): made for source, _, made in containers}
+    for place, keys, items in reply.containers:
         container = made[place]
         before = read_contents(container)
         after = decode_contents(before, keys, items)
@@ -281,14 +287,16 @@ def _apply_state(shadow: RemoteReplica, told: RemoteModuleState, ran: ForwardRep
             contents.append(ContainerChange(container, before, after))
             write_contents(container, after)
     with torch.no_grad():
-        for source, held in shadow.trainable if ran.private_parameters else ():
-            if told.tensor_indices.get(id(source)) in ran.private_parameters:
-                held.data.copy_(ran.private_parameters[told.tensor_indices[id(source)]])
-    written = shadow.write_state({id(told.tensors[number]): value for number, value in ran.written_tensors.items()})
-    refused = [told.tensors[number] for number in ran.written_parameters]
-    shadow.needs_full_sync = shadow.needs_full_sync or bool(refused)
+        for source, held in replica.trainable if reply.private_parameters else ():
+            if module_state.tensor_indices.get(id(source)) in reply.private_parameters:
+                held.data.copy_(reply.private_parameters[module_state.tensor_indices[id(source)]])
+    written = replica.write_state(
+        {id(module_state.tensors[number]): value for number, value in reply.written_tensors.items()}
+    )
+    refused = [module_state.tensors[number] for number in reply.written_parameters]
+    replica.needs_full_sync = replica.needs_full_sync or bool(refused)
     return ReplicaResult(
-        output=ran.output,
+        output=reply.output,
         changes=Changes(False, attributes, contents),
         written_state=written,
         written_parameters=refused,

@@ -35,34 +35,34 @@ from instep.runtime.torch_private import nccl_group_class
 
 BACKEND = "nccl"
 EXTRA_ENVIRONMENT: dict[int, dict[str, str | None]] = {}
-"""By the number of a member: further variables of the environment that it is made in."""
+"""By rank: additional environment variables."""
 _group_ids = itertools.count(1)
 _UNUSED = "nobody uses it any longer"
 
 
 def are_distinct_gpus(devices: Sequence[torch.device]) -> bool:
-    """Whether NCCL can join these devices: GPUs, and no two of them the same."""
+    """Whether these are several GPUs, all different, as NCCL requires."""
     return all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices) > 1
 
 
 class ControllerGroup:
-    """A group as its first member has it, which is this process."""
+    """The controller's side of a group, in which it is rank 0."""
 
     def __init__(self, workers: Sequence[WorkerProcess], device: torch.device) -> None:
         self.workers = list(workers)
         self.users: weakref.WeakSet[NcclManager] = weakref.WeakSet()
         self.sequence_base = next(_group_ids) << 32
         self.worker_lost = False
-        """Whether a worker ended, or did not answer, as the group was made."""
+        """Whether a worker died or got stuck while the group was created."""
         self.failure: WorkerFailure | None = None
-        """That too many have ended by then."""
+        """Set if too many workers died while the group was created."""
         self.store_fd, self.abort_fd = os.memfd_create("instep-group", os.MFD_CLOEXEC), os.eventfd(0, os.EFD_CLOEXEC)
         self.group = NcclGroup(self.join_request(0, device), os.dup(self.store_fd), os.dup(self.abort_fd))
         self.lock = threading.Lock()
-        """Held by whoever begins a collective, until this process's part of it has begun."""
+        """Held while a collective is started."""
 
     def join_request(self, rank: int, device: torch.device) -> JoinGroupRequest:
-        """What a member is told."""
+        """The request that makes a worker join."""
         return JoinGroupRequest(
             BACKEND,
             rank,
@@ -73,31 +73,31 @@ class ControllerGroup:
         )
 
     def close_fds(self) -> None:
-        """All members have come: nobody is sent these any more."""
+        """Close the descriptors that were sent to the members."""
         for fd in (self.store_fd, self.abort_fd):
             os.close(fd)
 
 
 class ThreadedWorkerProvider(WorkerProvider, Protocol):
-    """An office that has threads for its workers."""
+    """A worker provider with one thread per worker."""
 
     @property
     def threads(self) -> ReplicaThreads: ...
 
 
 class NcclManager:
-    """An engine's way to the group of its workers."""
+    """Provides the NCCL group of an engine's workers. Created on first use, and again after a death."""
 
-    def __init__(self, office: ThreadedWorkerProvider, devices: Sequence[torch.device]) -> None:
-        self._provider, self._devices = office, list(devices)
+    def __init__(self, provider: ThreadedWorkerProvider, devices: Sequence[torch.device]) -> None:
+        self._provider, self._devices = provider, list(devices)
         self._group: ControllerGroup | None = None
         self._group_lock = ForkSafeLock()
         self._is_supported = are_distinct_gpus(devices)
         self.refusal = ""
-        """Why there is no group, and will be none."""
+        """Why NCCL is disabled; empty if it is not."""
 
     def can_use(self, count: int) -> bool:
-        """Whether weights and gradients of a call with so many replicas go through a group."""
+        """Whether parameters and gradients of a call with this many replicas are sent over NCCL."""
         if not self._is_supported or self.refusal or count != len(self._devices) or not is_nccl_enabled():
             return False
         if BACKEND == "nccl" and nccl_group_class() is None:
@@ -106,13 +106,13 @@ class NcclManager:
         return not is_replica_thread()  # whoever waits for itself waits for ever
 
     def describe(self) -> str:
-        """What is to be said of how weights and gradients cross, after how tensors do."""
+        """Describes how parameters and gradients are sent; continues the engine's description."""
         if self._group is not None and not self._group.group.abort_reason:
             return ", weights and gradients by NCCL"
         return f", weights and gradients too, because NCCL is of no use here ({self.refusal})" if self.refusal else ""
 
-    def get_group(self, passage: CallStreams) -> ControllerGroup | None:
-        """The group of the workers that there are now; None where one has just died, or where there can be none.
+    def get_group(self, streams: CallStreams) -> ControllerGroup | None:
+        """The group of the current workers; None if a worker has just died or NCCL cannot be used.
 
         One that died makes way for another: who calls this again gets the group of those that there are then.
         """
@@ -123,23 +123,23 @@ class NcclManager:
                 return None
             if self._group is None or self._group.group.abort_reason or self._group.workers != workers:
                 self.leave()
-                self._group = self._find_group(workers) or self._create_group(workers, passage)
+                self._group = self._find_group(workers) or self._create_group(workers, streams)
             return self._group
 
     def _find_group(self, workers: Sequence[WorkerProcess]) -> ControllerGroup | None:
-        """The group that another engine has made of the same workers."""
+        """A group of the same workers that another engine created."""
         with _groups_lock:
             home = next((h for h in _groups if h.workers == workers and not h.group.abort_reason), None)
             if home is not None:
                 home.users.add(self)
             return home
 
-    def _create_group(self, workers: Sequence[WorkerProcess], passage: CallStreams) -> ControllerGroup | None:
+    def _create_group(self, workers: Sequence[WorkerProcess], streams: CallStreams) -> ControllerGroup | None:
         home = ControllerGroup(workers, self._devices[0])
         home.users.add(self)
         _warn_existing_groups()
         tasks: list[Callable[[], None]] = [partial(_init_group, home)]
-        tasks += [partial(self._send_join, home, index, passage) for index in range(1, len(self._devices))]
+        tasks += [partial(self._send_join, home, index, streams) for index in range(1, len(self._devices))]
         try:
             self._provider.threads.run(tasks, on_interrupt=lambda: home.group.abort("the call was interrupted"))
         except Exception as error:
@@ -162,19 +162,19 @@ class NcclManager:
             stacklevel=2,
         )
 
-    def _send_join(self, home: ControllerGroup, index: int, passage: CallStreams) -> None:
-        """Have a worker take its place in a group."""
+    def _send_join(self, home: ControllerGroup, index: int, streams: CallStreams) -> None:
+        """Make a worker join a group."""
         worker: WorkerProcess | None = None
         try:
-            worker, desk = self._provider.get_worker(index)
+            worker, client = self._provider.get_worker(index)
             if worker is not home.workers[index - 1]:
                 raise ConnectionClosed(f"{worker.name} was replaced")
-            with desk.lock:
-                self._provider.prepare_device(index, desk, passage, False)
-                box = desk.send(
+            with client.lock:
+                self._provider.prepare_device(index, client, streams, False)
+                pending = client.send(
                     messages.JOIN_GROUP, home.join_request(index, self._devices[index]), (home.store_fd, home.abort_fd)
                 )
-            desk.wait_reply(box, None)
+            client.wait_reply(pending, None)
         except BaseException as error:
             home.worker_lost = home.worker_lost or isinstance(error, (ConnectionClosed, StartTimeout, ReplyTimeout))
             home.group.abort(f"{type(error).__name__}: {error}")
@@ -182,21 +182,21 @@ class NcclManager:
                 self._replace_dead(home, index, error)
             raise
 
-    def _replace_dead(self, home: ControllerGroup, index: int, gone: ConnectionClosed) -> None:
+    def _replace_dead(self, home: ControllerGroup, index: int, closed: ConnectionClosed) -> None:
         try:
-            self._provider.replace_dead(index, home.workers[index - 1], gone)
+            self._provider.replace_dead(index, home.workers[index - 1], closed)
         except WorkerFailure as failure:
             home.failure = failure
 
     def abort_groups_of(self, worker: WorkerProcess | None) -> None:
-        """A worker is no more, or does not answer: nobody waits for it in a collective."""
+        """Abort all groups of a worker that died or got stuck."""
         with _groups_lock:
             homes = [home for home in (*_groups, self._group) if home is not None and worker in home.workers]
         for home in homes:
             home.group.abort("a worker ended")
 
     def leave(self) -> None:
-        """Give the group back; one that nobody else uses ends."""
+        """Leave the group; abort it if no engine uses it."""
         home, self._group = self._group, None
         if home is None:
             return
@@ -209,7 +209,7 @@ class NcclManager:
             home.group.abort(_UNUSED)
 
     def close(self) -> None:
-        """Give the group back, and end all that nobody uses: those of engines that were dropped stay until now."""
+        """Leave the group, and abort all groups without users, such as those of engines that were freed."""
         self.leave()
         with _groups_lock:
             ended = [home for home in _groups if not home.users]
@@ -227,7 +227,7 @@ def _init_group(home: ControllerGroup) -> None:
 
 
 def _warn_existing_groups() -> None:
-    """NCCL keeps to the interface that it began with: another group's, if there is one in this process."""
+    """Warn if the process already uses NCCL: it keeps the network interface chosen first."""
     global _warned
     if not _warned and dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend()):
         _warned = True
@@ -239,7 +239,7 @@ def _warn_existing_groups() -> None:
 
 
 def abort_all_groups() -> None:
-    """End every group of this process; engines make new ones when they are used again."""
+    """Abort every group of this process; engines create new ones on their next use."""
     with _groups_lock:
         homes, _groups[:] = list(_groups), []
     for home in homes:
@@ -253,7 +253,7 @@ atexit.register(abort_all_groups)
 
 
 class GroupCollective:
-    """One collective. The desk that comes first begins it; those that come to it all come in their own threads."""
+    """One collective of a group. The first thread to join starts it; each worker has its own thread."""
 
     def __init__(self, home: ControllerGroup) -> None:
         self._group = home
@@ -264,7 +264,7 @@ class GroupCollective:
         self._sequence_number = 0
 
     def join(self, worker: WorkerProcess, work: Callable[[NcclGroup], None], say: Callable[[int], object]) -> int:
-        """Have a worker take part, by what `say` tells it; returns the number of the collective.
+        """Make a worker take part by calling `say`; returns the sequence number of the collective.
 
         It is 0 where the worker has to do without: it was asked once more, is not of the group, or that is no more.
         """
@@ -301,21 +301,21 @@ class GroupCollective:
             self._started.set()
         return 0 if self._has_failed else self._sequence_number
 
-    def _send(self, ticket: int, say: Callable[[int], object]) -> int:
+    def _send(self, sequence_number: int, say: Callable[[int], object]) -> int:
         try:
-            say(ticket)
+            say(sequence_number)
         except BaseException:
             self.fail("a worker could not be asked")
             raise
-        return ticket
+        return sequence_number
 
     def abandon(self) -> None:
-        """The call is over; a worker that was not asked will not be."""
+        """Abort the group if the call ended before every worker was sent its request."""
         if len(set(self._workers_seen)) < len(self._group.workers):
             self.fail("not every worker was asked")
 
     def fail(self, why: str) -> None:
-        """Not every worker comes: those that were asked already wait no longer."""
+        """Abort the collective because a worker cannot take part."""
         with self._lock:
             self._has_failed = True
         if self._was_sent:
@@ -323,18 +323,18 @@ class GroupCollective:
 
 
 class ParameterBroadcast(GroupCollective):
-    """The values of a module's tensors on their way to all workers, at the beginning of a call."""
+    """Broadcasts the values of a module's tensors to all workers at the start of a call."""
 
-    def send_to(self, desk: WorkerClient, number: int, told: RemoteModuleState) -> int:
-        """Send them to one more worker, which knows the module by this number; 0 where they come by host memory."""
-        image = told.staging
-        if image is None or not told.staged_offsets:  # there is nothing to send, to anybody
+    def send_to(self, client: WorkerClient, number: int, module_state: RemoteModuleState) -> int:
+        """Include one worker; returns the sequence number, or 0 if its tensors go through host memory."""
+        staging = module_state.staging
+        if staging is None or not module_state.staged_offsets:  # there is nothing to send, to anybody
             self.fail("a worker has nothing to be sent")
             return 0
-        pieces = image.regions(told.staged_offsets)
+        pieces = staging.regions(module_state.staged_offsets)
         nbytes = sum(piece.tensor.nbytes for piece in pieces)
 
-        def say(ticket: int) -> None:
-            desk.channel.send(messages.BROADCAST, 0, BroadcastRequest(number, ticket, len(pieces), nbytes))
+        def say(sequence_number: int) -> None:
+            client.channel.send(messages.BROADCAST, 0, BroadcastRequest(number, sequence_number, len(pieces), nbytes))
 
-        return self.join(desk.worker, lambda group: broadcast_coalesced(group, pieces), say)
+        return self.join(client.worker, lambda group: broadcast_coalesced(group, pieces), say)

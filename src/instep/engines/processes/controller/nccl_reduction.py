@@ -28,35 +28,37 @@ from instep.engines.processes.transport.connection import ConnectionClosed
 from instep.engines.processes.transport.copy_streams import CallStreams
 
 _MAX_ATTEMPTS = 4
-"""Groups in which a sum is tried, before gradients come one by one."""
+"""Attempts to reduce in a group before gradients are fetched from each worker through host memory."""
 
 
 class GradientReduction:
-    """The gradients of one backward; around the replicas' own parts of it."""
+    """Reduces the gradients of one backward on exit; used as a context around the replicas' backwards."""
 
-    def __init__(self, office: ThreadedWorkerProvider, fleet: NcclManager, passage: CallStreams, count: int) -> None:
-        self._provider, self._nccl, self._streams = office, fleet, passage
+    def __init__(
+        self, provider: ThreadedWorkerProvider, manager: NcclManager, streams: CallStreams, count: int
+    ) -> None:
+        self._provider, self._nccl, self._streams = provider, manager, streams
         self._num_replicas = count
         self._backwards: dict[int, ReplicaBackward] = {}
 
     def __enter__(self) -> GradientReduction:
         return self
 
-    def add(self, index: int, back: ReplicaBackward) -> None:
-        """Have a worker keep the gradients of its part."""
-        back.set_keep_gradients(True)
-        self._backwards[index] = back
+    def add(self, index: int, backward: ReplicaBackward) -> None:
+        """Make a worker keep its gradients."""
+        backward.set_keep_gradients(True)
+        self._backwards[index] = backward
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
             if error is None:
                 self._collect()
         finally:
-            for back in self._backwards.values():
-                back.release()
+            for backward in self._backwards.values():
+                backward.release()
 
     def _collect(self) -> None:
-        if not any(back.kept_gradients for back in self._backwards.values()):
+        if not any(backward.kept_gradients for backward in self._backwards.values()):
             return
         for _ in range(_MAX_ATTEMPTS):
             lost = [index for index in self._backwards if not self._is_current(index)]
@@ -70,7 +72,7 @@ class GradientReduction:
         self._run_per_worker(self._fetch, self._backwards)
 
     def _run_per_worker(self, do: Callable[[int], None], indices: Iterable[int]) -> None:
-        """Do something for some workers, each in the thread of its replica; `Broken` only where nothing worse came."""
+        """Run a function per worker, each in its replica's thread. `GroupAborted` is raised only if nothing else is."""
         broken: list[GroupAborted] = []
 
         def one(index: int) -> None:
@@ -87,22 +89,22 @@ class GradientReduction:
             raise broken[0]
 
     def _rerun(self, index: int) -> None:
-        """Where a worker was replaced, its part of the backward is run again."""
-        back = self._backwards[index]
-        back.mark_lost()
-        went = send_and_wait(self._provider, index, back, self._streams, back.same_device)
-        back.store_gradients(went, [])  # nothing comes late from a GPU
+        """Run the backward again on a replacement worker."""
+        backward = self._backwards[index]
+        backward.mark_lost()
+        reply = send_and_wait(self._provider, index, backward, self._streams, backward.same_device)
+        backward.store_gradients(reply, [])  # nothing comes late from a GPU
 
     def _is_current(self, index: int) -> bool:
-        """Whether the worker that has kept the gradients is still the replica's."""
+        """Whether the worker that keeps the gradients has not been replaced."""
         try:
             return self._provider.get_worker(index)[1] is self._backwards[index].client
         except ConnectionClosed:
             return False
 
     def _reduce(self, home: ControllerGroup) -> bool:
-        """Whether the sum of what workers have kept came; it is left where the first of them would leave its own."""
-        kept = {index: back.kept_by_leaf() for index, back in sorted(self._backwards.items())}
+        """Reduce the kept gradients, and store each sum as the gradient of the first replica that has one."""
+        kept = {index: backward.kept_by_leaf() for index, backward in sorted(self._backwards.items())}
         places = sorted({place for mine in kept.values() for place in mine})
         owners = [self._backwards[next(index for index in kept if place in kept[index])] for place in places]
         leaves = [owner.leaf(place) for owner, place in zip(owners, places, strict=True)]
@@ -134,18 +136,18 @@ class GradientReduction:
     def _send_reduce(
         self, index: int, together: GroupCollective, begin: Callable[[NcclGroup], None], order: ReduceRequest
     ) -> None:
-        """Have one worker take part in a sum."""
+        """Make one worker take part in the reduction."""
         boxes: list[PendingReply] = []
         worker: WorkerProcess | None = None
 
-        def say(ticket: int) -> None:
-            boxes.append(desk.send(messages.REDUCE, replace(order, sequence_number=ticket)))
+        def say(sequence_number: int) -> None:
+            boxes.append(client.send(messages.REDUCE, replace(order, sequence_number=sequence_number)))
 
         try:
-            worker, desk = self._provider.get_worker(index)
+            worker, client = self._provider.get_worker(index)
             if not together.join(worker, begin, say):
                 raise GroupAborted("a worker takes no part in a sum")
-            desk.wait_reply(boxes[0], None)
+            client.wait_reply(boxes[0], None)
         except ConnectionClosed as gone:
             together.fail("a worker ended")
             self._provider.replace_dead(index, worker, gone)
@@ -159,24 +161,24 @@ class GradientReduction:
             raise
 
     def _fetch(self, index: int) -> None:
-        """Have one worker leave what it has kept in host memory; where another one took its place, its part again."""
-        back = self._backwards[index]
+        """Fetch the gradients of one worker through host memory; rerun its backward if it was replaced."""
+        backward = self._backwards[index]
         if self._is_current(index):
-            desk = back.client
+            client = backward.client
             try:
-                fields, _ = desk.channel.decode(
-                    desk.wait_reply(desk.send(messages.FETCH_GRADIENTS, back.request_id), None)
+                fields, _ = client.channel.decode(
+                    client.wait_reply(client.send(messages.FETCH_GRADIENTS, backward.request_id), None)
                 )
-                back.store_kept(BackwardReply(*fields))
+                backward.store_kept(BackwardReply(*fields))
                 return
             except ConnectionClosed as gone:
-                self._provider.replace_dead(index, desk.worker, gone)
+                self._provider.replace_dead(index, client.worker, gone)
             except ReplyTimeout:
                 self._provider.kill_stuck(index)
                 raise
-        back.set_keep_gradients(False)
+        backward.set_keep_gradients(False)
         self._rerun(index)
 
 
 def _no_op() -> None:
-    """There is nothing to do for the first replica, which is here."""
+    """Replica 0 has nothing to do."""

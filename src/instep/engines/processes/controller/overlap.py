@@ -19,78 +19,78 @@ from instep.errors import EngineError
 from instep.runtime.affinity import spin_poll
 
 _IDLE_SECONDS, _IDLE_FRACTION = 10.0, 0.1
-"""Seconds without a ring, or a part of the time that a worker has, after which the answers are waited for."""
+"""Seconds without a signal, as an absolute limit and as a fraction of the timeout, after which summing stops."""
 _POLL_MS = 10
-"""Milliseconds after which it is seen that another thread has heard an answer, or that a worker has ended."""
+"""Milliseconds between checks for dead workers and for replies that another thread received."""
 _CHUNKS_PER_POLL = 4
-"""Stretches that are added before the workers are looked at again."""
+"""Chunks that are added before polling again."""
 
 
 @dataclass
 class _PartialSum:
-    """This process's own gradient of one weight, as it lies in memory, and how far the workers' are added to it."""
+    """The sum of one parameter's gradients, started with replica 0's gradient."""
 
     total: Tensor
     slots: list[Tensor]
-    """Each worker's, as they lie in memory."""
+    """The workers' gradients, flattened."""
     chunks: list[GradientChunk]
-    """All that it consists of."""
+    """The chunks of the gradient."""
     ready: dict[int, set[int]] = field(default_factory=dict)
-    """By the start of a stretch: the workers that were heard to have it."""
+    """By the start of a chunk: the workers that have written it."""
     added: dict[int, int] = field(default_factory=dict)
-    """By the start of a stretch: how many workers' are in the sum."""
+    """By the start of a chunk: how many workers' chunks are in the sum."""
 
     def add(self, start: int, stop: int) -> None:
-        """Add what has come of a stretch, as far as no worker before is missing."""
+        """Add the chunks that are ready, in the order of the replicas."""
         count = self.added.get(start, 0)
         while count in self.ready[start]:
             self.total[start:stop].add_(self.slots[count][start:stop])
             count += 1
-            self.added[start] = count  # at once: an interruption may come
+            self.added[start] = count  # per chunk: the loop may be interrupted
 
 
 class _ExpectedWorker(NamedTuple):
-    """A worker that may ring."""
+    """A worker that may signal its doorbell."""
 
     replica_index: int
     call: ReplayableCall
     doorbell: Doorbell
     request_id: int
-    """Of the backward."""
+    """The id of the backward request."""
     has_replied: Callable[[], bool]
-    """Whether another thread has heard its answer."""
+    """Whether another thread has received the reply."""
     positions: dict[int, int]
-    """By the numbers of its larger weights: which ones they are."""
+    """By the tensor index of a large parameter: its position among the sources."""
 
 
 class LateGradient(NamedTuple):
-    """A gradient that a worker came by after it had rung for one of the same weight."""
+    """A gradient that a worker produced after it had signalled one for the same parameter."""
 
     replica_index: int
     position: int
-    """The weight's, among the sources."""
+    """The parameter's position among the sources."""
     gradient: Tensor
 
 
 class OverlappedSum:
-    """The sum of one backward's gradients, as far as it is there before the answers."""
+    """Sums gradients of one backward as workers signal them. Replicas are added in order, so the result is exact."""
 
     def __init__(self) -> None:
         self._workers: list[_ExpectedWorker] = []
         self._sums: dict[int, _PartialSum] = {}
-        """By the place of a weight."""
+        """By the position of a parameter."""
         self.late_gradients: list[LateGradient] = []
         self.writable: set[int] | None = None
-        """The places of this process's own gradients that the others can be added to, once that is known."""
+        """Positions of replica 0's gradients that can be added to in place, once known."""
 
     def add_worker(self, replica: int, call: ReplayableCall, number: int, answered: Callable[[], bool]) -> None:
-        """A worker was asked for its part of the backward, and may ring while it works on it."""
-        bell = call.module_state.doorbell
-        if bell is not None and bell.backward_id == number:
-            self._workers.append(_ExpectedWorker(replica, call, bell, number, answered, {}))
+        """Register a worker whose backward was requested."""
+        doorbell = call.module_state.doorbell
+        if doorbell is not None and doorbell.backward_id == number:
+            self._workers.append(_ExpectedWorker(replica, call, doorbell, number, answered, {}))
 
     def run(self, sides: Sequence[ReplicaGraph]) -> None:
-        """Add up what lies in slots, until all workers have answered or none says anything.
+        """Add chunks as they become ready, until all workers have replied or none signals any more.
 
         To be called when this process's own gradients are there. Only where every worker rings, and none has died: they
         come in order, and a successor has slots of its own.
@@ -127,7 +127,7 @@ class OverlappedSum:
                 return
 
     def _start_sums(self, sides: Sequence[ReplicaGraph]) -> dict[int, _PartialSum]:
-        """The larger ones of this process's own gradients that slots can be added to."""
+        """The sums for replica 0's large gradients."""
         sums: dict[int, _PartialSum] = {}
         rows = [worker.call.tensor_indices(sides[worker.replica_index].leaves) for worker in self._workers]
         for place, leaf in enumerate(sides[0].leaves):
@@ -153,24 +153,24 @@ class OverlappedSum:
             one.add(stretch.start, stretch.stop)
 
     def finish(self, columns: Sequence[Gradients]) -> dict[int, Tensor]:
-        """The sums that were begun, by their places; all answers are there, and what is missing is added."""
+        """Complete the sums that were started, by position. To be called when all workers have replied."""
         begun = {place: one for place, one in self._sums.items() if one.added}
         self._sums = {}  # the views in it keep the rest from being added to in place
         return {place: _finish_sum(one, [column[place] for column in columns]) for place, one in begun.items()}
 
 
 def _doorbell_is_current(worker: _ExpectedWorker) -> bool:
-    """Whether what a worker rings for is what its slots hold."""
+    """Whether the worker's doorbell signals this backward."""
     return worker.doorbell is worker.call.module_state.doorbell and worker.doorbell.backward_id == worker.request_id
 
 
 def _has_ended(worker: _ExpectedWorker) -> bool:
-    """Whether nothing comes any longer from a worker that has not answered here."""
+    """Whether the worker has died, or its reply went to another thread."""
     return worker.has_replied() or not worker.call.client.worker.is_alive()
 
 
 def _finish_sum(one: _PartialSum, row: Gradients) -> Tensor:
-    """One weight's sum, with what was not added yet."""
+    """Add the chunks that are missing from a sum."""
     total, *others = row
     assert total is not None
     for worker, gradient in enumerate(others):

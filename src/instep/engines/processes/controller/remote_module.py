@@ -28,42 +28,42 @@ from instep.structure.shapes import is_dense
 
 @dataclass
 class RemoteModuleState:
-    """What a worker was told of a module."""
+    """The controller's record of the module state a worker has."""
 
     tensors: list[Tensor]
-    """Its tensors, in the order of their numbers; for one that an earlier call left there, what stands for it here."""
+    """The module's tensors, by index; for a non-leaf left by an earlier call, the remote replica's tensor."""
     local_tensors: list[Tensor]
-    """What stands here for each of them."""
+    """The remote replica's tensor for each of them."""
     gradient_slots: dict[int, Tensor]
-    """By number: where the worker leaves the tensor's gradient."""
+    """By tensor index: the memory that the worker writes the gradient to."""
     unshared: list[int]
-    """The numbers of tensors that lie in no common memory."""
+    """Indices of tensors that are not in shared memory."""
     gradient_memory: SharedMemory | DeviceMemory
-    """Where the slots are."""
+    """The memory of the gradient slots."""
     slot_offsets: dict[int, int]
-    """By number: where in it."""
+    """By tensor index: the slot's offset in `gradient_memory`."""
     staging: HostStagingCopy | None
-    """Where the worker finds the values of tensors that it cannot reach."""
+    """Host copy of the tensors that the worker cannot map."""
     same_device: bool
-    """Whether tensors may stay on a device that both processes work on."""
+    """Whether the worker uses the caller's device."""
     used_ipc: bool
-    """Whether they did, when the worker was told."""
+    """Whether CUDA IPC was in use when the module was sent."""
     generators: list[torch.Generator]
-    """The generators that the module holds, in the order of their numbers."""
+    """The module's generators, by index."""
     closure_variables: list[tuple[CellType, ValueSnapshot]]
     """The variables of closures that went with it, as they were."""
     doorbell: Doorbell | None
-    """Tells of large gradients that lie in their slots."""
+    """Signals large gradients that are in their slots."""
     staged_offsets: set[int] = field(default_factory=set)
-    """Where in the image lies what the worker copies from it."""
+    """Offsets in the staging copy that the worker copies from."""
 
     def __post_init__(self) -> None:
         self.is_new = True
         self.tensor_indices = {id(tensor): number for number, tensor in enumerate(self.tensors)}
         self.source_ids = {id(made): id(source) for source, made in zip(self.tensors, self.local_tensors, strict=True)}
-        """By the id of what stands for it here: the id of each tensor."""
+        """By `id()` of a local tensor: `id()` of the module's tensor."""
         self.local_indices = {id(made): number for number, made in enumerate(self.local_tensors)}
-        """By the same: the number of each."""
+        """By `id()` of a local tensor: its index."""
         self.versioned = versioned_tensors(self.local_tensors)
         self._slots_on_device = all(
             slot.device == self.tensors[number].device for number, slot in self.gradient_slots.items()
@@ -74,7 +74,7 @@ class RemoteModuleState:
         self._state_layout = MemoryLayout([tensor for tensor in self.tensors if not tensor.requires_grad])
 
     def has_changed(self) -> bool:
-        """Whether a tensor was given other memory, something was set on one, or a closure reads something else."""
+        """Whether a tensor's memory or attributes, or a closure variable, changed since the module was sent."""
         # How weights are read is looked at before every call; of the rest, it is here.
         if list(map(_data_ptr, self._parameters)) != self._data_ptrs or not self._state_layout.is_unchanged():
             return True
@@ -83,13 +83,13 @@ class RemoteModuleState:
         return any(map(_attributes_changed, self.tensors, self._tensor_attributes))
 
     def refresh_staging(self, call: object, follow: bool) -> None:
-        """Let the worker find the values that tensors have now, in this call; where it need not, only at first."""
+        """Refresh the staging copy for a call, if `follow` is set or the worker has never read it."""
         if self.staging is not None and (follow or self.is_new):
             self.staging.refresh(call)
         self.is_new = False
 
     def read_gradients(self, numbers: Sequence[int]) -> dict[int, Tensor]:
-        """What the worker has left in the slots of these tensors, on the device of the tensors."""
+        """Gradients from the slots of these tensors, on the tensors' device."""
         memory = self.gradient_memory
         if self._slots_on_device:
             return {n: self.gradient_slots[n] for n in numbers}
@@ -104,12 +104,12 @@ class RemoteModuleState:
         return near | dict(zip(far, brought, strict=True))
 
     def unshared_values(self) -> dict[int, Tensor]:
-        """The values of the tensors that lie in no common memory."""
+        """Values of the tensors that are not in shared memory, by index."""
         return {number: self.tensors[number].detach() for number in self.unshared}
 
 
 def versioned_tensors(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
-    """The tensors whose writes are counted, after their places; those of inference mode have no such counter."""
+    """The indices and tensors that have a version counter; inference tensors have none."""
     places = [place for place, tensor in enumerate(tensors) if not tensor.is_inference()]
     return places, [tensors[place] for place in places]
 
@@ -118,12 +118,12 @@ _data_ptr = torch._C.TensorBase.data_ptr
 
 
 def _snapshot_attributes(tensors: Sequence[Tensor]) -> list[dict[str, ValueSnapshot]]:
-    """What is set on each tensor, as it is now."""
+    """Snapshots of the attributes of each tensor."""
     return [{name: take_snapshot(value) for name, value in tensor.__dict__.items()} for tensor in tensors]
 
 
 def _attributes_changed(tensor: Tensor, marks: dict[str, ValueSnapshot]) -> bool:
-    """Whether other things are set on a tensor, or what is set was changed."""
+    """Whether a tensor's attributes differ from their snapshots."""
     found = tensor.__dict__
     if not found and not marks:
         return False
@@ -131,23 +131,23 @@ def _attributes_changed(tensor: Tensor, marks: dict[str, ValueSnapshot]) -> bool
 
 
 class TensorTableBuilder:
-    """The entries of a table, the memory that they lie in, and what lies in none."""
+    """Builds a tensor table: the specs, the memory blocks that they refer to, and storages to send."""
 
-    def __init__(self, tensors: Sequence[Tensor], shadow: RemoteReplica, near: bool) -> None:
-        """`near` says whether the worker can open memory of the source's device."""
+    def __init__(self, tensors: Sequence[Tensor], replica: RemoteReplica, near: bool) -> None:
+        """The last argument says whether the worker can open memory of the source's device."""
         self.blocks: dict[int, SharedMemory] = {}
         self.ipc_blocks: dict[int, DeviceMemory] = {}
         self._same_device = near
         self.storages: list[Tensor] = []
         self.unshared: list[int] = []
-        self._source_device = shadow.source_device
-        self._needs_copies = needs_device_copies(shadow.worker_device)
+        self._source_device = replica.source_device
+        self._needs_copies = needs_device_copies(replica.worker_device)
         self.staged_offsets: set[int] = set()
-        """Where in the image lies what the worker copies from it."""
+        """Offsets in the staging copy that the worker copies from."""
         self._storage_indices: dict[int, int] = {}
         dense = [tensor for tensor in tensors if _has_data(tensor)]
         far = [tensor for tensor in dense if needs_staging(tensor) and self._ipc_location(tensor) is None]
-        self.staging = staging_copy_for(shadow.source_modules[0], far)
+        self.staging = staging_copy_for(replica.source_modules[0], far)
         self.specs = [self._spec(number, tensor) for number, tensor in enumerate(tensors)]
 
     def _spec(self, number: int, tensor: Tensor) -> TensorSpec:
@@ -168,14 +168,14 @@ class TensorTableBuilder:
         return TensorLocation(block, offset, storage.nbytes(), start, size, tensor.stride(), tensor.dtype, pull)
 
     def _find_block(self, tensor: Tensor) -> tuple[int, int]:
-        """The number of the block that a tensor's storage lies in, and where; or 0 and the number of a storage sent."""
+        """The block id and offset of a tensor's storage; or 0 and the index of a storage to send."""
         address = tensor.untyped_storage().data_ptr()
-        opened, image = self._ipc_location(tensor), self.staging
+        opened, staging = self._ipc_location(tensor), self.staging
         if opened is not None:
             return opened
-        if image is not None and address in image.offsets:
-            self.blocks[image.block_id] = image.memory
-            return image.block_id, image.offsets[address]
+        if staging is not None and address in staging.offsets:
+            self.blocks[staging.block_id] = staging.memory
+            return staging.block_id, staging.offsets[address]
         place = locate(tensor)
         if place is not None and isinstance(place.block.memory, SharedMemory):
             self.blocks[place.block.block_id] = place.block.memory
@@ -187,7 +187,7 @@ class TensorTableBuilder:
         return 0, self._storage_indices[address]
 
     def _ipc_location(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Where a tensor lies in memory of its device that the worker opens, if it does."""
+        """The block id and offset of a tensor in device memory that the worker opens by CUDA IPC."""
         place = locate(tensor) if self._same_device else None
         if place is None or not isinstance(place.block.memory, DeviceMemory):
             return None
@@ -196,7 +196,7 @@ class TensorTableBuilder:
 
 
 def needs_device_copies(device: torch.device) -> bool:
-    """Whether a worker of this device computes with copies of what lies in memory that it shares with others."""
+    """Whether a worker on this device copies shared host memory to the device before computing."""
     return device.type != "cpu"
 
 

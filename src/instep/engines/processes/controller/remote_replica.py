@@ -29,19 +29,19 @@ _replayable_lock = ForkSafeLock()
 
 
 def register_call(root: nn.Module, call: Any) -> None:
-    """Let a call whose gradient may still be asked for hear of changes of its module."""
+    """Notify a call that may be replayed of changes of its module."""
     with _replayable_lock:
         _replayable_calls.setdefault(root, weakref.WeakSet()).add(call)
 
 
 def registered_calls(root: nn.Module) -> list[Any]:
-    """The calls of a module whose gradient may still be asked for."""
+    """The calls of a module that may be replayed."""
     with _replayable_lock:
         return list(_replayable_calls.get(root, ()))
 
 
 class SourceViews(ReplicaTensors):
-    """The tensors of a stand-in: state is the source's own memory, until a worker says what it wrote there."""
+    """The tensors of a remote replica: views of the source's memory, until the worker reports writes."""
 
     def copy(self, source: Tensor) -> Tensor:
         with set_inference_mode(False), torch.no_grad():
@@ -53,7 +53,7 @@ class SourceViews(ReplicaTensors):
 
 
 class RemoteReplica(Replica):
-    """A replica of another process, as this one sees it."""
+    """The controller's stand-in for a replica in a worker. It records what the worker has not been sent yet."""
 
     tensors_class = SourceViews
     is_remote = True
@@ -71,35 +71,35 @@ class RemoteReplica(Replica):
         self.worker_device = device
         """The worker's device."""
         self.source_device = home
-        """The source's."""
+        """The source module's device."""
         self.worker_moves_args = False
-        """Whether the worker brings the arguments of the next call to its device by itself."""
+        """Whether the worker moves the arguments of the next call to its device."""
         self.module_id = next(_module_ids)
-        """What the worker knows it by."""
+        """The id by which the worker refers to the module."""
         self.needs_full_sync = True
-        """Whether the worker has to be told the whole module."""
+        """Whether the whole module has to be sent again."""
         self.needs_state_refresh = False
-        """Whether the worker has to look at values again, even where nobody says that they changed."""
+        """Whether the worker has to refresh state even if the call does not say so."""
         self.pending_attributes: list[AttributeChange] = []
-        """Attributes that the worker has to be told, if nothing else."""
+        """Attributes to send, if the module is not sent as a whole."""
         patch: Any = kwargs.get("patch")
         self.sync_batchnorm: bool | None = None if patch is None else patch.enabled
-        """Whether batch normalisation looks at the whole batch."""
+        """Whether batch normalization is synchronized."""
         self.worker_states: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        """What the worker at each desk was told of the module."""
+        """By client: the module state its worker has."""
         self.gradient_memory: SharedMemory | DeviceMemory | None = None
-        """Where the worker leaves gradients."""
+        """The memory that the worker writes gradients to."""
         self.recreate = partial(type(self), index, source, device, way, home=home, **kwargs)
-        """Makes another one."""
+        """Creates another remote replica with the same arguments."""
         self.carried_state: list[tuple[int, str, Any]] = []
-        """Parts of carried state for the next call: the module's index, the attribute, and the part."""
+        """Shards of carried state for the next call: the submodule's index, the attribute, the shard."""
         self._written: list[TensorPair] = []
         # Arguments for another accelerator are put where the source is, from where the worker gets them.
         near = home if home.type != "cpu" and device.type != "cpu" else device
         super().__init__(index, source, near, way, home=home, **kwargs)
         self.name = f"replica {index} on {device}"
         self.same_device = device == home and device.type != "cpu" and way is ParameterSharing.ALIAS
-        """Whether tensors may stay on a device that both processes work on."""
+        """Whether the worker uses the caller's device."""
 
     def accepts_host_arguments(self, chosen: bool) -> bool:
         self.worker_moves_args = (
@@ -108,7 +108,7 @@ class RemoteReplica(Replica):
         return self.worker_moves_args
 
     def write_state(self, values: Mapping[int, Tensor]) -> list[TensorPair]:
-        """Take what the worker wrote to state, by the ids of the source's tensors, until `unwrite`."""
+        """Show what the worker wrote to state, by `id()` of the source's tensors, until `restore_views`."""
         for source, view in self.tensors.state:
             value = values.get(id(source))
             if value is not None:
@@ -117,7 +117,7 @@ class RemoteReplica(Replica):
         return list(self._written)
 
     def restore_views(self) -> None:
-        """See the source's own memory again."""
+        """Make state views of the source's memory again."""
         for source, view in self._written:
             view.data = source.detach()
         self._written = []

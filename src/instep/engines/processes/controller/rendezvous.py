@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,32 +27,32 @@ T = TypeVar("T")
 
 
 class ReplyTask(Generic[T]):
-    """Asks one worker, and hears it as far as somebody lets it."""
+    """Waits for a worker's reply; suspends at collectives."""
 
-    def __init__(self, index: int, hearing: ReplyGenerator[T]) -> None:
+    def __init__(self, index: int, generator: ReplyGenerator[T]) -> None:
         self.index = index
-        """The replica's."""
-        self._generator = hearing
+        """The replica's index."""
+        self._generator = generator
         self.status = RUNNING
-        """Where it has stopped; nowhere any longer when the worker has answered."""
+        """What the generator yielded last; empty when it has ended."""
         self._result: list[T] = []
         self._error: BaseException | None = None
 
     def resume(self) -> None:
-        """Go on to the next stop; the first is where the worker was asked."""
+        """Run to the next suspension. The first one is after the request was sent."""
         try:
-            with set_inference_mode(False):  # what a worker writes to state outlives the mode that the caller may be in
+            with set_inference_mode(False):  # state written by the worker outlives the mode
                 self.status = next(self._generator)
         except StopIteration as end:
             self._result, self.status = [end.value], ""
         except Exception as error:
             self._error, self.status = unwrap_stop_iteration(error), ""
         except BaseException:
-            self.status = ""  # what comes next is not heard any longer
+            self.status = ""  # interrupted: it is not resumed
             raise
 
     def result(self) -> T:
-        """What the worker answers."""
+        """The worker's reply; raises its error."""
         while self.status:
             self.resume()
         error, self._error = self._error, None
@@ -64,52 +64,53 @@ class ReplyTask(Generic[T]):
         return self._result[0]
 
     def cancel(self) -> None:
-        """Hear no more of the worker."""
+        """Stop waiting for the worker."""
         self._generator.close()
         self._error = None
 
 
 class ControllerRendezvous(rendezvous.Rendezvous):
-    """A room where replicas of other processes meet, each through somebody here who hears it.
+    """A rendezvous in which remote replicas take part through the controller.
 
-    That is a thread for each, or the thread of the first replica: it hears all others when it comes to a meeting.
+    Either a thread of the controller waits for each worker, or replica 0's thread resumes all `reply_tasks` when it
+    reaches a collective itself.
     """
 
     gradient_reduction: Any = None
-    """How gradients of a backward come from all workers at once, if they do."""
+    """The `GradientReduction` of a backward, if its gradients are reduced in a group."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.reply_tasks: list[ReplyTask[Any]] = []
-        """By which the first replica's thread hears the others."""
+        """The tasks that replica 0's thread resumes; empty if each worker has its own thread."""
         self._waiting_for: tuple[str, float, int] | None = None
-        """What the first replica has come to meet the others for, and since when it waits for which one."""
+        """The collective that replica 0 waits in, since when, and for which replica."""
         self.has_failed = False
-        """Whether a replica that was heard has failed."""
+        """Whether a replica is known to have failed."""
         self.failure_checks: list[Callable[[], bool]] = []
-        """Each says of one worker whether it has answered that it failed."""
+        """One function per worker: whether the worker has replied with an error."""
 
     def any_failed(self) -> bool:
-        """Whether a replica has failed, so that the others need not be waited for."""
-        return self.has_failed or any(glance() for glance in self.failure_checks)
+        """Whether a replica has failed, so that the others need not be awaited."""
+        return self.has_failed or any(check() for check in self.failure_checks)
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
         payload = stage_on_host(payload)
         if not self.reply_tasks:
             return super().exchange(index, label, payload)
         awaited = self._arrive(index, label, payload)
-        for ear in self.reply_tasks:
-            self._waiting_for = label, time.monotonic(), ear.index
-            while ear.status == RUNNING and not self.is_broken():
-                ear.resume()
+        for task in self.reply_tasks:
+            self._waiting_for = label, time.monotonic(), task.index
+            while task.status == RUNNING and not self.is_broken():
+                task.resume()
         self._waiting_for = None
-        for ear in self.reply_tasks:
-            if ear.status == AT_COLLECTIVE:  # lets it know
-                ear.resume()
+        for task in self.reply_tasks:
+            if task.status == AT_COLLECTIVE:  # it receives the result
+                task.resume()
         return self._collect(awaited)
 
     def warn_if_slow(self) -> None:
-        """Say for whom the first replica waits, if it has waited for long."""
+        """Warn once if replica 0 has waited for another replica for long."""
         if self._waiting_for is not None and not self._warned:
             label, since, index = self._waiting_for
             waited = time.monotonic() - since
@@ -118,7 +119,7 @@ class ControllerRendezvous(rendezvous.Rendezvous):
                 self._warn_slow(label, waited, [index])
 
     def exchange_remote(self, index: int, label: str, payload: Any) -> ReplyGenerator[list[Any]]:
-        """Let a replica of another process come, and say what all have brought."""
+        """Take part on behalf of a remote replica; suspends until all replicas have arrived."""
         if not self.reply_tasks:
             return self.exchange(index, label, payload)
         awaited = self._arrive(index, label, payload)
@@ -127,11 +128,11 @@ class ControllerRendezvous(rendezvous.Rendezvous):
 
 
 _send_lock = ForkSafeLock()
-"""Held while workers are asked: all get the calls of several threads in one order, and none waits for another's."""
+"""Held while requests are sent, so that all workers receive the calls of several threads in the same order."""
 
 
 def run_replicas(
-    meeting: ControllerRendezvous, first: Callable[[], T], hearings: Sequence[ReplyGenerator[T]]
+    group: ControllerRendezvous, first: Callable[[], T], generators: Sequence[ReplyGenerator[T]]
 ) -> list[T]:
     """What `first` gives, in this thread, after every worker was asked for its part; and what they answer.
 
@@ -139,22 +140,22 @@ def run_replicas(
     """
     results: list[T] = []
     errors: dict[int, BaseException] = {}
-    ears = meeting.reply_tasks = [ReplyTask(index, hearing) for index, hearing in enumerate(hearings, 1)]
+    tasks = group.reply_tasks = [ReplyTask(index, generator) for index, generator in enumerate(generators, 1)]
     try:
         with _send_lock:
-            for ear in ears:
-                ear.resume()
-        for number, part in enumerate([first, *(ear.result for ear in ears)]):
+            for task in tasks:
+                task.resume()
+        for number, part in enumerate([first, *(task.result for task in tasks)]):
             try:
                 results.append(part())
             except Exception as error:
-                errors[number], meeting.has_failed = error, True
-        meeting.close()
+                errors[number], group.has_failed = error, True
+        group.close()
     except BaseException:
-        run_uninterrupted(meeting.abort, meeting.close, *(ear.cancel for ear in ears))
+        run_uninterrupted(group.abort, group.close, *(task.cancel for task in tasks))
         raise
     finally:
-        meeting.reply_tasks = []
+        group.reply_tasks = []
     if errors:
         try:
             raise first_error(errors)
@@ -192,77 +193,66 @@ def run_as_replica(run: Callable[[], T], count: int, *, caller_restores: bool = 
     return result
 
 
-class RemoteExchange(Protocol):
-    """A meeting that replicas of other processes take part in."""
-
-    def exchange_remote(self, index: int, label: str, payload: Payload) -> ReplyGenerator[list[Any]]:
-        """Let a replica come, and say what all have brought."""
-        ...
-
-
 class CollectiveLog:
-    """What one replica met the others for in a call, and what came of it: a worker that begins again is told that."""
+    """The results of a remote replica's collectives in one call. A worker that replays the call gets them again."""
 
-    def __init__(self, room: RemoteExchange, passage: CallStreams) -> None:
-        self._rendezvous: RemoteExchange | None = room
-        self._streams = passage
+    def __init__(self, rendezvous: ControllerRendezvous, streams: CallStreams) -> None:
+        self._rendezvous: ControllerRendezvous | None = rendezvous
+        self._streams = streams
         self._results: list[FlatValue] = []
         self._position = 0
 
     def rewind(self) -> None:
-        """The call begins, or begins again."""
+        """Start the call, or its replay."""
         self._position = 0
 
     def seal(self) -> None:
-        """Nobody is met any longer: the answers are all that there is."""
+        """End the call: from now on only logged results are replayed."""
         self._rendezvous = None
 
-    def add_failure_check(self, glance: Callable[[], bool]) -> None:
-        """Let whoever waits for another replica see whether this one has failed."""
-        glances: list[Callable[[], bool]] | None = getattr(self._rendezvous, "failure_checks", None)
-        if glances is not None:
-            glances.append(glance)
+    def add_failure_check(self, check: Callable[[], bool]) -> None:
+        """Register a check that tells the waiting replicas whether this one has failed."""
+        if self._rendezvous is not None:
+            self._rendezvous.failure_checks.append(check)
 
     def warn_if_slow(self) -> None:
-        """A moment has passed in which this replica was not heard of."""
-        look: Any = getattr(self._rendezvous, "look", None)
-        if look is not None:
-            look()
+        """See `ControllerRendezvous.warn_if_slow`."""
+        if self._rendezvous is not None:
+            self._rendezvous.warn_if_slow()
 
     def any_failed(self) -> bool:
-        """Whether a worker has failed, so that the call is lost."""
-        asked: Any = getattr(self._rendezvous, "any_failed", None)
-        return asked is not None and bool(asked())
+        """Whether a replica of the call has failed."""
+        return self._rendezvous is not None and self._rendezvous.any_failed()
 
     def exchange(
         self, index: int, label: str, bare: EncodedPayload, tensors: Sequence[Tensor]
     ) -> ReplyGenerator[FlatValue]:
-        """What the replicas brought, or why they did not come."""
+        """The result of the next collective, or its error."""
         if self._position < len(self._results):
-            answer = self._results[self._position]
+            reply = self._results[self._position]
         elif self._rendezvous is None:
-            again = EngineError(f"a forward that was run again came to {label}, where it had not been before.")
-            answer = error_result(again)
+            again = EngineError(f"a replayed forward called {label}, which the first run did not call.")
+            reply = error_result(again)
         else:
             try:
                 packages = yield from self._rendezvous.exchange_remote(index, label, decode_payload(bare, tensors))
-                answer = _result_for(packages, index)
-                if any(tensor.device.type != "cpu" for tensor in answer.tensors):
+                reply = _result_for(packages, index)
+                if any(tensor.device.type != "cpu" for tensor in reply.tensors):
                     self._streams.wait_for_caller()
             except Exception as error:
-                answer = error_result(error)
-            self._results.append(answer)
+                reply = error_result(error)
+            self._results.append(reply)
         self._position += 1
-        return answer
+        return reply
 
 
 def _result_for(packages: Sequence[Payload], index: int) -> FlatValue:
-    """What the replicas brought for one of them."""
+    """Encodes all replicas' payloads for one replica."""
     tensors: list[Tensor] = []
     bares = [encode_payload(package, tensors, index) for package in packages]
     return FlatValue((bares, None), tensors, [package.metadata for package in packages])
 
 
 def error_result(error: Exception | str) -> FlatValue:
-    """Why they did not come."""
+    """Encodes a collective's failure."""
     return FlatValue((None, error), [], [error])

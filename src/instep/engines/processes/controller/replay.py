@@ -28,7 +28,7 @@ AttributeKey = tuple[nn.Module, str, bool]
 
 @dataclass(eq=False)
 class ReplayableCall:
-    """What is kept of a call until nobody can ask for its gradient any longer: then its worker may forget it too.
+    """What is needed to replay a worker's forward. When it is freed, the worker can drop the call too.
 
     It does not hold the stand-in that it was made with: that leads to tensors which earlier calls left on the module,
     and so to these calls.
@@ -39,9 +39,9 @@ class ReplayableCall:
     module_state: RemoteModuleState
     name: str
     recreate_replica: Callable[[], RemoteReplica]
-    """Makes a stand-in of the module as it is then."""
+    """Creates a remote replica of the module's current state."""
     private_containers: list[str]
-    """Containers of the module of which each replica has its own."""
+    """Paths of containers of which each replica has a copy."""
     modules: list[nn.Module]
     change_detector: Callable[[], Callable[[], Changes | None] | None]
     """What says what has changed on the module since its replicas were last ready, as long as that exists."""
@@ -49,26 +49,26 @@ class ReplayableCall:
     collectives: CollectiveLog
     arguments: list[Tensor]
     output_indices: dict[int, int] = field(default_factory=dict)
-    """By the id of an output's tensor here: its number."""
+    """By `id()` of an output tensor: its index."""
     output_versions: dict[int, int] = field(default_factory=dict)
-    """By the number of an output's tensor: its version when it came."""
+    """By the index of an output tensor: its version when it was received."""
     input_indices: list[int] = field(default_factory=list)
-    """The numbers of the arguments that a gradient is wanted for."""
+    """Indices of the arguments that need a gradient."""
     old_attributes: dict[AttributeKey, Any] = field(default_factory=dict)
-    """What attributes and buffers were that have changed since."""
+    """Old values of attributes and buffers that have changed since."""
     old_contents: dict[int, tuple[Any, Contents]] = field(default_factory=dict)
-    """By their ids: containers of the module that were changed since, and what was in them."""
+    """By `id()`: containers that have changed since, with their old contents."""
     old_values: dict[int, Tensor] = field(default_factory=dict)
-    """By the id of a tensor of the source: its value before it was written."""
+    """By `id()` of a module tensor: its value before it was written."""
     is_exact: bool = True
-    """Whether the module's state before the call can be had back."""
+    """Whether the module's state before the call can be restored."""
     consumed_tokens: list[list[int]] = field(default_factory=list)
-    """Tokens of meetings that backwards have used up, one after another."""
+    """Collective tokens that each earlier backward has consumed."""
     arguments_changed: bool = False
-    """Whether `forward` changed its arguments: they are no longer what it was given."""
+    """Whether `forward` changed its arguments, so that it cannot be replayed."""
 
     def keep_inputs(self, places: Sequence[int]) -> None:
-        """Want the gradients of the arguments at these places only: no others were used."""
+        """Restrict the arguments that need a gradient to those at these positions."""
         self.input_indices = [self.input_indices[place] for place in places]
 
     def __post_init__(self) -> None:
@@ -79,20 +79,20 @@ class ReplayableCall:
         register_call(self.modules[0], self)
 
     def record_versions(self) -> None:
-        """What is written to the arguments and to the module from now on comes after the forward."""
+        """Record tensor versions: later writes count as after the forward."""
         self._argument_versions = TensorVersions(*versioned_tensors(self.arguments))
         self._module_versions = TensorVersions(*self.module_state.versioned)
 
     def tensor_indices(self, leaves: Sequence[Tensor]) -> list[int | None]:
-        """The numbers that the worker knows leaves of the stand-in by; None for one that it was not told of."""
+        """The leaves' indices in the worker's tensor table; None for a leaf that is not in it."""
         return list(map(self._local_indices.get, map(id, leaves)))
 
     def changed_tensors(self) -> tuple[list[int], list[int]]:
-        """The arguments, and the tensors of the module, that were written to since the forward."""
+        """Indices of arguments, and of module tensors, written to since the forward."""
         return self._argument_versions.changed(), self._module_versions.changed()
 
     def record_changes(self, changes: Changes) -> None:
-        """What attributes and containers of the module were that were changed since."""
+        """Record the old values of attributes and containers that change now."""
         for change in changes.attributes:
             key = self.modules[change.module_index], change.name, change.is_buffer
             self.old_attributes.setdefault(key, _detached(change.old))
@@ -108,18 +108,18 @@ class ReplayableCall:
                 )
         self.is_exact = self.is_exact and not changes.is_structural
 
-    def ensure_on(self, desk: WorkerClient, outputs: Sequence[Tensor]) -> list[list[int]]:
-        """See to it that a worker has the graph; the tokens of it that were used up already and are there again.
+    def ensure_on(self, client: WorkerClient, outputs: Sequence[Tensor]) -> list[list[int]]:
+        """Make sure that a worker has the graph. Returns the tokens to consume again after a replay.
 
         The `outputs` are those that somebody has got of the forward.
         """
-        if desk is self.client:
+        if client is self.client:
             return []
-        self._replay(desk, outputs)
+        self._replay(client, outputs)
         return self.consumed_tokens
 
-    def _replay(self, desk: WorkerClient, outputs: Sequence[Tensor]) -> None:
-        """Run the forward again on a worker that does not have its graph."""
+    def _replay(self, client: WorkerClient, outputs: Sequence[Tensor]) -> None:
+        """Run the forward again on a replacement worker."""
         given, sources = self.changed_tensors()
         look = self.change_detector()
         changes = None if look is None else look()
@@ -131,37 +131,39 @@ class ReplayableCall:
         if spoilt or sources or not self.is_exact or not self._has_same_structure():
             raise self._lost_error("weights" if sources else "arguments" if spoilt else "module")
         with self._restored_module():
-            shadow = self._replica = self.recreate_replica()
-            shadow.private_containers = self.private_containers
-            told = desk.sync_module(shadow)
+            replica = self._replica = self.recreate_replica()
+            replica.private_containers = self.private_containers
+            module_state = client.sync_module(replica)
         state = {
-            told.tensor_indices[key]: value for key, value in self.old_values.items() if key in told.tensor_indices
+            module_state.tensor_indices[key]: value
+            for key, value in self.old_values.items()
+            if key in module_state.tensor_indices
         }
-        run = self.request
-        told.refresh_staging(self, follow=True)
-        run.module_id, run.refresh_state, run.tensor_values, run.sequence_number = (
-            shadow.module_id,
+        request = self.request
+        module_state.refresh_staging(self, follow=True)
+        request.module_id, request.refresh_state, request.tensor_values, request.sequence_number = (
+            replica.module_id,
             True,
-            told.unshared_values() | state,
+            module_state.unshared_values() | state,
             0,
         )
-        states = {id(self.module_state.generators[number]): state for number, state in run.generator_states.items()}
-        numbered = [(number, states.get(id(source))) for number, source in enumerate(told.generators)]
-        run.generator_states = {number: state for number, state in numbered if state is not None}
-        box, _ = desk.send_forward(run)
-        _, tensors = desk.channel.decode(
-            desk.wait_reply(box, self.collectives), reply_rebuilder(self.arguments, told.local_tensors)
+        states = {id(self.module_state.generators[number]): state for number, state in request.generator_states.items()}
+        numbered = [(number, states.get(id(source))) for number, source in enumerate(module_state.generators)]
+        request.generator_states = {number: state for number, state in numbered if state is not None}
+        pending, _ = client.send_forward(request)
+        _, tensors = client.channel.decode(
+            client.wait_reply(pending, self.collectives), reply_rebuilder(self.arguments, module_state.local_tensors)
         )
         if not all(self._matches(output, tensors) for output in outputs):
-            desk.released.append(("call", box.request_id))
+            client.released.append(("call", pending.request_id))
             raise self._lost_error("weights, or something else that it reads,")
-        self.call_id, self.client, self.module_state = box.request_id, desk, told
+        self.call_id, self.client, self.module_state = pending.request_id, client, module_state
         self._local_indices = {
-            made: told.tensor_indices[source]
+            made: module_state.tensor_indices[source]
             for made, source in self._source_ids.items()
-            if source in told.tensor_indices
+            if source in module_state.tensor_indices
         }
-        weakref.finalize(self, desk.released.append, ("call", box.request_id))
+        weakref.finalize(self, client.released.append, ("call", pending.request_id))
 
     def _matches(self, output: Tensor, tensors: Sequence[Tensor]) -> bool:
         """Whether an output came out the same: writes that move no version (`.data`, fused optimizers) show in that.
@@ -193,7 +195,7 @@ class ReplayableCall:
 
     @contextmanager
     def _restored_module(self) -> Iterator[None]:
-        """The module with the attributes that it had before the call, and with what was in its containers."""
+        """Restore the module's attributes and containers from before the call while inside."""
         now = {key: _attribute_dict(key).get(key[1], MISSING) for key in self.old_attributes}
         held = [(container, read_contents(container)) for container, _ in self.old_contents.values()]
         try:
@@ -210,7 +212,7 @@ class ReplayableCall:
 
 
 def record_old_values(root: nn.Module, written: Iterable[Tensor]) -> None:
-    """Before state of a module is written: what it was, for calls that may have to be run again."""
+    """Record the values of state that is about to be written, for calls that may be replayed."""
     values: dict[int, Tensor] = {}
     for call in registered_calls(root):
         values = values or {id(source): source.detach().clone() for source in written}
@@ -219,7 +221,7 @@ def record_old_values(root: nn.Module, written: Iterable[Tensor]) -> None:
 
 
 def _detached(value: Any) -> Any:
-    """A value without the graphs that its tensors come from, which may lead to earlier calls and so on."""
+    """A value with detached tensors: their graphs would keep earlier calls alive."""
     return map_tensors(lambda t: t if t.is_leaf else t.detach().requires_grad_(t.requires_grad), value)
 
 
@@ -228,7 +230,7 @@ def _detached_item(item: Any) -> Any:
 
 
 def _holds_graph(item: Any) -> bool:
-    """Whether something else than a tensor holds graphs: it cannot be had without them and as it is."""
+    """Whether an object other than a tensor holds a graph, and so cannot be detached."""
     if isinstance(item, Tensor) or is_atomic(item):
         return False
     return any(not tensor.is_leaf for tensor in tensors_in(item))
@@ -249,7 +251,7 @@ def _set_attribute(key: AttributeKey, value: Any) -> None:
 
 
 class TensorVersions:
-    """How many times tensors were written to when this was made."""
+    """The versions of tensors at the time of creation."""
 
     def __init__(self, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
         self._indices, self._tensors = places, tensors
@@ -259,7 +261,7 @@ class TensorVersions:
         return list(map(get_version, self._tensors))
 
     def changed(self) -> list[int]:
-        """The places of those that were written to since."""
+        """The indices of the tensors written to since."""
         now = self._read()
         if now == self._before:
             return []

@@ -1,7 +1,7 @@
-"""Hearing a worker, as a generator: it stops wherever somebody else may go on first, and ends with the answer.
+"""Waiting for a worker's reply as a generator, which suspends at collectives and returns the reply.
 
-A thread that has nothing else to do lets it run on. One that is a replica itself lets it run as far as to a meeting,
-when it has come there too.
+A thread that serves one worker runs it to the end. Replica 0's thread, which serves all workers, resumes it up to the
+next collective when it reaches that collective itself.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ from typing import TypeVar
 
 ResultT = TypeVar("ResultT")
 
-AT_COLLECTIVE, RUNNING = "come", "told"
-"""Where a hearing stops: the worker has come to where replicas meet; it was told what came of that, or what to do."""
+AT_COLLECTIVE, RUNNING = "at collective", "running"
+"""What a reply generator yields: its worker waits in a collective, or has been sent a request or a result."""
 
 ReplyGenerator = Generator[str, None, ResultT]
 
 
 class WrappedStopIteration(Exception):
-    """Holds a `StopIteration` that a replica has raised: as it is, it would not come out of a generator."""
+    """Holds a `StopIteration` that a replica has raised, which cannot propagate out of a generator."""
 
     def __init__(self, error: StopIteration) -> None:
         self.error = error
 
 
 def wrap_stop_iteration(error: BaseException) -> BaseException:
-    """An error as it can pass through a hearing."""
+    """The error in a form that can propagate out of a reply generator."""
     return WrappedStopIteration(error) if isinstance(error, StopIteration) else error
 
 
 def unwrap_stop_iteration(error: BaseException) -> BaseException:
-    """The error that a hearing has ended with."""
+    """The inverse of `wrap_stop_iteration`."""
     return error.error if isinstance(error, WrappedStopIteration) else error
 
 
-def run_to_end(hearing: ReplyGenerator[ResultT]) -> ResultT:
-    """What comes of a hearing, in a thread that waits for it."""
+def run_to_end(generator: ReplyGenerator[ResultT]) -> ResultT:
+    """Run a reply generator in this thread until it returns the reply."""
     while True:
         try:
-            next(hearing)
+            next(generator)
         except StopIteration as end:
-            answer: ResultT = end.value
-            return answer
+            reply: ResultT = end.value
+            return reply
         except WrappedStopIteration as stopped:
             raise stopped.error from None

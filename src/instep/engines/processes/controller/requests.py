@@ -23,36 +23,36 @@ from instep.engines.processes.transport.cuda_ipc import IpcError
 
 
 class ReachabilityRequest:
-    """Where one replica's backward from some of its outputs would meet the others."""
+    """Asks which collectives a replica's backward from some of its outputs reaches."""
 
     def __init__(self, call: ReplayableCall, outputs: Sequence[Tensor]) -> None:
         self._replayable = call
         self._outputs = outputs
         self._pending: PendingReply
 
-    def send(self, desk: WorkerClient) -> PendingReply:
+    def send(self, client: WorkerClient) -> PendingReply:
         call = self._replayable
-        spent = call.ensure_on(desk, self._outputs)
-        self._pending = desk.send_reachability(
+        spent = call.ensure_on(client, self._outputs)
+        self._pending = client.send_reachability(
             call.call_id, [call.output_indices[id(output)] for output in self._outputs], spent
         )
         return self._pending
 
-    def receive(self, desk: WorkerClient) -> ReplyGenerator[ReachedCollectives]:
-        found, _ = desk.channel.decode((yield from desk.receive_reply(self._pending, self._replayable.collectives)))
+    def receive(self, client: WorkerClient) -> ReplyGenerator[ReachedCollectives]:
+        found, _ = client.channel.decode((yield from client.receive_reply(self._pending, self._replayable.collectives)))
         assert isinstance(found, ReachedCollectives)
         return found
 
 
 class IpcCheck:
-    """Whether tensors can stay on the device that a worker and this process both work on."""
+    """Asks whether CUDA IPC works with the worker."""
 
-    def send(self, desk: WorkerClient) -> None:
-        """It was tried when the worker took its device."""
+    def send(self, client: WorkerClient) -> None:
+        """Nothing to send: it was tested when the worker selected its device."""
 
-    def receive(self, desk: WorkerClient) -> ReplyGenerator[bool]:
+    def receive(self, client: WorkerClient) -> ReplyGenerator[bool]:
         yield from ()
-        return desk.same_device
+        return client.same_device
 
 
 T = TypeVar("T")
@@ -60,58 +60,58 @@ ReplyT = TypeVar("ReplyT", covariant=True)
 
 
 class Request(Protocol[ReplyT]):
-    """What a worker is asked, in two halves."""
+    """A request to a worker."""
 
-    def send(self, desk: WorkerClient) -> PendingReply | None:
-        """Say it; to a worker that takes the place of another, once more. Where the answer comes to, if one does."""
+    def send(self, client: WorkerClient) -> PendingReply | None:
+        """Send it; called again for a replacement worker. None if there will be no reply."""
         ...
 
-    def receive(self, desk: WorkerClient) -> ReplyGenerator[ReplyT]:
-        """Wait for the answer."""
+    def receive(self, client: WorkerClient) -> ReplyGenerator[ReplyT]:
+        """Wait for the reply."""
         ...
 
 
 class WorkerProvider(Protocol):
-    """Where workers are found, and what is done about one that is no use."""
+    """Provides workers, and replaces those that die or get stuck."""
 
     def get_worker(self, index: int) -> tuple[WorkerProcess, WorkerClient]:
-        """The worker of a replica, and where it is asked."""
+        """The worker of a replica, and its client."""
         ...
 
-    def prepare_device(self, index: int, desk: WorkerClient, passage: CallStreams, near: bool) -> None:
-        """Let the worker of a replica take its device, and tensors pass."""
+    def prepare_device(self, index: int, client: WorkerClient, streams: CallStreams, near: bool) -> None:
+        """Have a worker select its device, and set up the transfer of tensors."""
         ...
 
-    def replace_dead(self, index: int, worker: WorkerProcess | None, gone: ConnectionClosed) -> None:
-        """Make way for a new worker after one that died, in a call or as it came up, unless too many did lately."""
+    def replace_dead(self, index: int, worker: WorkerProcess | None, closed: ConnectionClosed) -> None:
+        """Replace a worker that died; raises `WorkerFailure` if too many died recently."""
         ...
 
     def kill_stuck(self, index: int) -> None:
-        """Make way for a new worker after one that does not answer."""
+        """Kill a worker that does not reply; the next call starts another."""
         ...
 
     def abort_groups(self, worker: WorkerProcess | None) -> None:
-        """See to it that nobody waits for a worker that did not take its part in a group."""
+        """Abort the process groups of a worker that did not take part in a collective."""
         ...
 
 
 class RetryingRequest(Generic[T]):
-    """A question that is put to a replica's worker; if it dies over it, its successor is asked."""
+    """A request that is sent again to the replacement if the worker dies."""
 
     _request: Request[T]
     _same_device: bool
     _client: WorkerClient
 
-    def __init__(self, office: WorkerProvider, index: int, passage: CallStreams) -> None:
-        self._provider, self._index, self._streams = office, index, passage
+    def __init__(self, provider: WorkerProvider, index: int, streams: CallStreams) -> None:
+        self._provider, self._index, self._streams = provider, index, streams
         self._exclusive = ExitStack()
-        """Where tensors land in the caller's accelerator, nobody else uses the line before they have."""
+        """Holds the client's lock until tensors have been copied to the caller's accelerator."""
         self._worker: WorkerProcess | None = None
         self._pending: PendingReply | None = None
         self._connection_error: ConnectionClosed | None = None
 
     def send(self, question: Request[T], near: bool) -> None:
-        """Put the question. `near` says whether tensors may stay on a device that both processes work on."""
+        """Send the request. `same_device` says whether the worker uses the caller's device."""
         self._request, self._same_device = question, near
         self._send()
 
@@ -139,21 +139,21 @@ class RetryingRequest(Generic[T]):
             raise
 
     def run_if_sent(self, do: Callable[[WorkerClient], None]) -> None:
-        """Do something before the answer is waited for, if the worker could be asked."""
+        """Do something before waiting for the reply, if the request was sent."""
         if self._connection_error is None:
             do(self._client)
 
     def abandon(self) -> None:
-        """Nobody is going to hear the answer, if there is one to come."""
+        """Ignore the reply."""
         if self._pending is not None:
             self._client.abandon(self._pending)
 
     def is_reply_error(self, error: BaseException) -> bool:
-        """Whether an error is what the worker has answered, and did not come to be here."""
+        """Whether an error is the worker's reply, rather than one of this process."""
         return self._worker is not None and self._client.last_error_id == id(error)
 
     def receive(self) -> ReplyGenerator[T]:
-        """The answer."""
+        """Wait for the reply."""
         with self._exclusive:
             while True:
                 try:
@@ -174,8 +174,8 @@ class RetryingRequest(Generic[T]):
                 self._send()
 
 
-def send_and_wait(office: WorkerProvider, index: int, question: Request[T], passage: CallStreams, near: bool) -> T:
-    """The answer to a question, in a thread that waits for it."""
-    asked: RetryingRequest[T] = RetryingRequest(office, index, passage)
-    asked.send(question, near)
-    return run_to_end(asked.receive())
+def send_and_wait(provider: WorkerProvider, index: int, question: Request[T], streams: CallStreams, near: bool) -> T:
+    """Send a request and wait for the reply in this thread."""
+    retrying: RetryingRequest[T] = RetryingRequest(provider, index, streams)
+    retrying.send(question, near)
+    return run_to_end(retrying.receive())

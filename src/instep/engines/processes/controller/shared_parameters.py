@@ -25,7 +25,7 @@ _block_ids = itertools.count(1)
 
 
 class SharedBlock:
-    """One piece of memory, of the host or of an accelerator, that tensors of a module were moved into."""
+    """A block of shared host or device memory that holds tensors of a module."""
 
     def __init__(self, memory: SharedMemory | DeviceMemory) -> None:
         self.block_id = next(_block_ids)
@@ -36,7 +36,7 @@ class SharedBlock:
 
 
 class SharedLocation(NamedTuple):
-    """Where a tensor's storage lies: a block, and the bytes of it."""
+    """The location of a tensor's storage in a shared block."""
 
     block: SharedBlock
     offset: int
@@ -51,7 +51,7 @@ def share_parameters(
     make: Callable[[int], SharedMemory | DeviceMemory] = SharedMemory.create,
     device: torch.device = _HOST,
 ) -> None:
-    """Move tensors' memory into shared memory, whole storages at a time; views of one storage stay views of one.
+    """Move the storages of tensors into shared memory. Views of one storage remain views of one storage.
 
     Those of a device are moved, into memory that `make` gives.
     """
@@ -87,7 +87,7 @@ def _release_storage(block: SharedBlock) -> None:
 
 
 def locate(tensor: Tensor) -> SharedLocation | None:
-    """Where a tensor lies in shared memory; None for one that does not.
+    """The location of a tensor in shared memory, or None.
 
     In a forked child, what its parent shared is from now on shared by the child, in memory of its own.
     """
@@ -102,7 +102,7 @@ def locate(tensor: Tensor) -> SharedLocation | None:
 
 
 def pack_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where pieces of these sizes go in one piece of memory, and its size."""
+    """Aligned offsets for pieces of these sizes in one block, and the size of the block."""
     offsets, at = [], 0
     for size in sizes:
         offsets.append(at)
@@ -122,10 +122,10 @@ def _can_share(tensor: Tensor) -> bool:
 
 
 class HostStagingCopy:
-    """The values of some storages."""
+    """A copy of accelerator storages in shared host memory, which workers read."""
 
     def __init__(self, storages: Mapping[int, Tensor]) -> None:
-        """`storages` are bytes, by their addresses."""
+        """`storages` are byte tensors by address."""
         offsets, total = pack_offsets([storage.nbytes for storage in storages.values()])
         try:
             self.memory = SharedMemory.create(total, "an image of the module for replicas of other devices")
@@ -140,16 +140,16 @@ class HostStagingCopy:
         self._lock = ForkSafeLock()
 
     def covers(self, storages: Mapping[int, Tensor]) -> bool:
-        """Whether it is of these storages, or of more."""
+        """Whether it includes all of these storages."""
         known = {offset: piece.tensor.nbytes for (offset, piece) in zip(self.offsets, self._regions, strict=True)}
         return all(known.get(address) == storage.nbytes for address, storage in storages.items())
 
     def regions(self, offsets: Collection[int]) -> list[StagedTensor]:
-        """The storages whose values lie at these places."""
+        """The storages at these offsets."""
         return [piece for piece in self._regions if piece.offset in offsets]
 
     def refresh(self, call: object) -> None:
-        """Bring it up to the storages' values, once for each call."""
+        """Copy the storages' current values, once per call."""
         with self._lock:
             if self._last_call is not call:
                 copy_all_to_host(self.memory, self._regions)
@@ -161,7 +161,7 @@ _staging_lock = ForkSafeLock(_staging_copies.clear)
 
 
 def staging_copy_for(root: nn.Module, tensors: Sequence[Tensor]) -> HostStagingCopy | None:
-    """The image for tensors of a module; None where there is none to make."""
+    """The staging copy for tensors of a module; None if there are no storages to copy."""
     storages: dict[int, Tensor] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -178,5 +178,5 @@ def staging_copy_for(root: nn.Module, tensors: Sequence[Tensor]) -> HostStagingC
 
 
 def needs_staging(tensor: Tensor) -> bool:
-    """Whether workers cannot reach a tensor's memory by themselves."""
+    """Whether workers cannot map a tensor's memory."""
     return tensor.device.type != "cpu"
