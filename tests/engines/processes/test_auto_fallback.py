@@ -52,7 +52,7 @@ def test_a_module_that_cannot_cross_is_run_by_threads(monkeypatch: pytest.Monkey
     net, x = Locked(), torch.randn(5, 4)
     with instep.DataParallel(net, ["cpu"] * 2) as model:
         assert "engine=processes" in repr(model)
-        with pytest.warns(UserWarning, match=r"goes on with threads: .*'guard' \(a _thread\.lock\)"):
+        with pytest.warns(UserWarning, match=r"falling back to engine='threads': .*'guard' \(a _thread\.lock\)"):
             out = model(x)
         torch.testing.assert_close(out, net(x))
         out.sum().backward()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import sys
+import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from torch import nn
 
 import instep
 from instep.engines.processes.serialization.module_globals import ModuleGlobals
+from instep.engines.processes.serialization.registry import CodeRegistry
 from instep.engines.select import EngineChoice
 from instep.errors import CannotCross
 
@@ -96,16 +100,21 @@ class Net(nn.Module):
 """
 
 
+_counter = itertools.count()
+
+
 @pytest.fixture
 def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A module that workers can import, and its configuration."""
-    (tmp_path / "conf_of_mine.py").write_text(CONF)
-    (tmp_path / "nets_of_mine.py").write_text(NETS)
+    """A module that workers can import, and its configuration. Workers outlive a test, so each test has other names."""
+    number = next(_counter)
+    conf, name = f"conf_of_mine_{number}", f"nets_of_mine_{number}"
+    (tmp_path / f"{conf}.py").write_text(CONF)
+    (tmp_path / f"{name}.py").write_text(NETS.replace("conf_of_mine", conf))
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    yield importlib.import_module("nets_of_mine")
-    for name in ("nets_of_mine", "conf_of_mine"):
-        sys.modules.pop(name, None)
+    yield importlib.import_module(name)
+    for module in (name, conf):
+        sys.modules.pop(module, None)
 
 
 Change = Callable[[Any, Any], object]
@@ -153,9 +162,12 @@ def test_values_changed_before_the_first_call_reach_the_workers(nets: Any) -> No
 
 
 OBJECTS: dict[str, tuple[Change, str]] = {
-    "function": (lambda conf, _: setattr(conf, "scaled", conf.other), r"conf_of_mine\.scaled was replaced"),
-    "function imported by name": (lambda conf, nets: setattr(nets, "scaled", conf.other), r"nets_of_mine\.scaled was"),
-    "method": (lambda _, nets: setattr(nets.Net, "after", lambda self, x: 2 * x), r"nets_of_mine\.Net\.after was"),
+    "function": (lambda conf, _: setattr(conf, "scaled", conf.other), r"conf_of_mine_\d+\.scaled was replaced"),
+    "function imported by name": (
+        lambda conf, nets: setattr(nets, "scaled", conf.other),
+        r"nets_of_mine_\d+\.scaled was",
+    ),
+    "method": (lambda _, nets: setattr(nets.Net, "after", lambda self, x: 2 * x), r"nets_of_mine_\d+\.Net\.after was"),
 }
 
 
@@ -181,7 +193,7 @@ def test_a_replaced_tensor_is_an_error_until_it_is_put_back(nets: Any) -> None:
     with instep.DataParallel(net, ["cpu"] * 3, engine="processes", probe=False) as model:
         torch.testing.assert_close(model(x), net(x))
         first, nets.conf.BUFFER = nets.conf.BUFFER, torch.full((1,), 2.0)
-        with pytest.raises(CannotCross, match=r"conf_of_mine\.BUFFER was replaced"):
+        with pytest.raises(CannotCross, match=r"conf_of_mine_\d+\.BUFFER was replaced"):
             model(x)
         nets.conf.BUFFER = first
         torch.testing.assert_close(model(x), net(x))
@@ -218,10 +230,10 @@ class Net(nn.Module):
 """
 
 
-@pytest.mark.usefixtures("workers", "nets")
-def test_code_of_the_script_names_the_values() -> None:
-    net: nn.Module = script(SCRIPT).Net()
-    conf, x = sys.modules["conf_of_mine"], torch.randn(6, 4)
+@pytest.mark.usefixtures("workers")
+def test_code_of_the_script_names_the_values(nets: Any) -> None:
+    conf, x = nets.conf, torch.randn(6, 4)
+    net: nn.Module = script(SCRIPT.replace("conf_of_mine", conf.__name__)).Net()
     conf.args.scale = 3.0
     with instep.DataParallel(net, ["cpu"] * 3, engine="processes", probe=False) as model:
         torch.testing.assert_close(model(x), net(x))
@@ -235,7 +247,7 @@ def test_auto_falls_back_to_threads(nets: Any, monkeypatch: pytest.MonkeyPatch) 
     net, x = nets.Net(), torch.randn(6, 4)
     nets.scaled = nets.conf.other
     with instep.DataParallel(net, ["cpu"] * 3, probe=False) as model:
-        with pytest.warns(UserWarning, match=r"threads.*nets_of_mine\.scaled"):
+        with pytest.warns(UserWarning, match=r"threads.*nets_of_mine_\d+\.scaled"):
             out = model(x)
         torch.testing.assert_close(out, net(x))
 
@@ -244,6 +256,7 @@ def test_unchanged_values_are_compared_without_a_scan(nets: Any, monkeypatch: py
     watched = ModuleGlobals()
     watched.add([nets.__name__], ["Net"])
     assert watched.changes() is not None
+    watched.mark_sent()
     monkeypatch.setattr("instep.engines.processes.serialization.module_globals._Scan", None)
     assert watched.changes() is None
 
@@ -252,3 +265,31 @@ def test_libraries_are_not_watched() -> None:
     watched = ModuleGlobals()
     watched.add(["torch.nn.modules.linear", "json", "numpy"], ["relu", "loads"])
     assert watched.changes() is None
+
+
+def test_a_value_that_failed_to_be_packed_is_packed_again(nets: Any) -> None:
+    registry = CodeRegistry(is_parent=True)
+    registry.pack(nets.Net())
+    assert registry.pack_changed_globals() is not None
+    nets.conf.space.inner = types.SimpleNamespace(scale=9.0, lock=threading.Lock())
+    for _ in range(2):
+        with pytest.raises(CannotCross, match="lock"):
+            registry.pack_changed_globals()
+    del nets.conf.space.inner.lock
+    assert registry.pack_changed_globals() is not None
+    assert registry.pack_changed_globals() is None
+
+
+def test_another_module_of_the_same_name_is_watched(nets: Any) -> None:
+    watched = ModuleGlobals()
+    watched.add([nets.__name__], ["Net"])
+    watched.changes()
+    watched.mark_sent()
+    name = nets.conf.__name__
+    sys.modules.pop(name)
+    again = importlib.import_module(name)
+    again.SCALE = 7.0
+    watched.add([name], ["Net"])
+    found = watched.changes()
+    assert found is not None
+    assert 7.0 in [update.value for update in found[0]]

@@ -105,12 +105,16 @@ class ModuleGlobals:
         """Globals and attributes that code of these modules, or sent code, names."""
         self._sent: dict[Path, _Entry] = {}
         self._namespaces: list[_Namespace] = []
+        self._scanned: _Scan | None = None
+        """What `changes` found, until it is sent."""
         self._resend = False
         self.has_new_modules = False
 
     def add(self, modules: Iterable[str], names: Iterable[str]) -> None:
         """Watch the modules that a sent value refers to, and those that their code names."""
-        new_modules = set(modules) - self._modules.keys()
+        new_modules = {name for name in modules if self._modules.get(name) is not sys.modules.get(name)}
+        for name in new_modules & self._modules.keys():  # the script imported another module under the name
+            del self._modules[name]
         new_names = set(names) - self._names
         if not new_modules and (not new_names or not self._modules):
             self._names |= new_names
@@ -153,9 +157,17 @@ class ModuleGlobals:
         updates = list(self._updates(scan.entries))
         first = {path: entry for path, entry in scan.entries.items() if self._resend or path not in self._sent}
         functions = list(_function_names(first)) if self._resend or self.has_new_modules else []
-        self._sent, self._namespaces = scan.entries, scan.namespaces
-        self._resend = self.has_new_modules = False
-        return (updates, functions) if updates or functions else None
+        self._scanned = scan
+        if not updates and not functions:
+            self.mark_sent()
+            return None
+        return updates, functions
+
+    def mark_sent(self) -> None:
+        """Record the result of the last `changes` as sent."""
+        if self._scanned is not None:
+            self._sent, self._namespaces = self._scanned.entries, self._scanned.namespaces
+            self._scanned, self._resend, self.has_new_modules = None, False, False
 
     def mark_all_unsent(self) -> None:
         """Send all values again: the worker may have none of them."""

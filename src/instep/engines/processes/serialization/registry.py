@@ -143,6 +143,7 @@ class CodeRegistry:
             packer.sent_globals.update(told)
             packer.class_attributes.update(looks)
             packer.definitions.update((number, cls) for number, cls, _ in classes)
+            self._module_globals.mark_sent()
             return self._commit(packer)
 
     @property
