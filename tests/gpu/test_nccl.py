@@ -151,7 +151,7 @@ def test_weights_and_gradients_in_a_group(count: int, monkeypatch: pytest.Monkey
             patch.setattr("instep.engines.processes.controller.remote_module.fetch_to_device", refuse)
             train(model, net)
         assert home(model).group is group
-        assert group.last == home(model).first + 9
+        assert group.last_sequence_number == home(model).sequence_base + 9
         assert "weights and gradients by NCCL" in repr(model)
         for pid in ("self", *pids(model)):
             assert listening(pid) <= LOOPBACK
@@ -182,7 +182,7 @@ def test_autocast() -> None:
                 out = one(x)
             assert out.dtype is torch.bfloat16
             out.float().square().mean().backward()
-        assert home(model).group.last > home(model).first
+        assert home(model).group.last_sequence_number > home(model).sequence_base
     for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.05, atol=0.02)
 

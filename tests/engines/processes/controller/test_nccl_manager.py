@@ -126,7 +126,7 @@ def test_training_in_a_group(plain: Net, monkeypatch: pytest.MonkeyPatch) -> Non
     by_host = copy.deepcopy(net)
     with wrap(net, 3) as model:
         train(net, model)
-        assert home(model).group.last == home(model).first + 8
+        assert home(model).group.last_sequence_number == home(model).sequence_base + 8
         assert net.table.weight.grad.is_sparse
     assert_alike(net, plain)
     monkeypatch.setenv("INSTEP_NCCL", "0")
@@ -190,11 +190,11 @@ def test_two_wrappers_share_a_group_and_the_last_one_ends_it() -> None:
     group = home(one).group
     assert home(two).group is group
     one.close()
-    assert not group.over
+    assert not group.abort_reason
     two(batch(1)).sum().backward()
     assert home(two).group is group
     two.close()
-    assert group.over
+    assert group.abort_reason
     deadline = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -213,10 +213,10 @@ def test_the_group_of_a_dropped_wrapper_is_the_next_ones_and_ends_when_any_is_cl
     assert home(following) is left
     del following
     gc.collect()
-    assert not left.group.over
+    assert not left.group.abort_reason
     with wrap(Net(), 2):
         pass
-    assert left.group.over
+    assert left.group.abort_reason
     assert not nccl_manager._groups
 
 
@@ -238,7 +238,7 @@ def test_an_interruption_in_a_collective(plain: Net, monkeypatch: pytest.MonkeyP
             assert all(parameter.grad is None for parameter in net.parameters())
         net.seen.zero_()
         train(net, model)
-        assert not home(model).group.over
+        assert not home(model).group.abort_reason
     assert_alike(net, plain)
 
 
@@ -344,7 +344,7 @@ def disturbed(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Net:
                 kill(model)
 
         train(net, model, len(phases), during)
-        assert not home(model).group.over
+        assert not home(model).group.abort_reason
     return net
 
 
@@ -371,5 +371,5 @@ def test_too_many_deaths_as_a_group_is_made(monkeypatch: pytest.MonkeyPatch) -> 
             model(batch(0))
         assert net.seen == 0
         assert model(batch(0)).shape == (7, 3)
-        assert not home(model).group.over
+        assert not home(model).group.abort_reason
     wait_for_threads("instep-group", 20)
