@@ -101,7 +101,7 @@ def is_answered(model: instep.DataParallel, net: nn.Module, x: Tensor) -> None:
 def left_over() -> list[str]:
     """The threads that are there; a test that failed before may have left some."""
     names = (thread.name for thread in threading.enumerate())
-    return [name for name in names if name.startswith("instep-") and name != "instep-prints"]  # that one is workers'
+    return [name for name in names if name.startswith("instep-") and name != "instep-output"]  # that one is workers'
 
 
 def places(total: int) -> Iterator[int]:

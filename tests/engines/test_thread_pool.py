@@ -181,7 +181,7 @@ def test_an_interruption_while_threads_are_started_leaves_none(monkeypatch: pyte
     assert model(torch.randn(6, 4)).shape == (6, 3)
     model.close()
     for thread in threading.enumerate():  # the one that was interrupted has been told to stop: it may still be at that
-        if thread.name.startswith("instep-") and thread.name != "instep-prints":
+        if thread.name.startswith("instep-") and thread.name != "instep-output":
             thread.join(10)
             assert not thread.is_alive()
     assert not thread_pool._threads

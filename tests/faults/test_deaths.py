@@ -175,7 +175,7 @@ def test_a_worker_that_hangs_is_named_with_its_stack_and_given_up() -> None:
         warnings.simplefilter("always")
         model(batch())
         start = time.monotonic()
-        with pytest.raises(WorkerFailure, match=r"replica 1 on cpu has not answered[\s\S]*_hang"):
+        with pytest.raises(WorkerFailure, match=r"replica 1 on cpu has not replied[\s\S]*_hang"):
             model(batch(200))
         assert time.monotonic() - start < 15
         assert any("_hang" in str(warning.message) for warning in said)

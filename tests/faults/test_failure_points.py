@@ -27,7 +27,7 @@ REPLICAS = 3
 ERRORS: dict[str, tuple[type[BaseException], str] | None] = {
     "garbage": None,  # the step is run again by itself, as after a kill
     "raise": (ZeroDivisionError, "no luck"),
-    "hang": (WorkerFailure, "has not answered"),
+    "hang": (WorkerFailure, "has not replied"),
     "interrupt": (KeyboardInterrupt, ".*"),
     "unpicklable": (instep.EngineError, "extra"),
     "write": (instep.StateError, r"last\.weight"),
@@ -154,7 +154,7 @@ def fail(model: Any, optimizer: torch.optim.Optimizer, step: int, fault: Fault) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("ignore:.*has not answered:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*has not replied:UserWarning")
 @pytest.mark.usefixtures("workers", "one_core")
 def test_a_run_that_meets_every_fault_ends_as_one_that_meets_none(tmp_path: Path) -> None:
     plan = [None, *faults(), None]

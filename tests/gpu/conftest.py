@@ -18,9 +18,9 @@ def gpu_workers() -> Iterator[list[WorkerPool]]:
         return
     torch.zeros(1, device="cuda")
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    all_hands = [WorkerPool([gpu] * 4), WorkerPool([cpu] * 2)]
-    for hands in all_hands:
-        hands.get(1)
-    yield all_hands
-    for hands in all_hands:
-        hands.close()
+    pools = [WorkerPool([gpu] * 4), WorkerPool([cpu] * 2)]
+    for pool in pools:
+        pool.get(1)
+    yield pools
+    for pool in pools:
+        pool.close()

@@ -1,4 +1,4 @@
-"""NCCL between worker processes: at world size 1, and with workers that share a GPU and are told that they do not.
+"""NCCL between worker processes: at world size 1, and with workers that share a GPU but are treated as if they did not.
 
 NCCL refuses two members on one GPU, unless they seem to be on different hosts: then it connects them by sockets, here
 of the loopback interface. Nothing else differs from GPUs of their own.
@@ -59,7 +59,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch, gpu_workers: Any) -> Iterator[None]:
 
 def home(model: instep.DataParallel) -> Any:
     engine: Any = model._instep_engine
-    return engine._nccl._home
+    return engine._nccl._group
 
 
 def listening(pid: int | str = "self") -> set[str]:
@@ -151,7 +151,7 @@ def test_weights_and_gradients_in_a_group(count: int, monkeypatch: pytest.Monkey
             patch.setattr("instep.engines.processes.controller.remote_module.fetch_to_device", refuse)
             train(model, net)
         assert home(model).group is group
-        assert group.last == home(model).first + 9
+        assert group.last_sequence_number == home(model).sequence_base + 9
         assert "weights and gradients by NCCL" in repr(model)
         for pid in ("self", *pids(model)):
             assert listening(pid) <= LOOPBACK
@@ -182,7 +182,7 @@ def test_autocast() -> None:
                 out = one(x)
             assert out.dtype is torch.bfloat16
             out.float().square().mean().backward()
-        assert home(model).group.last > home(model).first
+        assert home(model).group.last_sequence_number > home(model).sequence_base
     for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.05, atol=0.02)
 
@@ -252,10 +252,10 @@ def test_kills_do_not_change_a_single_bit(monkeypatch: pytest.MonkeyPatch) -> No
     disturbed = trained(PHASES, monkeypatch)
     for mine, theirs in zip(disturbed.parameters(), undisturbed.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    wait_for_meetings()
+    wait_for_group_threads()
 
 
-def wait_for_meetings() -> None:
+def wait_for_group_threads() -> None:
     """What waits for a member that died before it came ends after a while."""
     wait_for_threads("instep-group", 2 * float(PATIENCE["TORCH_NCCL_NONBLOCKING_TIMEOUT"]))
 
@@ -268,7 +268,7 @@ def test_a_death_as_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     disturbed = trained(["none", "join", "none"], monkeypatch)
     for mine, theirs in zip(disturbed.parameters(), undisturbed.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    wait_for_meetings()
+    wait_for_group_threads()
 
 
 @pytest.mark.usefixtures("nccl")
@@ -292,9 +292,9 @@ def test_everything_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SCRIPT = """
 import torch, instep
-from instep.engines.processes import fleet
-fleet.apart = lambda _: True
-fleet.MORE = {rank: {"NCCL_HOSTID": f"instep-{rank}", "NCCL_IB_DISABLE": "1"} for rank in range(4)}
+from instep.engines.processes.controller import nccl_manager
+nccl_manager.are_distinct_gpus = lambda _: True
+nccl_manager.EXTRA_ENVIRONMENT = {rank: {"NCCL_HOSTID": f"instep-{rank}", "NCCL_IB_DISABLE": "1"} for rank in range(4)}
 net = torch.nn.Linear(4, 3).cuda()
 model = instep.DataParallel(net, [0, 0], engine="processes", private_copies=True)
 model(torch.randn(6, 4)).sum().backward()

@@ -212,7 +212,7 @@ def test_memory_that_cannot_be_opened_after_all(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_weights_are_moved_once_and_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the optimizer writes is there without being sent; other memory is told of."""
+    """What the optimizer writes needs no sending; other memory is announced to the worker."""
 
     def fail(*_: Any) -> None:
         raise AssertionError("the module was sent by host memory")

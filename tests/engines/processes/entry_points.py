@@ -34,7 +34,7 @@ def open_files() -> list[str]:
     return [os.readlink(name) for name in names if os.path.lexists(name)]
 
 
-def tell(_: Message) -> bytes:
+def report(_: Message) -> bytes:
     import lies_in_the_working_folder
 
     try:
@@ -42,7 +42,7 @@ def tell(_: Message) -> bytes:
         refused = ""
     except EngineError as error:
         refused = str(error)
-    told = {
+    values = {
         "path": sys.path,
         "random": random.__file__,
         "local": lies_in_the_working_folder.__file__,
@@ -52,7 +52,7 @@ def tell(_: Message) -> bytes:
         "refused": refused,
         "fds": open_files(),
     }
-    return json.dumps(told).encode()
+    return json.dumps(values).encode()
 
 
 def crash(_: Message) -> None:
@@ -66,5 +66,5 @@ def hang(_: Message) -> None:
 
 DEEDS: dict[str, Callable[[Message], bytes | None]] = {
     "echo": lambda message: message.body,
-    **{deed.__name__: deed for deed in (say, tell, crash, hang)},
+    **{deed.__name__: deed for deed in (say, report, crash, hang)},
 }

@@ -198,7 +198,7 @@ def test_two_wrappers_share_a_group_and_the_last_one_ends_it() -> None:
     deadline = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not [thread.name for thread in threading.enumerate() if thread.name in ("instep-bell", "instep-group")]
+    assert not [thread.name for thread in threading.enumerate() if thread.name in ("instep-abort", "instep-group")]
 
 
 @pytest.mark.usefixtures("grouped")
@@ -288,7 +288,7 @@ def test_a_collective_out_of_turn_ends_the_group() -> None:
         group.broadcast(x)
         group.reduce(x)
         assert x.tolist() == [0, 1, 2]
-    with pytest.raises(GroupAborted, match="collective 13 came after 11"), group.collective(13):
+    with pytest.raises(GroupAborted, match="collective 13 follows 11"), group.collective(13):
         pytest.fail("it was not its turn")
     assert "13" in group.abort_reason
     with pytest.raises(GroupAborted):

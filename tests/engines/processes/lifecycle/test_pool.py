@@ -69,16 +69,16 @@ def test_a_worker_answers_and_ctrl_c_is_none_of_its_business(team: WorkerPool) -
 
 def test_it_comes_up_in_isolation(team: WorkerPool, tmp_path: Path) -> None:
     worker = team.get(1)
-    told = json.loads(ask(worker, "tell").body)
-    assert Path(told["random"]).parent == Path(os.__file__).parent
-    assert Path(told["local"]).name == "lies_in_the_working_folder.py"
-    assert told["path"].index(str(Path(told["local"]).parent)) > told["path"].index(str(Path(os.__file__).parent))
-    assert [entry for entry in told["path"] if entry in sys.path] == [entry for entry in sys.path if entry]
-    assert all(name.startswith("__") for name in told["main"])
-    assert told["session"] == worker.pid
-    assert told["inside"]
-    assert "cannot start workers of its own" in told["refused"]
-    assert sum("socket:" in fd for fd in told["fds"]) == 1
+    report = json.loads(ask(worker, "report").body)
+    assert Path(report["random"]).parent == Path(os.__file__).parent
+    assert Path(report["local"]).name == "lies_in_the_working_folder.py"
+    assert report["path"].index(str(Path(report["local"]).parent)) > report["path"].index(str(Path(os.__file__).parent))
+    assert [entry for entry in report["path"] if entry in sys.path] == [entry for entry in sys.path if entry]
+    assert all(name.startswith("__") for name in report["main"])
+    assert report["session"] == worker.pid
+    assert report["inside"]
+    assert "cannot start workers of its own" in report["refused"]
+    assert sum("socket:" in fd for fd in report["fds"]) == 1
     assert not inside_worker()
 
 
@@ -203,7 +203,7 @@ def test_where_a_stuck_worker_stands(team: WorkerPool) -> None:
     began = time.monotonic()
     stuck.stop()
     assert time.monotonic() - began < 2.5
-    assert stuck.exit_reason() == "ended by this process"
+    assert stuck.exit_reason() == "killed by this process"
 
 
 def test_what_a_worker_died_of(team: WorkerPool) -> None:
@@ -217,7 +217,7 @@ def test_what_a_worker_died_of(team: WorkerPool) -> None:
     assert "entry_points.py" in words
     assert "in crash" in words
     assert not worker.is_alive()
-    assert "has ended: segmentation fault" in worker.python_stacks()
+    assert "has exited: segmentation fault" in worker.python_stacks()
 
 
 def test_a_dead_worker_is_replaced_for_all(team: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_a_worker_that_does_not_come_up_says_why(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(process, "_PACKAGE_INIT", HERE / "nowhere" / "__init__.py")
     worker = WorkerProcess.start("replica 1 on cpu")
     with pytest.raises(
-        ConnectionClosed, match=r"(?s)did not come up: exited with status 1, having printed:.*No such file"
+        ConnectionClosed, match=r"(?s)did not start: exited with status 1 after printing:.*No such file"
     ):
         worker.wait_ready(time.monotonic() + 20)
     worker.kill()
@@ -269,8 +269,8 @@ def test_a_worker_that_is_stuck_on_its_way_up_is_spoken_of(monkeypatch: pytest.M
     team = WorkerPool([CPU] * 2)
     begun = time.monotonic()
     with (
-        pytest.warns(UserWarning, match=r"replica 1 on cpu has not come up for 0 s"),
-        pytest.raises(pool.StartTimeout, match=rf"did not come up within {min(timeout, 1.5):.0f} s.*\n.*\n.*timeout="),
+        pytest.warns(UserWarning, match=r"replica 1 on cpu has not started after 0 s"),
+        pytest.raises(pool.StartTimeout, match=rf"did not start within {min(timeout, 1.5):.0f} s.*\n.*\n.*timeout="),
     ):
         team.get(1, timeout)
     assert time.monotonic() - begun < 10
@@ -313,7 +313,7 @@ def test_where_there_are_too_few_descriptors_it_is_said_and_none_is_kept() -> No
             result.kill()
             break
         assert isinstance(result.__cause__, OSError)
-        assert re.match(r"no worker process could be started for replica 1 on cpu: .*\n.*`ulimit -n`", str(result))
+        assert re.match(r"cannot start a worker process for replica 1 on cpu: .*\n.*`ulimit -n`", str(result))
         assert os.listdir("/proc/self/fd") == before
     assert limit > first
     assert os.listdir("/proc/self/fd") == before
@@ -347,7 +347,7 @@ def test_however_a_script_ends_no_worker_is_left() -> None:
 @pytest.mark.parametrize(
     ("quiet", "terminal", "said"),
     [
-        (None, True, "instep: starting 3 worker processes (torch has to be imported)\n"),
+        (None, True, "instep: starting 3 worker processes (importing torch)\n"),
         ("1", True, ""),
         (None, False, ""),
     ],

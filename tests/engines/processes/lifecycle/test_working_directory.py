@@ -150,7 +150,7 @@ def test_a_breakpoint_stops_the_first_replica_alone(tmp_path: Path) -> None:
     script.write_text(BREAKPOINT)
     shown = run(tmp_path, str(script), code="c\n" * 20)  # the probe stops there too
     assert "(Pdb)" in shown
-    assert shown.count("[replica 1 on cpu] breakpoint() is passed over") == 1, shown
+    assert shown.count("[replica 1 on cpu] breakpoint() is ignored") == 1, shown
     assert shown.endswith("all well\n")
 
 

@@ -16,7 +16,7 @@ import instep
 from instep.engines.processes.worker.rng import PythonRngMonitor
 
 
-class Thrown(nn.Module):
+class Draws(nn.Module):
     """Adds a number of Python's and one of NumPy's, and after that ends a worker's process if it is told to."""
 
     def __init__(self, flag: str = "", first: int = 0) -> None:
@@ -34,60 +34,60 @@ class Thrown(nn.Module):
         return x + self.weight + torch.tensor(drawn)
 
 
-def thrown(model: instep.DataParallel, count: int = 4) -> list[Tensor]:
+def outputs(model: instep.DataParallel, count: int = 4) -> list[Tensor]:
     random.seed(3)
     np.random.seed(3)
     return [model(torch.zeros(3, 2)).detach() for _ in range(count)]
 
 
 def test_the_same_seed_gives_the_same_numbers_whoever_worked_before() -> None:
-    with instep.DataParallel(Thrown(), ["cpu"] * 3, engine="processes", probe=False) as model:
-        first = thrown(model)
-        assert all(map(torch.equal, first, thrown(model)))
+    with instep.DataParallel(Draws(), ["cpu"] * 3, engine="processes", probe=False) as model:
+        first = outputs(model)
+        assert all(map(torch.equal, first, outputs(model)))
     numbers = torch.cat(first).flatten().tolist()
     assert len(set(numbers)) == len(numbers), "every replica and every call has its own"
     instep.shutdown()
-    with instep.DataParallel(Thrown(), ["cpu"] * 3, engine="processes", probe=False) as model:
+    with instep.DataParallel(Draws(), ["cpu"] * 3, engine="processes", probe=False) as model:
         model(torch.zeros(3, 2))
-        assert all(map(torch.equal, first, thrown(model)))
+        assert all(map(torch.equal, first, outputs(model)))
 
 
 def test_a_worker_that_takes_the_place_of_another_draws_the_same(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
-    with instep.DataParallel(Thrown(str(flag)), ["cpu"] * 2, engine="processes", probe=False) as model:
-        undisturbed = thrown(model)
+    with instep.DataParallel(Draws(str(flag)), ["cpu"] * 2, engine="processes", probe=False) as model:
+        undisturbed = outputs(model)
         flag.touch()
-        assert all(map(torch.equal, undisturbed, thrown(model)))
+        assert all(map(torch.equal, undisturbed, outputs(model)))
     assert not flag.exists()
 
 
 def test_a_forward_that_begins_to_draw_later_is_seen_in_time() -> None:
-    with instep.DataParallel(Thrown(first=5), ["cpu"] * 2, engine="processes", probe=False) as model:
-        thrown(model, 8)
-        assert all(map(torch.equal, thrown(model), thrown(model)))
+    with instep.DataParallel(Draws(first=5), ["cpu"] * 2, engine="processes", probe=False) as model:
+        outputs(model, 8)
+        assert all(map(torch.equal, outputs(model), outputs(model)))
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
-def test_whoever_does_not_draw_is_looked_at_less_and_less(draw: object) -> None:
-    dice = PythonRngMonitor()
-    looked = []
+def test_unused_generators_are_checked_less_and_less(draw: object) -> None:
+    monitor = PythonRngMonitor()
+    checked = []
     for call in range(1, 40):
-        before = dice.begin_call()
+        before = monitor.begin_call()
         if before is not None:
-            looked.append(call)
-        dice.end_call(before)
-    assert looked == [1, 2, 3, 4, 8, 16, 32]
+            checked.append(call)
+        monitor.end_call(before)
+    assert checked == [1, 2, 3, 4, 8, 16, 32]
     for _ in range(40, 65):
-        before = dice.begin_call()
+        before = monitor.begin_call()
         assert callable(draw)
         draw()
-        dice.end_call(before)
-    assert dice.begin_call() is not None
+        monitor.end_call(before)
+    assert monitor.begin_call() is not None
 
 
 def test_the_callers_generators_move_as_the_first_replica_draws() -> None:
-    with instep.DataParallel(Thrown(), ["cpu"] * 2, engine="processes", probe=False) as model:
-        thrown(model, 2)
+    with instep.DataParallel(Draws(), ["cpu"] * 2, engine="processes", probe=False) as model:
+        outputs(model, 2)
         after = random.random(), np.random.rand()
     random.seed(3)
     np.random.seed(3)

@@ -14,14 +14,14 @@ from instep.runtime.locks import ForkSafeLock
 
 _READ_BYTES = 1 << 16
 _TAIL_LINES = 40
-"""Lines of what went to a worker's standard error that are kept, to say why it ended."""
+"""Lines of a worker's stderr that are kept to explain why it exited."""
 
 
 class WorkerOutput:
-    """The two pipes that one worker prints into."""
+    """The stdout and stderr pipes of one worker."""
 
     def __init__(self, name: Callable[[], str]) -> None:
-        """`name` is asked for each time: one worker is another replica for another wrapper."""
+        """`name` is a function because a worker can be a different replica for each wrapper."""
         self._get_name = name
         self._lock = threading.Lock()
         self._streams: dict[int, tuple[str, bytearray]] = {}
@@ -39,21 +39,21 @@ class WorkerOutput:
             raise
 
     def close_write_ends(self) -> None:
-        """Those that the worker has inherited: it alone must hold them."""
+        """Close the write ends in this process, so that the pipes end with the worker."""
         while self.write_ends:
             os.close(self.write_ends.pop())
 
     def drain(self, partial: bool = False) -> None:
-        """Show all that has been printed by now; with `partial` also the beginning of a line."""
+        """Print the complete lines received so far; with `partial`, an incomplete last line too."""
         with self._lock:
-            for fd, (target, waiting) in list(self._streams.items()):
+            for fd, (target, buffer) in list(self._streams.items()):
                 _unfinished_fds.add(fd)
-                waiting += self._read(fd)
-                end = len(waiting) if partial else waiting.rfind(b"\n") + 1
+                buffer += self._read(fd)
+                end = len(buffer) if partial else buffer.rfind(b"\n") + 1
                 if end:
-                    self._write_lines(target, bytes(waiting[:end]).decode("utf-8", "replace"))
-                    del waiting[:end]
-                if not waiting:
+                    self._write_lines(target, bytes(buffer[:end]).decode("utf-8", "replace"))
+                    del buffer[:end]
+                if not buffer:
                     _unfinished_fds.discard(fd)
 
     @staticmethod
@@ -62,7 +62,7 @@ class WorkerOutput:
         with suppress(BlockingIOError):
             while chunk := os.read(fd, _READ_BYTES):
                 data.append(chunk)
-            _unregister_fd(fd)  # its last writer is gone
+            _unregister_fd(fd)  # end of file
         return b"".join(data)
 
     def _write_lines(self, target: str, text: str) -> None:
@@ -72,26 +72,26 @@ class WorkerOutput:
         if target == "stderr":
             self._tail.extend(lines)
         stream = getattr(sys, target)
-        # The caller's stream may be closed, none, or of any kind. There is no other place to print to, and a worker
-        # whose pipe nobody reads any longer would stand still.
+        # The caller's stream may be None, closed, or any object. An error must not end the thread that reads the pipes:
+        # a worker blocks when its pipe is full.
         with suppress(Exception):
             stream.write("".join(f"[{self._get_name()}] {line}\n" for line in lines))
             stream.flush()
 
     def tail(self) -> str:
-        """The last lines that went to the worker's standard error."""
+        """The last lines of the worker's stderr."""
         return "\n".join(self._tail)
 
     def close(self) -> None:
-        """Show the rest and close the pipes."""
+        """Print the rest and close the pipes."""
         self.close_write_ends()
         self.drain(partial=True)
         _unregister(self, list(self._streams))
-        with self._lock:  # the reader may be at it still
+        with self._lock:  # the output thread may still be reading
             self.close_pipes()
 
     def close_pipes(self) -> None:
-        """Close the pipes and show nothing, as in a forked child, to which nothing is printed."""
+        """Close the pipes without printing the rest, as in a forked child."""
         self.close_write_ends()
         for fd in list(self._streams):
             del self._streams[fd]
@@ -100,10 +100,10 @@ class WorkerOutput:
 
 
 class _OutputThread(threading.Thread):
-    """Shows what is printed as it comes."""
+    """Prints the output of all workers as it arrives."""
 
     def __init__(self) -> None:
-        super().__init__(name="instep-prints", daemon=True)
+        super().__init__(name="instep-output", daemon=True)
         self.epoll = select.epoll()
         try:
             self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -117,8 +117,8 @@ class _OutputThread(threading.Thread):
             for fd, _ in self.epoll.poll():
                 if fd == self.wake_fd:
                     return
-                if (printed := _outputs_by_fd.get(fd)) is not None:
-                    printed.drain()
+                if (output := _outputs_by_fd.get(fd)) is not None:
+                    output.drain()
 
     def stop(self) -> None:
         os.eventfd_write(self.wake_fd, 1)
@@ -132,12 +132,12 @@ class _OutputThread(threading.Thread):
 
 _outputs_by_fd: dict[int, WorkerOutput] = {}
 _unfinished_fds: set[int] = set()
-"""Pipes that are being read, or of which the beginning of a line was read and not shown."""
+"""Pipes that are being read, or whose last line is incomplete and not printed yet."""
 _output_thread: _OutputThread | None = None
 
 
 def _reset_in_child() -> None:
-    """A forked child has no reader, and what workers print is its parent's."""
+    """A forked child has no output thread, and the workers belong to its parent."""
     global _output_thread
     _outputs_by_fd.clear()
     _unfinished_fds.clear()
@@ -150,29 +150,29 @@ _lock = ForkSafeLock()
 os.register_at_fork(after_in_child=_reset_in_child)
 
 
-def _register(printed: WorkerOutput, fds: list[int]) -> None:
+def _register(output: WorkerOutput, fds: list[int]) -> None:
     global _output_thread
     with _lock:
         if _output_thread is None:
             _output_thread = _OutputThread()
             _output_thread.start()
         for fd in fds:
-            _outputs_by_fd[fd] = printed
+            _outputs_by_fd[fd] = output
             _output_thread.epoll.register(fd, select.EPOLLIN)
 
 
 def _unregister_fd(fd: int) -> None:
-    """Wait for nothing more from a pipe: at its end it would be readable for ever."""
-    with suppress(OSError, ValueError, AttributeError):  # it was forgotten already
+    """Stop polling a pipe. At end of file it would be readable forever."""
+    with suppress(OSError, ValueError, AttributeError):  # already unregistered
         _output_thread.epoll.unregister(fd)  # type: ignore[union-attr]
 
 
-def _unregister(printed: WorkerOutput, fds: list[int]) -> None:
-    """Watch these pipes no longer; with the last of all the reader ends."""
+def _unregister(output: WorkerOutput, fds: list[int]) -> None:
+    """Remove pipes. The output thread ends with the last one."""
     global _output_thread
     with _lock:
         for fd in fds:
-            if _outputs_by_fd.get(fd) is printed:
+            if _outputs_by_fd.get(fd) is output:
                 del _outputs_by_fd[fd]
                 _unregister_fd(fd)
         ended, _output_thread = (_output_thread, None) if not _outputs_by_fd else (None, _output_thread)
@@ -181,14 +181,15 @@ def _unregister(printed: WorkerOutput, fds: list[int]) -> None:
 
 
 def flush_output() -> None:
-    """Show all that workers had printed when this was called, lines that are not finished too.
+    """Print everything that workers have written so far, including incomplete lines.
 
-    A worker lets out what it printed before it sends a message: after its answer has come, this shows all of it.
+    A worker flushes its streams before it sends a message. After its reply has arrived, this prints all output that
+    precedes the reply.
     """
     with _lock:
-        # In this order: what is no longer in a pipe is being read by somebody.
+        # In this order: data that has left its pipe is marked in `_unfinished_fds`.
         if _output_thread is None or not (_output_thread.epoll.poll(0) or _unfinished_fds):
             return
-        printing = list(dict.fromkeys(_outputs_by_fd.values()))
-    for printed in printing:
-        printed.drain(partial=True)
+        outputs = list(dict.fromkeys(_outputs_by_fd.values()))
+    for output in outputs:
+        output.drain(partial=True)

@@ -1,4 +1,7 @@
-"""The pool of worker processes, shared by all wrappers of this process."""
+"""The pool of worker processes, shared by all wrappers of this process.
+
+Workers of a wrapper that was garbage-collected stay available. Unused workers end when any wrapper is closed.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,24 @@ from collections.abc import Sequence
 import torch
 
 from instep.engines.processes.lifecycle.process import WorkerProcess, running_workers
-from instep.engines.processes.lifecycle.watchdog import skip_breakpoint
 from instep.errors import EngineError, WorkerFailure
 from instep.runtime.env import is_quiet
 from instep.runtime.locks import ForkSafeLock
-from instep.runtime.process_role import inside_worker, mark_worker
+from instep.runtime.process_role import inside_worker
 
 MIN_START_SECONDS = 120.0
-"""What a worker has to come up, at least, however soon one that does not answer is given up."""
+"""Minimum time allowed for a worker to start, even if the timeout for replies is shorter."""
 _MAX_START_SECONDS = 86_400.0
-"""What it has at most, also without any `timeout`."""
+"""Maximum time allowed for a worker to start, even without a `timeout`."""
 _NOTICE_SECONDS = 1.5
+"""Seconds after which a notice that workers are starting is printed."""
 _WARN_SECONDS = 60.0
-"""Seconds after which it is said where a worker stands that is not up."""
+"""Seconds after which a warning shows the stack of a worker that has not started."""
 _STOP_SECONDS = 1.0
 
 
-def enter_worker() -> None:
-    """This process is a worker from now on."""
-    mark_worker()
-    sys.breakpointhook = skip_breakpoint
-
-
 class StartTimeout(WorkerFailure):
-    """A worker did not come up in time."""
+    """A worker did not start in time."""
 
 
 _workers: dict[tuple[str, int], WorkerProcess] = {}
@@ -43,17 +40,17 @@ _lock = ForkSafeLock(_workers.clear)
 
 
 class WorkerPool:
-    """The workers for a list of devices, one for each but the first, which is this process.
+    """The workers for a list of devices: one for each device but the first, which this process uses itself.
 
-    They are held until `close`, or until nobody holds this any longer. Wrappers on the same devices share them. In a
-    forked child there are none of the parent's: it starts its own.
+    Pools with the same devices share workers. A pool holds its workers until `close` or garbage collection. A forked
+    child does not use its parent's workers; it starts its own.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         if inside_worker():
             raise EngineError(
-                "a worker process cannot start workers of its own: the module, or a file that it imports, builds a "
-                "wrapper with engine='processes' as it runs. Put that behind `if __name__ == \"__main__\":`."
+                "a worker process cannot start workers of its own: the module, or a file that it imports, creates a "
+                "wrapper with engine='processes' at import. Put that under `if __name__ == \"__main__\":`."
             )
         self._devices = list(devices)
         self._keys: list[tuple[str, int]] = []
@@ -65,10 +62,11 @@ class WorkerPool:
         self._closed = self._announced = False
 
     def get(self, index: int, timeout: float = MIN_START_SECONDS) -> WorkerProcess:
-        """The worker of a replica, up and ready, alive or not; the first call starts all that are missing at once.
+        """The worker of a replica, after it has started. It may have died since.
 
-        One that is not up after `timeout` seconds is `Late`, but none before it had time to import torch. Another one
-        than before means that the one before was replaced, for this wrapper or for another.
+        The first call starts all missing workers at once. Raises `StartTimeout` after `timeout` seconds, but not before
+        `MIN_START_SECONDS`. If the result differs from that of an earlier call, this pool or another one has replaced
+        the worker.
         """
         with _lock:
             worker = self._acquire(index)
@@ -81,16 +79,16 @@ class WorkerPool:
         return worker
 
     def last_worker(self, index: int) -> WorkerProcess | None:
-        """The worker that `get` gave last."""
+        """The worker that `get` returned last."""
         return self._held.get(index)
 
     def replace(self, index: int) -> WorkerProcess:
-        """A new worker instead of the one that `get` gave last; what is left of that one is ended."""
+        """Kill the worker that `get` returned last and start a new one."""
         self.kill(index)
         return self.get(index)
 
     def kill(self, index: int) -> None:
-        """End what is left of the worker that `get` gave last, or that did not come up; `get` starts another."""
+        """Kill the worker that `get` returned last, or that did not start. The next `get` starts another."""
         with _lock:
             old = self._held.pop(index, None)
             if old is not None and _workers.get(self._keys[index - 1]) is old:
@@ -99,23 +97,23 @@ class WorkerPool:
             old.kill()
 
     def close(self) -> None:
-        """Give the workers back; all that nobody uses end, also those of wrappers that were dropped."""
+        """Release the workers and stop all unused ones, including those of garbage-collected pools."""
         with _lock:
             self._closed = True
-            mine = {worker for worker in self._held.values() if worker.is_owned()}  # not the parent's of a forked child
+            released = {worker for worker in self._held.values() if worker.is_owned()}  # none after a fork
             self._held.clear()
-            for worker in mine:
+            for worker in released:
                 worker.users.discard(self)
             current = set(_workers.values())
-            ended = [worker for worker in mine | current if not worker.users or worker not in current]
-            for key in [key for key, worker in _workers.items() if worker in ended]:
+            unused = [worker for worker in released | current if not worker.users or worker not in current]
+            for key in [key for key, worker in _workers.items() if worker in unused]:
                 del _workers[key]
-        _stop_workers(ended)
+        _stop_workers(unused)
 
     def _acquire(self, index: int) -> WorkerProcess:
-        """The worker of a replica, under the lock, perhaps still on its way."""
+        """The worker of a replica, started if necessary but not awaited. The caller holds the lock."""
         if self._closed:
-            raise EngineError("this engine was closed.")
+            raise EngineError("the worker pool is closed.")
         if not 0 < index < len(self._devices):
             raise IndexError(f"there is no worker for replica {index} of {len(self._devices)}.")
         key = self._keys[index - 1]
@@ -135,28 +133,30 @@ class WorkerPool:
         if worker.wait_ready(started + _NOTICE_SECONDS):
             return
         with _lock:
-            told, self._announced = self._announced, True
-        if not told and _is_interactive() and not is_quiet():
-            many = f"{len(self._keys)} worker processes" if len(self._keys) > 1 else "a worker process"
-            print(f"instep: starting {many} (torch has to be imported)", file=sys.stderr, flush=True)
-        patience = min(_WARN_SECONDS, seconds / 2)
-        if worker.wait_ready(started + patience):
+            announced, self._announced = self._announced, True
+        if not announced and _is_interactive() and not is_quiet():
+            workers = f"{len(self._keys)} worker processes" if len(self._keys) > 1 else "a worker process"
+            print(f"instep: starting {workers} (importing torch)", file=sys.stderr, flush=True)
+        warn_after = min(_WARN_SECONDS, seconds / 2)
+        if worker.wait_ready(started + warn_after):
             return
-        warnings.warn(f"{worker.name} has not come up for {patience:.0f} s.\n{worker.python_stacks()}", stacklevel=2)
+        warnings.warn(
+            f"{worker.name} has not started after {warn_after:.0f} s.\n{worker.python_stacks()}", stacklevel=2
+        )
         if not worker.wait_ready(started + seconds):
             raise StartTimeout(
-                f"{worker.name} did not come up within {seconds:.0f} s and was ended.\n{worker.python_stacks()}\n"
-                f"If it only takes long: DataParallel(..., timeout={seconds * 10:.0f})."
+                f"{worker.name} did not start within {seconds:.0f} s and was killed.\n{worker.python_stacks()}\n"
+                f"To wait longer: DataParallel(..., timeout={seconds * 10:.0f})."
             )
 
 
 def _is_interactive() -> bool:
-    """Whether what is printed is seen as it comes: at a terminal, or in a notebook."""
+    """Whether stderr is a terminal or a notebook."""
     return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def _stop_workers(workers: Sequence[WorkerProcess]) -> None:
-    """End workers: those that are idle by themselves, the others a moment later all the same."""
+    """Ask workers to stop, and kill those that have not stopped shortly after."""
     deadline = time.monotonic() + _STOP_SECONDS
     for worker in workers:
         worker.request_stop()
@@ -166,7 +166,7 @@ def _stop_workers(workers: Sequence[WorkerProcess]) -> None:
 
 
 def stop_all() -> None:
-    """End every worker of this process; wrappers start new ones when they are called again."""
+    """Stop every worker of this process. Wrappers start new ones at their next call."""
     with _lock:
         _workers.clear()
     _stop_workers(running_workers())

@@ -22,7 +22,7 @@ from instep.errors import EngineError
 from instep.runtime.allocator import MMAP_THRESHOLD_BYTES, TOP_PAD_BYTES, TRIM_THRESHOLD_BYTES
 
 ENTRY_POINT = "instep.engines.processes.worker.server:main"
-"""What a worker runs when it is up, as `module:function`; it is called with the worker's end of the line."""
+"""What a worker runs, as `module:function`; it is called with the worker's end of the connection."""
 
 _ALLOCATOR_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD_BYTES),
@@ -30,9 +30,9 @@ _ALLOCATOR_ENVIRONMENT = {
     "MALLOC_TOP_PAD_": str(TOP_PAD_BYTES),
     "THP_MEM_ALLOC_ENABLE": "1",
 }
-"""A worker keeps the memory of a step for the next one, where new pages would take longer than the copy of gradients.
+"""Makes a worker's allocator keep freed memory: page faults would cost more than the copy of gradients.
 
-What is larger than the C library keeps, torch asks large pages for. Settings of the user's own come first.
+For larger blocks torch requests huge pages. Variables that the user has set take precedence.
 """
 _PACKAGE_INIT = Path(__file__).parents[3] / "__init__.py"
 _STOP_SECONDS = 1.0
@@ -43,31 +43,31 @@ _POLL_SECONDS = 0.005
 _SIGNAL_DESCRIPTIONS = {
     signal.SIGKILL: "killed by SIGKILL, which is usually the kernel's or a container's out-of-memory killer",
     signal.SIGSEGV: "segmentation fault (SIGSEGV)",
-    signal.SIGBUS: "bus error (SIGBUS), which is usually shared memory that could not be had",
-    signal.SIGABRT: "aborted (SIGABRT), which is usually a check in native code",
+    signal.SIGBUS: "bus error (SIGBUS), which usually means that shared memory ran out",
+    signal.SIGABRT: "aborted (SIGABRT), which is usually a failed check in native code",
     signal.SIGFPE: "arithmetic error in native code (SIGFPE)",
     signal.SIGILL: "illegal instruction (SIGILL), which is usually a library built for another processor",
-    signal.SIGTERM: "ended by SIGTERM, which somebody sent",
+    signal.SIGTERM: "terminated by SIGTERM",
 }
 
 _running: dict[int, WorkerProcess] = {}
-"""The workers of this process that were not yet collected, by pid."""
+"""Workers of this process that were not killed or reaped, by pid."""
 _pending_reap: list[subprocess.Popen[bytes]] = []
-"""Those that the kernel could not end in time; they are collected when they have ended."""
+"""Killed processes that have not exited yet; they are reaped later."""
 
 
 class WorkerProcess:
-    """One worker process and the line to it. It belongs to the process that started it."""
+    """A worker process and the connection to it. Only the process that started it may use it."""
 
     def __init__(self, name: str, main: str) -> None:
-        """Use `Worker.start`."""
+        """Use `WorkerProcess.start`."""
         if not sys.executable:
-            raise EngineError("no worker can be started: this program does not say what its interpreter is.")
+            raise EngineError("cannot start a worker process: sys.executable is empty.")
         _pending_reap[:] = [process for process in _pending_reap if process.poll() is None]
         self.name = name
         self.ready = False
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
-        """Whoever holds it; one that is dropped is none, without a finalizer that would need a lock."""
+        """Pools that hold this worker. Weak, so that a dropped pool needs no finalizer, which would need a lock."""
         self._owner_pid = os.getpid()
         self._ready_lock = threading.Lock()
         self._exit_status: int | None = None
@@ -75,29 +75,31 @@ class WorkerProcess:
         self._fds: dict[str, int] = {}
         with ExitStack() as opened:
             try:
-                near, far = map(opened.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                parent_end, worker_end = map(
+                    opened.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                )
                 self._output = WorkerOutput(lambda: self.name)
                 opened.callback(self._output.close)
                 opened.callback(self._close_fds)
-                self._process = self._spawn(main, near, far)
+                self._process = self._spawn(main, parent_end, worker_end)
             except OSError as error:
                 raise _start_error(name, error) from error
             opened.pop_all()
-            far.close()
+            worker_end.close()
         self.pid = self._process.pid
         _running[self.pid] = self
         if (pidfd := _open_pidfd(self.pid)) is not None:
             self._fds["pidfd"] = pidfd
-        self.connection = Connection(near, pidfd)
+        self.connection = Connection(parent_end, pidfd)
         self._output.close_write_ends()
 
     @classmethod
     def start(cls, name: str, main: str | None = None) -> WorkerProcess:
-        """A new worker. This returns at once; its interpreter comes up in parallel."""
+        """Start a worker without waiting for its interpreter."""
         return cls(name, main or ENTRY_POINT)
 
-    def _spawn(self, main: str, near: socket.socket, far: socket.socket) -> subprocess.Popen[bytes]:
-        """The process, with what it inherits; the first frame waits for it on the line."""
+    def _spawn(self, main: str, parent_end: socket.socket, worker_end: socket.socket) -> subprocess.Popen[bytes]:
+        """Start the process. Its configuration is sent first and waits in the socket."""
         life, self._fds["life"] = os.pipe()
         passed = {"life": life}
         try:
@@ -105,49 +107,55 @@ class WorkerProcess:
                 passed[memory] = self._fds[memory] = os.memfd_create(f"instep-{memory}", os.MFD_CLOEXEC)
             if (parent := _open_pidfd(os.getpid())) is not None:
                 passed["parent"] = parent
-            frame = launch.encode_config(main, str(_PACKAGE_INIT), passed)
-            if len(frame) > launch.MAX_CONFIG_BYTES:
-                raise EngineError(f"no worker can be started: sys.path is {len(frame):,} bytes long.")
-            near.send(frame)
+            config = launch.encode_config(main, str(_PACKAGE_INIT), passed)
+            if len(config) > launch.MAX_CONFIG_BYTES:
+                raise EngineError(
+                    f"cannot start a worker process: its configuration has {len(config):,} bytes, of which "
+                    f"{launch.MAX_CONFIG_BYTES:,} are allowed. Shorten sys.path."
+                )
+            parent_end.send(config)
             out, err = self._output.write_ends
             return subprocess.Popen(
-                launch.worker_command(far.fileno(), self.name),
+                launch.worker_command(worker_end.fileno(), self.name),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                pass_fds=[far.fileno(), *passed.values()],
+                pass_fds=[worker_end.fileno(), *passed.values()],
                 env={**_ALLOCATOR_ENVIRONMENT, **launch.NATIVE_ENVIRONMENT, **os.environ},
                 start_new_session=True,
             )
         finally:
-            for word in passed.keys() & {"life", "parent"}:
-                os.close(passed[word])
+            for name in passed.keys() & {"life", "parent"}:
+                os.close(passed[name])
 
     def is_owned(self) -> bool:
-        """Whether this process started it, and not one that this process was forked from."""
+        """Whether this process started the worker; False in a forked child."""
         return self._owner_pid == os.getpid()
 
     def wait_ready(self, deadline: float) -> bool:
-        """Whether it is ready by then (a moment of `time.monotonic`); `Gone` with the reason where it ended instead."""
+        """Wait until the worker is ready, or until `deadline` (of `time.monotonic`). Returns whether it is ready.
+
+        Raises `ConnectionClosed` with the reason if the worker has exited.
+        """
         self._check_owner()
         with self._ready_lock:
             while not self.ready:
                 try:
                     message = self.connection.receive(max(0.0, deadline - time.monotonic()))
                 except (ConnectionClosed, ProtocolError) as error:
-                    why = self.exit_reason() if isinstance(error, ConnectionClosed) else str(error)
-                    raise ConnectionClosed(f"{self.name} did not come up: {why}") from None
+                    reason = self.exit_reason() if isinstance(error, ConnectionClosed) else str(error)
+                    raise ConnectionClosed(f"{self.name} did not start: {reason}") from None
                 if message is None:
                     return False
                 self.ready = message.kind == "ready"
         return True
 
     def is_alive(self) -> bool:
-        """Whether the process runs; it is not collected by asking."""
+        """Whether the process runs. Does not reap it."""
         return self._poll_exit() is None
 
     def _poll_exit(self) -> int | None:
-        """How it ended, as Popen writes it: minus a signal, or a status; None while it runs."""
+        """The exit status, negative for a signal as in `Popen.returncode`; None while the process runs."""
         self._check_owner()
         if self._exit_status is None and "pidfd" in self._fds and not _is_readable(self._fds["pidfd"], 0):
             return None
@@ -155,14 +163,14 @@ class WorkerProcess:
             try:
                 result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             except ChildProcessError:
-                self._exit_status = _UNKNOWN_STATUS  # something in this program collects every child
+                self._exit_status = _UNKNOWN_STATUS  # something in this program reaps every child
             else:
                 if result is not None:
                     self._exit_status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
         return self._exit_status
 
     def wait_exit(self, deadline: float) -> bool:
-        """Whether it has ended by then (a moment of `time.monotonic`)."""
+        """Wait until the process exits, or until `deadline` (of `time.monotonic`). Returns whether it has exited."""
         while self.is_alive():
             left = deadline - time.monotonic()
             if left <= 0:
@@ -174,36 +182,36 @@ class WorkerProcess:
         return True
 
     def exit_reason(self) -> str:
-        """Why it ended, in words."""
+        """A description of why the process exited, for error messages."""
         self._check_owner()
         if self._exit_reason is None:
-            # The line ends a moment before the process does.
+            # The connection closes a moment before the process exits.
             if not self.wait_exit(time.monotonic() + _STOP_SECONDS):
-                return "it still runs, and closed its line"
+                return "it still runs, but closed its connection"
             self._exit_reason = self._describe_exit(self._exit_status)
         return self._exit_reason
 
     def _describe_exit(self, status: int | None) -> str:
         if status is None or status == _UNKNOWN_STATUS:
-            return "ended; how is not known, because something in this program collects every child process"
+            return "exited with an unknown status, because something in this program reaps every child process"
         if status >= 0:
             self._output.drain()
             printed = self._output.tail()
-            return f"exited with status {status}" + (f", having printed:\n{printed}" if status and printed else "")
+            return f"exited with status {status}" + (f" after printing:\n{printed}" if status and printed else "")
         number = -status
-        known = number in signal.valid_signals() and number <= signal.SIGSYS
-        words = _SIGNAL_DESCRIPTIONS.get(signal.Signals(number)) if known else None
-        words = words or f"killed by {signal.Signals(number).name if known else f'signal {number}'}"
-        crash = self._fds.get("crash")  # another thread may have seen to its end
+        is_standard = number in signal.valid_signals() and number <= signal.SIGSYS
+        description = _SIGNAL_DESCRIPTIONS.get(signal.Signals(number)) if is_standard else None
+        description = description or f"killed by {signal.Signals(number).name if is_standard else f'signal {number}'}"
+        crash = self._fds.get("crash")  # closed if another thread has killed the worker
         stack = "" if crash is None else _read_stacks(crash)
-        return f"{words}, at:\n{stack}" if stack else words
+        return f"{description}, at:\n{stack}" if stack else description
 
     def python_stacks(self) -> str:
-        """The Python stacks that it stands in now, also where it hangs in native code."""
+        """The current Python stacks of the worker's threads, even if it hangs in native code."""
         if not self.is_alive():
-            return f"It has ended: {self.exit_reason()}."
-        if not _has_signal_handler(self.pid, signal.SIGUSR1):  # the signal would end it
-            return "Its interpreter is still coming up."
+            return f"It has exited: {self.exit_reason()}."
+        if not _has_signal_handler(self.pid, signal.SIGUSR1):  # the signal would kill it
+            return "Its interpreter is still starting."
         memory = self._fds["stacks"]
         os.ftruncate(memory, 0)
         os.lseek(memory, 0, os.SEEK_SET)
@@ -212,10 +220,10 @@ class WorkerProcess:
         while (not text or text != before) and time.monotonic() < deadline:
             time.sleep(10 * _POLL_SECONDS)
             before, text = text, _read_stacks(memory)
-        return text or "It does not answer a signal: it is stopped, or waits in the kernel."
+        return text or "It does not respond to signals: it is stopped, or blocked in the kernel."
 
     def request_stop(self) -> None:
-        """Ask it to end; one that does not listen, or is not up yet, is not waited for."""
+        """Ask the worker to stop, without waiting. Kills one that has not started."""
         if self.is_owned() and self.ready and self.pid in _running:
             with suppress(ConnectionClosed, TimeoutError, EngineError, OSError):
                 self.connection.send("stop", timeout=0)
@@ -223,18 +231,18 @@ class WorkerProcess:
             self.kill()
 
     def stop(self) -> None:
-        """Ask it to end, and end it after a short while."""
+        """Ask the worker to stop, and kill it if it has not stopped shortly after."""
         self.request_stop()
         if self.is_owned() and self.pid in _running:
             self.wait_exit(time.monotonic() + _STOP_SECONDS)
         self.kill()
 
-    def kill(self, why: str = "ended by this process") -> None:
-        """End it, with whatever it has started itself, and collect it. A forked child ends nothing of its parent's."""
+    def kill(self, reason: str = "killed by this process") -> None:
+        """Kill the worker and the processes that it started, and reap it. Does nothing in a forked child."""
         if not self.is_owned() or _running.pop(self.pid, None) is None:
             return
         if self.is_alive():
-            self._exit_reason = why
+            self._exit_reason = reason
         else:
             self.exit_reason()
         with suppress(ProcessLookupError, PermissionError):
@@ -250,11 +258,11 @@ class WorkerProcess:
         self._close_fds()
 
     def detach(self) -> None:
-        """In a forked child: hold nothing of the parent's worker open, and do nothing to it."""
+        """In a forked child: close the descriptors of the parent's worker and leave the worker alone."""
         self.connection.close()
         self._output.close_pipes()
         self._close_fds()
-        self._process.returncode = 0  # it is not this process's to collect
+        self._process.returncode = 0  # not a child of this process: Popen must not wait for it
 
     def _close_fds(self) -> None:
         while self._fds:
@@ -263,7 +271,7 @@ class WorkerProcess:
     def _check_owner(self) -> None:
         if not self.is_owned():
             raise EngineError(
-                f"{self.name} is a worker of the process that this one was forked from; make a new wrapper here."
+                f"{self.name} is a worker of the process that this one was forked from. Create a new wrapper here."
             )
 
 
@@ -271,13 +279,13 @@ _UNKNOWN_STATUS = 1 << 16
 
 
 def _start_error(name: str, error: OSError) -> EngineError:
-    full = error.errno in (errno.EMFILE, errno.ENFILE)
-    hint = "\nLook at `ulimit -n`, and at what this program holds open." if full else ""
-    return EngineError(f"no worker process could be started for {name}: {error}.{hint}")
+    out_of_fds = error.errno in (errno.EMFILE, errno.ENFILE)
+    hint = "\nRaise `ulimit -n`, or close files that this program holds open." if out_of_fds else ""
+    return EngineError(f"cannot start a worker process for {name}: {error}.{hint}")
 
 
 def running_workers() -> list[WorkerProcess]:
-    """Every worker of this process that was not ended."""
+    """Workers of this process that were not killed."""
     return list(_running.values())
 
 
@@ -292,7 +300,7 @@ os.register_at_fork(after_in_child=_detach_workers_in_child)
 
 
 def _open_pidfd(pid: int) -> int | None:
-    """A descriptor that is readable when a process has ended; None where the system has none to give."""
+    """A descriptor that becomes readable when the process exits; None if the system cannot provide one."""
     try:
         return os.pidfd_open(pid)
     except OSError:
@@ -306,14 +314,15 @@ def _is_readable(fd: int, seconds: float) -> bool:
 
 
 def _read_stacks(memory: int) -> str:
-    """The stacks that faulthandler wrote, but for the thread that watches the parent and the list of libraries."""
+    """The stacks that faulthandler wrote, without the thread that watches the parent and the list of libraries."""
     text = os.pread(memory, os.fstat(memory).st_size, 0).decode("utf-8", "replace")
     parts = (part.strip() for part in text.split("\n\n"))
-    return "\n".join(part for part in parts if "in until_it_ends" not in part and not part.startswith("Extension mod"))
+    hidden = "in wait_for_parent_exit"  # a function of bootstrap.py
+    return "\n".join(part for part in parts if hidden not in part and not part.startswith("Extension mod"))
 
 
 def _has_signal_handler(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal."""
+    """Whether a process handles a signal."""
     for line in Path(f"/proc/{pid}/status").read_text("ascii", "replace").splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (number - 1) & 1)

@@ -16,15 +16,15 @@ from instep.errors import WorkerFailure
 from instep.runtime.debugger import is_debugger_attached
 
 POLL_SECONDS = 0.5
-"""Seconds after which whoever waits for a worker looks whether it still lives."""
+"""Seconds between checks that a worker is alive."""
 HANDOFF_SECONDS = 0.01
-"""Seconds that a thread waits for another one to hear its answer, before it listens itself."""
+"""Seconds that a thread waits for another thread to receive its reply, before it receives itself."""
 WARN_SECONDS = 60.0
-"""Seconds after which it is said where a worker stands that has not answered."""
+"""Seconds after which a warning shows the stack of a worker that has not replied."""
 
 
 class ReplyWatchdog:
-    """The time that a worker has not been heard of."""
+    """Measures how long a worker has not replied; warns, then raises."""
 
     def __init__(self, worker: WorkerProcess, timeout: float) -> None:
         self._worker = worker
@@ -33,48 +33,46 @@ class ReplyWatchdog:
         self._warned = False
 
     def check(self) -> None:
-        """Say where a worker stands that takes long; `Stuck` when it takes too long, but never under a debugger."""
+        """Warn if the worker takes long. Raises `ReplyTimeout` after the timeout, except under a debugger."""
         waited = time.monotonic() - self._started
         if not self._worker.is_alive():
-            raise ConnectionClosed(f"{self._worker.name} is gone")
+            raise ConnectionClosed(f"{self._worker.name} has exited")
         if waited < min(WARN_SECONDS, self._timeout / 2) or is_debugger_attached():
             return
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._worker.name} has not answered for {waited:.0f} s; it stands at:\n{self._worker.python_stacks()}",
+                f"{self._worker.name} has not replied for {waited:.0f} s. Its stack:\n{self._worker.python_stacks()}",
                 stacklevel=2,
             )
         if waited > self._timeout:
             raise ReplyTimeout(
-                f"{self._worker.name} has not answered for {waited:.0f} s and was ended; it stood at:\n"
-                f"{self._worker.python_stacks()}\nIf it only takes long: DataParallel(..., timeout={self._timeout * 10:.0f})."
+                f"{self._worker.name} has not replied for {waited:.0f} s and was killed. Its stack:\n"
+                f"{self._worker.python_stacks()}\nTo wait longer: DataParallel(..., timeout={self._timeout * 10:.0f})."
             )
 
 
 class ReplyTimeout(WorkerFailure):
-    """A worker did not answer in time."""
+    """A worker did not reply in time."""
 
 
 class PendingReply:
-    """Where messages about one question are put. They are dropped when nobody holds it any longer."""
+    """The queue of messages that reply to one request."""
 
-    def __init__(self, number: int) -> None:
-        self.request_id = number
+    def __init__(self, request_id: int) -> None:
+        self.request_id = request_id
         self._messages: SimpleQueue[Message] = SimpleQueue()
         self.received_kinds: set[str] = set()
-        """The kinds of messages that were put here."""
 
     def put(self, message: Message) -> None:
         self.received_kinds.add(message.kind)
         self._messages.put(message)
 
     def has_message(self) -> bool:
-        """Whether a message lies here."""
         return not self._messages.empty()
 
     def get(self, seconds: float) -> Message | None:
-        """The next message; None where none comes within that time."""
+        """The next message; None if none arrives within `seconds`."""
         try:
             return self._messages.get(timeout=seconds) if seconds else self._messages.get_nowait()
         except Empty:
@@ -82,16 +80,16 @@ class PendingReply:
 
 
 def script_environment() -> tuple[str, list[str], Any, int]:
-    """The folder, the import path, the environment (as it lies there, which is quicker) and the number of modules."""
+    """The working directory, import path, environment (unencoded, which is faster) and number of imported modules."""
     try:
-        folder = os.getcwd()
-    except OSError:  # somebody has removed it
-        folder = os.sep
-    return folder, sys.path, getattr(os.environ, "_data", os.environ), len(sys.modules)
+        cwd = os.getcwd()
+    except OSError:  # it was removed
+        cwd = os.sep
+    return cwd, sys.path, getattr(os.environ, "_data", os.environ), len(sys.modules)
 
 
 def skip_breakpoint(*_: Any, **__: Any) -> None:
-    """Go on, and say so once, unless breakpoints were switched off."""
+    """The `sys.breakpointhook` of workers: continue, and print a notice once unless breakpoints are disabled."""
     if os.environ.get("PYTHONBREAKPOINT") != "0":
         _print_skip_notice()
 
@@ -99,6 +97,6 @@ def skip_breakpoint(*_: Any, **__: Any) -> None:
 @cache
 def _print_skip_notice() -> None:
     sys.stderr.write(
-        "breakpoint() is passed over in a worker process, which has no terminal: the first replica stops in yours. "
-        "With engine='serial' each one does.\n"
+        "breakpoint() is ignored in a worker process, which has no terminal; it stops in replica 0 only. "
+        "To stop in every replica: DataParallel(..., engine='serial').\n"
     )

@@ -13,20 +13,20 @@ from instep.engines.processes.transport.copy_streams import StagedTensor, contig
 from instep.runtime.modes import set_inference_mode
 
 REDUCIBLE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-"""The dtypes of gradients that are summed in a group."""
+"""Dtypes of gradients that a group reduces."""
 
 
-def broadcast_coalesced(group: NcclGroup, pieces: Sequence[StagedTensor]) -> None:
-    """Every member's pieces get the values of the first one's; all have them at the same offsets."""
+def broadcast_coalesced(group: NcclGroup, tensors_to_send: Sequence[StagedTensor]) -> None:
+    """Broadcast tensors from rank 0. They have the same offsets on every member."""
     with torch.no_grad(), set_inference_mode(False):
-        for run in contiguous_runs(pieces):
-            tensors = [piece.tensor for piece in run]
+        for run in contiguous_runs(tensors_to_send):
+            tensors = [staged.tensor for staged in run]
             if len(run) == 1 and tensors[0].is_contiguous():
                 group.broadcast(tensors[0])
                 continue
             start = run[0].offset
             flat = torch.empty(run[-1].end - start, dtype=torch.uint8, device=group.device)
-            parts = [view_like(flat, piece.offset - start, piece.tensor) for piece in run]
+            parts = [view_like(flat, staged.offset - start, staged.tensor) for staged in run]
             if group.rank == 0:
                 torch._foreach_copy_(parts, tensors)
             group.broadcast(flat)
@@ -35,20 +35,20 @@ def broadcast_coalesced(group: NcclGroup, pieces: Sequence[StagedTensor]) -> Non
 
 
 def reduce_coalesced(
-    group: NcclGroup, buckets: Sequence[Bucket], sizes: Sequence[int], have: Mapping[int, Tensor]
+    group: NcclGroup, buckets: Sequence[Bucket], sizes: Sequence[int], gradients: Mapping[int, Tensor]
 ) -> list[Tensor]:
-    """The sum of every member's tensors, bucket by bucket, which the first member gets.
+    """Sum gradients to rank 0, bucket by bucket. Returns the flat buckets.
 
-    `have` are this member's, by their indices in the buckets; those that it does not have count as zero.
+    `gradients` are this member's, by index; a missing one counts as zero.
     """
     sums = []
     with torch.no_grad(), set_inference_mode(False):
         for bucket in buckets:
             flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=group.device)
             parts = dict(zip(bucket.indices, flat.split([sizes[i] for i in bucket.indices]), strict=True))
-            mine = [index for index in bucket.indices if index in have]
-            if mine:
-                torch._foreach_copy_([parts[i] for i in mine], [have[i].detach().reshape(-1) for i in mine])
+            present = [index for index in bucket.indices if index in gradients]
+            if present:
+                torch._foreach_copy_([parts[i] for i in present], [gradients[i].detach().reshape(-1) for i in present])
             group.reduce(flat)
             sums.append(flat)
     return sums

@@ -1,4 +1,11 @@
-"""A private NCCL process group for the parent and its workers, abortable from any thread."""
+"""A private NCCL process group for the parent and its workers, abortable from any thread.
+
+Members find each other through a store in an anonymous memory file whose descriptor each of them receives. Nothing is
+in the file system, and no other process can join. NCCL's sockets are restricted to the loopback interface.
+
+If a member dies, the others would wait in a collective forever. Any thread that notices calls `abort`, which signals an
+eventfd that all members poll and aborts the group for all of them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +30,7 @@ from instep.runtime.locks import ForkSafeLock, start_thread
 from instep.runtime.torch_private import abort_group, make_file_store, make_gloo_group, make_nccl_group
 
 CONNECT_SECONDS = 60
-"""Members that have not met by then do not come."""
+"""Timeout for members to connect."""
 
 NCCL_ENVIRONMENT: dict[str, str | None] = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -37,14 +44,15 @@ NCCL_ENVIRONMENT: dict[str, str | None] = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(CONNECT_SECONDS),
 }
-"""What NCCL listens on is loopback, nothing else of it listens, and torch ends no process because of a group.
+"""NCCL listens on loopback only, and torch does not terminate a process because a group failed.
 
-The last but one: torch sleeps four times as long before it lets go of a group that has failed, a minute by default.
+TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC: torch sleeps for four times this value, a minute by default, before it releases a
+group that has failed.
 """
 
 
 class EnvironmentOverride:
-    """Values in force from when this is made until `put_back`; where several are, the first one's came before all."""
+    """Sets environment variables until `restore`. Of several overrides, the last `restore` resets the variables."""
 
     def __init__(self, wanted: Mapping[str, str | None]) -> None:
         with _environment_lock:
@@ -54,7 +62,7 @@ class EnvironmentOverride:
             _active_overrides.append(self)
 
     def restore(self) -> None:
-        """The environment is the user's own again, unless another one is in force."""
+        """Bring back the original values, unless another override is active."""
         with _environment_lock:
             if self in _active_overrides:
                 _active_overrides.remove(self)
@@ -86,20 +94,19 @@ _TIMEOUT = timedelta(minutes=10)
 
 
 class GroupAborted(EngineError):
-    """A group was given up; what it was to bring comes by host memory instead, or in another group."""
+    """An NCCL group was aborted. Its tensors are sent through host memory or a new group instead."""
 
 
 class NcclGroup:
-    """One member's place in a group."""
+    """One member's handle of an NCCL group (gloo in tests without GPUs)."""
 
-    def __init__(self, order: JoinGroupRequest, store: int, bell: int) -> None:
-        """The descriptors of the common memory and of the bell belong to this object from now on."""
-        self.rank, self.size, self.device = order.rank, order.world_size, order.device
+    def __init__(self, config: JoinGroupRequest, store: int, abort_fd: int) -> None:
+        """Takes ownership of the descriptors of the store and of the eventfd that signals an abort."""
+        self.rank, self.size, self.device = config.rank, config.world_size, config.device
         self.abort_reason = ""
-        """Why it was given up; empty as long as it was not."""
-        self.last_sequence_number = order.sequence_base
-        """The number of the last collective."""
-        self._config, self._store_fd, self._abort_fd = order, store, bell
+        """Empty unless the group was aborted."""
+        self.last_sequence_number = config.sequence_base
+        self._config, self._store_fd, self._abort_fd = config, store, abort_fd
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
         self._backend: _Backend | None = None
@@ -107,19 +114,19 @@ class NcclGroup:
         self._init_error: Exception | None = None
 
     def connect(self) -> None:
-        """Meet the other members; `Broken` where that fails, or where the group is given up meanwhile.
+        """Connect to the other members. Raises `GroupAborted` on failure, or if the group is aborted meanwhile.
 
-        Whoever waits for a member that does not come cannot be interrupted: that is done by a thread of its own, which
-        is left to itself then and ends after a while.
+        Waiting for a missing member cannot be interrupted. It is done in a thread, which is abandoned on abort and
+        ends after a timeout.
         """
-        variables = EnvironmentOverride(self._config.environment)
+        override = EnvironmentOverride(self._config.environment)
         try:
-            start_thread(threading.Thread(target=self._watch_abort, name="instep-bell", daemon=True))
+            start_thread(threading.Thread(target=self._watch_abort, name="instep-abort", daemon=True))
             start_thread(threading.Thread(target=self._init_backend, name="instep-group", daemon=True))
             while not self._init_done.wait(_POLL_SECONDS) and not self.abort_reason:
                 pass
         finally:
-            variables.restore()
+            override.restore()
         if self._init_error is not None:
             self.abort(str(self._init_error))
         self.raise_if_aborted()
@@ -131,10 +138,10 @@ class NcclGroup:
                 torch.cuda.set_device(self.device)
             store = make_file_store(f"/proc/self/fd/{self._store_fd}", self.size)
             backend.group = _GROUP_FACTORIES[self._config.backend](store, self.rank, self.size, _TIMEOUT)
-            first = torch.zeros(1, device=self.device)
-            # Connections are made by the first collective of each kind, for which one may have to wait.
-            backend.broadcast(first)
-            backend.reduce(first)
+            tensor = torch.zeros(1, device=self.device)
+            # The first collective of each kind opens connections, which may block.
+            backend.broadcast(tensor)
+            backend.reduce(tensor)
             synchronize_stream(self.device)
         except Exception as error:
             self._init_error = error
@@ -146,60 +153,60 @@ class NcclGroup:
         self._init_done.set()
 
     def _watch_abort(self) -> None:
-        """Give the group up when another member does."""
-        watch = select.poll()
-        watch.register(self._abort_fd, select.POLLIN)
-        watch.poll()
-        self.abort("another member gave the group up")
+        """Abort the group when another member does."""
+        poll = select.poll()
+        poll.register(self._abort_fd, select.POLLIN)
+        poll.poll()
+        self.abort("another member aborted the group")
         os.close(self._abort_fd)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Every member gets the first one's values; the current stream waits for it, this thread does not."""
+        """Broadcast from rank 0. Makes the current stream wait, not this thread."""
         self._run("broadcast", tensor)
 
     def reduce(self, tensor: Tensor) -> None:
-        """The first member gets the sum over all; the current stream waits for it, this thread does not."""
+        """Sum to rank 0. Makes the current stream wait, not this thread."""
         self._run("reduce", tensor)
 
-    def _run(self, what: str, tensor: Tensor) -> None:
+    def _run(self, operation: str, tensor: Tensor) -> None:
         backend = self._backend
         if backend is None:
-            raise GroupAborted(self.abort_reason or "the group was not made")
+            raise GroupAborted(self.abort_reason or "the group is not connected")
         try:
-            getattr(backend, what)(tensor)
+            getattr(backend, operation)(tensor)
         except RuntimeError as error:
             raise GroupAborted(str(error)) from error
 
     @contextmanager
-    def collective(self, ticket: int) -> Iterator[None]:
-        """The collective with this number; whoever cannot take part in it, or not at this point, ends the group."""
+    def collective(self, sequence_number: int) -> Iterator[None]:
+        """Run the collective with this sequence number. Aborts the group on an exception or a number out of order."""
         try:
             self.raise_if_aborted()
-            if ticket != self.last_sequence_number + 1:
-                raise GroupAborted(f"collective {ticket} came after {self.last_sequence_number}")
-            self.last_sequence_number = ticket
+            if sequence_number != self.last_sequence_number + 1:
+                raise GroupAborted(f"collective {sequence_number} follows {self.last_sequence_number}")
+            self.last_sequence_number = sequence_number
             yield
         except BaseException as error:
             self.abort(f"{type(error).__name__}: {error}")
             raise
 
     def raise_if_aborted(self) -> None:
-        """Raise `Broken` if the group was given up: what came before may not have come to its end."""
+        """Raise `GroupAborted` if the group was aborted: earlier collectives may be incomplete."""
         if self.abort_reason:
             raise GroupAborted(self.abort_reason)
 
-    def abort(self, why: str) -> None:
-        """Give the group up; whoever waits for it, in any member and on any device, waits no longer.
+    def abort(self, reason: str) -> None:
+        """Abort the group for all members; nothing waits for it any longer, on the host or on a device.
 
-        In a forked child it is the parent's, and is left alone.
+        In a forked child the parent's group is left alone.
         """
         if self._owner_pid != os.getpid():
-            self.abort_reason = why
+            self.abort_reason = reason
             return
         with self._lock:
             if self.abort_reason:
                 return
-            self.abort_reason = why or "it was given up"
+            self.abort_reason = reason or "it was aborted"
             os.eventfd_write(self._abort_fd, 1)
             backend, self._backend = self._backend, None
         if backend is not None:
@@ -207,7 +214,7 @@ class NcclGroup:
 
 
 class _Backend:
-    """Torch's group. The descriptor of its store is open for as long as anybody may look there, by its number."""
+    """Torch's process group. Keeps the store's descriptor open, because the store opens it again by number."""
 
     def __init__(self, store: int) -> None:
         self.group: Any = None
@@ -231,7 +238,7 @@ class _Backend:
 
 
 def _abort_backend(backend: _Backend) -> None:
-    with suppress(RuntimeError):  # it has failed before: there is nothing left to be ended
+    with suppress(RuntimeError):  # it has already failed
         abort_group(backend.group)
 
 
@@ -239,7 +246,7 @@ _live_backends: weakref.WeakSet[_Backend] = weakref.WeakSet()
 
 
 def _keep_backends_in_child() -> None:
-    """A forked child has none of the threads that the end of a group waits for: there it never ends."""
+    """Never destroy a backend in a forked child: its destructor waits for threads that do not exist there."""
     for backend in list(_live_backends):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 

@@ -32,30 +32,30 @@ class WorkerAmbientState:
 
 
 def describe_device(device: torch.device, handle: bytes | None = None) -> DeviceRequest:
-    """A device as a worker is told of it."""
+    """The request that makes a worker use a device."""
     return DeviceRequest(device, _device_uuid(device), handle)
 
 
-def use_device(order: DeviceRequest) -> None:
-    """In a worker: work on a device from now on. `EngineError` where it is another one than the parent means."""
-    torch.cuda.set_device(order.device)
-    # The thread in which autograd works on the device has no context of its own before it has run something there.
-    torch.ones(1, device=order.device, requires_grad=True).mul(2).backward()
-    found = _device_uuid(order.device)
-    if found != order.uuid:
+def use_device(request: DeviceRequest) -> None:
+    """In a worker: make a device current. Raises `EngineError` if it is a different GPU than in the parent."""
+    torch.cuda.set_device(request.device)
+    # Creates the CUDA context of the device's autograd thread.
+    torch.ones(1, device=request.device, requires_grad=True).mul(2).backward()
+    uuid = _device_uuid(request.device)
+    if uuid != request.uuid:
         raise EngineError(
-            f"{order.device} is {found} in a worker process and {order.uuid} in this one: CUDA_VISIBLE_DEVICES was "
-            f"changed after CUDA was first used.\nSet it before the script starts."
+            f"{request.device} is GPU {uuid} in a worker process and GPU {request.uuid} in this one, because "
+            f"CUDA_VISIBLE_DEVICES was changed after CUDA was initialized.\nSet it before the script starts."
         )
 
 
-def device_memory_error(order: DeviceRequest) -> str | None:
-    """In a worker: why memory of its device cannot be opened by a handle; None if it can."""
-    assert order.ipc_handle is not None
+def device_memory_error(request: DeviceRequest) -> str | None:
+    """In a worker: why device memory cannot be opened by an IPC handle; None if it can."""
+    assert request.ipc_handle is not None
     try:
-        DeviceMemory.open(order.ipc_handle, 1, order.device).tensor(0, 1).clone()
-    except DriverError as refused:
-        return str(refused)
+        DeviceMemory.open(request.ipc_handle, 1, request.device).tensor(0, 1).clone()
+    except DriverError as error:
+        return str(error)
     return None
 
 

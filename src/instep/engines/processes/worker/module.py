@@ -43,23 +43,23 @@ from instep.structure.tree import tensors_in
 
 
 class _TensorNumbering:
-    """What a replica has for each tensor of the table."""
+    """The numbers of a module's tensors, and the replica's tensor for each."""
 
     def __init__(self, pairs: Sequence[TensorPair], tensors: Sequence[Tensor]) -> None:
         self.pairs = pairs
-        made = {id(source): made for source, made in pairs}
-        self.replica_tensors = [made.get(id(source), source) for source in tensors]
-        self.numbers = {id(tensor): n for both in (tensors, self.replica_tensors) for n, tensor in enumerate(both)}
+        copies = {id(source): copy for source, copy in pairs}
+        self.replica_tensors = [copies.get(id(source), source) for source in tensors]
+        self.numbers = {id(tensor): n for table in (tensors, self.replica_tensors) for n, tensor in enumerate(table)}
 
 
 LARGE_GRADIENT_BYTES = 64 * 1024
-"""Gradients of so many bytes go to their slots as they come; smaller ones at the end, all at once."""
+"""Gradients of this size are copied to their slots during backward; smaller ones together at the end."""
 CHECKED_CALLS = 3
-"""The calls of a method in which writes are looked for that no version tells of."""
+"""Consecutive clean calls of a method after which arguments are no longer compared by value."""
 
 
 class _UnguardedTensors(ReplicaTensors):
-    """Tensors that no code reaches outside of a call; a hook on each would cost every backward."""
+    """Replica tensors without gradient guards: in a worker no user code runs between calls."""
 
     uses_guard = False
 
@@ -68,39 +68,39 @@ class _UnguardedTensors(ReplicaTensors):
 
 
 class _WorkerReplica(Replica):
-    """A replica in a process where nothing is done but what it is asked for."""
+    """A replica in a worker process."""
 
     tensors_class = _UnguardedTensors
 
 
 class WorkerModule:
-    """One module, its tensors by number, and the replica that is made of it."""
+    """A module in a worker: its tensors, known to the parent by number, its replica and its gradient slots."""
 
     module: nn.Module
     replica_set: ReplicaSet
 
     def __init__(self, table: TensorTableRequest, fds: Sequence[int]) -> None:
         self.device = table.device
-        pulled = {
+        copied_blocks = {
             entry.location.block_id
             for entry in table.tensors
             if entry.location is not None and entry.location.needs_copy
         }
         self._shared_blocks: dict[int, SharedMemory] = {}
         self._device_blocks = {n: open_shared(handle, nbytes, self.device) for n, nbytes, handle in table.ipc_handles}
-        for (number, nbytes), fd in zip(table.blocks, fds, strict=False):  # the others are for the gradients
-            # What is only copied from need not be copied on write, which accelerators do not take well.
-            self._shared_blocks[number] = SharedMemory.attach(fd, nbytes, writable=number in pulled)
+        for (number, nbytes), fd in zip(table.blocks, fds, strict=False):  # later descriptors are for gradients
+            # Blocks that are only read are mapped shared: accelerators copy poorly from copy-on-write mappings.
+            self._shared_blocks[number] = SharedMemory.attach(fd, nbytes, writable=number in copied_blocks)
         self._storages: dict[tuple[int, int], Tensor] = {}
         self._clean_calls: dict[str, int] = {}
-        """By the name of a method: in how many calls nothing was written to an argument unseen."""
-        self._pieces_by_block: dict[int, list[StagedTensor]] = {}
-        """By the number of a block: what is copied from it, and to where."""
+        """Consecutive calls, by method, without a write that left the version counter unchanged."""
+        self._staged_by_block: dict[int, list[StagedTensor]] = {}
+        """Device copies of tensors in shared memory, by block number."""
         self.tensors = [self._rebuild_tensor(entry, table.storages) for entry in table.tensors]
         self._gradient_slots: dict[int, Tensor] = {}
         self._replica: Replica | None = None
         self.sequence_number = 0
-        """What brought the last values of what is copied from common memory; 0 if nothing else did."""
+        """The broadcast that brought the current values of `staged_tensors`; 0 if they came from shared memory."""
         self._last_numbering: _TensorNumbering | None = None
         self._doorbell: Doorbell | None = None
         nbytes, offsets = table.gradient_slots
@@ -113,133 +113,130 @@ class WorkerModule:
         for number, offset in offsets:
             self._gradient_slots[number] = gradient_slot(self._gradient_memory, offset, self.tensors[number])
         self._slot_chunks: dict[int, list[tuple[int, Tensor]]] = {}
-        """By the number of a tensor: the parts of its slot that are rung for, each with its place among all."""
+        """Chunks of large slots by tensor number, each with its doorbell index."""
         if table.has_doorbell:
             assert isinstance(self._gradient_memory, SharedMemory)
-            cut = gradient_chunks((number, self.tensors[number]) for number, _ in offsets)
-            self._doorbell = Doorbell(fds[-2], self._gradient_memory, cut)
-            for place, (number, start, stop) in enumerate(cut):
+            chunks = gradient_chunks((number, self.tensors[number]) for number, _ in offsets)
+            self._doorbell = Doorbell(fds[-2], self._gradient_memory, chunks)
+            for place, (number, start, stop) in enumerate(chunks):
                 part = self._gradient_slots[number].view(-1)[start:stop]
                 self._slot_chunks.setdefault(number, []).append((place, part))
         self.begin_backward(())
 
     @property
     def device_block_numbers(self) -> set[int]:
-        """The numbers of the blocks of another process's device memory that it has opened."""
+        """Numbers of the opened blocks of the parent's device memory."""
         return set(self._device_blocks)
 
-    def _rebuild_tensor(self, entry: TensorSpec, sent: Sequence[Tensor]) -> Tensor:
+    def _rebuild_tensor(self, entry: TensorSpec, storages: Sequence[Tensor]) -> Tensor:
         if entry.location is None:
             assert entry.value is not None
             data = entry.value.detach()
             data = data.to(self.device) if entry.on_source_device else data
         else:
-            spot = entry.location
-            key = spot.block_id, spot.offset
+            location = entry.location
+            key = location.block_id, location.offset
             if key not in self._storages:
-                self._storages[key] = self._rebuild_storage(spot, sent, entry.on_source_device)
+                self._storages[key] = self._rebuild_storage(location, storages, entry.on_source_device)
             storage = self._storages[key].untyped_storage()
-            data = torch.empty(0, dtype=spot.dtype, device=self._storages[key].device)
-            data.set_(storage, spot.storage_offset, spot.size, spot.stride)
+            data = torch.empty(0, dtype=location.dtype, device=self._storages[key].device)
+            data.set_(storage, location.storage_offset, location.size, location.stride)
         if issubclass(entry.tensor_type, nn.Parameter):
             data = torch.Tensor._make_subclass(entry.tensor_type, data, entry.requires_grad)
-        made: Tensor = data.requires_grad_(entry.requires_grad)
-        made.__dict__.update(entry.attributes)
-        return made
+        rebuilt: Tensor = data.requires_grad_(entry.requires_grad)
+        rebuilt.__dict__.update(entry.attributes)
+        return rebuilt
 
-    def _rebuild_storage(self, spot: TensorLocation, sent: Sequence[Tensor], near: bool) -> Tensor:
-        block = self._device_blocks.get(spot.block_id) or self._shared_blocks.get(spot.block_id)
+    def _rebuild_storage(self, location: TensorLocation, storages: Sequence[Tensor], on_source_device: bool) -> Tensor:
+        block = self._device_blocks.get(location.block_id) or self._shared_blocks.get(location.block_id)
         if block is None:
-            return sent[spot.offset].to(self.device) if near else sent[spot.offset]
-        if not spot.needs_copy:
-            return block.tensor(spot.offset, spot.nbytes)
-        own = torch.empty(spot.nbytes, dtype=torch.uint8, device=self.device)
-        self._pieces_by_block.setdefault(spot.block_id, []).append(StagedTensor(spot.offset, own))
-        return own
+            return storages[location.offset].to(self.device) if on_source_device else storages[location.offset]
+        if not location.needs_copy:
+            return block.tensor(location.offset, location.nbytes)
+        private = torch.empty(location.nbytes, dtype=torch.uint8, device=self.device)
+        self._staged_by_block.setdefault(location.block_id, []).append(StagedTensor(location.offset, private))
+        return private
 
     def resolve_tensor(self, tag: TensorTag, tensor: Tensor | None) -> Tensor:
-        """A tensor of a message that may be one of the table."""
+        """Decode a tensor of a message, which may refer to the table."""
         return self.tensors[tag[1]] if tag[0] == SOURCE else rebuild_by_value(tag, tensor)
 
-    def load(self, order: ModuleRequest) -> None:
-        """Make the replica of a module."""
-        self.module, self._generators = order.module, order.generators
-        patch = None if order.sync_batchnorm is None else SyncBatchNormPatch(order.sync_batchnorm)
+    def load(self, request: ModuleRequest) -> None:
+        """Receive the module and create its replica."""
+        self.module, self._generators = request.module, request.generators
+        patch = None if request.sync_batchnorm is None else SyncBatchNormPatch(request.sync_batchnorm)
         self._copy_from_host()
         self.replica_set = ReplicaSet(
-            self.module, [self.device], patch=patch, replica_classes=[_WorkerReplica], home=order.source_device
+            self.module, [self.device], patch=patch, replica_classes=[_WorkerReplica], home=request.source_device
         )
-        if order.private_containers:
+        if request.private_containers:
             self.replica_set.sync()
-            self.replica_set.privatize_changed(order.private_containers)
+            self.replica_set.privatize_changed(request.private_containers)
 
-    def set_attributes(self, news: AttributesRequest) -> None:
-        """Set attributes of the module, which its replica then follows."""
-        self._generators += news.generators
+    def set_attributes(self, request: AttributesRequest) -> None:
+        """Set attributes of the module. The replica follows at the next call."""
+        self._generators += request.generators
         modules = self.replica_set.sync()[0].source_modules
-        for (index, name), value in zip(news.targets, news.values.values(), strict=True):
+        for (index, name), value in zip(request.targets, request.values.values(), strict=True):
             modules[index].__dict__[name] = value
 
     def _copy_from_host(self) -> None:
-        """Copy what lies in common memory to the device."""
-        for number, pieces in self._pieces_by_block.items():
-            copy_all_to_device(self._shared_blocks[number], pieces)
+        """Copy staged tensors from shared memory to the device."""
+        for number, tensors in self._staged_by_block.items():
+            copy_all_to_device(self._shared_blocks[number], tensors)
 
-    def host_pieces(self) -> list[StagedTensor]:
-        """What is copied from common memory, to which it can come otherwise."""
-        return [piece for pieces in self._pieces_by_block.values() for piece in pieces]
+    def staged_tensors(self) -> list[StagedTensor]:
+        """Device copies of tensors in shared memory, which a broadcast can update too."""
+        return [staged for tensors in self._staged_by_block.values() for staged in tensors]
 
     def _unshare(self, numbers: Iterable[int]) -> None:
-        """Give tensors whose values this process is told memory of its own, where theirs is the source's itself.
-
-        Memory of an accelerator that was opened is not copied on write.
-        """
+        """Move tensors out of the parent's device memory, which is not copy-on-write, before they are written."""
         for number in numbers:
             address = self.tensors[number].untyped_storage().data_ptr() if is_dense(self.tensors[number]) else 0
             if not any(storage.data_ptr() == address for storage in self._shared_device_storages()):
                 continue
             whole = torch.empty(0, dtype=torch.uint8, device=self.device)
-            own = whole.set_(self.tensors[number].untyped_storage()).clone().untyped_storage()
+            private = whole.set_(self.tensors[number].untyped_storage()).clone().untyped_storage()
             for tensor in filter(is_dense, self.tensors):
                 if tensor.untyped_storage().data_ptr() == address:
                     view = torch.empty(0, dtype=tensor.dtype, device=self.device)
-                    tensor.data = view.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())
+                    tensor.data = view.set_(private, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def _shared_device_storages(self) -> Iterator[Tensor]:
         return (storage for (block, _), storage in self._storages.items() if block in self._device_blocks)
 
-    def prepare_replica(self, run: ForwardRequest) -> Replica:
-        """The replica, with everything that has changed since."""
-        if run.sequence_number != 0 and run.sequence_number != self.sequence_number:
-            raise GroupAborted("the values of the module's tensors did not arrive")
-        if run.refresh_state and not run.sequence_number:
+    def prepare_replica(self, request: ForwardRequest) -> Replica:
+        """Bring the replica up to date for a call."""
+        if request.sequence_number != 0 and request.sequence_number != self.sequence_number:
+            raise GroupAborted("the broadcast of the module's parameters did not arrive")
+        if request.refresh_state and not request.sequence_number:
             self._copy_from_host()
-        if run.tensor_values:
+        if request.tensor_values:
             self.replica_set.discard_prefetched()
-            self._copy_values(run.tensor_values)
+            self._copy_values(request.tensor_values)
         replica = self.replica_set.sync()[0]
         if replica is not self._replica:
             self._replica = replica
-            places = {id(tensor): number for number, tensor in enumerate(self.tensors)}
+            numbers = {id(tensor): number for number, tensor in enumerate(self.tensors)}
             for source, leaf in replica.trainable:
                 if is_dense(source) and source.nbytes >= LARGE_GRADIENT_BYTES:
-                    # Python's collector does not see what such a hook holds: held by it, nothing here would ever go.
+                    # Weak: the garbage collector does not see references held by such a hook.
                     leaf.register_post_accumulate_grad_hook(
-                        partial(_store_gradient_hook, weakref.ref(self), places[id(source)])
+                        partial(_store_gradient_hook, weakref.ref(self), numbers[id(source)])
                     )
-        replica.name = f"replica {run.replica_index} on {self.device}"
-        if run.carried_state:
+        replica.name = f"replica {request.replica_index} on {self.device}"
+        if request.carried_state:
             slots: Any = [
-                SimpleNamespace(module=replica.source_modules[i], name=name) for i, name, _ in run.carried_state
+                SimpleNamespace(module=replica.source_modules[i], name=name) for i, name, _ in request.carried_state
             ]
-            replica.assign_shard(slots, [part for _, _, part in run.carried_state])
+            replica.assign_shard(slots, [part for _, _, part in request.carried_state])
         return replica
 
-    def _copy_values(self, fresh: Mapping[int, Tensor]) -> None:
-        """Take the values that were sent."""
+    def _copy_values(self, values: Mapping[int, Tensor]) -> None:
+        """Copy received values into the tensors."""
         with torch.no_grad(), set_inference_mode(False):
-            self._unshare(fresh)
-            for number, value in fresh.items():
+            self._unshare(values)
+            for number, value in values.items():
                 tensor = self.tensors[number]
                 if tensor.shape == value.shape:
                     tensor.data.copy_(value)
@@ -247,10 +244,10 @@ class WorkerModule:
                     tensor.data = value.to(tensor.device)
 
     def watch_arguments(self, method: str, tensors: Sequence[Tensor]) -> Callable[[], dict[int, Tensor]]:
-        """What says, when the call is over, which arguments were written to: their values now, by their numbers.
+        """Returns a function that gives, after the call, the values of arguments written in place, by number.
 
-        Writes through `.data` move no version. They are looked for in the first calls of a method, and as long as there
-        are any.
+        Writes through `.data` do not change the version counter. They are detected by comparing values, until
+        `CHECKED_CALLS` consecutive calls of a method made none.
         """
         versions = [tensor._version for tensor in tensors]
         before = (
@@ -260,44 +257,46 @@ class WorkerModule:
         )
 
         def written() -> dict[int, Tensor]:
-            moved = {
+            written_values = {
                 i: t.detach() for i, (t, then) in enumerate(zip(tensors, versions, strict=True)) if t._version != then
             }
             if before is not None:
                 pairs = enumerate(zip(tensors, before, strict=True))
-                hidden = {i: t.detach() for i, (t, then) in pairs if i not in moved and not tensors_equal(t, then)}
+                hidden = {
+                    i: t.detach() for i, (t, then) in pairs if i not in written_values and not tensors_equal(t, then)
+                }
                 self._clean_calls[method] = 0 if hidden else self._clean_calls.get(method, 0) + 1
-                moved |= hidden
-            return moved
+                written_values |= hidden
+            return written_values
 
         return written
 
-    def generator_pairs(self, run: ForwardRequest) -> GeneratorPairs:
-        """The caller's generators as they are now, each with what the replica has in its place.
+    def generator_pairs(self, request: ForwardRequest) -> GeneratorPairs:
+        """The caller's generators with their current states, each with the replica's generator.
 
-        First those that the module holds, then those among the arguments that several replicas were given.
+        Those of the module come first, then those among the arguments that several replicas received.
         """
-        for number, state in run.generator_states.items():
+        for number, state in request.generator_states.items():
             self._generators[number].set_state(state)
-        given = [
-            (make_generator(str(generator.device), state), generator) for state, generator in run.argument_generators
+        argument_pairs = [
+            (make_generator(str(generator.device), state), generator)
+            for state, generator in request.argument_generators
         ]
-        return [*self.replica_set.replicas[0].cloner.generators, *given]
+        return [*self.replica_set.replicas[0].cloner.generators, *argument_pairs]
 
     def generator_number(self, source: torch.Generator) -> int | None:
-        """The number of a generator of the module."""
         return next((number for number, known in enumerate(self._generators) if known is source), None)
 
     def replica_tensors(self) -> list[Tensor]:
-        """What the replica has for each tensor of the table."""
+        """The replica's tensor for each tensor of the table."""
         return self._current_numbering().replica_tensors
 
     def tensor_numbers(self) -> dict[int, int]:
-        """By the id of a tensor, of the module or of the replica: its number."""
+        """Numbers by `id` of the module's and the replica's tensors."""
         return self._current_numbering().numbers
 
     def _current_numbering(self) -> _TensorNumbering:
-        """What the replica has, made anew only when it has other tensors."""
+        """The numbering, recomputed if the replica's tensors have changed."""
         tensors = self.replica_set.replicas[0].tensors if self.replica_set.replicas else None
         pairs = [] if tensors is None else [*tensors.trainable, *tensors.state]
         if (
@@ -308,39 +307,42 @@ class WorkerModule:
             self._last_numbering = _TensorNumbering(pairs, self.tensors)
         return self._last_numbering
 
-    def collect_changes(self, outcome: ReplicaResult) -> ForwardReply:
-        """What `forward` changed on the replica, in terms that the other process knows; the replica is put back."""
-        replica, crew = self.replica_set.replicas[0], self.replica_set
-        ran = ForwardReply()
-        if outcome.written_state or crew.private_weights:
+    def collect_changes(self, result: ReplicaResult) -> ForwardReply:
+        """Encode the state that `forward` changed on the replica, and revert the replica."""
+        replica, replica_set = self.replica_set.replicas[0], self.replica_set
+        reply = ForwardReply()
+        if result.written_state or replica_set.private_weights:
             numbers = self.tensor_numbers()
-            ran.written_tensors = {numbers[id(source)]: copy.detach().clone() for source, copy in outcome.written_state}
-            ran.private_parameters = {
-                numbers[id(s)]: made.detach() for s, made in replica.trainable if id(s) in crew.private_weights
+            reply.written_tensors = {
+                numbers[id(source)]: copy.detach().clone() for source, copy in result.written_state
             }
-        if not outcome.changes:
-            return ran
-        ran.attributes = [
-            (change.module_index, change.name, change.new, change.is_buffer) for change in outcome.changes.attributes
+            reply.private_parameters = {
+                numbers[id(s)]: copy.detach() for s, copy in replica.trainable if id(s) in replica_set.private_weights
+            }
+        if not result.changes:
+            return reply
+        reply.attributes = [
+            (change.module_index, change.name, change.new, change.is_buffer) for change in result.changes.attributes
         ]
-        places = {
-            id(made): crew.shared_containers.paths.get(id(source)) for source, _, made in replica.cloner.containers
+        paths = {
+            id(clone): replica_set.shared_containers.paths.get(id(source))
+            for source, _, clone in replica.cloner.containers
         }
-        for inside in outcome.changes.containers:
-            items = list(encode_items(inside.container, inside.before.items, inside.after.items))
-            ran.containers.append((str(places[id(inside.container)]), inside.after.keys, items))
-        replica.revert(outcome.changes)
-        return ran
+        for change in result.changes.containers:
+            items = list(encode_items(change.container, change.before.items, change.after.items))
+            reply.containers.append((str(paths[id(change.container)]), change.after.keys, items))
+        replica.revert(result.changes)
+        return reply
 
     def begin_backward(self, wanted: Iterable[int]) -> None:
-        """A backward begins: gradients of these tensors go to their slots as they come."""
+        """Reset the slots. Gradients of the tensors in `wanted` are stored as backward produces them."""
         self._wanted_gradients = set(wanted)
         self._filled_slots: set[int] = set()
         if self._doorbell is not None:
             self._doorbell.reset()
 
     def store_gradient(self, number: int, leaf: Tensor) -> None:
-        """Put a gradient into its slot as soon as it is there: it is in the cache, and its memory free for the next."""
+        """Copy a gradient to its slot while it is in the CPU cache, and free its memory for the next one."""
         gradient = leaf.grad
         if gradient is not None and number in self._wanted_gradients and self._store(number, gradient):
             leaf.grad = None
@@ -355,14 +357,14 @@ class WorkerModule:
             else:
                 slot.copy_(gradient)
             self._filled_slots.add(number)
-        elif number in self._slot_chunks:  # a backward inside of the backward brought one before, and it may be read
+        elif number in self._slot_chunks:  # stored by a nested backward; the parent may be reading it
             return False
         else:
             slot.add_(gradient)
         return True
 
     def _store_small(self, gradients: dict[int, Tensor]) -> Collection[int]:
-        """Put the small ones into their slots, all at once; says which those were."""
+        """Store small gradients with one foreach copy. Returns their numbers."""
         small = {
             number
             for number, gradient in gradients.items()
@@ -379,7 +381,7 @@ class WorkerModule:
         return self.fits_slot(number, gradient) and self._gradient_slots[number].device == gradient.device
 
     def _store_and_signal(self, number: int, gradient: Tensor) -> None:
-        """The other process adds up the first stretches while the next ones are copied."""
+        """Store a gradient in chunks; the parent adds each while the next one is copied."""
         assert self._doorbell is not None
         flat = gradient.reshape(-1)
         start = 0
@@ -390,57 +392,60 @@ class WorkerModule:
             start = stop
 
     def fits_slot(self, number: int, gradient: Tensor) -> bool:
-        """Whether a gradient is such as its tensor's slot is made for."""
+        """Whether the tensor has a slot that matches the gradient's layout and dtype."""
         slot = self._gradient_slots.get(number)
         return slot is not None and gradient.layout is torch.strided and gradient.dtype == slot.dtype
 
     def flush_gradients(self, gradients: dict[int, Tensor | None]) -> tuple[list[int], dict[int, Tensor]]:
-        """The backward is over, and left these; says whose gradients lie in slots, and returns the others.
+        """Store the remaining gradients. Returns the numbers of filled slots, and the gradients without a slot.
 
-        Those are sparse, or they came after a gradient of the same tensor that was rung for.
+        A gradient has no slot if it is sparse, or if an earlier one of the same tensor was already signalled.
         """
-        here = {n: g for n, g in gradients.items() if g is not None}
-        put = self._store_small(here)
-        left = {n: g for n, g in here.items() if n not in put and not self._store(n, g)}
-        if not left:
+        present = {n: g for n, g in gradients.items() if g is not None}
+        stored = self._store_small(present)
+        remaining = {n: g for n, g in present.items() if n not in stored and not self._store(n, g)}
+        if not remaining:
             filled = sorted(self._filled_slots)
             self.begin_backward(())
-            return filled, left
-        far = [n for n, gradient in left.items() if n not in self._filled_slots and self.fits_slot(n, gradient)]
-        if far:  # the slots are on the host
+            return filled, remaining
+        on_host = [
+            n for n, gradient in remaining.items() if n not in self._filled_slots and self.fits_slot(n, gradient)
+        ]
+        if on_host:  # the slots are on the host
             assert isinstance(self._gradient_memory, SharedMemory)
             copy_all_to_host(
-                self._gradient_memory, [StagedTensor(self._slot_offsets[number], left.pop(number)) for number in far]
+                self._gradient_memory,
+                [StagedTensor(self._slot_offsets[number], remaining.pop(number)) for number in on_host],
             )
-            self._filled_slots.update(far)
-        both = {number for number in left.keys() & self._filled_slots if number not in self._slot_chunks}
-        for number in both:
-            left[number] = self._gradient_slots[number] + left[number]
-        filled = sorted(self._filled_slots - both)
+            self._filled_slots.update(on_host)
+        combined = {number for number in remaining.keys() & self._filled_slots if number not in self._slot_chunks}
+        for number in combined:
+            remaining[number] = self._gradient_slots[number] + remaining[number]
+        filled = sorted(self._filled_slots - combined)
         self.begin_backward(())
-        return filled, left
+        return filled, remaining
 
 
-def _store_gradient_hook(mirror: weakref.ref[WorkerModule], number: int, leaf: Tensor) -> None:
-    there = mirror()
-    if there is not None:
-        there.store_gradient(number, leaf)
+def _store_gradient_hook(module_ref: weakref.ref[WorkerModule], number: int, leaf: Tensor) -> None:
+    module = module_ref()
+    if module is not None:
+        module.store_gradient(number, leaf)
 
 
 def gradient_slot(memory: SharedMemory | DeviceMemory, offset: int, tensor: Tensor) -> Tensor:
-    """The place for one tensor's gradient, in the shape of the tensor."""
+    """The gradient slot of a tensor at an offset, with the tensor's shape."""
     nbytes = tensor.numel() * tensor.element_size()
     flat: Tensor = memory.tensor(offset, nbytes).view(tensor.dtype)
     return flat.view(tensor.shape)
 
 
-def backward_roots(ran: ForwardReply, outcome: ReplicaResult) -> list[Tensor]:
-    """Where a backward may begin."""
-    tokens = [] if outcome.context is None else outcome.context.tokens
-    return [*tensors_in([ran.output, ran.attributes, ran.containers, ran.written_with_grad]), *tokens]
+def backward_roots(reply: ForwardReply, result: ReplicaResult) -> list[Tensor]:
+    """Tensors from which a backward may start: outputs, changed state, written arguments and collective tokens."""
+    tokens = [] if result.context is None else result.context.tokens
+    return [*tensors_in([reply.output, reply.attributes, reply.containers, reply.written_with_grad]), *tokens]
 
 
-def used_arguments(ran: ForwardReply, leaves: Mapping[int, Tensor], outcome: ReplicaResult) -> list[int]:
-    """The arguments, by their numbers, that what comes back was made from."""
-    used = reachable_leaves(backward_roots(ran, outcome))
+def used_arguments(reply: ForwardReply, leaves: Mapping[int, Tensor], result: ReplicaResult) -> list[int]:
+    """Numbers of the arguments that the backward roots depend on."""
+    used = reachable_leaves(backward_roots(reply, result))
     return [number for number, leaf in leaves.items() if id(leaf) in used]

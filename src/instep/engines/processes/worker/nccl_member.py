@@ -17,13 +17,13 @@ from instep.engines.processes.worker.module import WorkerModule
 
 
 class NcclMember:
-    """A worker as a member of the group that it was last asked into."""
+    """A worker as a member of the NCCL group that it joined last."""
 
-    def __init__(self, talk: Channel, mirrors: Mapping[int, WorkerModule]) -> None:
-        self._channel, self._modules = talk, mirrors
+    def __init__(self, channel: Channel, modules: Mapping[int, WorkerModule]) -> None:
+        self._channel, self._modules = channel, modules
         self._group: NcclGroup | None = None
         self._kept_gradients: dict[int, tuple[WorkerModule, dict[int, Tensor]]] = {}
-        """By the number of a backward: the gradients that it has left here."""
+        """Gradients kept for a reduction, by the id of their backward."""
         self.handlers: dict[str, Callable[[Message], None]] = {
             messages.JOIN_GROUP: self._join_group,
             messages.BROADCAST: self._receive_broadcast,
@@ -32,65 +32,65 @@ class NcclMember:
         }
 
     def _join_group(self, message: Message) -> None:
-        order, _ = self._channel.decode(message)
-        assert isinstance(order, JoinGroupRequest)
-        self._group = NcclGroup(order, *message.fds)
+        request, _ = self._channel.decode(message)
+        assert isinstance(request, JoinGroupRequest)
+        self._group = NcclGroup(request, *message.fds)
         self._group.connect()
         self._channel.send(messages.DONE, message.call_id, None)
 
     def _receive_broadcast(self, message: Message) -> None:
-        order, _ = self._channel.decode(message)
-        assert isinstance(order, BroadcastRequest)
+        request, _ = self._channel.decode(message)
+        assert isinstance(request, BroadcastRequest)
         group = self._require_group()
-        with group.collective(order.sequence_number):
-            mirror = self._modules[order.module_id]
-            mirror.sequence_number = 0
-            pieces = mirror.host_pieces()
-            if (len(pieces), sum(piece.tensor.nbytes for piece in pieces)) != (order.num_tensors, order.nbytes):
-                raise GroupAborted("a worker has other tensors than it is sent")
-            broadcast_coalesced(group, pieces)
+        with group.collective(request.sequence_number):
+            module = self._modules[request.module_id]
+            module.sequence_number = 0
+            tensors = module.staged_tensors()
+            if (len(tensors), sum(staged.tensor.nbytes for staged in tensors)) != (request.num_tensors, request.nbytes):
+                raise GroupAborted("the tensors of a worker differ from those that are broadcast")
+            broadcast_coalesced(group, tensors)
             synchronize_stream(group.device)
             group.raise_if_aborted()
-            mirror.sequence_number = order.sequence_number
+            module.sequence_number = request.sequence_number
 
     def _reduce_gradients(self, message: Message) -> None:
-        order, _ = self._channel.decode(message)
-        assert isinstance(order, ReduceRequest)
+        request, _ = self._channel.decode(message)
+        assert isinstance(request, ReduceRequest)
         group = self._require_group()
-        with group.collective(order.sequence_number):
-            kept: dict[int, Tensor] = self._kept_gradients[order.backward_id][1] if order.backward_id else {}
-            have = {index: kept[number] for index, number in enumerate(order.tensor_indices) if number in kept}
-            reduce_coalesced(group, order.buckets, order.numels, have)
+        with group.collective(request.sequence_number):
+            kept: dict[int, Tensor] = self._kept_gradients[request.backward_id][1] if request.backward_id else {}
+            gradients = {index: kept[number] for index, number in enumerate(request.tensor_indices) if number in kept}
+            reduce_coalesced(group, request.buckets, request.numels, gradients)
             synchronize_stream(group.device)
             group.raise_if_aborted()
         self._channel.send(messages.DONE, message.call_id, None)
 
     def _send_gradients(self, message: Message) -> None:
-        """Leave what was kept of a backward where it goes without a group."""
-        call, _ = self._channel.decode(message)
-        mirror, kept = self._kept_gradients.pop(call)
-        present, others = mirror.flush_gradients(dict(kept))
-        synchronize_stream(mirror.device)
+        """Send kept gradients through their slots, without the group."""
+        backward_id, _ = self._channel.decode(message)
+        module, kept = self._kept_gradients.pop(backward_id)
+        present, others = module.flush_gradients(dict(kept))
+        synchronize_stream(module.device)
         self._channel.send(messages.DONE, message.call_id, BackwardReply(present, other_gradients=others))
 
     def _require_group(self) -> NcclGroup:
         if self._group is None:
-            raise GroupAborted("a worker is in no group")
+            raise GroupAborted("the worker has not joined an NCCL group")
         return self._group
 
-    def keep_gradients(self, call: int, mirror: WorkerModule, gradients: dict[int, Tensor | None]) -> list[int]:
-        """Keep those gradients of a backward that a group can sum; says which, and takes them out."""
+    def keep_gradients(self, backward_id: int, module: WorkerModule, gradients: dict[int, Tensor | None]) -> list[int]:
+        """Keep the gradients that a group can reduce: remove them from `gradients` and return their numbers."""
         kept = {
             n: g
             for n, g in gradients.items()
-            if g is not None and mirror.fits_slot(n, g) and g.dtype in REDUCIBLE_DTYPES
+            if g is not None and module.fits_slot(n, g) and g.dtype in REDUCIBLE_DTYPES
         }
         for number in kept:
             del gradients[number]
-        self._kept_gradients[call] = mirror, kept
+        self._kept_gradients[backward_id] = module, kept
         return sorted(kept)
 
     def discard(self, calls: Sequence[int]) -> None:
-        """Nobody asks for what these backwards have left any longer."""
-        for call in calls:
-            self._kept_gradients.pop(call, None)
+        """Drop the kept gradients of these backwards."""
+        for backward_id in calls:
+            self._kept_gradients.pop(backward_id, None)

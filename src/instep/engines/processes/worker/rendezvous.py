@@ -16,54 +16,55 @@ from instep.runtime.modes import set_inference_mode
 
 
 class Inbox:
-    """The messages to a worker. What comes while its replica waits for the others is for later."""
+    """Messages to a worker. Those that arrive while its replica waits in a collective are deferred."""
 
-    def __init__(self, line: Connection) -> None:
-        self._connection = line
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._deferred: deque[Message] = deque()
 
     def receive(self) -> Message | None:
-        """The message to see to."""
         return self._deferred.popleft() if self._deferred else self._connection.receive()
 
-    def receive_collective_result(self, call: int) -> Message:
-        """What came of a meeting in a call."""
-        for place, message in enumerate(self._deferred):
-            if message.kind == messages.COLLECTIVE_RESULT and message.call_id == call:
-                del self._deferred[place]
+    def receive_collective_result(self, call_id: int) -> Message:
+        """Wait for the result of a collective; defer other messages."""
+        for position, message in enumerate(self._deferred):
+            if message.kind == messages.COLLECTIVE_RESULT and message.call_id == call_id:
+                del self._deferred[position]
                 return message
-        with set_inference_mode(False):  # the mode of this call is none of the others'
-            while (new := self._connection.receive()) is not None:
-                if new.kind == messages.COLLECTIVE_RESULT and new.call_id == call:
-                    return new
-                self._deferred.append(new)
-                if new.kind == messages.STOP:
+        with set_inference_mode(False):  # messages of other calls are decoded outside of this call's mode
+            while (received := self._connection.receive()) is not None:
+                if received.kind == messages.COLLECTIVE_RESULT and received.call_id == call_id:
+                    return received
+                self._deferred.append(received)
+                if received.kind == messages.STOP:
                     break
-        raise PeerFailure("the worker is to end.")
+        raise PeerFailure("the worker was asked to stop.")
 
 
 class WorkerRendezvous:
-    """Where this replica meets the others: in the process that started it."""
+    """The `Group` of a worker's replica. The parent runs the exchange."""
 
     joint_graph = False
 
-    def __init__(self, talk: Channel, mail: Inbox, call: int) -> None:
-        self._channel, self._inbox = talk, mail
-        self._call = call
+    def __init__(self, channel: Channel, inbox: Inbox, call_id: int) -> None:
+        self._channel, self._inbox = channel, inbox
+        self._call = call_id
 
     def enter(self, index: int) -> None:
-        """It is this replica's turn: nobody asks it otherwise."""
+        """Nothing to do: the parent decides when this replica runs."""
 
     def leave(self, index: int, error: BaseException | None = None) -> None:
-        """The others hear of it by the answer."""
+        """Nothing to do: the reply tells the parent."""
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
         tensors: list[Tensor] = []
-        bare = encode_payload(stage_on_host(payload), tensors)
+        encoded = encode_payload(stage_on_host(payload), tensors)
         self._channel.send_flat(
-            messages.COLLECTIVE, self._call, FlatValue((index, label, bare), tensors, [payload.metadata])
+            messages.COLLECTIVE, self._call, FlatValue((index, label, encoded), tensors, [payload.metadata])
         )
-        (bares, error), received = self._channel.decode_flat(self._inbox.receive_collective_result(self._call))
+        (encoded_payloads, error), received = self._channel.decode_flat(
+            self._inbox.receive_collective_result(self._call)
+        )
         if error is not None:
             raise PeerFailure(error) if isinstance(error, str) else error
-        return [decode_payload(bare, received) for bare in bares]
+        return [decode_payload(encoded, received) for encoded in encoded_payloads]

@@ -45,7 +45,7 @@ from instep.engines.processes.worker.module import (
 )
 from instep.engines.processes.worker.nccl_member import NcclMember
 from instep.engines.processes.worker.rendezvous import Inbox, WorkerRendezvous
-from instep.engines.processes.worker.rng import CallRng
+from instep.engines.processes.worker.rng import WorkerCallRng
 from instep.engines.thread_pool import as_replica_thread
 from instep.errors import EngineError
 from instep.replicas.mutable_arguments import ArgumentSnapshot
@@ -57,44 +57,44 @@ from instep.runtime.rng import ReplicaRng, supports_thread_streams
 from instep.structure.tree import tensors_in
 
 MODULES_PER_GC = 8
-"""Modules that are forgotten before what is left of them is looked for."""
+"""Number of released modules after which the garbage collector runs."""
 
 
-def main(line: Connection) -> None:
-    """Do what the process that started this one asks for, until it says stop."""
-    mail = Inbox(line)
-    worker = WorkerServer(Channel(line, is_parent=False), mail)
-    line.affinity = SenderCpuAvoidance()
+def main(connection: Connection) -> None:
+    """Handle the parent's messages until it sends STOP."""
+    inbox = Inbox(connection)
+    server = WorkerServer(Channel(connection, is_parent=False), inbox)
+    connection.affinity = SenderCpuAvoidance()
     supports_thread_streams()
-    gc.freeze()  # what was imported stays: no collection need walk through it
+    gc.freeze()  # imported modules stay: exclude them from garbage collection
     with as_replica_thread():
-        while (message := mail.receive()) is not None and message.kind != messages.STOP:
-            worker.handle(message)
-            worker.prepare_next()
+        while (message := inbox.receive()) is not None and message.kind != messages.STOP:
+            server.handle(message)
+            server.prepare_next()
 
 
 @dataclass
 class RetainedCall:
-    """A call whose graph is kept until it is released."""
+    """A forward whose graph is kept for a backward, until the parent releases it."""
 
     module: WorkerModule
     graph: ReplicaGraph
     input_numbers: list[int]
-    """The numbers of the arguments that a gradient is wanted for."""
+    """Numbers of the argument tensors that require a gradient."""
     outputs: dict[int, Tensor]
-    """By their numbers: tensors of the output that need a gradient."""
+    """Output tensors that require a gradient, by number."""
     arguments: list[Tensor]
     replica_tensors: list[Tensor]
-    """What the replica had for each tensor of the module."""
-    rng_streams: ReplicaRng
+    """The replica's tensor for each tensor of the module's table."""
+    rng: ReplicaRng
     index: int
 
 
 class WorkerServer:
-    """Everything that a worker has: modules, and calls whose graphs are still needed."""
+    """Holds a worker's modules and retained graphs, and handles the parent's messages."""
 
-    def __init__(self, talk: Channel, mail: Inbox) -> None:
-        self._channel, self._inbox = talk, mail
+    def __init__(self, channel: Channel, inbox: Inbox) -> None:
+        self._channel, self._inbox = channel, inbox
         self._modules: dict[int, WorkerModule] = {}
         self._pending_modules: dict[int, WorkerModule] = {}
         self._retained_calls: dict[int, RetainedCall] = {}
@@ -102,8 +102,8 @@ class WorkerServer:
         self._ambient = WorkerAmbientState()
         self._deferred_errors, self._foreign_leaves = DeferredErrors(), ForeignLeaves()
         self._last_module: WorkerModule | None = None
-        """The module of the last message, if that was a call: what the next one begins with was done for it already."""
-        self._nccl_member = NcclMember(talk, self._modules)
+        """The module of the last message if that was a call; its replica was prepared for the next one."""
+        self._nccl_member = NcclMember(channel, self._modules)
         self._handlers: dict[str, Callable[[Message], None]] = {
             messages.DEVICE: self._set_device,
             messages.ENVIRONMENT: self._set_script_environment,
@@ -114,12 +114,12 @@ class WorkerServer:
             messages.FORWARD: self._forward,
             messages.BACKWARD: self._backward,
             messages.REACHABILITY: self._find_backward_collectives,
-            messages.COLLECTIVE_RESULT: lambda _: None,  # in a call that was given up, and has ended since
+            messages.COLLECTIVE_RESULT: lambda _: None,  # of a call that the parent abandoned
             **self._nccl_member.handlers,
         }
 
     def handle(self, message: Message) -> None:
-        """Do what one message asks for; whatever fails is the answer to it."""
+        """Handle one message. An exception becomes the reply."""
         if message.kind != messages.FORWARD:
             self._discard_preparation()
         try:
@@ -128,27 +128,27 @@ class WorkerServer:
             self._discard_preparation()
             if message.kind in messages.EXPECTS_REPLY:
                 self._send_error(message.call_id, error)
-            else:  # nobody waits for an answer to these: the next call gets it
+            else:  # no reply is expected: the next call raises it
                 self._deferred_errors.record(message.call_id, error)
 
-    def _send_error(self, call: int, error: BaseException) -> None:
+    def _send_error(self, call_id: int, error: BaseException) -> None:
         if isinstance(error, torch.OutOfMemoryError):
-            torch.cuda.empty_cache()  # others may share the device
-        parcel = pack_exception(error, self._channel.registry)
-        self._channel.connection.send(messages.FAILED, call, parcel.body, [t.detach().cpu() for t in parcel.tensors])
+            torch.cuda.empty_cache()  # other processes may share the device
+        packed = pack_exception(error, self._channel.registry)
+        self._channel.connection.send(messages.FAILED, call_id, packed.body, [t.detach().cpu() for t in packed.tensors])
 
     def _set_device(self, message: Message) -> None:
-        order, _ = self._channel.decode(message)
-        use_device(order)
-        self._channel.connection.receiver = DeviceReceiver(order.device)
-        refusal = None if order.ipc_handle is None else device_memory_error(order)
-        if order.ipc_handle is not None and refusal is None:
-            self._channel.cuda_ipc = CudaIpcChannel(order.device, is_parent=False)
+        request, _ = self._channel.decode(message)
+        use_device(request)
+        self._channel.connection.receiver = DeviceReceiver(request.device)
+        refusal = None if request.ipc_handle is None else device_memory_error(request)
+        if request.ipc_handle is not None and refusal is None:
+            self._channel.cuda_ipc = CudaIpcChannel(request.device, is_parent=False)
         self._channel.send(messages.DONE, message.call_id, refusal)
 
     def _set_script_environment(self, message: Message) -> None:
-        place, _ = self._channel.decode(message)
-        apply_script_environment(*place)
+        environment, _ = self._channel.decode(message)
+        apply_script_environment(*environment)
 
     def _receive_tensor_table(self, message: Message) -> None:
         self._deferred_errors.discard([message.call_id])
@@ -157,18 +157,18 @@ class WorkerServer:
 
     def _receive_module(self, message: Message) -> None:
         number = message.call_id
-        mirror = self._pending_modules.pop(number)
-        order, _ = self._channel.decode(message, mirror.resolve_tensor)
-        mirror.load(order)
-        self._note_foreign_leaves(mirror.tensors)
-        before, self._modules[number] = self._modules.get(number), mirror
-        closed = before is not None and not before.device_block_numbers <= mirror.device_block_numbers
-        modules, before = int(before is not None), None
+        module = self._pending_modules.pop(number)
+        request, _ = self._channel.decode(message, module.resolve_tensor)
+        module.load(request)
+        self._note_foreign_leaves(module.tensors)
+        previous, self._modules[number] = self._modules.get(number), module
+        closed = previous is not None and not previous.device_block_numbers <= module.device_block_numbers
+        modules, previous = int(previous is not None), None
         self._collect_garbage(modules, closed)
 
     def _receive_attributes(self, message: Message) -> None:
-        sets, _ = self._channel.decode(message)
-        self._modules[message.call_id].set_attributes(sets)
+        request, _ = self._channel.decode(message)
+        self._modules[message.call_id].set_attributes(request)
         self._note_foreign_leaves(self._modules[message.call_id].tensors)
 
     def _receive_globals(self, message: Message) -> None:
@@ -176,14 +176,14 @@ class WorkerServer:
         self._note_foreign_leaves(())
 
     def _note_foreign_leaves(self, own: Sequence[Tensor]) -> None:
-        depot = self._channel.registry
-        if depot.requiring_grad:
+        registry = self._channel.registry
+        if registry.requiring_grad:
             self._foreign_leaves.add(
-                depot.requiring_grad,
+                registry.requiring_grad,
                 own,
-                [*(held for _, held in depot.namespaces.received_values()), *depot.closure_values],
+                [*(value for _, value in registry.namespaces.received_values()), *registry.closure_values],
             )
-        depot.requiring_grad, depot.closure_values = [], []
+        registry.requiring_grad, registry.closure_values = [], []
 
     def _release(self, calls: Sequence[int], numbers: Sequence[int]) -> None:
         for call in calls:
@@ -192,15 +192,15 @@ class WorkerServer:
         if not numbers:
             return
         self._deferred_errors.discard(numbers)
-        gone = [self._modules.pop(number) for number in numbers if number in self._modules]
-        opened = any(mirror.device_block_numbers for mirror in gone)
-        del gone
+        released = [self._modules.pop(number) for number in numbers if number in self._modules]
+        opened = any(module.device_block_numbers for module in released)
+        del released
         self._collect_garbage(len(numbers), opened)
 
     def _collect_garbage(self, modules: int, closed: bool) -> None:
-        """Modules lead in circles to themselves, and to memory and descriptors with them: nobody else lets these go.
+        """Free released modules, whose reference cycles keep memory and descriptors alive.
 
-        The owner of device memory frees it when it has been closed here: that is not put off.
+        Runs at once if device memory is to be closed: its owner waits for that. Otherwise after `MODULES_PER_GC`.
         """
         self._dropped_modules += modules
         if closed or self._dropped_modules >= MODULES_PER_GC:
@@ -208,12 +208,12 @@ class WorkerServer:
             gc.collect()
 
     def prepare_next(self) -> None:
-        """After a call, whose answer is on its way: what the next one begins with, so that nobody waits for that."""
+        """Prepare the next call of the same module, after the reply was sent."""
         if self._last_module is None:
             return
         try:
             self._last_module.replica_set.prefetch_changes()
-        except Exception:  # then the next call says so
+        except Exception:  # the next call raises it
             self._discard_preparation()
 
     def _discard_preparation(self) -> None:
@@ -223,232 +223,236 @@ class WorkerServer:
 
     def _forward(self, message: Message) -> None:
         try:
-            run, arguments, leaves = self._receive_forward(message)
+            request, arguments, leaves = self._receive_forward(message)
         except Exception as error:
             raise self._deferred_errors.pop_any() or error from None
-        trouble = self._deferred_errors.pop(run.module_id)
-        if trouble is not None:
-            raise trouble
-        mirror = self._modules[run.module_id]
-        if mirror is not self._last_module:
+        deferred = self._deferred_errors.pop(request.module_id)
+        if deferred is not None:
+            raise deferred
+        module = self._modules[request.module_id]
+        if module is not self._last_module:
             self._discard_preparation()
-        set_spin_wait(run.num_replicas)
-        if run.args_on_host:
+        set_spin_wait(request.num_replicas)
+        if request.args_on_host:
             with torch.enable_grad():
-                run.args = [move_to_device(value, mirror.device) for value in run.args]
-                run.kwargs = {name: move_to_device(value, mirror.device) for name, value in run.kwargs.items()}
-        self._release(*run.released)
-        ambient = self._ambient.apply(run.ambient)
-        replica = mirror.prepare_replica(run)
-        draws = CallRng(run, mirror)
-        written = mirror.watch_arguments(run.method, arguments)
-        noted = (
-            ArgumentSnapshot([*run.args, *run.kwargs.values()], run.watched_arguments)
-            if run.watched_arguments
+                request.args = [move_to_device(value, module.device) for value in request.args]
+                request.kwargs = {name: move_to_device(value, module.device) for name, value in request.kwargs.items()}
+        self._release(*request.released)
+        ambient = self._ambient.apply(request.ambient)
+        replica = module.prepare_replica(request)
+        call_rng = WorkerCallRng(request, module)
+        written = module.watch_arguments(request.method, arguments)
+        snapshot = (
+            ArgumentSnapshot([*request.args, *request.kwargs.values()], request.watched_arguments)
+            if request.watched_arguments
             else None
         )
-        job = ReplicaCall(
-            [replica] * run.num_replicas,
-            [(run.args, run.kwargs)] * run.num_replicas,
-            run.method,
+        call = ReplicaCall(
+            [replica] * request.num_replicas,
+            [(request.args, request.kwargs)] * request.num_replicas,
+            request.method,
             ambient,
-            run.refresh_state,
-            draws.streams,
-            run.shard_sizes,
+            request.refresh_state,
+            call_rng.rng,
+            request.shard_sizes,
             group=WorkerRendezvous(self._channel, self._inbox, message.call_id),
         )
-        outcome = run_forward(job, run.replica_index)
-        if outcome.error is not None:
-            mirror.replica_set.restore_containers()
-            raise outcome.error
-        ran = self._build_reply(mirror, outcome)
-        ran.written_arguments = written()
-        if noted is not None:
-            ran.changed_arguments = noted.changed()
-        if ran.written_arguments:
-            # A view: the argument itself would be sent as a word for what the other process has already.
-            ran.written_with_grad = {
-                i: arguments[i].view_as(arguments[i]) for i in ran.written_arguments if arguments[i].requires_grad
+        result = run_forward(call, request.replica_index)
+        if result.error is not None:
+            module.replica_set.restore_containers()
+            raise result.error
+        reply = self._build_reply(module, result)
+        reply.written_arguments = written()
+        if snapshot is not None:
+            reply.changed_arguments = snapshot.changed()
+        if reply.written_arguments:
+            # A view, because the argument itself would be sent as a reference to the parent's tensor.
+            reply.written_with_grad = {
+                i: arguments[i].view_as(arguments[i]) for i in reply.written_arguments if arguments[i].requires_grad
             }
         if ambient.grad_enabled and self._foreign_leaves:
-            self._foreign_leaves.check_outputs(backward_roots(ran, outcome), self._channel.registry.namespaces)
+            self._foreign_leaves.check_outputs(backward_roots(reply, result), self._channel.registry.namespaces)
         if ambient.grad_enabled and leaves:
-            ran.used_arguments = used_arguments(ran, leaves, outcome)
-        draws.record_draws(ran)
-        outputs = self._send_forward_reply(message.call_id, run, ran, mirror, arguments, grad=ambient.grad_enabled)
+            reply.used_arguments = used_arguments(reply, leaves, result)
+        call_rng.record_draws(reply)
+        outputs = self._send_forward_reply(
+            message.call_id, request, reply, module, arguments, grad=ambient.grad_enabled
+        )
         if outputs and ambient.grad_enabled:
-            side = ReplicaGraph([], list(leaves.values()), [], replica.tensors.guard, replica.name, outcome.context)
+            graph = ReplicaGraph([], list(leaves.values()), [], replica.tensors.guard, replica.name, result.context)
             self._retained_calls[message.call_id] = RetainedCall(
-                mirror,
-                side,
+                module,
+                graph,
                 list(leaves),
                 outputs,
                 arguments,
-                mirror.replica_tensors(),
-                draws.streams,
-                run.replica_index,
+                module.replica_tensors(),
+                call_rng.rng,
+                request.replica_index,
             )
-        # After a backward, if there will be one: it may change the module.
-        self._last_module = None if message.call_id in self._retained_calls else mirror
+        # If a backward may follow, prepare after it: it may change the module.
+        self._last_module = None if message.call_id in self._retained_calls else module
 
     def _receive_forward(self, message: Message) -> tuple[ForwardRequest, list[Tensor], dict[int, Tensor]]:
-        """What a forward is asked for with: the order, the tensors of its arguments, and leaves for some of those."""
+        """Decode a request into itself, its argument tensors, and the leaves of those that require a gradient."""
         leaves: dict[int, Tensor] = {}
-        place = itertools.count()
+        numbers = itertools.count()
 
-        def let_in(tag: TensorTag, tensor: Tensor | None) -> Tensor:
-            made, number = rebuild_by_value(tag, tensor), next(place)
-            if made.requires_grad:
-                leaves[number] = made
+        def rebuild(tag: TensorTag, tensor: Tensor | None) -> Tensor:
+            rebuilt, number = rebuild_by_value(tag, tensor), next(numbers)
+            if rebuilt.requires_grad:
+                leaves[number] = rebuilt
                 with torch.enable_grad():
-                    (made,) = as_non_leaf(made)
-            return made
+                    (rebuilt,) = as_non_leaf(rebuilt)
+            return rebuilt
 
-        fields, arguments = self._channel.decode(message, let_in)
+        fields, arguments = self._channel.decode(message, rebuild)
         self._note_foreign_leaves(())
         return ForwardRequest(*fields), arguments, leaves
 
     def _send_forward_reply(
         self,
-        call: int,
-        run: ForwardRequest,
-        ran: ForwardReply,
-        mirror: WorkerModule,
+        call_id: int,
+        request: ForwardRequest,
+        reply: ForwardReply,
+        module: WorkerModule,
         arguments: Sequence[Tensor],
         *,
         grad: bool,
     ) -> dict[int, Tensor]:
-        """Answer what a forward came to; the tensors of the answer that need a gradient, by their numbers."""
+        """Send the reply. Returns its tensors that require a gradient, by number."""
         numbers = {id(tensor): i for i, tensor in enumerate(arguments)}
-        if run.carried_state:  # state, which forward may write
-            for tensor in tensors_in([part for _, _, part in run.carried_state]):
+        if request.carried_state:  # forward may write these: send their values
+            for tensor in tensors_in([part for _, _, part in request.carried_state]):
                 numbers.pop(id(tensor), None)
-        known = mirror.tensor_numbers()
-        kept = [ran.attributes, ran.containers]
-        plain = type(ran.output) is Tensor and has_strided_data(ran.output)  # as most are
+        tensor_numbers = module.tensor_numbers()
+        kept = [reply.attributes, reply.containers]
+        plain = type(reply.output) is Tensor and has_strided_data(reply.output)  # the common case
         if grad and (any(kept) or not plain):
-            reject_lost_gradients(ran.output, kept, lambda t: has_strided_data(t) or is_jagged(t) or id(t) in known)
+            reject_lost_gradients(
+                reply.output, kept, lambda t: has_strided_data(t) or is_jagged(t) or id(t) in tensor_numbers
+            )
 
         def describe(tensor: Tensor) -> TensorTag:
             if id(tensor) in numbers:
                 return ARGUMENT, numbers[id(tensor)]
-            return (SOURCE, known[id(tensor)]) if id(tensor) in known else tag_by_value(tensor)
+            return (SOURCE, tensor_numbers[id(tensor)]) if id(tensor) in tensor_numbers else tag_by_value(tensor)
 
-        synchronize_stream(mirror.device)
-        sent = self._channel.send(messages.DONE, call, ran, describe, label="the output of forward")
-        return {i: t for i, t in enumerate(sent) if t.requires_grad and id(t) not in known}
+        synchronize_stream(module.device)
+        sent = self._channel.send(messages.DONE, call_id, reply, describe, label="the output of forward")
+        return {i: t for i, t in enumerate(sent) if t.requires_grad and id(t) not in tensor_numbers}
 
-    def _build_reply(self, mirror: WorkerModule, outcome: ReplicaResult) -> ForwardReply:
-        """What a forward did, in terms that the other process knows."""
-        crew = mirror.replica_set
-        changed = crew.restore_containers()
+    def _build_reply(self, module: WorkerModule, result: ReplicaResult) -> ForwardReply:
+        """Encode the result of a forward, and reset the replica."""
+        replica_set = module.replica_set
+        changed = replica_set.restore_containers()
         if changed:
-            crew.discard()
+            replica_set.discard()
             return ForwardReply(
-                private_containers=[str(crew.shared_containers.paths[id(container)]) for container in changed]
+                private_containers=[str(replica_set.shared_containers.paths[id(container)]) for container in changed]
             )
-        if outcome.changes.is_structural:
-            crew.discard()
+        if result.changes.is_structural:
+            replica_set.discard()
             return ForwardReply(structure_changed=True)
-        written = crew.written_parameters()
-        ran = mirror.collect_changes(outcome)
-        if written:  # on pages of its own, which no longer follow the module's
-            numbers = mirror.tensor_numbers()
-            ran.written_parameters = [numbers[id(tensor)] for tensor in written]
-            crew.discard()
-        ran.output, ran.written_globals = outcome.output, self._channel.registry.modified_globals()
-        crew.finish_call()
-        return ran
+        written = replica_set.written_parameters()
+        reply = module.collect_changes(result)
+        if written:  # copied on write: no longer the parent's memory
+            numbers = module.tensor_numbers()
+            reply.written_parameters = [numbers[id(tensor)] for tensor in written]
+            replica_set.discard()
+        reply.output, reply.written_globals = result.output, self._channel.registry.modified_globals()
+        replica_set.finish_call()
+        return reply
 
     def _backward(self, message: Message) -> None:
         fields, _ = self._channel.decode(message)
-        back = BackwardRequest(*fields)
-        held = self._retained_calls[back.call_id]
-        mirror, side = held.module, held.graph
-        for number in back.written_arguments:
-            torch.autograd.graph.increment_version(held.arguments[number])
-        counterparts = held.replica_tensors
-        for number in back.written_tensors:
-            torch.autograd.graph.increment_version(counterparts[number])
-        leaves = [counterparts[number] for number in back.wanted_tensors]
-        outputs = [held.outputs[number] for number in back.gradients]
-        grads = [gradient.to(held.outputs[number].device) for number, gradient in back.gradients.items()]
-        for spent in back.consumed_tokens:
-            _drop_tokens(side, spent)
-        tokens = [] if side.context is None else side.context.tokens
-        outputs += [tokens[number] for number in back.collective_tokens]
-        grads += [torch.zeros_like(tokens[number]) for number in back.collective_tokens]
-        if not held.rng_streams.caller.cpu.streams_used:
-            held.rng_streams.caller.cpu.set_base_seed(back.seed)
-        hall = WorkerRendezvous(self._channel, self._inbox, message.call_id)
-        streams, index = held.rng_streams, held.index
-        around = (
-            streams.backward_context(index) if mirror.device.type == "cpu" else streams.joint_backward_context(index)
-        )
+        request = BackwardRequest(*fields)
+        retained = self._retained_calls[request.call_id]
+        module, graph = retained.module, retained.graph
+        for number in request.written_arguments:
+            torch.autograd.graph.increment_version(retained.arguments[number])
+        replica_tensors = retained.replica_tensors
+        for number in request.written_tensors:
+            torch.autograd.graph.increment_version(replica_tensors[number])
+        leaves = [replica_tensors[number] for number in request.wanted_tensors]
+        outputs = [retained.outputs[number] for number in request.gradients]
+        grads = [gradient.to(retained.outputs[number].device) for number, gradient in request.gradients.items()]
+        for consumed in request.consumed_tokens:
+            _drop_tokens(graph, consumed)
+        tokens = [] if graph.context is None else graph.context.tokens
+        outputs += [tokens[number] for number in request.collective_tokens]
+        grads += [torch.zeros_like(tokens[number]) for number in request.collective_tokens]
+        if not retained.rng.caller.cpu.streams_used:
+            retained.rng.caller.cpu.set_base_seed(request.seed)
+        rendezvous = WorkerRendezvous(self._channel, self._inbox, message.call_id)
+        rng, index = retained.rng, retained.index
+        rng_context = rng.backward_context(index) if module.device.type == "cpu" else rng.joint_backward_context(index)
         check_no_stray_gradients(leaves)
-        mirror.begin_backward(() if back.keep_gradients else back.wanted_tensors)
-        set_anomaly_mode(back.anomaly_mode)
+        module.begin_backward(() if request.keep_gradients else request.wanted_tensors)
+        set_anomaly_mode(request.anomaly_mode)
         try:
-            with AutocastState(*back.autocast).enter():
-                backward_in_group(hall, index, side, outputs, grads, back.retain_graph, around)
+            with AutocastState(*request.autocast).enter():
+                backward_in_group(rendezvous, index, graph, outputs, grads, request.retain_graph, rng_context)
         except BaseException:
-            mirror.begin_backward(())
-            take_gradients([*leaves, *side.inputs])
+            module.begin_backward(())
+            take_gradients([*leaves, *graph.inputs])
             raise
-        held.rng_streams.advance()
-        gradients = dict(zip(back.wanted_tensors, take_gradients(leaves), strict=True))
-        kept = self._nccl_member.keep_gradients(message.call_id, mirror, gradients) if back.keep_gradients else []
-        present, others = mirror.flush_gradients(gradients)
-        inputs = {n: g for n, g in zip(held.input_numbers, take_gradients(side.inputs), strict=True) if g is not None}
-        went = BackwardReply(present, inputs, others, held.rng_streams.caller.cpu.streams_used, kept)
-        synchronize_stream(mirror.device)
-        self._channel.send(messages.DONE, message.call_id, went)
-        if not back.retain_graph:
-            for number in back.gradients:
-                del held.outputs[number]
-            _drop_tokens(side, back.collective_tokens)
-        self._last_module = mirror
+        retained.rng.advance()
+        gradients = dict(zip(request.wanted_tensors, take_gradients(leaves), strict=True))
+        kept = self._nccl_member.keep_gradients(message.call_id, module, gradients) if request.keep_gradients else []
+        present, others = module.flush_gradients(gradients)
+        inputs = {
+            n: g for n, g in zip(retained.input_numbers, take_gradients(graph.inputs), strict=True) if g is not None
+        }
+        reply = BackwardReply(present, inputs, others, retained.rng.caller.cpu.streams_used, kept)
+        synchronize_stream(module.device)
+        self._channel.send(messages.DONE, message.call_id, reply)
+        if not request.retain_graph:
+            for number in request.gradients:
+                del retained.outputs[number]
+            _drop_tokens(graph, request.collective_tokens)
+        self._last_module = module
 
     def _find_backward_collectives(self, message: Message) -> None:
-        """Where a backward from some outputs would meet the other replicas."""
-        (call, numbers, spent), _ = self._channel.decode(message)
-        held = self._retained_calls[call]
-        for tokens in spent:
-            _drop_tokens(held.graph, tokens)
-        tokens = [] if held.graph.context is None else held.graph.context.tokens
+        """Reply with the collectives that a backward from some outputs would reach."""
+        (call_id, numbers, consumed), _ = self._channel.decode(message)
+        retained = self._retained_calls[call_id]
+        for tokens in consumed:
+            _drop_tokens(retained.graph, tokens)
+        tokens = [] if retained.graph.context is None else retained.graph.context.tokens
         self._channel.send(
             messages.DONE,
             message.call_id,
-            find_reached_collectives(tokens, [held.outputs[number] for number in numbers]),
+            find_reached_collectives(tokens, [retained.outputs[number] for number in numbers]),
         )
 
 
-def _drop_tokens(side: ReplicaGraph, numbers: Sequence[int]) -> None:
-    """A backward has used these tokens up."""
-    if side.context is not None:
-        side.context.tokens = [token for number, token in enumerate(side.context.tokens) if number not in numbers]
+def _drop_tokens(graph: ReplicaGraph, numbers: Sequence[int]) -> None:
+    """Remove collective tokens that a backward has consumed."""
+    if graph.context is not None:
+        graph.context.tokens = [token for number, token in enumerate(graph.context.tokens) if number not in numbers]
 
 
 class DeferredErrors:
-    """By the number of the module that a message was about, 0 for all of them."""
+    """Errors of messages without a reply, by module id (0 for all modules). The next call raises them."""
 
     def __init__(self) -> None:
         self._errors: dict[int, Exception] = {}
 
     def record(self, number: int, error: BaseException) -> None:
-        """Keep the first one: what follows may fail for want of what it did not bring."""
+        """Keep the first error of a module: later ones may follow from it."""
         self._errors.setdefault(number, error if isinstance(error, Exception) else EngineError(repr(error)))
 
     def discard(self, numbers: Iterable[int]) -> None:
-        """These modules are told of anew, or are gone."""
+        """Drop the errors of modules that are sent again or released."""
         for number in numbers:
             self._errors.pop(number, None)
 
     def pop(self, number: int) -> Exception | None:
-        """What went wrong before a call of a module."""
+        """Remove and return the error to raise at a call of a module."""
         return self._errors.pop(0, None) or self._errors.pop(number, None)
 
     def pop_any(self) -> Exception | None:
-        """What went wrong before a call that cannot even be read."""
+        """Remove all errors and return the first, for a request that cannot be decoded."""
         found, self._errors = list(self._errors.values()), {}
         return found[0] if found else None
