@@ -51,7 +51,7 @@ def test_it_refuses_to_be_wrapped(model: instep.DataParallel, tmp_path: object) 
 def test_it_refuses_what_cannot_be_wrapped() -> None:
     with pytest.raises(instep.WrapError, match=r"wraps an nn\.Module, not a int"):
         instep.DataParallel(3)
-    with pytest.raises(instep.WrapError, match=r"wrapped by DataParallel already.*model\.module"):
+    with pytest.raises(instep.WrapError, match=r"(?s)already wrapped by DataParallel.*model\.module"):
         instep.DataParallel(nn.DataParallel(Net()))
     with pytest.raises(instep.WrapError, match="device_ids is empty: name at least one device, or leave it out"):
         instep.DataParallel(Net(), [])
