@@ -1,4 +1,4 @@
-"""The verbs of `torch.nn.parallel`, over any structure."""
+"""The functions of `torch.nn.parallel`, for any structure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs of `torch.nn.parallel`, with the same arguments, over any structure."""
+"""The functions of `torch.nn.parallel`, with the same arguments, for any structure of arguments and outputs."""
 
 from __future__ import annotations
 
@@ -26,46 +26,63 @@ from instep.structure.tree import map_tensors
 
 
 def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0, *, in_dims: Any = AUTO) -> Parts:
-    """Split any structure over devices: one part for each device that gets samples, on that device.
+    """Split a structure into one part for each device and move the parts there.
+
+    Batches with fewer samples than devices give fewer parts.
 
     >>> import torch
     >>> scatter({"x": torch.arange(3), "id": ["a", "b", "c"]}, ["cpu", "cpu"])
     [{'x': tensor([0, 1]), 'id': ['a', 'b']}, {'x': tensor([2]), 'id': ['c']}]
+
+    Args:
+        inputs: The structure to split.
+        target_gpus: The devices; not only GPUs.
+        dim: The batch dimension of tensors.
+        in_dims: The batch dimension of leaves, as for `DataParallel`.
     """
     devices = [resolve_device(target) for target in target_gpus]
     if not devices:
-        raise StructureError("scatter was given no devices: name at least one.")
+        raise StructureError("scatter got no devices: name at least one in target_gpus.")
     plan = plan_value(inputs, len(devices), dim, in_dims=in_dims)
-    if plan.batch_size is None:  # nothing to split: every device gets all of it
+    if plan.batch_size is None:  # nothing is batched: every device gets all of it
         plan = replace(plan, sizes=(0,) * len(devices))
     parts = apply_plan(plan, (inputs,))
     return Parts([move_to_device(part[0], device) for part, device in zip(parts, devices, strict=False)], plan)
 
 
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0, *, rules: Any = AUTO) -> Any:
-    """Join the replicas' outputs on one device, by the rules of `DataParallel`'s `merge`.
+    """Merge the outputs of replicas on one device.
 
     >>> import torch
     >>> gather([{"y": torch.tensor([0, 1])}, {"y": torch.tensor([2])}], "cpu")
     {'y': tensor([0, 1, 2])}
+
+    Args:
+        outputs: One output for each replica.
+        target_device: The device of the result.
+        dim: The batch dimension of tensors.
+        rules: Merge rules, as for `merge` of `DataParallel`.
     """
     device = resolve_device(target_device)
     moved = [to_output_device(output, device) for output in outputs]
     if isinstance(outputs, Parts):
         moved = Parts(moved, outputs.plan)
-    else:  # one tensor in several outputs is theirs each time, as torch's gather has it
+    else:  # as in torch's gather, a tensor that is in several outputs counts each time
         moved = [map_tensors(_shallow_alias, output) for output in moved]
     return merge(moved, merge=rules, dim=dim)
 
 
 def _shallow_alias(tensor: Tensor) -> Tensor:
-    """Another tensor of the same data; torch has views of ordinary tensors only."""
+    """A distinct tensor with the same data: a view, or a copy of a type that has no views."""
     return tensor.view_as(tensor) if handler_for(tensor) is None else tensor.clone()
 
 
 def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = False) -> list[nn.Module]:
-    """Copies of a module on each device whose parameters pass gradients back to `network`, unless `detach`."""
-    made, home = [], module_device(network)
+    """Copy a module to each device.
+
+    Gradients of the copies' parameters flow back to the parameters of `network`, unless `detach` is true.
+    """
+    copies, home = [], module_device(network)
     for index, spec in enumerate(devices):
         replica = Replica(
             index,
@@ -77,8 +94,8 @@ def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = 
         if detach:
             for _, leaf in replica.trainable:
                 leaf.requires_grad_(False)
-        made.append(replica.module)
-    return made
+        copies.append(replica.module)
+    return copies
 
 
 def parallel_apply(
@@ -87,35 +104,41 @@ def parallel_apply(
     kwargs_tup: Sequence[dict[str, Any]] | None = None,
     devices: Sequence[DeviceLike] | None = None,
 ) -> list[Any]:
-    """Call each module on its input at the same time, each in a thread of its own; outputs in order."""
+    """Call each module on its input, concurrently, in one thread for each. Returns the outputs in order."""
     keywords = list(kwargs_tup) if kwargs_tup is not None else [{} for _ in modules]
     if not len(modules) == len(inputs) == len(keywords):
-        raise ValueError(f"{len(modules)} modules, {len(inputs)} inputs and {len(keywords)} kwargs: give one of each.")
-    places = (
-        [resolve_device(d) for d in devices]
+        raise ValueError(
+            f"parallel_apply got {len(modules)} modules, {len(inputs)} inputs and {len(keywords)} kwargs: "
+            f"pass the same number of each."
+        )
+    replica_devices = (
+        [resolve_device(device) for device in devices]
         if devices is not None
-        else [_device_of(m, x) for m, x in zip(modules, inputs, strict=True)]
+        else [_device_of(module, value) for module, value in zip(modules, inputs, strict=True)]
     )
-    if len(places) != len(modules):
-        raise ValueError(f"{len(modules)} modules and {len(places)} devices: give one device for each module.")
-    ambient = AmbientState.capture(places)
+    if len(replica_devices) != len(modules):
+        raise ValueError(
+            f"parallel_apply got {len(modules)} modules and {len(replica_devices)} devices: "
+            f"pass one device for each module."
+        )
+    ambient = AmbientState.capture(replica_devices)
 
     def task(index: int) -> ReplicaResult:
         value = inputs[index]
         args = value if isinstance(value, (list, tuple)) else (value,)
         try:
-            with ambient.enter(places[index]):
+            with ambient.enter(replica_devices[index]):
                 return ReplicaResult(modules[index](*args, **keywords[index]))
         except BaseException as error:
             return ReplicaResult(error=error)
 
-    lease = ReplicaThreads(places)
+    threads = ReplicaThreads(replica_devices)
     try:
-        outcomes = lease.run([partial(task, index) for index in range(len(modules))])
+        results = threads.run([partial(task, index) for index in range(len(modules))])
     finally:
-        lease.close()
-    raise_first_error([f"replica {i} on {place}" for i, place in enumerate(places)], outcomes)
-    return [outcome.output for outcome in outcomes]
+        threads.close()
+    raise_first_error([f"replica {i} on {device}" for i, device in enumerate(replica_devices)], results)
+    return [result.output for result in results]
 
 
 def _device_of(module: nn.Module, value: Any) -> torch.device:
@@ -133,7 +156,7 @@ def data_parallel(
     module_kwargs: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """One parallel call of a module, without keeping replicas; `options` are those of `DataParallel`."""
+    """Run one parallel call of a module and release the replicas. `options` are those of `DataParallel`."""
     args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     devices = resolve_devices(device_ids, module)
     with DataParallel(module, devices, output_device, dim, **options) as model:

@@ -152,7 +152,7 @@ def test_an_attribute_that_the_parts_do_not_make_is_refused(value: Any, batch: i
 
 
 @ENGINES
-def test_a_count_of_samples_is_told_from_a_count_of_calls_with_one_sample_each(engine: str) -> None:
+def test_a_count_of_samples_is_distinguished_from_a_count_of_calls_with_one_sample_each(engine: str) -> None:
     class Counts(nn.Module):
         def __init__(self, samples: bool) -> None:
             super().__init__()

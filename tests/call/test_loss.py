@@ -316,7 +316,7 @@ class Learned(nn.Module):
 
 def test_what_it_refuses() -> None:
     net = nn.Linear(4, 1)
-    with pytest.raises(WrapError, match="parameters of its own"):
+    with pytest.raises(WrapError, match="trainable parameters"):
         instep.with_loss(net, Learned())
     with pytest.raises(WrapError, match="a module and a criterion"):
         instep.with_loss(nn.MSELoss(), "mse")  # type: ignore[arg-type]

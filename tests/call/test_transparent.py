@@ -317,7 +317,7 @@ outputs: as the module returns them"""
 
 
 def test_explain_of_a_call_that_one_replica_runs(model: instep.DataParallel) -> None:
-    model(torch.randn(4, 3))  # of which nothing is said about a call that merges nothing
+    model(torch.randn(4, 3))  # its merged outputs are not shown for a call that merges nothing
     for x, heading in (
         (torch.randn(1, 3), "a batch of 1 runs on cpu alone"),
         (3.0, "the call runs on cpu alone: no argument is batched"),

@@ -16,7 +16,7 @@ each_engine = pytest.mark.parametrize("engine", ["serial", "threads", "processes
 
 
 class Head(nn.Module):
-    """Begins with whatever it is told to do to its argument."""
+    """Applies a given operation to its argument first."""
 
     def __init__(self, begin: Callable[..., Tensor]) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from torch import nn
 import instep
 from instep.cli.demo import corpus as corpora
 from instep.cli.demo.corpus import Corpus, Snippet, collate, decode, encode, load, snippets
-from instep.cli.demo.model import Reader, Reading, write_line
+from instep.cli.demo.model import Reader, ReaderOutput, write_line
 from instep.cli.demo.run import DemoOptions, run
 from instep.cli.demo.train import Learner, difference, evaluate, prove
 
@@ -37,9 +37,9 @@ def test_the_same_seed_gives_the_same_corpus(corpus: Corpus) -> None:
     assert load(seed=1) != corpus
 
 
-def test_samples_differ_in_length_and_have_places_of_their_own(corpus: Corpus) -> None:
+def test_samples_differ_in_length_and_are_all_distinct(corpus: Corpus) -> None:
     everything = corpus.train + corpus.held_out
-    assert len({sample.place for sample in everything}) == len(everything)
+    assert len({sample.location for sample in everything}) == len(everything)
     assert len({len(sample.text) for sample in everything}) > 50
     assert all(corpora.SHORTEST <= len(sample.text) <= corpora.LONGEST for sample in everything)
     assert len(corpus.held_out) == corpora.HELD_OUT_SAMPLES
@@ -73,7 +73,7 @@ def test_text_goes_to_ids_and_back() -> None:
 
 def test_padding_does_not_change_a_sample() -> None:
     model, samples = Reader().eval(), small().train
-    together: Reading = model(collate(samples))
+    together: ReaderOutput = model(collate(samples))
     alone = torch.cat([model(collate([sample])).loss_sum for sample in samples])
     torch.testing.assert_close(together.loss_sum, alone)
     assert together.tokens.tolist() == [len(sample.text) for sample in samples]

@@ -52,7 +52,7 @@ def test_gradients_stay_the_plain_modules(engine: str) -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(WrapError, match="one number above zero for each of the 2 devices"):
+    with pytest.raises(WrapError, match="one positive number for each of the 2 devices"):
         instep.DataParallel(Sized(), ["cpu"] * 2, shares=[1])
     for cost, said in (("size", "names no argument"), (lambda lengths: lengths[:2], "2 numbers for a batch of 4")):
         model = instep.DataParallel(Sized(), ["cpu"] * 2, cost=cost)  # type: ignore[arg-type]

@@ -73,13 +73,14 @@ def explain(
         heading = f"a batch of {plan.batch_size}: {shares} ({choice.name}: {choice.reason})"
     rows = [
         row
-        for name, value, role in zip(plan.names, values, plan.placements, strict=True)
-        for row in _rows(role, value, (name,))
+        for name, value, placement in zip(plan.names, values, plan.placements, strict=True)
+        for row in _rows(placement, value, (name,))
     ]
     if one_device:
         return Explanation(heading, tuple(rows), (), unmerged=_AS_RETURNED)
     outputs = tuple(
-        (format_path(path) or "(output)", _why(path, what, merger)) for path, what in merger.actions.items()
+        (format_path(path) or "(output)", _with_verdict(path, action, merger))
+        for path, action in merger.actions.items()
     )
     return Explanation(heading, tuple(rows), outputs, trial, unused=tuple(_unused(merger)))
 
@@ -91,21 +92,21 @@ def explain_one_device(names: Sequence[str], values: Sequence[Any], device: torc
     return Explanation(f"one device: the module runs on {device}, {how}", tuple(rows), (), unmerged=_AS_RETURNED)
 
 
-def _why(path: Path, what: str, merger: Merger) -> str:
-    """What was done at a path, and what the probe found there."""
+def _with_verdict(path: Path, action: str, merger: Merger) -> str:
+    """How an output was merged, and what the probe found about it."""
     verdict = merger.verdicts.get(path)
     if verdict is None:
-        return what
-    return f"{what} (the probe)" if verdict.description == what else f"{what} (the probe: {verdict.description})"
+        return action
+    return f"{action} (the probe)" if verdict.description == action else f"{action} (the probe: {verdict.description})"
 
 
 def _unused(merger: Merger) -> Iterator[str]:
-    """Rules and dims that match no output: a mistake, or written for other calls."""
-    places = {format_path(path[:depth]) for path in merger.actions for depth in range(len(path) + 1)}
+    """Rules and dims that match no output of the last call."""
+    paths = {format_path(path[:depth]) for path in merger.actions for depth in range(len(path) + 1)}
     dims = merger.out_dims if isinstance(merger.out_dims, Mapping) else {}
     for option, patterns in (("merge", merger.path_rules), ("out_dims", dims)):
         for pattern in patterns:
-            if not any(fnmatchcase(place, str(pattern)) for place in places):
+            if not any(fnmatchcase(path, str(pattern)) for path in paths):
                 yield f"  {option}={{{pattern!r}: ...}} matches no output"
 
 
@@ -119,11 +120,12 @@ def _whole_rows(value: Any, path: Path) -> Iterator[tuple[str, str, str]]:
         yield from _whole_rows(child, (*path, key))
 
 
-def _rows(role: Placement, value: Any, path: Path) -> Iterator[tuple[str, str, str]]:
-    node = flatten_one_level(value) if isinstance(role, Nested) else None
+def _rows(placement: Placement, value: Any, path: Path) -> Iterator[tuple[str, str, str]]:
+    """One row per leaf of a value: path, summary, placement."""
+    node = flatten_one_level(value) if isinstance(placement, Nested) else None
     if node is None:
-        yield format_path(path), summarize(value), describe(role)
+        yield format_path(path), summarize(value), describe(placement)
         return
-    assert isinstance(role, Nested)
-    for key, child, below in zip(node.keys, node.children, role.placements, strict=True):
+    assert isinstance(placement, Nested)
+    for key, child, below in zip(node.keys, node.children, placement.placements, strict=True):
         yield from _rows(below, child, (*path, key))

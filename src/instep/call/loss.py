@@ -1,4 +1,8 @@
-"""`with_loss`: computes the loss on the replicas, exactly."""
+"""`with_loss`: a module that returns the loss, which replicas compute on their shards.
+
+The mean over a batch is not the mean of the shards' means if shards count unequally. Each replica therefore returns the
+sum of its losses and the divisor of the mean; both are summed over the replicas, and the quotient is the exact loss.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +32,10 @@ def with_loss(
     target: Target = -1,
     weight: Callable[[Any, Any], Any] | None = None,
 ) -> WithLoss:
-    """The module and its criterion as one module, which takes the target too and returns the loss.
+    """Combine a module and a criterion into one module that takes the target too and returns the loss.
 
-    Wrapped by `DataParallel`, the loss is computed on the replicas: outputs stay there, and what comes back is the loss
-    of the whole batch, exact for shards of any sizes. `state_dict` and parameters are those of `module`.
+    Wrapped by `DataParallel`, the replicas compute the loss: outputs stay on their devices, and the call returns the
+    exact loss of the whole batch, for shards of any sizes. Parameters and `state_dict` are those of `module`.
 
     >>> net = nn.Linear(4, 3)
     >>> model = with_loss(net, nn.CrossEntropyLoss(ignore_index=-100))
@@ -41,28 +45,28 @@ def with_loss(
     ['weight', 'bias']
 
     Args:
-        module: whatever makes the output.
-        criterion: called as `criterion(output, target)`: a loss of `torch.nn` or `torch.nn.functional` (also with
+        module: The module that computes the output.
+        criterion: Called as `criterion(output, target)`: a loss of `torch.nn` or `torch.nn.functional` (also with
             `functools.partial`), or any function.
-        target: where the target is among the arguments of a call: a position (the last), or the name of a keyword;
-            the module gets the others. A function takes all arguments and returns the target; the module then gets
-            all of them: `target=lambda batch: batch["labels"]`.
-        weight: for a function that takes a mean over something else than samples, what it divides by:
-            `weight=lambda output, target: (target != 0).sum()`. The losses of torch.nn are known.
+        target: Where the target is among the arguments of a call: a position (default: the last) or the name of a
+            keyword argument. The module receives the other arguments. Or a function of all arguments that returns the
+            target, such as `lambda batch: batch["labels"]`; the module then receives all arguments.
+        weight: The divisor of the criterion's mean, as a function of output and target, for a criterion that is not a
+            loss of torch and whose mean is not over samples: `lambda output, target: (target != 0).sum()`.
     """
     if not all((isinstance(module, nn.Module), callable(criterion))):
         raise WrapError("with_loss takes a module and a criterion: instep.with_loss(net, nn.CrossEntropyLoss()).")
     if isinstance(criterion, nn.Module) and any(p.requires_grad for p in criterion.parameters()):
         raise WrapError(
-            f"{type(criterion).__name__} has parameters of its own, which would be missing from the module's.\n"
-            f"Make it a part of the module, and give with_loss a function of what that returns."
+            f"{type(criterion).__name__} has trainable parameters, which module.parameters() would not return.\n"
+            f"Make the criterion a submodule of the module, and pass with_loss a function of the module's output."
         )
     return WithLoss(module, Loss(criterion, target, weight))
 
 
 @dataclass
 class Loss:
-    """A criterion, where its target is found, and what its mean divides by."""
+    """A criterion, the position of its target, and the divisor of its mean."""
 
     criterion: Criterion
     target: Target
@@ -70,77 +74,83 @@ class Loss:
 
     @property
     def is_sum(self) -> bool:
-        """Whether replicas give sums and divisors."""
-        known = _module_form(self.criterion)
-        return self.weight is not None or (known is not None and known.reduction != "none")
+        """Whether replicas return a sum and a divisor."""
+        loss = _torch_loss(self.criterion)
+        return self.weight is not None or (loss is not None and loss.reduction != "none")
+
+    def target_names(self) -> list[str]:
+        """The name of the target among the arguments of a call, if it has one."""
+        if isinstance(self.target, int):
+            return [TARGET_NAME]
+        return [self.target] if isinstance(self.target, str) else []
 
     def shard_parts(self, output: Any, target: Any) -> Any:
-        """What a replica gives: the sum of its losses and what to divide it by, or just what the criterion says.
+        """What a replica returns: the sum of its losses and the divisor, or what the criterion returns.
 
-        In a trial also what the criterion itself says of these samples, for `check`.
+        During a probe also what the criterion returns, for `check`.
         """
-        given = self._shard_parts(output, target)
-        return {**given, UNREDUCED: self.criterion(output, target)} if self.is_sum and is_probing() else given
+        parts = self._shard_parts(output, target)
+        return {**parts, UNREDUCED: self.criterion(output, target)} if self.is_sum and is_probing() else parts
 
     def _shard_parts(self, output: Any, target: Any) -> Any:
-        known = _module_form(self.criterion)
+        loss = _torch_loss(self.criterion)
         if self.weight is not None:
             return _weighted_parts(self.criterion(output, target), self.weight(output, target))
-        if known is None or known.reduction == "none":
+        if loss is None or loss.reduction == "none":
             return self.criterion(output, target)
-        total = copy.copy(known)
-        real = target.is_floating_point()
-        dtype = torch.promote_types(output.dtype, target.dtype) if real else output.dtype
-        short = dtype in _HALF_DTYPES and known.reduction != "sum" and not torch.is_autocast_enabled(output.device.type)
-        if short:
-            total._buffers = {name: _to_float64_or_32(value) for name, value in known._buffers.items()}
-        divisor = 1 if known.reduction == "sum" else _divisor(total, output, target)
-        total.reduction = "sum"
-        if not short:
-            return {"sum": total(output, target), "divisor": divisor}
-        # The mean of a batch is a number like any other, but its sum may be more than a short number can be.
-        loss = total(output.float(), target.float() if real else target)
-        return {"sum": loss, "divisor": divisor, "dtype": dtype}
+        sum_loss = copy.copy(loss)
+        is_float = target.is_floating_point()
+        dtype = torch.promote_types(output.dtype, target.dtype) if is_float else output.dtype
+        # The mean of a batch fits into a half-precision number, but its sum may overflow: it is computed in float32.
+        autocast = torch.is_autocast_enabled(output.device.type)
+        in_float32 = dtype in _HALF_DTYPES and loss.reduction != "sum" and not autocast
+        if in_float32:
+            sum_loss._buffers = {name: _half_to_float(value) for name, value in loss._buffers.items()}
+        divisor = 1 if loss.reduction == "sum" else _divisor(sum_loss, output, target)
+        sum_loss.reduction = "sum"
+        if not in_float32:
+            return {"sum": sum_loss(output, target), "divisor": divisor}
+        total = sum_loss(output.float(), target.float() if is_float else target)
+        return {"sum": total, "divisor": divisor, "dtype": dtype}
 
     def finish(self, merged: Any) -> Any:
-        """The loss from what the replicas gave together."""
+        """The loss of the whole batch, from the summed parts."""
         if not self.is_sum:
             return merged
-        known = _module_form(self.criterion)
-        if self.weight is None and known is not None and known.reduction == "sum":
+        torch_loss = _torch_loss(self.criterion)
+        if self.weight is None and torch_loss is not None and torch_loss.reduction == "sum":
             return merged["sum"]
         loss = merged["sum"] / merged["divisor"]
         return loss.to(merged["dtype"]) if "dtype" in merged else loss
 
     def check(self, runs: Sequence[Any], together: bool, tolerance: float) -> MergeError | None:
-        """What is wrong with two parts of a batch and the whole, each as `of_shard` gave it in a trial.
+        """The error, if any, that a trial shows. `runs` are the results of `shard_parts` for two parts and the whole.
 
-        A sum over its divisor has to be what the criterion says of the same samples, and so have, where numbers can be
-        compared between runs (`together`), the parts for the whole. Takes out of the runs what only it needs.
+        In every run, the sum over the divisor must equal what the criterion returns. If results of different runs are
+        comparable (`together`), the two parts must add up to the whole. Removes the criterion's results from `runs`.
         """
-        said = [run.pop(UNREDUCED) for run in runs]
-        for run, plain in zip(runs, said, strict=True):
-            if not self._matches(run, plain, tolerance):
-                return wrong_divisor(
-                    type(_module_form(self.criterion)).__name__, run["divisor"], self.finish(run), plain
-                )
+        expected = [run.pop(UNREDUCED) for run in runs]
+        for run, unreduced in zip(runs, expected, strict=True):
+            if not self._matches(run, unreduced, tolerance):
+                name = type(_torch_loss(self.criterion)).__name__
+                return wrong_divisor(name, run["divisor"], self.finish(run), unreduced)
         first, second, _ = runs
         both = {**first, **{name: first[name] + second[name] for name in ("sum", "divisor")}}
-        return loss_not_additive() if together and not self._matches(both, said[2], tolerance) else None
+        return loss_not_additive() if together and not self._matches(both, expected[2], tolerance) else None
 
-    def _matches(self, merged: Any, plain: Any, tolerance: float) -> bool:
-        if not float(merged["divisor"]) or not bool(torch.isfinite(torch.as_tensor(plain)).all()):
-            return True  # nothing that counts, or nothing that can be compared
-        loss, plain = [torch.as_tensor(value).double() for value in (self.finish(merged), plain)]
-        if loss.shape != plain.shape:
+    def _matches(self, parts: Any, expected: Any, tolerance: float) -> bool:
+        if not float(parts["divisor"]) or not bool(torch.isfinite(torch.as_tensor(expected)).all()):
+            return True  # cannot be compared
+        loss, expected = [torch.as_tensor(value).double() for value in (self.finish(parts), expected)]
+        if loss.shape != expected.shape:
             return False
-        room = tolerance * plain.abs().clamp(min=1e-2)  # what rounding leaves of numbers of ordinary size
-        return bool(((loss - plain).abs() <= room).all())
+        limit = tolerance * expected.abs().clamp(min=1e-2)  # relative, but not to values near zero
+        return bool(((loss - expected).abs() <= limit).all())
 
     def split_target(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """The arguments of the module, and the target."""
+        """Separate the module's arguments from the target."""
         if callable(self.target):
             return args, kwargs, self.target(*args, **kwargs)
         if isinstance(self.target, str):
@@ -149,15 +159,15 @@ class Loss:
             return args, {name: value for name, value in kwargs.items() if name != self.target}, kwargs[self.target]
         if not -len(args) <= self.target < len(args):
             raise TypeError(
-                f"with_loss takes the target from position {self.target}, and the call has {len(args)} positional "
-                f"arguments: model(x, target), or with_loss(..., target='name of the keyword')."
+                f"with_loss takes the target from position {self.target}, but the call has {len(args)} positional "
+                f"arguments.\nWrite model(x, target), or with_loss(..., target='name of the keyword')."
             )
-        at = self.target % len(args)
-        return (*args[:at], *args[at + 1 :]), kwargs, args[at]
+        position = self.target % len(args)
+        return (*args[:position], *args[position + 1 :]), kwargs, args[position]
 
 
 class WithLoss(Transparent):
-    """What `with_loss` makes. It looks like the module; called, it returns the loss."""
+    """A module with its criterion. It has the module's attributes and returns the loss; see `with_loss`."""
 
     def __init__(self, module: nn.Module, loss: Loss) -> None:
         super().__init__(module)
@@ -178,7 +188,7 @@ class WithLoss(Transparent):
         return self._instep_loss.criterion(self.module(*args, **kwargs), target)
 
     def _instep_parts(self, *args: Any, **kwargs: Any) -> Any:
-        """What replicas run in place of `forward`."""
+        """What replicas run instead of `forward`."""
         args, kwargs, target = self._instep_loss.split_target(args, kwargs)
         return self._instep_loss.shard_parts(self.module(*args, **kwargs), target)
 
@@ -187,15 +197,18 @@ class WithLoss(Transparent):
 
 
 def _weighted_parts(loss: Any, weight: Any) -> dict[str, Any]:
-    """A mean as a sum; a shard on which nothing counts has no mean, and no part in the whole's."""
+    """A shard's mean as a sum. A shard with weight zero has no mean (it is NaN) and adds nothing."""
     return {"sum": loss * weight if float(weight) else loss.new_zeros(()), "divisor": weight}
 
 
-def _to_float64_or_32(value: Tensor | None) -> Tensor | None:
+def _half_to_float(value: Tensor | None) -> Tensor | None:
     return value.float() if value is not None and value.dtype in _HALF_DTYPES else value
 
 
-UNREDUCED = "plain"
+UNREDUCED = "criterion"
+"""Key of the criterion's own result among the parts of a shard."""
+TARGET_NAME = "target"
+"""Name of a positional target, which the module does not receive."""
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _FUNCTIONAL_CRITERIA: dict[Any, Any] = {
     functional.cross_entropy: nn.CrossEntropyLoss,
@@ -225,16 +238,16 @@ _BY_ELEMENT = (
 _BY_SAMPLE = (nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss)
 
 
-def _module_form(criterion: Any) -> Any:
-    """The criterion as a loss of torch.nn whose mean is understood; None for any other function."""
+def _torch_loss(criterion: Any) -> Any:
+    """The criterion as a loss of `torch.nn` with a known divisor; None for any other criterion."""
     if isinstance(criterion, partial) and not criterion.args and criterion.func in _FUNCTIONAL_CRITERIA:
         try:
             return _FUNCTIONAL_CRITERIA[criterion.func](**criterion.keywords)
         except TypeError:
             return None
     if not isinstance(criterion, nn.Module):
-        made = _FUNCTIONAL_CRITERIA.get(criterion) if getattr(criterion, "__hash__", None) else None
-        return _default_criterion(made) if made is not None else None
+        cls = _FUNCTIONAL_CRITERIA.get(criterion) if getattr(criterion, "__hash__", None) else None
+        return None if cls is None else _default_criterion(cls)
     if criterion._forward_hooks or criterion._forward_pre_hooks:
         return None
     for cls in (*_BY_CLASS, *_BY_ELEMENT, *_BY_SAMPLE):
@@ -245,23 +258,23 @@ def _module_form(criterion: Any) -> Any:
 
 @cache
 def _default_criterion(loss: type[nn.Module]) -> nn.Module:
-    """A loss without arguments, made once: it is asked for several times a call, and only copies of it are changed."""
+    """A loss with default arguments. It is shared: callers change copies only."""
     return loss()
 
 
 def _divisor(criterion: Any, output: Tensor, target: Tensor) -> Any:
-    """What the mean over a batch divides by."""
-    if isinstance(criterion, nn.MultiLabelSoftMarginLoss):  # a mean over classes, then one over all the rest
+    """The divisor of the criterion's mean over a batch."""
+    if isinstance(criterion, nn.MultiLabelSoftMarginLoss):  # the loss itself takes the mean over classes
         shapes = [value.shape for value in (output, target, criterion.weight) if value is not None]
-        whole = torch.broadcast_shapes(*shapes)
-        return whole.numel() // max(1, whole[output.ndim - 1])
+        shape = torch.broadcast_shapes(*shapes)
+        return shape.numel() // max(1, shape[output.ndim - 1])
     if isinstance(criterion, _BY_SAMPLE):
         return len(output) if output.ndim > 1 else 1
     if isinstance(criterion, nn.KLDivLoss) and criterion.reduction == "batchmean":
         return len(output)
     if isinstance(criterion, _BY_ELEMENT):
         return torch.broadcast_shapes(output.shape, target.shape).numel()
-    if target.is_floating_point():  # probabilities of the classes
+    if target.is_floating_point():  # class probabilities
         return output.numel() // output.shape[1 if output.ndim > 1 else 0]
     counted = target != criterion.ignore_index
     if criterion.weight is None:

@@ -1,11 +1,11 @@
-"""Options of a wrapper, and the binding of a method's arguments to names."""
+"""Options of a wrapper: their checks, and how they apply to calls of one method."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from instep.call.loss import Loss, WithLoss
+from instep.call.loss import TARGET_NAME, Loss, WithLoss
 from instep.call.transparent import WRAPPED_TWICE_MESSAGE
 from instep.devices import DeviceLike
 from instep.errors import StructureError, WrapError
@@ -27,42 +27,41 @@ from instep.structure.spec import AUTO, dims_by_name
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
-    """The module to wrap, or the reason why it cannot be."""
+    """The module to wrap: that of another instep wrapper, which is closed, or `module` itself."""
     if isinstance(module, ModuleWrapper):
         module.close()
         return module.module
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         name = type(module).__name__
         raise WrapError(
-            f"this module is wrapped by {name} already: wrap the bare one, instep.DataParallel(model.module)."
+            f"this module is already wrapped by {name}, which would split the batch too.\n"
+            f"Wrap the bare module: instep.DataParallel(model.module)."
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise WrapError(
-            "a ScriptModule's code is bound to its own parameters, so it has no replicas.\n"
-            "Wrap the nn.Module that it was made from; torch.compile it instead of scripting it."
+            "a ScriptModule cannot be replicated, because its code is bound to its own parameters.\n"
+            "Wrap the nn.Module that it was made from. torch.compile works with replicas."
         )
-    if not isinstance(module, nn.Module):  # types do not hold at run time
+    if not isinstance(module, nn.Module):  # callers without a type checker
         raise WrapError(f"instep.DataParallel wraps an nn.Module, not a {type(module).__name__}.")
     return module
 
 
 _DATA_PARALLEL_CODE = nn.DataParallel.forward.__code__
-_FRAMES_BETWEEN = (3, 4)
-"""How far up from ours nn.DataParallel's forward would be: torch makes two or three calls in between."""
+_TORCH_FRAMES = (3, 4)
+"""Distance from the caller of our `forward` to `nn.DataParallel.forward`: torch has two or three frames in between."""
 
 
-def refuse_outer_wrapper(ours: int) -> None:
-    """Being called by nn.DataParallel means that the batch was split once already.
+def refuse_outer_wrapper(depth: int) -> None:
+    """`WrapError` if `nn.DataParallel` made this call, also where it has one device and passes the batch through.
 
-    Where torch finds one device or none it only passes the batch through; what would go wrong elsewhere is said there
-    too. It is asked at every call (but of one replica on the CPU that is being compiled, which has frames of another
-    kind), so only the frames are looked at in which nn.DataParallel would be: so many calls of ours away, and those of
-    torch.
+    `depth` is the number of our own frames below the caller of `forward`. Only the two frames in which
+    `nn.DataParallel` can be are looked at, because this runs at every call.
     """
-    for calls in _FRAMES_BETWEEN:
+    for frames in _TORCH_FRAMES:
         try:
-            frame = sys._getframe(ours + calls)
-        except ValueError:  # nobody is that far up
+            frame = sys._getframe(depth + frames)
+        except ValueError:  # the stack is not that deep
             return
         if frame.f_code is _DATA_PARALLEL_CODE:
             raise WrapError(WRAPPED_TWICE_MESSAGE)
@@ -76,46 +75,46 @@ def check_argument_names(
     table: Mapping[Any, Any],
     module: nn.Module,
     method: str,
-    others: Sequence[str] = (),
+    other_methods: Sequence[str] = (),
     extra: Sequence[str] = (),
 ) -> None:
-    """`StructureError` for a name of an option that no argument of a method can have.
+    """`StructureError` for a name in an option that no argument can have.
 
-    `others` are methods that run in parallel too, and may be what the name was written for; `extra` are arguments that
-    the method does not see.
+    A name may be meant for `method`, for one of `other_methods`, or for another method of the module's classes. `extra`
+    are arguments of the call that the method does not receive.
     """
-    own = _parameters(getattr(module, method))
-    if own is None:
+    parameters = _parameters(getattr(module, method))
+    if parameters is None:
         return
-    known = {*own, *extra, *_other_method_parameters(module)}
-    for other in others:
-        names = _parameters(getattr(module, other))
-        if names is None:
+    names = {*parameters, *extra, *_parameters_of_all_methods(module)}
+    for other in other_methods:
+        other_parameters = _parameters(getattr(module, other))
+        if other_parameters is None:
             return
-        known.update(names)
+        names.update(other_parameters)
     for name in table:
-        if isinstance(name, str) and not _can_match(name, known):
-            raise StructureError(_unknown_name_message(option, name, method, [*own, *extra]))
+        if isinstance(name, str) and not _can_match(name, names):
+            raise StructureError(_unknown_name_message(option, name, method, [*parameters, *extra]))
 
 
-def _can_match(name: str, known: Iterable[str]) -> bool:
-    """Whether a path or pattern may lead to or into one of these arguments."""
-    first = name.partition(".")[0]
-    return not _WILDCARDS.isdisjoint(first) or first in known
+def _can_match(pattern: str, names: Collection[str]) -> bool:
+    """Whether a path or pattern can match one of these arguments or a leaf of it."""
+    first = pattern.partition(".")[0]
+    return not _WILDCARDS.isdisjoint(first) or first in names
 
 
-def _unknown_name_message(option: str, name: str, method: str, own: Sequence[str]) -> str:
-    first, dot, below = name.partition(".")
-    near = difflib.get_close_matches(first, own, 1)
-    meant = f"\nDid you mean {near[0] + dot + below!r}?" if near else ""
+def _unknown_name_message(option: str, name: str, method: str, arguments: Sequence[str]) -> str:
+    first, dot, rest = name.partition(".")
+    similar = difflib.get_close_matches(first, arguments, 1)
+    hint = f"\nDid you mean {similar[0] + dot + rest!r}?" if similar else ""
     return (
-        f"{option}={{{name!r}: ...}} names no argument of {method}: it has {', '.join(own) or 'none'}.{meant}\n"
-        f"If it is for a method that takes it by **kwargs, say which one: methods=['...']."
+        f"{option}={{{name!r}: ...}} names no argument of {method}: it has {', '.join(arguments) or 'none'}.{hint}\n"
+        f"If another method takes it by **kwargs, name that method: methods=['...']."
     )
 
 
 def _parameters(function: Callable[..., Any]) -> list[str] | None:
-    """The names that arguments of a function can have; None where they may have any."""
+    """Names of a function's parameters; None if it takes any (`**kwargs`) or has no signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -125,8 +124,8 @@ def _parameters(function: Callable[..., Any]) -> list[str] | None:
     return [parameter.name for parameter in parameters]
 
 
-def _other_method_parameters(module: nn.Module) -> Iterator[str]:
-    """The names of arguments of the methods that a module's own classes have: `call` may run any of them."""
+def _parameters_of_all_methods(module: nn.Module) -> Iterator[str]:
+    """Parameter names of all methods that the module's own classes define. `call` may run any of them."""
     for cls in type(module).__mro__:
         if cls is nn.Module:
             return
@@ -137,7 +136,7 @@ def _other_method_parameters(module: nn.Module) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Options:
-    """Everything that was asked for when a module was wrapped."""
+    """The arguments of `DataParallel`, but for the module."""
 
     device_ids: tuple[DeviceLike, ...] | None = None
     output_device: DeviceLike | None = None
@@ -162,64 +161,62 @@ class Options:
 
 
 class MethodBinding:
-    """What is known about one method of the module: the names of its arguments, and how its calls were read."""
+    """How calls of one method are bound, planned, probed and merged."""
 
     def __init__(self, module: nn.Module, name: str, options: Options, replicas: int) -> None:
         self.replica_method, merge = name, options.merge
-        """The method that replicas run in its place."""
+        """The method that replicas run instead."""
         self._loss: Loss | None = None
         if isinstance(module, WithLoss) and name == "forward":
             self._loss, self.replica_method, module = module._instep_loss, "_instep_parts", module.module
             merge = "sum" if self._loss.is_sum else merge
-        self.parameters, self.var_positional = _parameter_names(getattr(module, name))
+        self.parameters, self.var_positional = _positional_parameters(getattr(module, name))
         names = self.parameters if self._loss is None else [*self.parameters, TARGET_NAME]
         self._check_names(module, name, options)
         in_dims = dims_by_name(options.in_dims, names, self.var_positional)
         self.planner = Planner(replicas, options.dim, in_dims, options.min_shard, options.shares)
         self.merger = Merger.from_options(merge, options.out_dims, options.dim)
-        self.probe: Probe | None = None
-        if options.probe and self._loss is not None and self._loss.is_sum:
-            judged = Merger.from_options(AUTO, AUTO, options.dim)  # what we know of a loss is judged like anything else
-            self.probe = Probe(
-                self.replica_method, judged, options.min_shard, additive_output="sum", check=self._loss.check
-            )
-        elif options.probe:
-            self.probe = Probe(self.replica_method, self.merger, options.min_shard)
+        self.probe = self._create_probe(options) if options.probe else None
+
+    def _create_probe(self, options: Options) -> Probe:
+        if self._loss is None or not self._loss.is_sum:
+            return Probe(self.replica_method, self.merger, options.min_shard)
+        merger = Merger.from_options(AUTO, AUTO, options.dim)  # without the "sum" rule, so that the probe tests it
+        check = self._loss.check
+        return Probe(self.replica_method, merger, options.min_shard, additive_output="sum", check=check)
 
     def _check_names(self, module: nn.Module, method: str, options: Options) -> None:
-        """Refuse names of `in_dims` and `place` that no argument can have."""
-        target = (
-            None if self._loss is None else TARGET_NAME if isinstance(self._loss.target, int) else self._loss.target
-        )
-        extra = [target] if isinstance(target, str) else []
+        """`StructureError` for names in `in_dims` and `place` that no argument can have."""
+        extra = [] if self._loss is None else self._loss.target_names()
         for option, table in (("in_dims", options.in_dims), ("place", options.place)):
             if isinstance(table, Mapping):
                 check_argument_names(option, table, module, method, options.methods, extra)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """The names and values of the arguments of a call."""
-        at = self._loss.target if self._loss is not None else None
-        if not isinstance(at, int) or not -len(args) <= at < len(args):
+        """Names and values of the arguments of a call, positional ones first."""
+        position = self._loss.target if self._loss is not None else None
+        if not isinstance(position, int) or not -len(args) <= position < len(args):
             return named_arguments(self.parameters, self.var_positional, args, kwargs)
-        at %= len(args)
-        names, _ = named_arguments(self.parameters, self.var_positional, [*args[:at], *args[at + 1 :]], kwargs)
-        return (*names[:at], TARGET_NAME, *names[at:]), (*args, *kwargs.values())
-
-    def finish(self, merged: Any) -> Any:
-        """The output of the whole batch from what the replicas' outputs merged to."""
-        return merged if self._loss is None else self._loss.finish(merged)
+        position %= len(args)
+        module_args = [*args[:position], *args[position + 1 :]]
+        names, _ = named_arguments(self.parameters, self.var_positional, module_args, kwargs)
+        return (*names[:position], TARGET_NAME, *names[position:]), (*args, *kwargs.values())
 
     def plan(self, names: Sequence[str], values: Sequence[Any], cost: str | Callable[..., Any] | None) -> SplitPlan:
-        """How such a call is shared out."""
+        """How to split a call with these arguments."""
         plan = self.planner.plan(names, values)
         if cost is None or plan.parts == 1:
             return plan
         return self.planner.rebalance(plan, _sample_costs(cost, dict(zip(names, values, strict=True))))
 
+    def finish(self, merged: Any) -> Any:
+        """The output of the call, from the merged outputs of the replicas."""
+        return merged if self._loss is None else self._loss.finish(merged)
+
 
 @dataclass(frozen=True)
 class BoundCall:
-    """One call of a method, planned."""
+    """One call of a method, with its plan."""
 
     method: str
     binding: MethodBinding
@@ -237,15 +234,11 @@ class BoundCall:
         return dict(zip(self.plan.names[self.positional :], self.values[self.positional :], strict=True))
 
 
-TARGET_NAME = "target"
-"""The name of a positional argument that only the criterion sees."""
-
-
 def _sample_costs(cost: str | Callable[..., Any], arguments: Mapping[str, Any]) -> list[float]:
-    found = call_with_accepted(cost, arguments) if callable(cost) else get_by_dotted_path(cost, arguments)
-    if found is None:
+    costs = call_with_accepted(cost, arguments) if callable(cost) else get_by_dotted_path(cost, arguments)
+    if costs is None:
         raise StructureError(f"cost={cost!r} names no argument of the call: it has {', '.join(arguments)}.")
-    numbers: list[float] = found.tolist() if isinstance(found, (Tensor, np.ndarray)) else list(found)
+    numbers: list[float] = costs.tolist() if isinstance(costs, (Tensor, np.ndarray)) else list(costs)
     return numbers
 
 
@@ -263,30 +256,31 @@ def check_options(options: Options, module: nn.Module) -> None:
 
 
 def check_shares(shares: Sequence[float], devices: int) -> None:
-    """Refuse shares that do not say of each device how much it takes."""
+    """`WrapError` unless there is one positive number for each device."""
     if shares and (len(shares) != devices or not all(share > 0 for share in shares)):
-        raise WrapError(f"shares={list(shares)}: give one number above zero for each of the {devices} devices.")
+        raise WrapError(f"shares={list(shares)}: write one positive number for each of the {devices} devices.")
 
 
 def as_tuple(option: str, value: Any) -> tuple[Any, ...]:
-    """An option that takes several values; `WrapError` where one was given alone."""
+    """The values of an option that takes a sequence; `WrapError` for a single value."""
     if isinstance(value, (str, int, float, torch.device)):
-        raise WrapError(f"{option}={value!r}: give a list: {option}=[{value!r}].")
+        raise WrapError(f"{option}={value!r}: write a list: {option}=[{value!r}].")
     return tuple(value)
 
 
 def as_dict(option: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
-    """An option that takes a dictionary of paths or patterns; `WrapError` for anything else."""
+    """The value of an option that takes a dictionary; `WrapError` for anything else."""
     if value is not None and not isinstance(value, Mapping):
-        raise WrapError(f"{option}={value!r}: give a dictionary from names to what is meant: {option}={{'name': ...}}.")
+        raise WrapError(f"{option}={value!r}: write a dictionary by name: {option}={{'name': ...}}.")
     return dict(value or {})
 
 
-def _parameter_names(function: Callable[..., Any]) -> tuple[list[str], str | None]:
+def _positional_parameters(function: Callable[..., Any]) -> tuple[list[str], str | None]:
+    """Names of the positional parameters, and of `*args` if there is one."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return [], None
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-    return names, rest
+    var_positional = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+    return names, var_positional

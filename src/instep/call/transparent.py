@@ -1,4 +1,4 @@
-"""A module wrapper that shows the attributes, parameters and state of the module inside."""
+"""Base class of wrappers that behave as the module they wrap: same attributes, parameters and `state_dict`."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from instep.runtime.torch_private import unwrap_compiled
 
 Self = TypeVar("Self", bound="Transparent")
 
-# Looked up by DistributedDataParallel on the module that it is given, before anything else.
+# The first attribute that DistributedDataParallel reads from its module.
 _DDP_IGNORE_ATTRIBUTE = "_ddp_params_and_buffers_to_ignore"
 WRAPPED_TWICE_MESSAGE = (
-    "instep.DataParallel was given to torch.nn.DataParallel: both would split the batch.\n"
-    "Wrap the bare module with one of them: model.module is it."
+    "torch.nn.DataParallel cannot wrap instep.DataParallel: both would split the batch.\n"
+    "Wrap the bare module with one of them: model.module."
 )
 
 
 def _forwarded_property(name: str) -> Any:
-    """A registry of the wrapper that is the wrapped module's own."""
+    """A property that reads an attribute of the wrapped module."""
 
     def read(self: Transparent) -> Any:
         return getattr(self.__dict__["module"], name)
 
     def write(self: Transparent, value: Any) -> None:
-        """`nn.Module.__init__` makes empty registries: the wrapper has none of its own."""
+        """Ignore the empty registries that `nn.Module.__init__` assigns."""
 
     return property(read, write)
 
 
 def _forwarded_method(name: str) -> Any:
-    """A method of the wrapper that is the wrapped module's own."""
+    """A method that calls the wrapped module's method of the same name."""
 
     def call(self: Transparent, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.module, name)(*args, **kwargs)
@@ -46,9 +46,10 @@ def _forwarded_method(name: str) -> Any:
 
 
 class Transparent(nn.Module):
-    """Shows `module` through: reading, setting and deleting attributes, parameters, buffers and submodules.
+    """A wrapper that reads, sets and deletes attributes on `module`.
 
-    Registries are the module's own, so every name is the bare module's and nothing needs renaming.
+    It uses the module's own registries of parameters, buffers and submodules, so their names have no prefix. Attributes
+    whose names begin with `_instep_` belong to the wrapper.
     """
 
     module: nn.Module
@@ -66,8 +67,8 @@ class Transparent(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name == _DDP_IGNORE_ATTRIBUTE:
             raise WrapError(
-                "instep.DataParallel was given to DistributedDataParallel: both would split the batch.\n"
-                "Wrap the bare module with one of them: model.module is it."
+                "DistributedDataParallel cannot wrap instep.DataParallel: both would split the batch.\n"
+                "Wrap the bare module with one of them: model.module."
             )
         if "module" not in self.__dict__:
             raise AttributeError(name)
@@ -94,7 +95,7 @@ class Transparent(nn.Module):
         return name in self.__dict__ or name.startswith("_instep_")
 
     def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
-        """As `nn.Module.modules`. `torch.nn.DataParallel` asks for them to copy the bare module to every device."""
+        """As `nn.Module.modules`. Refuses `torch.nn.DataParallel`, which calls it to replicate the module."""
         if sys._getframe(1).f_code is torch.nn.parallel.replicate.__code__:
             raise WrapError(WRAPPED_TWICE_MESSAGE)
         return super().modules(*args, **kwargs)
@@ -103,7 +104,7 @@ class Transparent(nn.Module):
         return sorted({*object.__dir__(self), *dir(self.module)})
 
     def _indexable_module(self) -> Any:
-        """The module as the sequence or mapping that it may be."""
+        """The module, typed as a sequence or mapping."""
         return self.module
 
     def __len__(self) -> int:
@@ -151,8 +152,11 @@ class Transparent(nn.Module):
         return unwrap_compiled(self.module).state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As `nn.Module.load_state_dict`; keys may also carry the `module.` of nn.DataParallel and
-        DistributedDataParallel or the `_orig_mod.` of torch.compile."""
+        """As `nn.Module.load_state_dict`.
+
+        Keys may have the prefix `module.` of `nn.DataParallel` and `DistributedDataParallel`, or the prefix
+        `_orig_mod.` of `torch.compile`.
+        """
         module = unwrap_compiled(self.module)
         return module.load_state_dict(bare_keys(state_dict, module), strict=strict, assign=assign)
 
@@ -182,15 +186,18 @@ class Transparent(nn.Module):
 
 
 def bare_keys(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """A state dict with wrappers' prefixes taken off, where the module does not have such names itself."""
-    wanted = module.state_dict().keys()
+    """A state dict without wrappers' prefixes, unless the module's own keys have them."""
+    expected = module.state_dict().keys()
     for prefix in ("module.", "_orig_mod.") * 3:
-        if state and all(key.startswith(prefix) for key in state) and not any(key.startswith(prefix) for key in wanted):
-            bare: OrderedDict[str, Any] = OrderedDict((key.removeprefix(prefix), value) for key, value in state.items())
-            versions = getattr(state, "_metadata", None)
-            if versions is not None:  # how old each module's entry is
-                bare._metadata = {_bare_name(name, prefix): held for name, held in versions.items()}  # type: ignore[attr-defined]
-            state = bare
+        if not state or not all(key.startswith(prefix) for key in state):
+            continue
+        if any(key.startswith(prefix) for key in expected):
+            continue
+        bare: OrderedDict[str, Any] = OrderedDict((key.removeprefix(prefix), value) for key, value in state.items())
+        metadata = getattr(state, "_metadata", None)
+        if metadata is not None:  # versions of the modules' entries, by module name
+            bare._metadata = {_bare_name(name, prefix): entry for name, entry in metadata.items()}  # type: ignore[attr-defined]
+        state = bare
     return state
 
 

@@ -1,4 +1,4 @@
-"""The command line: `instep demo`. Exit codes: 0 for success, 1 for failure, 2 for wrong usage, 130 for Ctrl-C."""
+"""The command line, `instep demo`. Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code. Failures that have an explanation are shown without a traceback."""
+    """Run one command and return its exit code. Errors of instep and of the system are printed without a traceback."""
     options = parser().parse_args(arguments)
     try:
         return demo(options)
@@ -30,26 +30,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Everything the command line understands."""
-    top = argparse.ArgumentParser(prog="instep", description="A PyTorch module on several devices, as on one.")
+    top = argparse.ArgumentParser(
+        prog="instep", description="Run a PyTorch module on several devices with the results of one."
+    )
     top.add_argument("--version", action="version", version=f"instep {instep.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
 
     command = commands.add_parser(
         "demo",
-        help="train a small model on every device and prove its steps against one",
+        help="train a small model on all devices and compare its steps with one device",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     command.add_argument("--steps", type=positive, default=400, help="training steps")
-    command.add_argument("--replicas", type=positive, help="replicas of the module (default: one a device, at least 2)")
-    command.add_argument("--engine", choices=engine_names(), default="auto", help="where the replicas live")
+    command.add_argument("--replicas", type=positive, help="number of replicas (default: one per device, at least 2)")
+    command.add_argument("--engine", choices=engine_names(), default="auto", help="how replicas run")
     command.add_argument("--out", type=Path, default=Path("instep-demo.pt"), help="where to save the weights")
-    command.add_argument("--seed", type=int, default=0, help="of the weights and the order of the samples")
+    command.add_argument("--seed", type=int, default=0, help="seed of the weights and the order of the samples")
     return top
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 up."""
+    """Parse an integer of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
@@ -57,13 +58,13 @@ def positive(text: str) -> int:
 
 
 def demo(options: argparse.Namespace) -> int:
-    """`instep demo`."""
+    """Run `instep demo`."""
     from instep.cli.demo.run import DemoOptions, run
 
-    chosen = DemoOptions(options.steps, options.replicas, options.engine, options.out, options.seed)
-    return run(chosen, Console(highlight=False))
+    demo_options = DemoOptions(options.steps, options.replicas, options.engine, options.out, options.seed)
+    return run(demo_options, Console(highlight=False))
 
 
 def print_error(message: str) -> None:
-    """One message on standard error."""
+    """Print a message to standard error."""
     Console(stderr=True, highlight=False).print(Text("instep: ", style="bold red").append(message, style="default"))

@@ -1,1 +1,1 @@
-"""`instep demo`: a small language model, trained on every device and proved against one."""
+"""`instep demo`: trains a small language model on all devices and compares it with one device."""

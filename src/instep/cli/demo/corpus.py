@@ -1,6 +1,6 @@
-"""The demo's data: snippets of the Python standard library's own sources, each of its own length.
+"""The demo's data: snippets of various lengths from the source files of the Python standard library.
 
-The same interpreter and the same seed give the same samples in the same order.
+The same interpreter and seed give the same samples in the same order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-UNKNOWN = 0  # also the padding, which the lengths keep out of the loss
+UNKNOWN = 0  # also the padding, which the loss ignores by the samples' lengths
 ALPHABET = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
 VOCABULARY = len(ALPHABET) + 1
 IDS = {character: number for number, character in enumerate(ALPHABET, start=1)}
@@ -26,27 +26,27 @@ HELD_OUT_SAMPLES = 403  # odd, so that the last batch is short and its shards ar
 
 @dataclass(frozen=True)
 class Snippet:
-    """One sample: some lines of a file, and where they begin."""
+    """One sample: some lines of a file."""
 
     file: str
     line: int
     text: str
 
     @property
-    def place(self) -> tuple[str, int]:
-        """The file and the line, which no two snippets share."""
+    def location(self) -> tuple[str, int]:
+        """The file and first line, which identify a snippet."""
         return self.file, self.line
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The samples to train on, shuffled, and those held out, from other files, in order."""
+    """Shuffled training samples, and held-out samples of other files in order."""
 
     train: list[Snippet]
     held_out: list[Snippet]
 
     def batch(self, step: int, size: int) -> dict[str, Any]:
-        """The batch of a step; after the last sample the first comes again."""
+        """The batch of a step. Starts over after the last sample."""
         start = step * size
         return collate([self.train[index % len(self.train)] for index in range(start, start + size)])
 
@@ -57,7 +57,7 @@ class Corpus:
 
 
 def load(seed: int) -> Corpus:
-    """Reads the corpus. Raises `FileNotFoundError` where Python came without its sources."""
+    """Read the corpus. `FileNotFoundError` if Python is installed without its sources."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(folder.glob("[!_]*.py"), key=lambda path: path.name)
     train: list[Snippet] = []
@@ -65,19 +65,20 @@ def load(seed: int) -> Corpus:
     for number, path in enumerate(files):
         (train if number % HELD_OUT_FILES else held_out).extend(snippets(path))
     if not train or not held_out:
-        raise FileNotFoundError(f"the demo reads the standard library's sources, and there are none in {folder}")
+        raise FileNotFoundError(
+            f"the demo trains on the sources of the standard library, and there are none in {folder}"
+        )
     shuffle = random.Random(seed)
     shuffle.shuffle(train)
     shuffle.shuffle(held_out)
-    chosen = held_out[:HELD_OUT_SAMPLES]
-    return Corpus(train, sorted(chosen, key=lambda snippet: snippet.place))
+    return Corpus(train, sorted(held_out[:HELD_OUT_SAMPLES], key=lambda snippet: snippet.location))
 
 
 def snippets(path: Path) -> Iterator[Snippet]:
-    """The paragraphs of a file, cut between lines where they are long."""
+    """The paragraphs of a file. Long ones are split between lines."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").expandtabs(4).split("\n")
-    except OSError:  # a file that cannot be read is one sample source less, no more
+    except OSError:  # skip files that cannot be read
         return
     text, start = "", 1
     for number, line in enumerate([*lines, ""], start=1):
@@ -97,12 +98,12 @@ def encode(text: str) -> list[int]:
 
 
 def decode(ids: Sequence[int]) -> str:
-    """The inverse of `encode`, with `?` for what the alphabet lacks."""
+    """The inverse of `encode`, with `?` for characters outside the alphabet."""
     return "".join("?" if number == UNKNOWN else ALPHABET[number - 1] for number in ids)
 
 
 def collate(samples: Sequence[Snippet]) -> dict[str, Any]:
-    """One batch: ids and targets padded to the longest sample, the true lengths, and where each sample is from."""
+    """One batch: ids and targets padded to the longest sample, and each sample's length, file and line."""
     texts = [torch.tensor(encode("\n" + sample.text)) for sample in samples]
     padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=UNKNOWN)
     return {

@@ -1,4 +1,4 @@
-"""The demo from beginning to end, as a reader of its output sees it."""
+"""The demo: compares the first steps with one device, trains, evaluates, saves, and prints each result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = "def "
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What the command line can ask for."""
+    """Options of the command line."""
 
     steps: int = 400
     replicas: int | None = None
@@ -35,7 +35,7 @@ class DemoOptions:
 
 
 def run(options: DemoOptions, console: Console) -> int:
-    """Runs the demo and returns the exit code: 0 if everything it claims was found to be so, else 1."""
+    """Run the demo. Returns the exit code: 0 if all checks pass, else 1."""
     started = time.perf_counter()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(options.seed)
@@ -67,8 +67,8 @@ def run(options: DemoOptions, console: Console) -> int:
 
 
 def choose_devices(replicas: int | None) -> list[int | str]:
-    """Every accelerator, or the CPU; at least two replicas unless asked otherwise, since one proves nothing."""
-    # A build for CUDA names it as its accelerator also where there is none.
+    """All accelerators, or the CPU; by default at least two replicas."""
+    # current_accelerator() returns "cuda" for a CUDA build even without a GPU.
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None or kind.type not in {"cuda", "xpu"}:
         return ["cpu"] * (replicas or 2)
@@ -78,12 +78,12 @@ def choose_devices(replicas: int | None) -> list[int | str]:
 
 
 def to_device(device: int | str) -> torch.device:
-    """The torch device that an entry of `device_ids` stands for."""
+    """The torch device of an entry of `device_ids`."""
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
 def introduce(console: Console, corpus: Corpus, module: Reader, devices: list[int | str]) -> None:
-    """Says what is about to be trained, on what and where."""
+    """Print the versions, the data, the model and the devices."""
     size = sum(parameter.numel() for parameter in module.parameters())
     console.print(f"[bold]instep {instep.__version__}[/], torch {torch.__version__}")
     console.print(f"data          {len(corpus.train):,} snippets of the standard library, of many lengths")
@@ -92,13 +92,15 @@ def introduce(console: Console, corpus: Corpus, module: Reader, devices: list[in
 
 
 def show_proof(console: Console, proof: list[Step], replicas: int) -> None:
-    """Shows the losses of both runs, and how far they, the gradients and the weights are apart."""
+    """Print the losses of both runs, and the differences of losses, gradients and weights."""
     table = Table(title="the first steps, taken twice: differences in")
     for name in ("step", "one device", f"{replicas} replica{'s' * (replicas > 1)}", "loss", "gradients", "weights"):
         table.add_column(name, justify="right")
     for number, step in enumerate(proof, start=1):
-        apart = (f"{value:.0e}" for value in (step.loss, step.gradients, step.weights))
-        table.add_row(str(number), f"{step.plain:.6f}", f"{step.instep:.6f}", *apart, style="" if step.holds else "red")
+        differences = (f"{value:.0e}" for value in (step.loss, step.gradients, step.weights))
+        table.add_row(
+            str(number), f"{step.plain:.6f}", f"{step.instep:.6f}", *differences, style="" if step.holds else "red"
+        )
     console.print(table)
     same = all(step.holds for step in proof)
     verdict = "[green]the same up to float32 rounding[/]" if same else "[bold red]NOT the same[/]"
@@ -106,7 +108,7 @@ def show_proof(console: Console, proof: list[Step], replicas: int) -> None:
 
 
 def train(console: Console, learner: Learner, corpus: Corpus, steps: range) -> float:
-    """Takes the remaining steps under a progress bar and returns the samples learned per second."""
+    """Run the remaining steps with a progress bar. Returns the samples per second."""
     columns = (
         TextColumn("training     "),
         BarColumn(),
@@ -128,18 +130,18 @@ def train(console: Console, learner: Learner, corpus: Corpus, steps: range) -> f
 
 
 def show_evaluation(console: Console, evaluation: Evaluation, corpus: Corpus, exact: bool) -> None:
-    """Shows the held-out result and whether every sample was counted once."""
-    seen, there = len(evaluation.places), len(corpus.held_out)
+    """Print the held-out result and whether every sample was counted once."""
+    seen, total = len(evaluation.locations), len(corpus.held_out)
     verdict = "[green]each once, in order[/]" if exact else "[bold red]NOT each once, in order[/]"
-    console.print(f"held out      {evaluation.bits:.3f} bits a character; {seen} of {there} samples, {verdict}")
+    console.print(f"held out      {evaluation.bits:.3f} bits a character; {seen} of {total} samples, {verdict}")
 
 
 def show_saved(console: Console, path: Path, same: bool) -> None:
-    """Shows where the weights are and whether a bare module that loads them is the same model."""
+    """Print where the weights are, and whether a bare module that loads them predicts the same."""
     verdict = "[green]a bare module loads it and reads the same[/]" if same else "[bold red]a bare module differs[/]"
     console.print(Text("saved         ").append(str(path)).append("; ").append(Text.from_markup(verdict)))
 
 
 def summarize(console: Console, rate: float, seconds: float) -> None:
-    """Closes with the numbers to remember."""
+    """Print the throughput and the total time."""
     console.print(f"done          {rate:.0f} samples/s, {seconds:.0f} s in all")

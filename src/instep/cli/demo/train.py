@@ -1,4 +1,4 @@
-"""The demo's training loop, the same for a plain module and a wrapped one, and its checks."""
+"""The demo's training loop, which is the same for a plain and a wrapped module, and its checks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from instep.cli.demo.corpus import Corpus, Snippet
-from instep.cli.demo.model import Reader, Reading
+from instep.cli.demo.model import Reader, ReaderOutput
 
 BATCH = 25  # odd, so that two replicas get unequal shards
 PEAK_RATE = 4e-3
 WARMUP = 20
 
-# A sum over two shards is taken in another order than over the whole: float32 then differs in its last digits.
-# Adam divides a gradient by its own size, so that where a gradient is tiny those digits reach the weight as a part of
-# a whole step: weights get more room. For the same reason they would hide a gradient of the wrong scale, so that
-# gradients are compared too.
+# Sums over shards add in another order than sums over the whole batch, so float32 results differ in the last digits.
+# Adam divides gradients by their magnitude, which amplifies these digits where a gradient is tiny: weights get a larger
+# tolerance. It also hides gradients of the wrong scale, so gradients are compared too.
 TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 5e-5
 
 
 class Learner:
-    """A model with its optimizer; nothing in it depends on whether the model is wrapped."""
+    """A model with its optimizer and learning rate schedule."""
 
     def __init__(self, model: nn.Module, steps: int) -> None:
         self.model = model
@@ -37,10 +36,10 @@ class Learner:
         )
 
     def step(self, batch: dict[str, Any]) -> float:
-        """Learns from one batch and returns the loss it had before. Leaves the gradients to be looked at."""
+        """Run one training step and return its loss. Gradients stay, to be compared."""
         self.optimizer.zero_grad()
-        reading: Reading = self.model(batch)
-        loss = reading.loss()
+        output: ReaderOutput = self.model(batch)
+        loss = output.loss()
         loss.backward()
         self.optimizer.step()
         self.schedule.step()
@@ -49,7 +48,7 @@ class Learner:
 
 @dataclass(frozen=True)
 class Step:
-    """One step, taken on one device and on the replicas, and how far apart that left the two."""
+    """Losses of one step on one device and on the replicas, and the differences of gradients and weights."""
 
     plain: float
     instep: float
@@ -58,17 +57,17 @@ class Step:
 
     @property
     def loss(self) -> float:
-        """The difference between the losses, relative to a loss above 1."""
+        """The difference of the losses; relative if the loss is above 1."""
         return abs(self.plain - self.instep) / max(1.0, abs(self.plain))
 
     @property
     def holds(self) -> bool:
-        """Whether loss, gradients and weights are the same up to float32 rounding."""
+        """Whether loss, gradients and weights are equal up to float32 rounding."""
         return self.loss <= TOLERANCE and self.gradients <= TOLERANCE and self.weights <= WEIGHT_TOLERANCE
 
 
 def prove(plain: Learner, wrapped: Learner, batches: Iterable[dict[str, Any]]) -> list[Step]:
-    """Takes the same steps with both and compares what comes of each."""
+    """Run the same steps with both and compare them after each."""
     device = next(plain.model.parameters()).device
     return [
         Step(
@@ -87,49 +86,49 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest difference between tensors of the same names; infinite if the names are not the same."""
-    if ours.keys() != theirs.keys():
+def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    """The largest difference between tensors of the same name; infinite if the names differ."""
+    if first.keys() != second.keys():
         return inf
-    # Torch's maximum, unlike Python's, is NaN as soon as one of its values is.
-    return torch.stack([(mine - theirs[name].to(mine.device)).abs().max() for name, mine in ours.items()]).max().item()
+    # Unlike Python's max, torch's returns NaN if any value is NaN.
+    return torch.stack([(a - second[name].to(a.device)).abs().max() for name, a in first.items()]).max().item()
 
 
 def move_batch(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The batch with its tensors on the device, as a plain module needs them."""
+    """The batch with its tensors on a device."""
     return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was read of the held-out set: every sample's place, in the order the outputs came in."""
+    """Results on the held-out set: the samples' locations in the order of the outputs, and bits per character."""
 
-    places: list[tuple[str, int]]
+    locations: list[tuple[str, int]]
     bits: float
 
     def is_exact(self, samples: list[Snippet]) -> bool:
         """Whether every sample was seen exactly once and in order."""
-        return self.places == [sample.place for sample in samples]
+        return self.locations == [sample.location for sample in samples]
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, corpus: Corpus) -> Evaluation:
-    """Reads the whole held-out set and returns its bits per character."""
-    places: list[tuple[str, int]] = []
+    """Evaluate the model on the held-out set."""
+    locations: list[tuple[str, int]] = []
     loss, tokens = 0.0, 0
     model.eval()
     for batch in corpus.held_out_batches(BATCH):
-        reading: Reading = model(batch)
-        places += zip(reading.files, reading.lines, strict=True)
-        loss += reading.loss_sum.sum().item()
-        tokens += int(reading.tokens.sum())
+        output: ReaderOutput = model(batch)
+        locations += zip(output.files, output.lines, strict=True)
+        loss += output.loss_sum.sum().item()
+        tokens += int(output.tokens.sum())
     model.train()
-    return Evaluation(places, loss / tokens / log(2))
+    return Evaluation(locations, loss / tokens / log(2))
 
 
 @torch.no_grad()
 def predicts_the_same(module: Reader, path: Path, batch: dict[str, Any]) -> bool:
-    """Loads a checkpoint into a fresh, bare module and returns whether that reads the batch just as this one does."""
+    """Whether a bare module that loads the checkpoint has the same losses as `module`."""
     device = next(module.parameters()).device
     bare = Reader().to(device)
     bare.load_state_dict(torch.load(path, map_location=device, weights_only=True))

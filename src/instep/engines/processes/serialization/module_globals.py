@@ -151,6 +151,9 @@ class ModuleGlobals:
         """What to send; None if nothing changed. `CannotCross` if an object that cannot be sent was replaced."""
         if not self._resend and not self.has_new_modules and _are_unchanged(self._namespaces):
             return None
+        gone = [name for name, module in self._modules.items() if sys.modules.get(name) is not module]
+        for name in gone:  # the script has removed or replaced the module: nothing refers to this one by name
+            del self._modules[name]
         scan = _Scan(self._names)
         for name, module in self._modules.items():
             scan.visit((("module", name),), vars(module), is_dict=False)
