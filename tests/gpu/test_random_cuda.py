@@ -84,7 +84,7 @@ def test_one_backward_for_both_kinds_of_devices_is_the_modules_own() -> None:
     after = states()
     with instep.DataParallel(net, [0, "cpu"], engine="serial") as model:
         torch.manual_seed(3)
-        with pytest.warns(UserWarning, match="forward draws on the CPU and reads the state of its generator"):
+        with pytest.warns(UserWarning, match="forward draws random numbers on the CPU in a checkpointed region"):
             out = model(x)
         assert torch.equal(out, plain)
         assert equal(states(), after)
