@@ -356,5 +356,5 @@ def test_unmerged_state_can_be_a_warning(engine: str) -> None:
 
 def test_a_module_spread_over_devices() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    with pytest.raises(instep.WrapError, match=r"spread over several devices \(cpu, meta\).*module\.to\('cpu'\)"):
+    with pytest.raises(instep.WrapError, match=r"on several devices \(cpu, meta\).*module\.to\('cpu'\)"):
         instep.DataParallel(net, ["cpu"] * 2)
