@@ -181,3 +181,24 @@ def test_hooks_by_which_torch_works_do_not_count(engine: str, work: Callable[[nn
 def test_another_word_is_refused() -> None:
     with pytest.raises(instep.WrapError, match="write 'whole' or 'per_replica'"):
         instep.DataParallel(net(), ["cpu"] * 2, hooks="shards")
+
+
+@pytest.mark.parametrize("hooks", ["whole", "per_replica"])
+def test_a_hook_that_was_copied_from_another_module_is_noticed(hooks: str) -> None:
+    """Copying a hook table registers nothing, so that torch's counter of hooks stays the same."""
+    donor, module, sizes = nn.Linear(3, 3), net(), []
+    donor.register_forward_hook(lambda _module, args, _output: sizes.append(len(args[0])))
+    with instep.DataParallel(module, ["cpu"] * 2, engine="serial", hooks=hooks) as model:
+        model(torch.randn(4, 3))
+        module[0]._forward_hooks.update(donor._forward_hooks)
+        if hooks == "whole":
+            with pytest.warns(UserWarning, match="module '0' has a forward hook"):
+                model(torch.randn(4, 3))
+            assert sizes == [4]
+        else:
+            model(torch.randn(4, 3))
+            assert sorted(sizes) == [2, 2]
+        module[0]._forward_hooks.clear()
+        sizes.clear()
+        model(torch.randn(4, 3))
+        assert not sizes

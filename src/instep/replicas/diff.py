@@ -12,7 +12,6 @@ from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from instep.replicas.clone import MODULE_REGISTRIES, REGISTRIES_AND_HOOKS, reaches_structure
 from instep.replicas.object_graph import Contents, is_unchanged, read_contents
@@ -166,7 +165,6 @@ class ChangeTracker:
     def _rebuild_index(self) -> None:
         self._empty_registries = [table for stock in self._module_dicts for table in stock.empty_registries]
         self._empty_hooks = [table for stock in self._module_dicts for table in stock.empty_hooks]
-        self._hook_count = RemovableHandle.next_id
         self._types = list(map(type, self._modules))
         self._identities = IdentitySnapshot([held.table for stock in self._module_dicts for held in stock.filled])
 
@@ -182,13 +180,8 @@ class ChangeTracker:
         ]
         if any(map(_is_structural, inside)):
             return STRUCTURE_CHANGED
-        if any(self._empty_registries) or list(map(type, self._modules)) != self._types:
+        if any(self._empty_registries) or any(self._empty_hooks) or list(map(type, self._modules)) != self._types:
             return STRUCTURE_CHANGED
-        if RemovableHandle.next_id != self._hook_count:  # torch counts every hook that is registered anywhere
-            self._hook_count = RemovableHandle.next_id
-            if any(self._empty_hooks):
-                self._hook_count = -1
-                return STRUCTURE_CHANGED
         if self._identities.is_unchanged():
             return Changes(False, (), inside) if inside else NO_CHANGES
         return self._diff_in_detail(inside)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from instep.replicas.names import module_names
 from instep.runtime.torch_private import global_hooks
@@ -60,7 +59,11 @@ class UserHooks:
 
     def __init__(self, source: nn.Module) -> None:
         self._source = source
-        self._no_hooks_at: tuple[int, int] | None = None
+        self._tables: list[dict[int, Any]] = []
+        """Hook tables of the modules, as of `_generation`."""
+        self._generation = -1
+        self._no_user_hooks: list[tuple[Any, ...]] | None = None
+        """The hooks, by identity, among which no user's was found."""
         self._library_only: set[tuple[Any, int]] = set()
         """Call mode and number of registered tensor hooks for which all hooks were defined by libraries."""
 
@@ -69,12 +72,19 @@ class UserHooks:
         for kind, hooks in global_hooks():
             for hook in user_defined(hooks):
                 return UserHook(f"global {kind}", hook_name(hook), "every module")
-        now = RemovableHandle.next_id, made  # torch counts every hook that is registered anywhere
-        if now == self._no_hooks_at:
+        if modules is None:
+            modules = list(self._source.modules())
+        if made != self._generation or not self._tables:
+            self._tables = [
+                table for module in modules for table in map(module.__dict__.get, _HOOK_TABLES) if table is not None
+            ]
+            self._generation, self._no_user_hooks = made, None
+        present = [tuple(table.values()) for table in self._tables if table]
+        if present == self._no_user_hooks:
             return None
-        found = next(_hooks_on_modules(list(self._source.modules()) if modules is None else modules), None)
+        found = next(_hooks_on_modules(modules), None)
         if found is None:
-            self._no_hooks_at = now
+            self._no_user_hooks = present
             return None
         module, kind, hook = found
         name = module_names(self._source, [module])[0]
