@@ -188,7 +188,8 @@ def test_a_hook_that_was_copied_from_another_module_is_noticed(hooks: str) -> No
     """Copying a hook table registers nothing, so that torch's counter of hooks stays the same."""
     donor, module, sizes = nn.Linear(3, 3), net(), []
     donor.register_forward_hook(lambda _module, args, _output: sizes.append(len(args[0])))
-    with instep.DataParallel(module, ["cpu"] * 2, engine="serial", hooks=hooks) as model:
+    with torch.no_grad(), instep.DataParallel(module, ["cpu"] * 2, engine="serial", hooks=hooks) as model:
+        model(torch.randn(4, 3))
         model(torch.randn(4, 3))
         module[0]._forward_hooks.update(donor._forward_hooks)
         if hooks == "whole":
