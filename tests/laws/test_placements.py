@@ -57,7 +57,7 @@ def test_the_dim_of_the_batch_is_found_and_joining_gives_the_whole(
 
 
 @given(SIZES, SEEDS, st.lists(st.integers(1, 4), max_size=2), st.sampled_from(["sum", "mean"]))
-def test_sums_and_means_are_told_apart(sizes: tuple[int, int], seed: int, shape: list[int], rule: str) -> None:
+def test_sums_and_means_are_distinguished(sizes: tuple[int, int], seed: int, shape: list[int], rule: str) -> None:
     whole = samples(seed, sum(sizes), *shape)
     first, second = pieces(whole, sizes)
     parts = [getattr(part, rule)(0) for part in (first, second)]
@@ -122,8 +122,8 @@ def test_what_a_mean_is_over_is_found_among_others(sizes: tuple[int, int], seed:
 @given(SIZES, SEEDS)
 def test_lists_are_read_by_their_lengths(sizes: tuple[int, int], seed: int) -> None:
     rows = list(samples(seed, sum(sizes), 2))
-    told = ListKind(per_sample=True, proven=sizes != (1, 1))
-    assert tried(sizes, rows[: sizes[0]], rows[sizes[0] :], rows).outputs == {(): told}
+    verdict = ListKind(per_sample=True, proven=sizes != (1, 1))
+    assert tried(sizes, rows[: sizes[0]], rows[sizes[0] :], rows).outputs == {(): verdict}
     whole = samples(seed, sum(sizes), 2)
     first, second = pieces(whole, sizes)
     found = tried(sizes, [first] * 2, [second] * 2, [whole] * 2).outputs

@@ -257,9 +257,9 @@ def test_gpt2_that_is_told_the_number_of_labels(made: Any, engine: str, count: A
     model = instep.DataParallel(net, ["cpu"] * 2, engine=engine)
     made.append(model)
     ids, labels = ragged(7, -100)
-    told = count(int((labels[:, 1:] >= 0).sum()))
-    assert_step(model, net, plain, input_ids=ids, labels=labels, num_items_in_batch=told, use_cache=False)
-    explained = model.explain(input_ids=ids, labels=labels, num_items_in_batch=told, use_cache=False)
+    num_items = count(int((labels[:, 1:] >= 0).sum()))
+    assert_step(model, net, plain, input_ids=ids, labels=labels, num_items_in_batch=num_items, use_cache=False)
+    explained = model.explain(input_ids=ids, labels=labels, num_items_in_batch=num_items, use_cache=False)
     assert "sum" in dict(explained.outputs)["loss"]
 
 

@@ -70,8 +70,8 @@ def test_the_size_of_a_shard_does_not_stay_on_the_module(wrap: Any, engine: str,
         model(torch.randn(6, 4))
     assert float(net.rate) == float(net.plain) == 1
     assert not any([net.seen, net.sizes, net.log, net.last, net.table])
-    told = wrap(Notes(note), 3, engine=engine, state={f"{name}*": "first"})
-    assert told(torch.randn(6, 4)).shape == (6, 3)
+    ruled = wrap(Notes(note), 3, engine=engine, state={f"{name}*": "first"})
+    assert ruled(torch.randn(6, 4)).shape == (6, 3)
 
 
 def settle(net: Any, _: Tensor) -> None:

@@ -227,7 +227,7 @@ def test_what_was_added_to_a_batch_is_joined_whatever_it_is_of() -> None:
     one, two = batch((1, 2), (2, 1)), batch((2, 5))
     one.hidden, two.hidden = torch.arange(3.0), torch.arange(3.0, 5.0)
     assert kind_for(one).merge([one, two]).hidden.tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(StructureError, match="cannot be told"):
+    with pytest.raises(StructureError, match="cannot be determined"):
         kind_for(one).split(one, (1, 1))
 
 
@@ -263,11 +263,11 @@ UNJOINABLE: dict[str, tuple[Callable[[Any, Any], None], str]] = {
     ),
     "replaced": (
         lambda one, two: setattr(two, "x", two.x[:-1]),
-        "^`x` was replaced in a part: its graphs cannot be told$",
+        "^`x` was replaced in a part: its graphs cannot be determined$",
     ),
     "a member replaced": (
         lambda one, two: two.extra.update(some=two.extra["some"][:-1]),
-        r"^`extra\.some` was replaced in a part: its graphs cannot be told$",
+        r"^`extra\.some` was replaced in a part: its graphs cannot be determined$",
     ),
     "added, of no graph": (
         lambda one, two: (setattr(one, "scale", torch.tensor(1.0)), setattr(two, "scale", torch.tensor(2.0)))[0],

@@ -187,7 +187,7 @@ class Replica:
             self._versions = [copy._version for _, copy in self.tensors.state]
 
     def _is_known_equal(self, source: Tensor, copy: Tensor) -> bool:
-        """Whether values are equal, as far as that can be told without waiting for an accelerator."""
+        """Whether values are equal, as far as that can be determined without synchronizing an accelerator."""
         return self.device.type == "cpu" and source.device.type == "cpu" and tensors_equal(source, copy)
 
     def changes(self) -> Changes:

@@ -242,7 +242,7 @@ class ReplicaSet:
         self.replicas = []
 
     def _apply_changes(self, changes: Changes) -> None:
-        """Set on every replica what was set on the source; modules that are new need a new crew."""
+        """Set on every replica what was set on the source; new modules need new replicas."""
         before = len(self.replicas[0].cloner.modules)
         for replica in self.replicas:
             replica.apply(changes)

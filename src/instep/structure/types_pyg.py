@@ -129,7 +129,7 @@ def _narrow_attribute(key: str, item: _Collated, start: int, stop: int, dim: Cat
     if not isinstance(value, Tensor):
         return _Collated(value[start:stop], new_slices, None)
     if value.shape[dim(value)] != int(slices[-1]):
-        raise StructureError(f"`{key}` was replaced after batching: its graphs cannot be told; set it before")
+        raise StructureError(f"`{key}` was replaced after batching: its graphs cannot be determined; set it before")
     first, last = int(slices[start]), int(slices[stop])
     new_value = value.narrow(dim(value), first, last - first)
     if incs is None:
@@ -217,7 +217,7 @@ def _infer_slices(
     fitting = [list(level) for level in levels if level[-1] == length]
     counts_nodes = any(word in key for word in ("index", "face", "batch"))
     if counts_nodes or not fitting or not (allow_ambiguous or all(level == fitting[0] for level in fitting)):
-        raise StructureError(f"`{key}` was added after batching: its graphs cannot be told; set it before")
+        raise StructureError(f"`{key}` was added after batching: its graphs cannot be determined; set it before")
     return fitting[0]
 
 
@@ -262,7 +262,7 @@ def _merge(parts: Sequence[Any]) -> Any:
         stores = [_stores_by_key(part)[store._key] for part in parts]
         for key in list(store.keys()):
             if len({key in _store_table(table[0], store) for table in tables}) > 1:
-                raise MergeError(f"`{key}` was added after batching in some parts: its graphs cannot be told")
+                raise MergeError(f"`{key}` was added after batching in some parts: its graphs cannot be determined")
             if key in _store_table(slices, store):
                 items = [
                     _Collated(other[key], _store_table(table[0], other)[key], _store_table(table[1], other)[key])
@@ -308,7 +308,7 @@ def _cat_attributes(
     if not isinstance(first, Tensor):
         return _Collated([one for item in items for one in item.value], slices, None)
     if any(item.value.shape[dim(item.value)] != int(item.slices[-1]) for item in items):
-        raise MergeError(f"`{key}` was replaced in a part: its graphs cannot be told")
+        raise MergeError(f"`{key}` was replaced in a part: its graphs cannot be determined")
     values = [item.value for item in items]
     if items[0].incs is None:
         return _Collated(torch.cat(values, dim(first)), slices, None)

@@ -1,4 +1,4 @@
-"""What a worker was told, and what has changed since in ways that no counter or identity shows."""
+"""Module state that a worker has, and what changed since in ways that no counter or identity shows."""
 
 from __future__ import annotations
 
@@ -221,24 +221,24 @@ def test_what_surrounds_a_call_is_said_again_while_another_one_is_under_way(work
     net, x = nn.Linear(4, 2), torch.randn(6, 4)
     with wrap(net) as model:
         model(x)
-        desk = client_for(workers.get(1))
+        client = client_for(workers.get(1))
         said: list[Any] = []
-        say = desk.channel.send
+        say = client.channel.send
 
         def listen(kind: str, call: int, value: Any, *rest: Any, **options: Any) -> list[Tensor]:
             if kind == messages.FORWARD:
                 said.append(value.ambient)
             return say(kind, call, value, *rest, **options)
 
-        desk.channel.send = listen  # type: ignore[method-assign]
+        client.channel.send = listen  # type: ignore[method-assign]
         try:
             model(x)
-            other = desk._new_pending()
+            other = client._new_pending()
             model(x)
             del other
             model(x)
         finally:
-            del desk.channel.send  # type: ignore[method-assign]
+            del client.channel.send  # type: ignore[method-assign]
     assert [around is not None for around in said] == [False, True, False]
 
 

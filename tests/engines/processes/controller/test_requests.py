@@ -154,7 +154,7 @@ def test_a_core_is_left_to_the_sender_and_no_other_setting_is_touched() -> None:
         assert os.sched_getaffinity(0) == before
 
 
-def test_threads_that_come_to_a_worker_at_once_find_one_desk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_come_to_a_worker_at_once_find_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """With two, each would listen on the one line for itself."""
     made = []
 
@@ -173,5 +173,5 @@ def test_threads_that_come_to_a_worker_at_once_find_one_desk(monkeypatch: pytest
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda _: client_for(worker), range(3)))
     assert made == [worker]
-    assert all(desk is found[0] for desk in found)
+    assert all(client is found[0] for client in found)
     model.close()

@@ -357,7 +357,7 @@ class ClassTracker:
             self._trackers[number] = (cls, *watches)
 
     def changed(self) -> list[tuple[int, type, dict[str, Any]]]:
-        """The classes with attributes, or variables of methods, that are no longer what the other side was told."""
+        """The classes with attributes, or variables of methods, that differ from what was sent."""
         watches = ((number, cls, pair) for number, (cls, *pair) in self._trackers.items())
         changes = ((number, cls, {**pair[0].changed(), **pair[1].changed()}) for number, cls, pair in watches)
         return [change for change in changes if change[2]]

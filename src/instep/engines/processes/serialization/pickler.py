@@ -384,7 +384,7 @@ class Unpickler(pickle.Unpickler):
 
 
 class Unsendable:
-    """Stands in a worker for a global that could not be sent; whoever uses it is told why."""
+    """Placeholder in a worker for a global that could not be sent. Any use raises the reason."""
 
     def __init__(self, reason: str) -> None:
         object.__setattr__(self, "_reason", reason)

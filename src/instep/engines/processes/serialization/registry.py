@@ -126,7 +126,7 @@ class CodeRegistry:
             module_values = self._module_globals.changes()
             if not names and not classes and module_values is None:
                 return None
-            told = {(number, name): take_snapshot(value) for number, name, value in names}
+            snapshots = {(number, name): take_snapshot(value) for number, name, value in names}
             looks = {number: snapshot_attributes(cls) for number, cls, _ in classes}
             news = [
                 (cls, {name: _encode_absent(value) for name, value in changed.items()}) for _, cls, changed in classes
@@ -140,7 +140,7 @@ class CodeRegistry:
                     (number, name, self._value_or_stand_in(number, name, value)) for number, name, value in values
                 ]
                 packer = self._pickle((values, news, module_values), "what changed in the script")
-            packer.sent_globals.update(told)
+            packer.sent_globals.update(snapshots)
             packer.class_attributes.update(looks)
             packer.definitions.update((number, cls) for number, cls, _ in classes)
             self._module_globals.mark_sent()

@@ -312,18 +312,18 @@ class Connection:
         tensors: list[Tensor] = []
         in_page, in_block, block_base = align(end, INLINE_ALIGNMENT), 0, address_of(block)
         looks = decode_metadata(text[: header.metadata], header.tensors)
-        shore = self.receiver if any(afar for *_, afar in looks) else None
-        if shore is not None:
-            self._ring_reader.pin(shore.device)
+        receiver = self.receiver if any(afar for *_, afar in looks) else None
+        if receiver is not None:
+            self._ring_reader.pin(receiver.device)
         for dtype, shape, nbytes, afar in looks:
-            land = shore if afar else None
+            land = receiver if afar else None
             if nbytes <= MAX_INLINE_TENSOR:
                 tensors.append(read_tensor(page, page_base, in_page, nbytes, dtype, shape, land))
                 in_page += align(nbytes, INLINE_ALIGNMENT)
             else:
                 tensors.append(read_tensor(block, block_base, in_block, nbytes, dtype, shape, land))
                 in_block += align(nbytes)
-        synchronize_stream(None if shore is None else shore.device)
+        synchronize_stream(None if receiver is None else receiver.device)
         if header.ring_bytes:
             self._ring_reader.release(header.location)
         return text[header.metadata :], tensors

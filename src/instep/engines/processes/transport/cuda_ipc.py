@@ -129,14 +129,14 @@ class CudaIpcChannel:
             self.enabled, self._read_position, RingPosition(ring.generation, ring.written), tuple(items), handle
         )
 
-    def read(self, sent: Sequence[Tensor], cargo: IpcTransfer, shore: DeviceReceiver | None) -> list[Tensor]:
+    def read(self, sent: Sequence[Tensor], cargo: IpcTransfer, receiver: DeviceReceiver | None) -> list[Tensor]:
         """The tensors of a message, those that lie in the other side's ring among them, in memory of their own."""
         if not self._is_parent:
             self.enabled = cargo.enabled
         self._mark_read(cargo.read_position)
         if cargo.write_position is None:
             return list(sent)
-        assert shore is not None
+        assert receiver is not None
         if cargo.ring_handle is not None and cargo.write_position.generation not in self._opened_rings:
             self._opened_rings = {cargo.write_position.generation: open_shared(*cargo.ring_handle, self.device)}
         memory = self._opened_rings[cargo.write_position.generation]
@@ -145,7 +145,7 @@ class CudaIpcChannel:
         found = []
         for at in range(len(sent) + len(items)):
             item = items.get(at)
-            found.append(next(rest) if item is None else shore.copy_strict(_ring_tensor(memory, item)))
+            found.append(next(rest) if item is None else receiver.copy_strict(_ring_tensor(memory, item)))
         synchronize_stream(self.device)
         self._read_position = cargo.write_position
         return found

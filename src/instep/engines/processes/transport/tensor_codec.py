@@ -96,14 +96,14 @@ def read_tensor(
     nbytes: int,
     dtype: torch.dtype,
     shape: tuple[int, ...],
-    shore: DeviceReceiver | None = None,
+    receiver: DeviceReceiver | None = None,
 ) -> Tensor:
     """A tensor of its own memory, with the data that lie at an offset of a page, which begins at `base`."""
     if offset + nbytes > len(page):
         raise ValueError("its tensors are longer than it is")
-    if shore is not None and nbytes:
-        return shore.copy_to_device(_view_as_tensor(page, offset, dtype, shape))
-    tensor = torch.empty(shape, dtype=dtype, device="cpu" if shore is None else shore.device)
+    if receiver is not None and nbytes:
+        return receiver.copy_to_device(_view_as_tensor(page, offset, dtype, shape))
+    tensor = torch.empty(shape, dtype=dtype, device="cpu" if receiver is None else receiver.device)
     if nbytes <= _SINGLE_THREAD_COPY_BYTES:
         ctypes.memmove(tensor.data_ptr(), base + offset, nbytes)
     else:
