@@ -235,7 +235,7 @@ class DataParallel(Transparent, ModuleWrapper):
         choice = fallback_engine(self._instep_choice, error)
         engine, runner, frozen = self._instep_engine, self._instep_runner, self._instep_replicas.frozen
         runner.check_rerun_allowed()
-        warn_caller(f"falling back to engine={choice.name!r}: {choice.reason}.")
+        warn_caller(f"falling back to engine={choice.name!r}: {choice.reason.rstrip('.')}.")
         self._start_engine(choice, runner.methods)
         self._instep_replicas.frozen = frozen
         engine.close()

@@ -186,7 +186,10 @@ def test_a_generator_for_each_sample_is_used_as_it_is(engine: str) -> None:
 def test_a_generator_of_the_module_and_of_the_arguments_is_one() -> None:
     net = Given()
     net.noise = torch.Generator()
-    with wrap(net, "processes", 3) as model, pytest.raises(instep.EngineError, match="the module holds is an argument"):
+    with (
+        wrap(net, "processes", 3) as model,
+        pytest.raises(instep.EngineError, match="held by the module and passed as an argument"),
+    ):
         model(torch.zeros(6, 3), net.noise)
 
 

@@ -46,7 +46,7 @@ def test_rules_of_a_type_are_functions(rules: dict[str, Any]) -> None:
     ],
 )
 def test_options_that_take_several_values(option: str, value: Any) -> None:
-    with pytest.raises(instep.WrapError, match=f"{option}={value!r}: give a"):
+    with pytest.raises(instep.WrapError, match=f"{option}={value!r}: write a"):
         instep.DataParallel(nn.Linear(2, 2), **{"device_ids": ["cpu"] * 2, option: value})
 
 

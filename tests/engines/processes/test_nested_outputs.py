@@ -113,7 +113,7 @@ def test_an_engine_that_nobody_asked_for_is_replaced(monkeypatch: pytest.MonkeyP
     )
     net, x = Net(sparse), torch.randn(5, 3, dtype=torch.float64)
     with instep.DataParallel(net, ["cpu"] * 2) as model:
-        with pytest.warns(UserWarning, match="goes on with threads"):
+        with pytest.warns(UserWarning, match="falling back to engine=.threads."):
             out = model(x)
         out["a"][1].to_dense().sum().backward()
         torch.testing.assert_close(net.layer.bias.grad, torch.full((2,), 5.0, dtype=torch.float64))

@@ -114,7 +114,7 @@ class ModuleGlobals:
         """Watch the modules that a sent value refers to, and those that their code names."""
         new_modules = {name for name in modules if self._modules.get(name) is not sys.modules.get(name)}
         for name in new_modules & self._modules.keys():  # the script imported another module under the name
-            del self._modules[name]
+            self._forget(name)
         new_names = set(names) - self._names
         if not new_modules and (not new_names or not self._modules):
             self._names |= new_names
@@ -153,7 +153,7 @@ class ModuleGlobals:
             return None
         gone = [name for name, module in self._modules.items() if sys.modules.get(name) is not module]
         for name in gone:  # the script has removed or replaced the module: nothing refers to this one by name
-            del self._modules[name]
+            self._forget(name)
         scan = _Scan(self._names)
         for name, module in self._modules.items():
             scan.visit((("module", name),), vars(module), is_dict=False)
@@ -165,6 +165,11 @@ class ModuleGlobals:
             self.mark_sent()
             return None
         return updates, functions
+
+    def _forget(self, name: str) -> None:
+        """Stop watching a module; another one of the same name is sent anew."""
+        del self._modules[name]
+        self._sent = {path: entry for path, entry in self._sent.items() if path[0] != ("module", name)}
 
     def mark_sent(self) -> None:
         """Record the result of the last `changes` as sent."""
