@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import functools
 import logging
 import types
 import zlib
@@ -100,13 +101,19 @@ def _fingerprint(value: Any, left: list[int], inside: dict[int, Any]) -> Any:
     return tuple(parts)
 
 
+@functools.lru_cache(maxsize=256)
+def _byte_array(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    """The ctypes type of a buffer. An uncached one is a reference cycle, which only the garbage collector frees."""
+    return ctypes.c_char * nbytes
+
+
 def _tensor_checksum(tensor: Tensor) -> int | None:
     """A checksum of a tensor's values, where they lie in one piece and are not too many. No operation is run for it."""
     if tensor.device.type != "cpu" or not has_strided_data(tensor) or not tensor.is_contiguous():
         return None
     if not 0 < tensor.nbytes <= _MAX_CHECKSUM_BYTES:
         return None
-    return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    return zlib.crc32(_byte_array(tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def _array_checksum(array: Any) -> int:
