@@ -18,11 +18,11 @@ from instep.parallel import DataParallel
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.replicas.tensors import ParameterSharing
 from instep.runtime.ambient import AmbientState
-from instep.structure.infer import handler_for
 from instep.structure.merge import merge
 from instep.structure.spec import AUTO
 from instep.structure.split import Parts, apply_plan, plan_value
 from instep.structure.tree import map_tensors
+from instep.structure.types_torch import handler_for
 
 
 def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0, *, in_dims: Any = AUTO) -> Parts:

@@ -13,14 +13,8 @@ from torch import Tensor
 from instep.probe.judge import Findings, TrialOutputs, UserRules, judge
 from instep.probe.window import discriminating_window, find_traits
 from instep.structure.merge_rules import MergeContext, WeightedBy
-from instep.structure.output_placements import (
-    ListKind,
-    OutputPerSample,
-    OutputReplicate,
-    OutputShard,
-    Partial,
-    Undetermined,
-)
+from instep.structure.placements import Nested, Partial, PerSample, Ragged, Replicate, Shard
+from instep.structure.verdicts import Undetermined, Verdict
 from instep.structure.weights import EntryCount, find_weight_window
 
 SIZES = st.sampled_from([(1, 1), (1, 2), (1, 3), (2, 3), (4, 5), (8, 9)])
@@ -48,8 +42,8 @@ def test_the_dim_of_the_batch_is_found_and_joining_gives_the_whole(
     first, second = pieces(whole, sizes, dim)
     findings = tried(sizes, first, second, whole)
     verdict = findings.outputs[()]
-    assert isinstance(verdict, OutputShard)
-    assert (verdict.rank, verdict.dim) == (whole.ndim, dim)
+    assert verdict.placement == Shard(dim)
+    assert verdict.rank == whole.ndim
     assert not findings.errors
     scene = MergeContext(sizes)
     assert verdict.accepts([first, second], scene)
@@ -64,7 +58,7 @@ def test_sums_and_means_are_distinguished(sizes: tuple[int, int], seed: int, sha
     together = getattr(whole, rule)(0)
     findings = tried(sizes, *parts, together)
     verdict = findings.outputs[()]
-    assert verdict == Partial((rule,))
+    assert verdict == Verdict(Partial(rule))
     torch.testing.assert_close(verdict.merge(parts, MergeContext(sizes), ()), together)
 
 
@@ -114,7 +108,7 @@ def test_what_a_mean_is_over_is_found_among_others(sizes: tuple[int, int], seed:
     inputs = [{name: marks} for marks in (*pieces(labels, sizes), labels)]
     together = mean(values, labels)
     verdict = tried(sizes, *parts, together, inputs).outputs[()]
-    assert verdict == Partial((WeightedBy(count),))
+    assert verdict == Verdict(Partial(WeightedBy(count)))
     merged = verdict.merge(parts, MergeContext(sizes, (None, None), tuple(inputs[:2])), ())
     torch.testing.assert_close(merged, together)
 
@@ -122,15 +116,15 @@ def test_what_a_mean_is_over_is_found_among_others(sizes: tuple[int, int], seed:
 @given(SIZES, SEEDS)
 def test_lists_are_read_by_their_lengths(sizes: tuple[int, int], seed: int) -> None:
     rows = list(samples(seed, sum(sizes), 2))
-    verdict = ListKind(per_sample=True, proven=sizes != (1, 1))
+    verdict = Verdict(PerSample(), proven=sizes != (1, 1))
     assert tried(sizes, rows[: sizes[0]], rows[sizes[0] :], rows).outputs == {(): verdict}
     whole = samples(seed, sum(sizes), 2)
     first, second = pieces(whole, sizes)
     found = tried(sizes, [first] * 2, [second] * 2, [whole] * 2).outputs
-    assert found[()] == ListKind(per_sample=False)
-    assert found[0,] == found[1,] == OutputShard(2, 0)
+    assert found[()] == Verdict(Nested())
+    assert found[0,] == found[1,] == Verdict(Shard(0), rank=2)
     twice = [row for row in rows for _ in range(2)]
-    assert tried(sizes, twice[: 2 * sizes[0]], twice[2 * sizes[0] :], twice).outputs == {(): OutputPerSample(None)}
+    assert tried(sizes, twice[: 2 * sizes[0]], twice[2 * sizes[0] :], twice).outputs == {(): Verdict(Ragged(None))}
 
 
 @pytest.mark.parametrize(
@@ -138,31 +132,31 @@ def test_lists_are_read_by_their_lengths(sizes: tuple[int, int], seed: int) -> N
 )
 def test_nothing_proves_nothing(value: Any) -> None:
     findings = tried((2, 3), value, value, value)
-    assert findings.outputs == {(): Undetermined()}
+    assert findings.outputs == {(): Verdict(Undetermined(), proven=False)}
     assert (findings.unresolved, findings.errors) == ({()}, {})
 
 
 @pytest.mark.parametrize("value", [torch.tensor(2.0), torch.tensor(3), 7, 2.5, torch.ones(3), True])
 def test_equal_values_are_constant_until_seen_otherwise(value: Any) -> None:
     findings = tried((2, 3), value, value, value)
-    assert findings.outputs == {(): OutputReplicate()}
+    assert findings.outputs == {(): Verdict(Replicate(), proven=False)}
     assert findings.unresolved == {()}
 
 
 def test_a_count_with_nothing_to_add_is_open() -> None:
     assert tried((2, 3), 0, 3, 3).unresolved == {()}
-    assert tried((2, 3), 1, 2, 3).outputs == {(): Partial(("sum",))}
-    assert tried((2, 3), torch.tensor([0, 2]), torch.tensor([1, 1]), torch.tensor([1, 3])).outputs[()] == Partial(
-        ("sum",)
+    assert tried((2, 3), 1, 2, 3).outputs == {(): Verdict(Partial("sum"))}
+    assert tried((2, 3), torch.tensor([0, 2]), torch.tensor([1, 1]), torch.tensor([1, 3])).outputs[()] == Verdict(
+        Partial("sum")
     )
     assert list(tried((2, 3), True, False, True).errors) == [()]
 
 
 def test_sorted_rows_may_be_unique_by_chance() -> None:
     findings = tried((2, 3), torch.tensor([1, 2]), torch.tensor([3, 4, 5]), torch.tensor([1, 2, 3, 4, 5]))
-    assert findings.outputs == {(): OutputShard(1, 0, proven=False)}
+    assert findings.outputs == {(): Verdict(Shard(0), proven=False, rank=1)}
     findings = tried((2, 3), torch.tensor([1]), torch.tensor([3, 4]), torch.tensor([1, 3, 4]))
-    assert findings.outputs == {(): OutputPerSample(0, proven=False)}
+    assert findings.outputs == {(): Verdict(Ragged(0), proven=False)}
     assert (findings.unresolved, findings.errors) == ({()}, {})
 
 
@@ -170,7 +164,7 @@ def test_shapes_alone_decide_where_numbers_do_not_count() -> None:
     noise = [torch.randn(n, 2) for n in (2, 3, 5)]
     trial = TrialOutputs((2, 3), (noise[0], noise[1]), noise[2], ({}, {}, {}), compare_values=False)
     findings = judge(trial, UserRules())
-    assert findings.outputs == {(): OutputShard(2, 0, proven=False)}
+    assert findings.outputs == {(): Verdict(Shard(0), proven=False, rank=2)}
     assert not findings.unresolved
     scalars = TrialOutputs((2, 3), (torch.rand(()), torch.rand(())), torch.rand(()), ({}, {}, {}), compare_values=False)
     assert judge(scalars, UserRules()) == Findings()
@@ -179,7 +173,7 @@ def test_shapes_alone_decide_where_numbers_do_not_count() -> None:
 def test_a_single_sample_gets_its_dim_back() -> None:
     whole = torch.randn(3, 4)
     verdict = tried((1, 2), whole[0], whole[1:], whole).outputs[()]
-    assert verdict == OutputShard(2, 0)
+    assert verdict == Verdict(Shard(0), rank=2)
     assert torch.equal(verdict.merge([whole[0], whole[1:]], MergeContext((1, 2)), ()), whole)
 
 

@@ -55,7 +55,7 @@ SEEN = {
     "mean feature": (lambda: Net(lambda _, h: (h, h.mean(0))), (3,), {"0": "dim 0", "1": "mean weighted by samples"}),
     "weights": (lambda: Net(lambda s, h: (h, s.layer.weight.norm(dim=1))), (3,), {"1": "constant"}),
     "squeezed": (lambda: Net(lambda _, h: h[:, :1].squeeze()), (3,), {"(output)": "batch in dim 0"}),
-    "a list of samples": (lambda: Net(lambda _, h: list(h)), (3,), {"(output)": "one entry a sample"}),
+    "a list of samples": (lambda: Net(lambda _, h: list(h)), (3,), {"(output)": "one entry per sample"}),
     "a pair in a list": (lambda: Net(lambda _, h: [h, -h]), (3,), {"0": "dim 0", "1": "dim 0"}),
 }
 

@@ -48,7 +48,7 @@ def test_a_tuple_with_one_entry_a_sample_is_joined(wrap: Any) -> None:
 
 @pytest.mark.parametrize("first", [2, 4, 5])
 def test_a_batch_cut_in_half_is_an_error(wrap: Any, first: int) -> None:
-    """Two halves of few samples may look like one entry a sample."""
+    """Two halves of few samples may look like one entry per sample."""
     model = wrap(Net(lambda _, h: h.chunk(2)), 4, **SERIAL)
 
     def calls() -> None:

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from instep.probe.judge import OutputReplicate, Undetermined
 from instep.structure import host_scalars
 from instep.structure.host_scalars import HostScalars, read_scalars
 from instep.structure.merge import Merger
 from instep.structure.merge_rules import weighted_by
+from instep.structure.placements import Replicate
+from instep.structure.verdicts import Undetermined, Verdict
 
 
 @pytest.fixture
@@ -60,10 +61,10 @@ def test_all_scalars_of_a_call_are_read_in_one_transfer(transfers: list[int]) ->
     assert transfers == [18]
 
 
-@pytest.mark.parametrize("verdict", [OutputReplicate(), Undetermined()])
-def test_verdicts_read_all_scalars_in_one_transfer(transfers: list[int], verdict: Any) -> None:
+@pytest.mark.parametrize("placement", [Replicate(), Undetermined()])
+def test_verdicts_read_all_scalars_in_one_transfer(transfers: list[int], placement: Any) -> None:
     merger = Merger()
-    merger.set_verdicts({(f"v{i}",): verdict for i in range(6)})
+    merger.set_verdicts({(f"v{i}",): Verdict(placement, proven=False) for i in range(6)})
     parts = [{f"v{i}": torch.zeros((), requires_grad=i % 2 == 0) for i in range(6)} for _ in range(3)]
     merged = merger.merge(parts, [2, 2, 1])
     assert all(not value.any() for value in merged.values())

@@ -212,8 +212,8 @@ def test_a_list_that_fits_both_ways_is_refused() -> None:
     assert "merge={'f.*': 'cat'}" in message
     for inner in (lambda t: {"k": t}, lambda t: (t, "text"), lambda t: [t]):
         parts = [[inner(tensor) for tensor in part] for part in layers]
-        assert "one entry a sample" in refused(parts, [2, 2])
-    assert "one entry a sample" in refused([[[1, 2], [3, 4]], [[5, 6], [7, 8]]], [2, 2])
+        assert "one entry per sample" in refused(parts, [2, 2])
+    assert "one entry per sample" in refused([[[1, 2], [3, 4]], [[5, 6], [7, 8]]], [2, 2])
 
 
 def test_a_reading_stays() -> None:
@@ -224,7 +224,7 @@ def test_a_reading_stays() -> None:
     merger = Merger.from_options()
     assert len(merger.merge([[torch.zeros(5), torch.zeros(7)], [torch.zeros(8)]], [2, 1])) == 3
     assert len(merger.merge([[torch.zeros(2)] * 2, [torch.zeros(2)] * 2], [2, 2])) == 4
-    with pytest.raises(MergeError, match="read before as one entry a sample"):
+    with pytest.raises(MergeError, match="read before as one entry per sample"):
         merger.merge([[torch.zeros(3)] * 2, [torch.zeros(3)] * 2], [3, 3])
 
 
@@ -253,7 +253,7 @@ def test_the_merger_reports_what_it_did_at_each_path() -> None:
         "loss": "rule mean",
         "top": "rule max",
         "y": "joined along dim 0",
-        "names": "joined, one entry a sample",
+        "names": "joined, one entry per sample",
         "k": "equal on every replica",
     }
     merger.merge([torch.zeros(3), torch.zeros(2)], SIZES)

@@ -143,7 +143,7 @@ def test_a_list_in_doubt_word_for_word() -> None:
         "cannot tell how to read the output 'f': each replica gave a list as long as its shard, whose entries hold as "
         "many samples as the shard too.",
         "Write the line that is meant:",
-        "  merge={'f': 'list'}   # one entry a sample",
+        "  merge={'f': 'list'}   # one entry per sample",
         "  merge={'f.*': 'cat'}   # a structure of batched tensors, in dim 0",
     ]
     assert len(instep.merge(parts, [2, 2], merge={"f": "list"})["f"]) == 4
@@ -154,7 +154,7 @@ def test_lists_without_sizes() -> None:
     parts = [[torch.zeros(3, 2), torch.zeros(3)], [torch.zeros(2, 2), torch.zeros(2)]]
     with pytest.raises(MergeError) as caught:
         instep.merge(parts)
-    assert "merge(parts, [2, 2])   # one entry a sample" in str(caught.value)
+    assert "merge(parts, [2, 2])   # one entry per sample" in str(caught.value)
     assert "merge(parts, [3, 2])   # a structure of batched tensors" in str(caught.value)
     assert [len(tensor) for tensor in instep.merge(parts, [3, 2])] == [5, 5]
     assert len(instep.merge(parts, [2, 2], merge="list")) == 4

@@ -35,12 +35,8 @@ _IMMUTABLE_TYPES = (types.FunctionType, types.MethodType, types.BuiltinFunctionT
 
 
 def has_shared_arguments(plan: SplitPlan, values: Sequence[Any]) -> bool:
-    """Whether replicas share an argument that can be written to. Cached on the plan."""
-    if not plan.shares_mutable_arguments:
-        plan.shares_mutable_arguments.append(
-            any(_may_be_written(placement, value) for placement, value in zip(plan.placements, values, strict=True))
-        )
-    return plan.shares_mutable_arguments[0]
+    """Whether replicas share an argument that can be written to."""
+    return any(_may_be_written(placement, value) for placement, value in zip(plan.placements, values, strict=True))
 
 
 def _is_immutable(value: Any) -> bool:

@@ -15,8 +15,9 @@ from instep.probe.trial import Trial
 from instep.probe.window import default_part_sizes
 from instep.replicas.state.carried import tensors_by_path
 from instep.runtime.probe_flag import probe_context
-from instep.structure.output_placements import OutputShard, Partial, Verdict
+from instep.structure.placements import Shard
 from instep.structure.tree import Path
+from instep.structure.verdicts import Verdict
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
 
@@ -57,17 +58,20 @@ def _weighted_sum(
 
 
 def _weighted_term(verdict: Verdict | None, tensor: Tensor, sample_range: tuple[int, int], total: int) -> Tensor | None:
+    if verdict is None:
+        return None
     first, count = sample_range
-    if isinstance(verdict, OutputShard):
+    if isinstance(verdict.placement, Shard):
+        dim = verdict.placement.dim
         if tensor.ndim < verdict.rank:
-            tensor = tensor.unsqueeze(verdict.dim)
+            tensor = tensor.unsqueeze(dim)
         shape = list(tensor.shape)
-        shape[verdict.dim] = total
+        shape[dim] = total
         positions = torch.arange(1, torch.Size(shape).numel() + 1, device=tensor.device, dtype=torch.float64)
-        weights = positions.cos().add_(0.5).view(shape).narrow(verdict.dim, first, count)
+        weights = positions.cos().add_(0.5).view(shape).narrow(dim, first, count)
         return (tensor * weights.to(tensor.dtype)).sum()
-    if isinstance(verdict, Partial) and verdict.rules[0] in ("sum", "mean"):
-        return tensor.sum() * (1.0 if verdict.rules[0] == "sum" else count / total)
+    if verdict.ops and verdict.ops[0] in ("sum", "mean"):
+        return tensor.sum() * (1.0 if verdict.ops[0] == "sum" else count / total)
     return None
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instep.structure.output_placements import ListKind, OutputShard, Verdict
-from instep.structure.placements import Nested, Placement, Shard
+from instep.structure.placements import Nested, PerSample, Placement, Shard
 from instep.structure.tree import Path, flatten_one_level
+from instep.structure.verdicts import Verdict
 
 
 def max_rounding_mismatches(num_entries: int, tolerance: float) -> float:
@@ -63,9 +63,10 @@ def find_changed_path(
     """The first path at which the kept samples have different values in two runs."""
     for path in paths:
         verdict = verdicts.get(path)
-        if isinstance(verdict, OutputShard):
+        if verdict is not None and isinstance(verdict.placement, Shard):
+            dim = verdict.placement.dim
             expected_samples, actual_samples = [
-                _select_samples(_get_by_path(path, output), verdict.dim, kept) for output in (expected, actual)
+                _select_samples(_get_by_path(path, output), dim, kept) for output in (expected, actual)
             ]
             if expected_samples is None or actual_samples is None or not torch.equal(expected_samples, actual_samples):
                 return path
@@ -78,11 +79,12 @@ def is_order_dependent(path: Path, verdict: Verdict | None, output: Any, reverse
     An output without a batch dim must not change.
     """
     expected, actual = _get_by_path(path, output), _get_by_path(path, reversed_output)
-    if isinstance(verdict, ListKind):
+    placement = None if verdict is None else verdict.placement
+    if isinstance(placement, (PerSample, Nested)):
         return len(expected) != len(actual) or not all(map(_values_close, list(expected)[::-1], actual))
     expected, actual = [torch.as_tensor(value) for value in (expected, actual)]
-    if isinstance(verdict, OutputShard) and expected.ndim > verdict.dim:
-        expected = expected.flip(verdict.dim)
+    if isinstance(placement, Shard) and expected.ndim > placement.dim:
+        expected = expected.flip(placement.dim)
     if expected.shape != actual.shape:
         return True
     exact = expected.dtype is torch.bool or not (expected.is_floating_point() or expected.is_complex())

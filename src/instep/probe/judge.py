@@ -22,23 +22,16 @@ from instep.structure.compare import (
     restore_batch_dim,
     to_comparable,
 )
-from instep.structure.infer import NUMBER_TYPES, handler_for
 from instep.structure.merge_messages import cannot_merge, depends_on_other_samples, no_rule_fits
 from instep.structure.merge_rules import MergeRule, WeightedBy, applies_to, find_rule
-from instep.structure.output_placements import (
-    ListKind,
-    OutputPerSample,
-    OutputReplicate,
-    OutputShard,
-    Partial,
-    Undetermined,
-    Verdict,
-)
+from instep.structure.placements import Nested, PerSample, Ragged, Replicate, Shard
 from instep.structure.shapes import format_values
 from instep.structure.spec import AUTO, DimSpec
 from instep.structure.split import merge_by_handler
-from instep.structure.tree import Path, flatten_one_level, is_sequence, tensors_in
+from instep.structure.tree import NUMBER_TYPES, Path, flatten_one_level, is_sequence, tensors_in
 from instep.structure.types import TypeHandler
+from instep.structure.types_torch import handler_for
+from instep.structure.verdicts import Undetermined, Verdict, partial_verdict
 from instep.structure.weights import candidate_counts, candidate_weights
 
 
@@ -144,7 +137,7 @@ class _Judge:
         lengths = [len(value) for value in values]
         if len(set(lengths)) == 1:
             if lengths[0]:
-                self._set_verdict(path, ListKind(per_sample=False))
+                self._set_verdict(path, Verdict(Nested()))
             self._judge_children(values, path, spec)
             return
         is_minimal = self.sizes == (1, 1, 2)  # any list that is split in half fits
@@ -154,13 +147,13 @@ class _Judge:
         is_per_sample = tuple(lengths) == self.sizes
         if not self.trial.compare_values:
             if is_per_sample:
-                self._set_verdict(path, ListKind(per_sample=True, proven=False))
+                self._set_verdict(path, Verdict(PerSample(), proven=False))
         elif len(concatenated) != len(whole) or not self._structures_close(concatenated, whole):
             why = f"lists of {lengths[:2]} entries apart and {lengths[2]} together, which are not the same entries"
             self._set_dependence_error(path, why)
         else:
             self._set_verdict(
-                path, ListKind(per_sample=True, proven=not is_minimal) if is_per_sample else OutputPerSample(None)
+                path, Verdict(PerSample(), proven=not is_minimal) if is_per_sample else Verdict(Ragged(None))
             )
             if is_per_sample and is_sorted_list(whole):
                 self.findings.needs_reordering.add(path)
@@ -237,7 +230,7 @@ class _Judge:
         whole = parts[2]
         shapes = [(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts]
         if not self.trial.compare_values:
-            self._set_verdict(path, OutputShard(whole.ndim, dim, proven=False))
+            self._set_verdict(path, Verdict(Shard(dim), proven=False, rank=whole.ndim))
         elif len(set(shapes)) == 1:  # else padded to the longest sample; decided by the shapes of each call
             concatenated = torch.cat(list(parts[:2]), dim)
             if not self._tensors_close(concatenated, whole):
@@ -256,7 +249,7 @@ class _Judge:
                 self.findings.mismatched_integers.add(path)
             elif (is_sorted(whole) or (is_float and whole.ndim > 1)) and not all_equal:
                 self.findings.needs_reordering.add(path)  # forward may have sorted the rows
-            self._set_verdict(path, OutputShard(whole.ndim, dim, proven=proven))
+            self._set_verdict(path, Verdict(Shard(dim), proven, rank=whole.ndim))
 
     def _judge_selected_rows(self, parts: Sequence[Tensor], path: Path) -> None:
         """No dim has the batch size. Accept rows that were selected per sample: the parts concatenate to the whole."""
@@ -265,10 +258,10 @@ class _Judge:
             shapes = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
             if len(shapes) == 1 and parts[0].shape[dim] + parts[1].shape[dim] == whole.shape[dim]:
                 if not (parts[0].numel() and parts[1].numel()) or is_sorted(whole):
-                    self._set_verdict(path, OutputPerSample(dim, proven=False))
+                    self._set_verdict(path, Verdict(Ragged(dim), proven=False))
                     return
                 if self._tensors_close(torch.cat(list(parts[:2]), dim), whole):
-                    self._set_verdict(path, OutputPerSample(dim))
+                    self._set_verdict(path, Verdict(Ragged(dim)))
                     return
         shape_lists = [list(part.shape) for part in parts]
         why = f"its shapes are {shape_lists[0]} and {shape_lists[1]} apart, {shape_lists[2]} together"
@@ -276,7 +269,7 @@ class _Judge:
 
     def _judge_strings(self, values: Sequence[Any], path: Path) -> None:
         if all(value == values[0] for value in values):
-            self._set_verdict(path, OutputReplicate(proven=True))
+            self._set_verdict(path, Verdict(Replicate()))
         elif self.trial.compare_values:
             why = f"a string that differs ({format_values(values)})"
             self.findings.errors[path] = no_rule_fits(path, values[:2], why, self.trial.sizes, ())
@@ -295,9 +288,9 @@ class _Judge:
         first, second, whole = values
         if equal_or_nan(first, whole) and equal_or_nan(second, whole):
             if bool((whole != 0).any()) and not bool(whole.isnan().any()):
-                self._set_verdict(path, OutputReplicate())
+                self._set_verdict(path, Verdict(Replicate(), proven=False))
                 return
-            self._set_verdict(path, Undetermined())
+            self._set_verdict(path, Verdict(Undetermined(), proven=False))
             if not whole.is_floating_point():  # may be an argmax over samples
                 self.findings.needs_reordering.add(path)
             return
@@ -309,13 +302,13 @@ class _Judge:
             self._judge_nan_part(values, finite, path)
             return
         if not all(finite) or self._is_rounding_noise(*values):
-            self._set_verdict(path, Undetermined(all_zero=False))
+            self._set_verdict(path, Verdict(Undetermined(all_zero=False), proven=False))
             return
         verdict, error = self._fit_reduction(values)
         if verdict is not None:
             self._set_verdict(path, verdict)
         elif error <= self.trial.reduction_tolerance:  # a rule fits, but the parts are too close to prove it
-            self._set_verdict(path, Undetermined(all_zero=False))
+            self._set_verdict(path, Verdict(Undetermined(all_zero=False), proven=False))
         else:
             self._set_unexplained_error(values, path)
 
@@ -332,7 +325,7 @@ class _Judge:
             )
         ]
         if rules:
-            self._set_verdict(path, Partial(tuple(rules), proven=False))
+            self._set_verdict(path, partial_verdict(rules, proven=False))
         else:
             self._set_unexplained_error(values, path)
 
@@ -342,9 +335,9 @@ class _Judge:
         if whole.dtype is torch.bool or not torch.equal(first + second, whole):
             self._set_unexplained_error(values, path)
         elif bool(((first != 0) & (second != 0)).any()):
-            self._set_verdict(path, Partial(("sum",)))
+            self._set_verdict(path, partial_verdict(["sum"]))
         else:  # may also be a max or an argmax
-            self._set_verdict(path, Undetermined(all_zero=False))
+            self._set_verdict(path, Verdict(Undetermined(all_zero=False), proven=False))
             self.findings.needs_reordering.add(path)
 
     def _set_unexplained_error(self, values: Sequence[Tensor], path: Path) -> None:
@@ -355,7 +348,7 @@ class _Judge:
         why = f"{description} that differs between parts and whole{values_text}"
         self.findings.errors[path] = no_rule_fits(path, values[:2], why, self.trial.sizes, hints)
 
-    def _fit_reduction(self, values: Sequence[Tensor]) -> tuple[Partial | None, float]:
+    def _fit_reduction(self, values: Sequence[Tensor]) -> tuple[Verdict | None, float]:
         """The rules that compute the whole from the parts, and the relative error of the best one.
 
         A rule proves nothing unless its error is much smaller than the difference between the parts.
@@ -384,10 +377,10 @@ class _Judge:
                 single_part_error = min(single_part_error, error)
         best_error = min(errors.values())
         if is_sum:  # not proven if a part may be zero with weight zero
-            return (None, 0.0) if min(best_error, single_part_error) <= tolerance else (Partial(("sum",)), 0.0)
+            return (None, 0.0) if min(best_error, single_part_error) <= tolerance else (partial_verdict(["sum"]), 0.0)
         if single_part_error <= tolerance < best_error:
             return None, single_part_error
         if best_error > tolerance or 20 * best_error > distance:
             return None, best_error
-        fitting = tuple(rule for rule, error in errors.items() if error <= max(8 * best_error, tolerance / 50))
-        return Partial(fitting, proven=len(fitting) == 1), best_error
+        fitting = [rule for rule, error in errors.items() if error <= max(8 * best_error, tolerance / 50)]
+        return partial_verdict(fitting), best_error

@@ -22,11 +22,11 @@ from instep.replicas.state.carried import CarriedValue
 from instep.structure.merge import Merger
 from instep.structure.merge_messages import loss_not_additive
 from instep.structure.merge_rules import MergeContext, WeightedBy
-from instep.structure.output_placements import Partial, Verdict, Verdicts
 from instep.structure.placements import Nested, Placement, PreSplit, Replicate, contains_placement
 from instep.structure.plan import SplitPlan
 from instep.structure.split import apply_plan
 from instep.structure.tree import SCALARS, flatten_one_level, structure_key
+from instep.structure.verdicts import Verdict, Verdicts
 
 MAX_STRUCTURES = 32
 MAX_RECORDS = 32
@@ -121,7 +121,7 @@ class Probe:
             return False
         record.failed_merges += 1
         before = record.outputs
-        record.outputs = {path: verdict for path, verdict in before.items() if isinstance(verdict, Partial)}
+        record.outputs = {path: verdict for path, verdict in before.items() if verdict.ops}
         trial = Trial(self.method, self.user_rules, plan, values, positional, place, self.min_part, carried, self.check)
         trial.use_large_parts = True
         try:
@@ -235,14 +235,14 @@ class Probe:
         return [
             rule.weight
             for verdict in ambiguous
-            if not verdict.rules_agree(context)
-            for rule in verdict.rules
+            if not verdict.ops_agree(context)
+            for rule in verdict.ops
             if isinstance(rule, WeightedBy)
         ]
 
 
 def _is_proven_not_sum(verdict: Verdict | None) -> bool:
-    return verdict is not None and verdict.proven and not (isinstance(verdict, Partial) and "sum" in verdict.rules)
+    return verdict is not None and verdict.proven and "sum" not in verdict.ops
 
 
 def _replicated_scalars(placement: Placement, value: Any) -> Iterator[Any]:

@@ -11,15 +11,9 @@ from instep.probe.judge import Findings
 from instep.probe.window import Trait
 from instep.runtime.backoff import Backoff
 from instep.structure.merge_messages import conflicting_trials
-from instep.structure.output_placements import (
-    OutputPerSample,
-    OutputReplicate,
-    Partial,
-    Undetermined,
-    Verdict,
-    Verdicts,
-)
+from instep.structure.placements import Partial, Ragged, Replicate
 from instep.structure.tree import Path
+from instep.structure.verdicts import Undetermined, Verdict, Verdicts
 
 MAX_TRIALS, MAX_FAILED_MERGES = 6, 4
 EAGER_CHECKS, MAX_CHECKS = 3, 9
@@ -75,10 +69,10 @@ class ProbeRecord:
         else:
             self.integer_checks.stop()
 
-    def ambiguous(self) -> list[Partial]:
+    def ambiguous(self) -> list[Verdict]:
         """Verdicts that more than one merge rule still fits."""
         tables = (self.outputs, *self.attributes.values()) if self.attributes else (self.outputs,)
-        return [v for table in tables for v in table.values() if isinstance(v, Partial) and len(v.rules) > 1]
+        return [v for table in tables for v in table.values() if v.alternatives]
 
 
 def common_record(records: Sequence[ProbeRecord]) -> ProbeRecord | None:
@@ -110,7 +104,7 @@ def common_record(records: Sequence[ProbeRecord]) -> ProbeRecord | None:
 
 def has_mean(*tables: Verdicts) -> bool:
     """Whether any verdict is a mean."""
-    return any(isinstance(verdict, Partial) and verdict.is_mean for table in tables for verdict in table.values())
+    return any(verdict.is_mean for table in tables for verdict in table.values())
 
 
 def is_proven(verdict: Verdict | None) -> bool:
@@ -120,7 +114,7 @@ def is_proven(verdict: Verdict | None) -> bool:
 
 def is_settled(verdict: Verdict | None) -> bool:
     """Whether no later trial can overturn a verdict. A mean can be: the samples tried may have had equal weights."""
-    return is_proven(verdict) and not (isinstance(verdict, Partial) and verdict.is_mean)
+    return verdict is not None and verdict.proven and not verdict.is_mean
 
 
 def combine(first: Findings, second: Findings) -> Findings:
@@ -143,14 +137,14 @@ def refine(before: Verdicts, findings: Findings) -> tuple[dict[Path, Verdict], d
     outputs, conflicts = dict(before), {}
     for path, new in findings.outputs.items():
         old = outputs.get(path)
-        if isinstance(old, Partial) and isinstance(new, Partial):
+        if old is not None and old.ops and new.ops:
             remaining = old.intersect(new)
             if remaining is None and old.proven:
                 conflicts[path] = conflicting_trials(path, old.description, new.description)
             else:
                 outputs[path] = remaining or new
         elif old is None or not (
-            old.proven or (isinstance(new, Undetermined) and isinstance(old, (OutputReplicate, Partial)))
+            old.proven or (isinstance(new.placement, Undetermined) and isinstance(old.placement, (Replicate, Partial)))
         ):
             outputs[path] = new
     return outputs, conflicts
@@ -158,19 +152,17 @@ def refine(before: Verdicts, findings: Findings) -> tuple[dict[Path, Verdict], d
 
 def is_inconclusive(verdict: Verdict) -> bool:
     """Whether the values were nonzero but could not distinguish a sum from a mean."""
-    return isinstance(verdict, Undetermined) and not verdict.all_zero
+    return isinstance(verdict.placement, Undetermined) and not verdict.placement.all_zero
 
 
 def needs_more_samples(verdict: Verdict) -> bool:
     """Whether other samples may tell more: for a weighted mean, and for a verdict that the values did not prove."""
-    if isinstance(verdict, Partial):
-        return verdict.is_mean and verdict.rules != ("mean",)
-    return is_inconclusive(verdict) or (isinstance(verdict, OutputPerSample) and not verdict.proven)
+    if verdict.ops:
+        return verdict.is_mean and verdict.ops != ("mean",)
+    return is_inconclusive(verdict) or (isinstance(verdict.placement, Ragged) and not verdict.proven)
 
 
 def has_undetermined(findings: Findings) -> bool:
     """Whether some values were zero, or equal for all samples, so that a few samples prove nothing."""
-    return any(
-        isinstance(findings.outputs.get(path), (OutputReplicate, Undetermined, type(None)))
-        for path in findings.unresolved
-    )
+    verdicts = [findings.outputs.get(path) for path in findings.unresolved]
+    return any(verdict is None or isinstance(verdict.placement, (Replicate, Undetermined)) for verdict in verdicts)

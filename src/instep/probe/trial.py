@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -40,18 +41,11 @@ from instep.replicas.state.carried import CarriedValue
 from instep.replicas.state.merge import check_no_parameter_writes
 from instep.runtime.probe_flag import probe_context
 from instep.structure.merge_messages import depends_on_other_samples
-from instep.structure.output_placements import (
-    OutputPerSample,
-    OutputReplicate,
-    OutputShard,
-    Partial,
-    Undetermined,
-    Verdicts,
-)
-from instep.structure.placements import PreSplit, contains_placement
+from instep.structure.placements import PreSplit, Ragged, Replicate, Shard, contains_placement
 from instep.structure.plan import SplitPlan
 from instep.structure.split import apply_plan, unsplit
 from instep.structure.tree import map_tensors, structure_key
+from instep.structure.verdicts import Undetermined, Verdicts
 from instep.structure.weights import candidate_counts, find_weight_window, find_weighted_criteria
 
 T = TypeVar("T")
@@ -197,7 +191,7 @@ class Trial:
         """Run a trial, and rerun it where rows or integers may match or differ by chance."""
         start = self._choose_window(sizes, candidates)
         findings, attributes = self._try_window(sandbox, sizes, start, incomparable_reasons)
-        if any(isinstance(verdict, OutputPerSample) for verdict in findings.outputs.values()) and sizes[0] != sizes[1]:
+        if any(isinstance(v.placement, Ragged) for v in findings.outputs.values()) and sizes[0] != sizes[1]:
             # A strided selection such as x[::2] also concatenates if the first part has an even size.
             findings = combine(
                 findings, self._try_window(sandbox, (sizes[1], sizes[0]), start, incomparable_reasons)[0]
@@ -213,7 +207,7 @@ class Trial:
     def _needs_other_samples(self, findings: Findings) -> bool:
         """Whether a trial on other samples may resolve more verdicts."""
         verdicts = findings.outputs.values()
-        undetermined = self.use_large_parts and any(isinstance(verdict, Undetermined) for verdict in verdicts)
+        undetermined = self.use_large_parts and any(isinstance(v.placement, Undetermined) for v in verdicts)
         return not findings.errors and (undetermined or any(map(needs_more_samples, verdicts)))
 
     def _try_last_samples(self, sandbox: Sandbox, sizes: tuple[int, int], incomparable_reasons: list[str]) -> Findings:
@@ -315,11 +309,12 @@ class Trial:
                 (self.unmergeable if any(value != values[0] for value in values) else self.constant).add(name)
                 continue
             result = judge(trial([table.get(name, initial) for table in assigned]), UserRules())
-            result.outputs = {path: v for path, v in result.outputs.items() if not isinstance(v, Undetermined)}
+            determined = [(p, v) for p, v in result.outputs.items() if not isinstance(v.placement, Undetermined)]
+            result.outputs = dict(determined)
             if result.errors or _may_be_running_total(initial, result):
                 self.unmergeable.add(name)
             elif result.outputs:
-                attributes[name] = {path: v for path, v in result.outputs.items() if not isinstance(v, OutputReplicate)}
+                attributes[name] = {path: v for path, v in determined if not isinstance(v.placement, Replicate)}
                 self.constant |= set() if attributes[name] or result.unresolved - result.outputs.keys() else {name}
         attributes = {name: verdicts for name, verdicts in attributes.items() if verdicts}
         if has_mean(findings.outputs, *attributes.values()):
@@ -387,8 +382,8 @@ class Trial:
             if is_order_dependent(path, verdict, expected, actual):
                 why = "its entries depend on other samples of the batch: they change with the order of the samples"
                 findings.errors[path] = depends_on_other_samples(path, why, sizes)
-            elif isinstance(verdict, OutputShard):
-                findings.outputs[path] = OutputShard(verdict.rank, verdict.dim)
+            elif verdict is not None and isinstance(verdict.placement, Shard):
+                findings.outputs[path] = replace(verdict, proven=True)
                 findings.unresolved.discard(path)
 
     def _choose_window(self, sizes: tuple[int, int], candidates: Sequence[Any]) -> int:
@@ -458,7 +453,7 @@ def _call_user_code(function: Callable[..., T], *args: Any) -> T:
 def _may_be_running_total(initial: Any, findings: Findings) -> bool:
     """Whether an attribute may be a running total. It looks like a sum over samples only if it starts from zero."""
     verdict = findings.outputs.get(())
-    if not isinstance(verdict, Partial) or verdict.rules != ("sum",):
+    if verdict is None or verdict.ops != ("sum",):
         return False
     return (
         initial == 0 if isinstance(initial, (int, float)) else isinstance(initial, Tensor) and not bool(initial.any())

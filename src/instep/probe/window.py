@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from instep.structure.tree import Path
-from instep.structure.weights import has_batch_size, named_tensors
+from instep.structure.weights import is_batch_first, named_tensors
 
 MAX_PART_SIZE = 16
 """The maximum size of a part, for trials with more samples than the default."""
@@ -59,7 +59,7 @@ def find_traits(inputs: Mapping[str, Any], batch: int) -> dict[Trait, Tensor]:
     """The count of each trait in each sample, for traits whose counts differ between samples."""
     found: dict[Trait, Tensor] = {}
     for path, value in named_tensors(inputs):
-        if not has_batch_size(value, batch) or not value.numel():
+        if not is_batch_first(value, batch) or not value.numel():
             continue
         rows = value[:MAX_SAMPLES].detach().reshape(min(batch, MAX_SAMPLES), -1)
         for label, counts in _count_values(rows):

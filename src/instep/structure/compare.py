@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.structure.infer import handler_for
 from instep.structure.tree import extra_attributes, flatten_one_level, tensors_in
+from instep.structure.types_torch import handler_for
 
 
 def restore_batch_dim(values: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:

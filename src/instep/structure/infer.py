@@ -16,6 +16,7 @@ from instep.structure.placements import (
     PerSample,
     Placement,
     PreSplit,
+    Reading,
     Replicate,
     Shard,
     is_batched,
@@ -27,15 +28,12 @@ from instep.structure.split_messages import (
     unexpected_dim_structure,
     unsupported_argument,
 )
-from instep.structure.tree import SCALARS, Node, Path, attributes_of, flatten_one_level, is_sequence
+from instep.structure.tree import NUMBER_TYPES, SCALARS, Node, Path, attributes_of, flatten_one_level, is_sequence
 from instep.structure.types import TypeHandler, handler_for_type
-from instep.structure.types_torch import tensor_handler
+from instep.structure.types_torch import handler_for
 
-Readings = dict[Path, str]
-"""How the list or tuple at a path was interpreted in the first call: "per_sample", "nested" or "whole"."""
-
-
-NUMBER_TYPES = (int, float, complex, np.generic)
+Readings = dict[Path, Reading]
+"""How the list or tuple at each path was interpreted in the first call."""
 
 
 class BatchSizeCandidate(NamedTuple):
@@ -68,13 +66,6 @@ class InferredPlacements:
     readings: Readings = field(default_factory=dict)
     ambiguities: list[StructureError] = field(default_factory=list)
     """Errors for lists that match both interpretations."""
-
-
-def handler_for(value: Any) -> TypeHandler | None:
-    """The type handler of a value. Dense tensors have none."""
-    cls = type(value)
-    handler = None if cls is Tensor else handler_for_type(cls)
-    return tensor_handler(value) if handler is None and isinstance(value, Tensor) else handler
 
 
 def is_single_sample(value: Any) -> bool:
@@ -141,14 +132,14 @@ def _sequence_candidates(
     has_tensors = any(contains_tensors(child) for child in node.children)
     auto = _is_all_auto(spec, specs)
     reading = readings.get(path) if auto else None
-    if reading == "whole" and not has_tensors:
+    if reading is Replicate and not has_tensors:
         return
-    if value and reading != "nested" and (auto or (spec.is_dim and not has_tensors)):
+    if value and reading is not Nested and (auto or (spec.is_dim and not has_tensors)):
         if isinstance(value, list):
             yield BatchSizeCandidate(0 if has_tensors else 1, len(value), path, entries, SAMPLES, not spec.is_auto)
         elif is_sample_tuple(value):
             yield BatchSizeCandidate(2, len(value), path, entries, SAMPLES, not spec.is_auto)
-    if reading == "per_sample":
+    if reading is PerSample:
         return
     for key, child, child_spec in zip(node.keys, node.children, specs, strict=True):
         for candidate in _candidates(child, (*path, key), child_spec, readings):
@@ -250,21 +241,21 @@ class _PlacementInference:
         if not value and not spec.is_samples:
             return Replicate(f"an empty {type(value).__name__}")
         if spec.is_samples:
-            return self._record_reading(path, "per_sample", self._per_sample(value, path))
+            return self._record_reading(path, self._per_sample(value, path))
         if not _is_all_auto(spec, spec.children(node.keys, path)):
             return self._infer_declared_sequence(value, node, path, spec)
         reading = self.prior_readings.get(path)
-        if reading == "per_sample":
-            return self._record_reading(
-                path, "per_sample", self._per_sample(value, path, ", and had one entry per sample in the first call")
-            )
-        if reading == "whole" and not any(contains_tensors(child) for child in node.children):
-            return self._record_reading(path, "whole", Replicate("replicated in the first call"))
+        if reading is PerSample:
+            placement = self._per_sample(value, path, ", and had one entry per sample in the first call")
+            return self._record_reading(path, placement)
+        if reading is Replicate and not any(contains_tensors(child) for child in node.children):
+            return self._record_reading(path, Replicate("replicated in the first call"))
         per_sample = len(value) == self.batch_size and (isinstance(value, list) or is_sample_tuple(value))
-        if reading == "nested" or (isinstance(value, tuple) and not per_sample):
-            plain = isinstance(value, tuple) and all(isinstance(child, SCALARS) for child in value)
-            whole = Replicate(f"a tuple of {len(value)}, no tensors") if plain else None
-            return self._record_reading(path, "nested", whole or self._infer_nested(node, path, spec))
+        if reading is Nested or (isinstance(value, tuple) and not per_sample):
+            if isinstance(value, tuple) and all(isinstance(child, SCALARS) for child in value):
+                self.result.readings[path] = Nested
+                return Replicate(f"a tuple of {len(value)}, no tensors")
+            return self._record_reading(path, self._infer_nested(node, path, spec))
         return self._infer_undeclared_list(value, node, path, spec, per_sample)
 
     def _infer_undeclared_list(self, value: Any, node: Node, path: Path, spec: DimSpec, per_sample: bool) -> Placement:
@@ -282,14 +273,14 @@ class _PlacementInference:
             self.result.readings = before[2]
             if batched:
                 self.result.ambiguities.append(ambiguous_sequence(value, path, spec.batch_dim))
-            return self._record_reading(path, "per_sample", PerSample())
+            return self._record_reading(path, PerSample())
         assert nested is not None
         if any(map(is_single_sample, value)):
             raise SizeMismatch(path, value, f"it has {len(value)} entries, and each is one sample")
         if batched or any(contains_tensors(child) for child in node.children):
-            return self._record_reading(path, "nested", nested)
+            return self._record_reading(path, nested)
         del self.result.leaves[before[0] :]
-        return self._record_reading(path, "whole", Replicate(f"a {type(value).__name__} of {len(value)}, no tensors"))
+        return self._record_reading(path, Replicate(f"a {type(value).__name__} of {len(value)}, no tensors"))
 
     def _infer_declared_sequence(self, value: Any, node: Node, path: Path, spec: DimSpec) -> Placement:
         """A specified dim applies to the tensors in the list or, if it has none, to its entries."""
@@ -305,8 +296,8 @@ class _PlacementInference:
             raise SizeMismatch(path, value, f"it has {len(value)} entries{why}")
         return PerSample()
 
-    def _record_reading(self, path: Path, reading: str, placement: Placement) -> Placement:
-        self.result.readings[path] = reading
+    def _record_reading(self, path: Path, placement: PerSample | Nested | Replicate) -> Placement:
+        self.result.readings[path] = type(placement)
         return placement
 
 
@@ -355,8 +346,8 @@ def contains_tensors(value: Any, _seen: set[int] | None = None, depth: int = 8) 
     return any(contains_tensors(child, seen, depth - 1) for child in attributes_of(value).values())
 
 
-def has_batch_size(item: Any, size: int) -> bool | None:
-    """Whether a list entry has `size` samples; None if its size does not show it."""
+def may_hold_batch(item: Any, size: int) -> bool | None:
+    """Whether a list entry can hold a batch of `size` samples; None if its sizes do not show it."""
     handler = handler_for(item)
     if handler is not None:
         count = _size_or_none(handler, item)
@@ -368,5 +359,5 @@ def has_batch_size(item: Any, size: int) -> bool | None:
         return None
     if is_sequence(item) and len(item) == size and not contains_tensors(item):
         return True
-    results = {has_batch_size(child, size) for child in node.children}
+    results = {may_hold_batch(child, size) for child in node.children}
     return False if False in results else True if True in results else None

@@ -12,10 +12,18 @@ import torch
 from torch import Tensor
 
 from instep.errors import InstepError, MergeError
+from instep.structure.compare import differing_attributes
 from instep.structure.host_scalars import HostScalars
-from instep.structure.infer import NUMBER_TYPES, contains_tensors, handler_for, has_batch_size, is_sample_tuple
-from instep.structure.merge_cache import PER_SAMPLE, CachedMerge, CacheMiss, build_cached_merge
-from instep.structure.merge_messages import ambiguous_list, cannot_merge, keys_differ, no_batch_size, unregistered_type
+from instep.structure.infer import contains_tensors, is_sample_tuple, may_hold_batch
+from instep.structure.merge_cache import CachedMerge, CacheMiss, build_cached_merge
+from instep.structure.merge_messages import (
+    ambiguous_list,
+    attributes_differ,
+    cannot_merge,
+    keys_differ,
+    no_batch_size,
+    unregistered_type,
+)
 from instep.structure.merge_rules import (
     MergeContext,
     MergeRule,
@@ -26,14 +34,7 @@ from instep.structure.merge_rules import (
     is_leaf_rule,
     mean_of_equal_tensors,
 )
-from instep.structure.output_placements import (
-    ListKind,
-    OutputShard,
-    Verdicts,
-    check_extra_attributes,
-    check_missing_parts,
-    merge_torch_sizes,
-)
+from instep.structure.placements import Nested, PerSample, Reading, Shard
 from instep.structure.shapes import (
     can_cat,
     can_cat_plain_tensors,
@@ -45,13 +46,15 @@ from instep.structure.shapes import (
 )
 from instep.structure.spec import AUTO, DimSpec, root_spec, validate_dims
 from instep.structure.split import Parts, concat_sequences, infer_part_sizes, merge_by_handler, undo_plan
-from instep.structure.tree import SCALARS, Node, Path, flatten_one_level, is_sequence, order_patterns
+from instep.structure.tree import NUMBER_TYPES, SCALARS, Node, Path, flatten_one_level, is_sequence, order_patterns
 from instep.structure.types import TypeHandler, handler_for_type
+from instep.structure.types_torch import handler_for
+from instep.structure.verdicts import Verdicts, check_missing_parts, merge_torch_sizes
 
 
 @dataclass
 class Merger:
-    """Merges the outputs of one function. Remembers the batch dim and the kind of list found at each path."""
+    """Merges the outputs of one function. Remembers the batch dim and the reading of each list by path."""
 
     dim: int = 0
     out_dims: Any = AUTO
@@ -59,8 +62,8 @@ class Merger:
     """Rules by path or pattern. `"*"` is the default: it applies to leaves it supports without a rule of their own."""
     actions: dict[Path, str] = field(default_factory=dict)
     """How the last merge treated each path, for messages."""
-    list_kinds: dict[Path, str] = field(default_factory=dict)
-    """`PER_SAMPLE` for lists with one entry per sample, `"inside"` for lists that are structures."""
+    readings: dict[Path, Reading] = field(default_factory=dict)
+    """How the list at each path was interpreted."""
     batch_dims: dict[Path, tuple[int, int]] = field(default_factory=dict)
     """The rank and the batch dim of each leaf. Decides between dims when more than one has the shard's size."""
     verdicts: Verdicts = field(default_factory=dict)
@@ -86,8 +89,8 @@ class Merger:
         return cls(dim=dim, out_dims=out_dims, rules=rules)
 
     def fresh_copy(self) -> Merger:
-        """A merger with the same rules and verdicts, and with its own record of dims and list kinds."""
-        return replace(self, actions={}, list_kinds={}, batch_dims={})
+        """A merger with the same rules and verdicts, and with its own record of dims and readings."""
+        return replace(self, actions={}, readings={}, batch_dims={})
 
     def merge(self, parts: Sequence[Any], sizes: Sequence[int], inputs: Sequence[Mapping[str, Any]] = ()) -> Any:
         """Merge the outputs of all replicas. Raises `MergeError` if the merge is ambiguous."""
@@ -116,17 +119,18 @@ class Merger:
         self._cache.clear()
         for path, verdict in verdicts.items():
             self.batch_dims.pop(path, None)
-            if isinstance(verdict, OutputShard):
-                self.batch_dims[path] = verdict.rank, verdict.dim
-            elif isinstance(verdict, ListKind):
-                self.list_kinds[path] = PER_SAMPLE if verdict.per_sample else "inside"
+            placement = verdict.placement
+            if isinstance(placement, Shard):
+                self.batch_dims[path] = verdict.rank, placement.dim
+            elif isinstance(placement, (PerSample, Nested)):
+                self.readings[path] = type(placement)
 
     def _cache_merge(self, parts: Sequence[Any], sizes: tuple[int, ...]) -> None:
         cached_merge = build_cached_merge(
             parts,
             sizes,
             {path: self.batch_dims[path] for path in self.actions if path in self.batch_dims},
-            self.list_kinds,
+            self.readings,
         )
         if len(self._cache) >= 64:  # many batch sizes: bound the memory
             self._cache.clear()
@@ -174,7 +178,7 @@ class _MergePass:
 
     def __init__(self, merger: Merger) -> None:
         self.merger = merger
-        self.batch_dims, self.actions, self.list_kinds = merger.batch_dims, merger.actions, merger.list_kinds
+        self.batch_dims, self.actions, self.readings = merger.batch_dims, merger.actions, merger.readings
         self.path_rules, self.default_rule, self.verdicts = merger.path_rules, merger.default_rule, merger.verdicts
         self.is_auto = merger.dim_spec.is_auto and not merger.dim_spec.patterns
 
@@ -193,9 +197,8 @@ class _MergePass:
             present = [index for index, part in enumerate(parts) if part is not None]
             if not present:
                 return None
-            check_missing_parts(
-                rule or self.default_rule or not spec.is_auto, self.verdicts.get(path), parts, context, path
-            )
+            if rule is None and self.default_rule is None and spec.is_auto:
+                check_missing_parts(self.verdicts.get(path), parts, context, path)
             parts, context = [parts[index] for index in present], context.select(present)
             types.discard(type(None))
         if rule is not None and not any(flatten_one_level(part) is not None for part in parts):
@@ -209,7 +212,9 @@ class _MergePass:
             self._record(path, "the first replica's (out_dims is None)")
             return first
         if type(first) is not Tensor:
-            check_extra_attributes(parts, context, path)
+            names = differing_attributes(parts)
+            if names:
+                raise attributes_differ(path, parts, names, context.sizes)
         verdict = self.verdicts.get(path) if rule is None else None
         # A tensor of the module itself, returned by every replica, is already whole.
         is_shared = isinstance(first, Tensor) and first is parts[-1]
@@ -284,29 +289,27 @@ class _MergePass:
     ) -> Any:
         """Merge lists: concatenate if they hold one entry per sample, merge entry by entry if they are structures."""
         lengths, sizes = [len(part) for part in parts], list(context.sizes)
-        known_kind = self.list_kinds.get(path)
-        is_per_sample = lengths == sizes and (known_kind == PER_SAMPLE or all(map(_is_sliceable, parts)))
+        reading = self.readings.get(path)
+        is_per_sample = lengths == sizes and (reading is PerSample or all(map(_is_sliceable, parts)))
         is_structure = len(set(lengths)) == 1
-        if spec.is_samples or known_kind == PER_SAMPLE:
+        if spec.is_samples or reading is PerSample:
             is_structure = False
-        elif is_per_sample and (
-            (known_kind == "inside" and is_structure) or self._has_entry_rules(parts, path, spec, rule)
-        ):
+        elif is_per_sample and ((reading is Nested and is_structure) or self._has_entry_rules(parts, path, spec, rule)):
             is_per_sample = False
         fits_both = is_per_sample and is_structure
         if fits_both:
             is_structure = self._could_be_structure(parts, sizes, path)
         if is_per_sample:
             if not is_structure and (fits_both or len(set(sizes)) > 1):
-                self.list_kinds[path] = PER_SAMPLE
-            self._record(path, "joined, one entry a sample")
+                self.readings[path] = PerSample
+            self._record(path, "joined, one entry per sample")
             return concat_sequences(parts)
         if is_structure:
             if lengths != sizes:
-                self.list_kinds[path] = "inside"
+                self.readings[path] = Nested
             nodes = [node for node in map(flatten_one_level, parts) if node is not None]
             return self._merge_children(nodes, context, path, spec, rule)
-        note = ", read before as one entry a sample" if known_kind == PER_SAMPLE else ""
+        note = ", read before as one entry per sample" if reading is PerSample else ""
         raise cannot_merge(path, parts, f"lists of {lengths} entries{note}", sizes)
 
     def _has_entry_rules(self, parts: Sequence[Any], path: Path, spec: DimSpec, rule: MergeRule | None) -> bool:
@@ -328,7 +331,7 @@ class _MergePass:
         """
         if all(_PLAIN_TYPES.issuperset(map(type, part)) for part in parts):
             return True
-        is_batched = {has_batch_size(item, size) for part, size in zip(parts, sizes, strict=True) for item in part}
+        is_batched = {may_hold_batch(item, size) for part, size in zip(parts, sizes, strict=True) for item in part}
         if True in is_batched and False not in is_batched:
             raise ambiguous_list(path, self.merger.dim)
         return False not in is_batched

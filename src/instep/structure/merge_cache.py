@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from instep.structure.placements import Nested, PerSample, Reading
 from instep.structure.tree import SCALARS, Path
 
 CachedMerge: TypeAlias = Callable[[Sequence[Any]], Any]
 """Merges parts of a known structure. Raises `CacheMiss` for any other structure."""
 
-PER_SAMPLE = "column"
 _PLAIN_TYPES = frozenset(SCALARS)
 
 
@@ -25,12 +25,12 @@ def build_cached_merge(
     parts: Sequence[Any],
     sizes: Sequence[int],
     batch_dims: Mapping[Path, tuple[int, int]],
-    list_kinds: Mapping[Path, str],
+    readings: Mapping[Path, Reading],
     path: Path = (),
 ) -> CachedMerge | None:
     """Build a merge function for parts of this structure; None if it contains anything that cannot be cached.
 
-    `batch_dims` and `list_kinds` are the records of the `Merger`.
+    `batch_dims` and `readings` are the records of the `Merger`.
     """
     first = parts[0]
     cls = type(first)
@@ -45,9 +45,10 @@ def build_cached_merge(
     elif cls is list or cls is tuple:
         lengths = [len(part) for part in parts]
         plain = all(_PLAIN_TYPES.issuperset(map(type, part)) for part in parts)
-        is_per_sample = list_kinds.get(path) == PER_SAMPLE or (plain and list_kinds.get(path) != "inside")
+        reading = readings.get(path)
+        is_per_sample = reading is PerSample or (plain and reading is not Nested)
         if lengths == list(sizes) and cls is list and is_per_sample:
-            return _cached_list_concat(sizes, plain and list_kinds.get(path) != PER_SAMPLE)
+            return _cached_list_concat(sizes, plain and reading is not PerSample)
         if len(set(lengths)) > 1 or lengths == list(sizes):
             return None
         keys = tuple(range(len(first)))
@@ -55,7 +56,7 @@ def build_cached_merge(
         return None
     columns = [[part[key] for part in parts] for key in keys]
     child_merges = [
-        build_cached_merge(column, sizes, batch_dims, list_kinds, (*path, key)) for key, column in zip(keys, columns)
+        build_cached_merge(column, sizes, batch_dims, readings, (*path, key)) for key, column in zip(keys, columns)
     ]
     cached = [child_merge for child_merge in child_merges if child_merge is not None]
     if len(cached) < len(keys):

@@ -115,7 +115,7 @@ def ambiguous_list(path: Path, dim: int) -> MergeError:
         f"cannot tell how to read {_output_name(path)}: each replica gave a list as long as its "
         "shard, whose entries hold as "
         f"many samples as the shard too.\nWrite the line that is meant:\n"
-        f"  {_rule_line(path, repr('list'))}   # one entry a sample\n"
+        f"  {_rule_line(path, repr('list'))}   # one entry per sample\n"
         f"  {_rule_line((*path, '*'), repr('cat'))}   # a structure of batched tensors, in dim {dim}"
     )
 
@@ -157,7 +157,7 @@ def ambiguous_part_sizes(length: int | None, inner: Sequence[set[int | None]]) -
     return MergeError(
         f"cannot tell how many samples the parts hold: each has a list of {length} tensors.\n"
         f"Write the line that is meant:\n"
-        f"  merge(parts, {[length] * len(batched)})   # one entry a sample\n"
+        f"  merge(parts, {[length] * len(batched)})   # one entry per sample\n"
         f"  merge(parts, {batched})   # a structure of batched tensors"
     )
 

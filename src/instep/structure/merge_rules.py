@@ -14,10 +14,10 @@ from torch import Tensor
 
 from instep.errors import MergeError
 from instep.structure.host_scalars import HostScalars, is_readable
-from instep.structure.infer import NUMBER_TYPES, handler_for
 from instep.structure.shapes import shape_of, tensors_equal
 from instep.structure.split_messages import summarize
-from instep.structure.tree import Path, flatten_one_level, format_path, is_sequence
+from instep.structure.tree import NUMBER_TYPES, Path, flatten_one_level, format_path, is_sequence
+from instep.structure.types_torch import handler_for
 from instep.structure.weights import Weight
 
 MergeFunction = Callable[[Sequence[Any], Sequence[int]], Any]

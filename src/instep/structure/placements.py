@@ -1,55 +1,80 @@
-"""Placements: how each argument is distributed over the replicas."""
+"""Placements: how a value is distributed over the replicas. One vocabulary for arguments and outputs.
+
+`Shard`, `Replicate` and `Partial` have the meaning that they have in `torch.distributed.tensor`. Batches also contain
+lists, rows of varying number and types with their own rules, which have placements of their own.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from instep.structure.merge_rules import MergeRule
 from instep.structure.types import TypeHandler
 
 
 @dataclass(frozen=True)
-class Replicate:
-    """Every replica gets the same value."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class Shard:
-    """A tensor or array that is split along `dim`."""
+    """A tensor or array with the batch in `dim`. Every replica has its samples."""
 
     dim: int
 
 
 @dataclass(frozen=True)
+class Replicate:
+    """Every replica has the same value."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """An output that is a reduction over the replicas' values: a sum, or a mean that may be weighted."""
+
+    op: MergeRule
+
+
+@dataclass(frozen=True)
 class PerSample:
-    """A list or tuple with one entry per sample. It is sliced."""
+    """A list or tuple with one entry per sample."""
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """An output with any number of rows per sample, such as selected rows or detected boxes."""
+
+    dim: int | None
+    """The dim in which the replicas' rows are concatenated; None for lists."""
+
+
+@dataclass(frozen=True)
+class Nested:
+    """A container whose entries have their own placements.
+
+    For an output, `keys` and `placements` are empty: the verdicts of its entries are listed by path.
+    """
+
+    keys: tuple[Any, ...] = ()
+    placements: tuple[Placement, ...] = ()
 
 
 @dataclass(frozen=True)
 class CustomSplit:
-    """A value that is split by the handler of its type."""
+    """An argument that is split by the handler of its type."""
 
     handler: TypeHandler
 
 
 @dataclass(frozen=True)
 class PreSplit:
-    """A value that the caller has split. `sizes` has None for parts whose size is unknown."""
+    """An argument that the caller has split. `sizes` has None for parts of unknown size."""
 
     sizes: tuple[int | None, ...]
 
 
-@dataclass(frozen=True)
-class Nested:
-    """A container whose children have their own placements."""
-
-    keys: tuple[Any, ...]
-    placements: tuple[Placement, ...]
-
-
-Placement: TypeAlias = Replicate | Shard | PerSample | CustomSplit | PreSplit | Nested
+Placement: TypeAlias = Shard | Replicate | Partial | PerSample | Ragged | Nested | CustomSplit | PreSplit
+Reading: TypeAlias = type[PerSample] | type[Nested] | type[Replicate]
+"""How a list or tuple is interpreted: one entry per sample, a structure, or a value that every replica gets."""
 
 
 def is_batched(placement: Placement) -> bool:
@@ -60,7 +85,7 @@ def is_batched(placement: Placement) -> bool:
 
 
 def describe(placement: Placement) -> str:
-    """A short description for `explain`."""
+    """A short description of an argument's placement for `explain`."""
     if isinstance(placement, Replicate):
         return f"whole ({placement.reason})"
     if isinstance(placement, Shard):

@@ -20,10 +20,9 @@ from instep.structure.infer import (
     SizeMismatch,
     collect_candidates,
     contains_tensors,
-    handler_for,
     infer_placements,
 )
-from instep.structure.placements import Placement, PreSplit
+from instep.structure.placements import PerSample, Placement, PreSplit
 from instep.structure.sizes import balanced_sizes, sizes_by_cost
 from instep.structure.spec import AUTO, DimSpec, Shards, Whole, argument_specs, collect_dims, validate_dims
 from instep.structure.split_messages import (
@@ -35,6 +34,7 @@ from instep.structure.split_messages import (
 )
 from instep.structure.tree import SCALARS, Path, flatten_one_level
 from instep.structure.types import TypeHandler
+from instep.structure.types_torch import handler_for
 
 SplitFn: TypeAlias = Callable[[Any], Sequence[Any]]
 
@@ -53,8 +53,6 @@ class SplitPlan:
     """One placement per argument, in the order of `names`."""
     split_fns: list[SplitFn] = field(default_factory=list, repr=False, compare=False)
     """Functions that split each argument. Created when the plan is first applied, then reused."""
-    shares_mutable_arguments: list[bool] = field(default_factory=list, repr=False, compare=False)
-    """Whether replicas share a mutable argument: empty until computed, then one entry."""
 
     @property
     def parts(self) -> int:
@@ -179,7 +177,7 @@ def _per_sample_tree(readings: Readings) -> dict[Any, Any]:
     """Paths of per-sample lists as nested dictionaries. The entries of such lists do not affect the plan."""
     tree: dict[Any, Any] = {}
     for path, reading in readings.items():
-        if reading == "per_sample":
+        if reading is PerSample:
             level = tree
             for key in path[:-1]:
                 level = level.setdefault(key, {})
@@ -206,7 +204,7 @@ def _signature_of(value: Any, dims: tuple[int, ...], reading: Any = None) -> Any
     if cls is dict:
         return (cls, tuple(value), _child_signatures(value, value.values(), dims, reading))
     if cls is list or cls is tuple:
-        if isinstance(reading, str):
+        if reading is PerSample:
             return (cls, reading, len(value))
         types = tuple(map(type, value))
         if _SCALAR_TYPES.issuperset(types):
@@ -218,7 +216,7 @@ def _signature_of(value: Any, dims: tuple[int, ...], reading: Any = None) -> Any
 def _child_signatures(
     keys: Iterable[Any], children: Iterable[Any], dims: tuple[int, ...], reading: Any
 ) -> tuple[Any, ...]:
-    if not reading or isinstance(reading, str):
+    if not reading or reading is PerSample:
         return tuple([_signature_of(child, dims) for child in children])
     return tuple([_signature_of(child, dims, reading.get(key)) for key, child in zip(keys, children, strict=True)])
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as torch_pytree
@@ -20,6 +21,7 @@ Path = tuple[Any, ...]
 """Keys from the root to a leaf: names, dictionary keys and positions."""
 
 SCALARS = (int, float, complex, bool, str, bytes, type(None))
+NUMBER_TYPES = (int, float, complex, np.generic)
 
 T = TypeVar("T")
 

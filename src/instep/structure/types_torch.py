@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, invert_permutation
 
 from instep.errors import MergeError, StructureError
 from instep.runtime.modes import set_inference_mode
-from instep.structure.types import TensorFn, TypeHandler, add_handler
+from instep.structure.types import TensorFn, TypeHandler, add_handler, handler_for_type
 from instep.structure.types_distributions import DISTRIBUTION
 
 
@@ -332,6 +332,13 @@ def tensor_handler(value: Tensor) -> TypeHandler | None:
     if layout is torch.sparse_coo:
         return SPARSE_COO
     return COMPRESSED_SPARSE if layout in _COMPRESSED_LAYOUTS else None
+
+
+def handler_for(value: Any) -> TypeHandler | None:
+    """The type handler of a value. Dense tensors have none."""
+    cls = type(value)
+    handler = None if cls is Tensor else handler_for_type(cls)
+    return tensor_handler(value) if handler is None and isinstance(value, Tensor) else handler
 
 
 def register_torch_types() -> None:

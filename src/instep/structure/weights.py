@@ -136,7 +136,7 @@ def candidate_weights(
         if first + second:
             yield count, first, second
     for path, value in named_tensors(whole) if criteria else ():
-        if not has_batch_size(value, size) or value.is_floating_point() or value.dtype is torch.bool:
+        if not is_batch_first(value, size) or value.is_floating_point() or value.dtype is torch.bool:
             continue
         for name, criterion in criteria:
             ignore_index, class_weights = _ignored_and_weight(criterion)
@@ -158,7 +158,7 @@ def candidate_counts(inputs: Mapping[str, Any], size: int) -> list[EntryCount]:
     counts: list[EntryCount] = []
     for path, value in named_tensors(inputs):
         name = str(path[-1])
-        if not has_batch_size(value, size):
+        if not is_batch_first(value, size):
             continue
         shifts = (False, True) if value.ndim > 1 else (False,)
         if (name in LABEL_NAMES or name.endswith("_labels")) and not value.is_floating_point():
@@ -168,7 +168,7 @@ def candidate_counts(inputs: Mapping[str, Any], size: int) -> list[EntryCount]:
     return counts
 
 
-def has_batch_size(value: Tensor, size: int) -> bool:
+def is_batch_first(value: Tensor, size: int) -> bool:
     """Whether a tensor is dense and its first dim has this size. Nested tensors have no fixed sizes."""
     return is_dense(value) and value.ndim > 0 and value.shape[0] == size
 
@@ -188,7 +188,7 @@ def find_weight_window(
     shares = [torch.full((batch - num_samples + 1,), first_size / num_samples, dtype=torch.float64)]
     for count in counts:
         value = _get_by_path(count.path, inputs)
-        if not isinstance(value, Tensor) or not has_batch_size(value, batch):
+        if not isinstance(value, Tensor) or not is_batch_first(value, batch):
             return 0
         total = torch.zeros(batch + 1, dtype=torch.float64)
         total[1:] = count.entry_weights(value).reshape(batch, -1).sum(1).cumsum(0)

@@ -15,7 +15,7 @@ from instep.replicas.diff import MISSING
 from instep.replicas.object_graph import Contents, is_numeric_array, read_contents, values_equal
 from instep.replicas.shared_containers import StatePath
 
-PER_SAMPLE, PER_CALL = "one entry a sample", "the same entries whatever the batch"
+PER_SAMPLE, PER_CALL = "one entry per sample", "the same entries whatever the batch"
 
 
 class MergePolicy(Protocol):
@@ -154,7 +154,7 @@ def _kept_suffix_length(old: tuple[Any, ...], items: tuple[Any, ...]) -> int:
 def _merge_appended(
     place: StatePath, start: int, added: Sequence[tuple[Any, ...]], sizes: Sequence[int], judge: MergePolicy
 ) -> list[Any]:
-    """What lists grew by: one entry a sample, or entries that each mean the whole batch."""
+    """What lists grew by: one entry per sample, or entries that each mean the whole batch."""
     path, lengths = str(place), [len(items) for items in added]
     rule, spoken = judge.state_rule(place), judge.output_rule(place.child(start)) is not None
     joined = [item for items in added for item in items]

@@ -34,9 +34,9 @@ from instep.runtime.locks import run_uninterrupted
 from instep.runtime.modes import set_inference_mode
 from instep.structure.merge import Merger
 from instep.structure.merge_rules import find_rule
-from instep.structure.output_placements import Verdicts
 from instep.structure.shapes import has_batch_dim, is_dense
 from instep.structure.tree import map_tensors, tensors_in
+from instep.structure.verdicts import Verdicts
 
 StateWrite = Callable[[], None]
 
@@ -53,7 +53,7 @@ class StateMerger:
     """The rule for state that torch's own layers keep, by its path, where the user gave none and replicas differ; where
     they do not, it is theirs."""
     list_growth: dict[str, str] = field(default_factory=dict)
-    """What lists that grew turned out to be: one entry a sample, or not."""
+    """What lists that grew turned out to be: one entry per sample, or not."""
     mergers: dict[str, Merger] = field(default_factory=dict)
     """By path, what merges a tensor that was left there, and remembers the dim that follows the batch."""
     verdicts: Mapping[str, Verdicts] = field(default_factory=dict)
