@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,50 +14,51 @@ import torch
 from torch import Tensor, nn
 
 from instep.replicas.object_graph import (
+    EMPTY_CELL,
+    MAX_OBJECTS,
     Contents,
-    attribute_storage,
-    extra_attributes,
+    cell_contents,
     is_atomic,
     is_unchanged,
+    mutable_storage,
     read_contents,
+    walk,
     write_contents,
 )
-from instep.structure.tree import SCALARS, attributes_of
+from instep.structure.tree import SCALARS
 
-MAX_OBJECTS = 100_000
-_LEAF_TYPES = (Tensor, nn.Module, types.BuiltinFunctionType)
 # Other threads may use these objects at the same time, so they are not restored.
 _CONCURRENT_MODULES = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading", "torch.utils.data")
 _CONTAINER_TYPES = (list, dict, set, deque)
+_SKIPPED_TYPES = (Tensor, nn.Module, types.BuiltinFunctionType, weakref.ref)
 
 
 class SnapshotTooLarge(Exception):
-    """The module references more than `MAX_OBJECTS` objects."""
+    """The module references `MAX_OBJECTS` objects or more."""
 
 
 class Snapshot:
     """The contents of all objects reachable from the attributes and classes of modules, except tensors."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._visited: dict[int, Any] = {}
         self._containers: list[tuple[Any, Contents]] = []
         """Containers and attribute dictionaries, with their contents."""
         self._cells: list[tuple[types.CellType, Any]] = []
         self._arrays: list[tuple[Any, Any]] = []
         self._generators: list[tuple[torch.Generator, Tensor]] = []
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
-        pending: list[Any] = []
+        roots: list[Any] = []
         for module in modules:
-            self._save_container(module.__dict__)
-            pending.extend(module.__dict__.values())
+            self._containers.append((module.__dict__, read_contents(module.__dict__)))
+            roots.extend(module.__dict__.values())
         for cls in {cls for module in modules for cls in type(module).__mro__}:
             if not cls.__module__.startswith(("torch.", "builtins")):
-                pending.extend(self._functions_of(cls))
-        while pending:
-            pending.extend(self._visit(pending.pop()))
-
-    def _save_container(self, container: Any) -> None:
-        self._containers.append((container, read_contents(container)))
+                roots.extend(self._functions_of(cls))
+        count = 0
+        for count, visit in enumerate(walk((("", root) for root in roots), skip=_is_skipped), start=1):  # noqa: B007
+            self._save(visit.value)
+        if count >= MAX_OBJECTS:
+            raise SnapshotTooLarge("the module references more objects than can be restored")
 
     def _functions_of(self, cls: type) -> list[Any]:
         """The functions and containers of a class, and the global containers that its functions use.
@@ -75,59 +76,16 @@ class Snapshot:
                     self._globals.append((function.__globals__, name, value))
         return [*containers, *functions]
 
-    def _visit(self, item: Any) -> Iterable[Any]:
-        """Save the contents of an object. Returns the objects that it references."""
-        if is_atomic(item) or isinstance(item, _LEAF_TYPES) or id(item) in self._visited:
-            return ()
-        if type(item).__module__.startswith(_CONCURRENT_MODULES):
-            return ()
-        self._visited[id(item)] = item
-        if len(self._visited) > MAX_OBJECTS:
-            raise SnapshotTooLarge("the module references more objects than can be restored")
+    def _save(self, item: Any) -> None:
         if isinstance(item, torch.Generator):
             self._generators.append((item, item.get_state()))
         elif isinstance(item, np.ndarray):
             self._arrays.append((item, item.copy()))
-            return self._visit_attributes(item)
-        elif isinstance(item, (dict, list, set, deque)):
-            self._save_container(item)
-            return (*read_contents(item).keys, *read_contents(item).items, *self._visit_attributes(item))
-        elif isinstance(item, (tuple, frozenset)):
-            return (*item, *self._visit_attributes(item))
         elif isinstance(item, types.FunctionType):
-            return self._visit_function(item)
-        elif isinstance(item, types.MethodType):
-            return (item.__func__, item.__self__)
-        elif isinstance(item, functools.partial):
-            return (item.func, *item.args, *item.keywords.values())
-        else:
-            return self._visit_object(item)
-        return ()
-
-    def _visit_attributes(self, item: Any) -> Iterable[Any]:
-        attributes = extra_attributes(item)
-        if attributes is None:
-            return ()
-        self._save_container(attributes)
-        return attributes.values()
-
-    def _visit_object(self, item: Any) -> Iterable[Any]:
-        storage = attribute_storage(item)
-        if storage is None:
-            return ()
-        self._save_container(storage)
-        return attributes_of(item).values()
-
-    def _visit_function(self, item: types.FunctionType) -> list[Any]:
-        reachable = [item.__defaults__, item.__kwdefaults__, *self._visit_attributes(item)]
-        for cell in item.__closure__ or ():
-            try:
-                content = cell.cell_contents
-            except ValueError:  # empty cell
-                continue
-            self._cells.append((cell, content))
-            reachable.append(content)
-        return reachable
+            cells = [(cell, cell_contents(cell)) for cell in item.__closure__ or ()]
+            self._cells += [(cell, content) for cell, content in cells if content is not EMPTY_CELL]
+        elif (storage := mutable_storage(item)) is not None:
+            self._containers.append((storage, read_contents(storage)))
 
     def restore(self) -> None:
         """Restore everything that has changed."""
@@ -155,6 +113,12 @@ class Snapshot:
     def used_rng(self) -> bool:
         """Whether a generator that the module references has advanced."""
         return any(not torch.equal(generator.get_state(), state) for generator, state in self._generators)
+
+
+def _is_skipped(item: Any) -> bool:
+    if is_atomic(item) or isinstance(item, _SKIPPED_TYPES):
+        return True
+    return type(item).__module__.startswith(_CONCURRENT_MODULES)
 
 
 class RngSnapshot:

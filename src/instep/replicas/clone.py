@@ -10,7 +10,7 @@ import types
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -19,12 +19,15 @@ from torch import Tensor, nn
 
 from instep.errors import StateError
 from instep.replicas.object_graph import (
+    EMPTY_CELL,
     Contents,
     attribute_storage,
+    cell_contents,
     extra_attributes,
     is_atomic,
     is_numeric_array,
     read_contents,
+    walk,
     write_contents,
 )
 from instep.structure.tree import attributes_of, shallow_copy
@@ -33,7 +36,6 @@ TensorMaker = Callable[[Tensor], Tensor]
 GeneratorMaker = Callable[[torch.Generator], torch.Generator]
 
 WEAK_PROXIES: tuple[Any, ...] = (weakref.ProxyType, weakref.CallableProxyType)
-_MAX_VISITS = 200_000
 
 
 class ModuleWrapper(ABC):
@@ -210,10 +212,11 @@ class Cloner:
 
     def _clone_container(self, value: Any) -> Any:
         """A list, set or dictionary, with its attributes if it has any."""
-        made = self._remember(value, _empty_like(value))
+        made = _empty_like(value)
         attributes = extra_attributes(value)
         pairs = [(value, made)] if attributes is None else [(value, made), (attributes, made.__dict__)]
         for source, copy in pairs:
+            self._remember(source, copy)
             contents = read_contents(source)
             self._scope.containers.append((source, contents, copy))
             write_contents(
@@ -232,6 +235,7 @@ class Cloner:
         """Give a copy the attributes that a value has beside its items."""
         attributes = extra_attributes(value)
         if attributes is not None:
+            self._remember(attributes, made.__dict__)
             made.__dict__.update({name: self.clone(item) for name, item in attributes.items()})
             self._scope.containers.append((attributes, read_contents(attributes), made.__dict__))
 
@@ -241,8 +245,8 @@ class Cloner:
         made = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, cells or None)
         self._remember(value, made)
         for cell, old in zip(cells, value.__closure__ or (), strict=True):
-            content = _cell_contents(old)
-            if content is not _EMPTY_CELL:
+            content = cell_contents(old)
+            if content is not EMPTY_CELL:
                 cell.cell_contents = self.clone(content)
         made.__defaults__ = self.clone(value.__defaults__)
         made.__kwdefaults__ = self.clone(value.__kwdefaults__)
@@ -302,44 +306,33 @@ class Cloner:
         return False
 
 
-def reaches_source(value: Any, own: Mapping[int, Any] | None = None, plain: Mapping[int, Any] | None = None) -> bool:
-    """Whether a tensor, a module, or one of `own` can be reached from a value, by another way than through `plain`."""
-    own = own or {}
+def reaches_source(
+    value: Any, private: Mapping[int, Any] | None = None, shareable: Mapping[int, Any] | None = None
+) -> bool:
+    """Whether a value leads to something that each replica has for itself.
 
-    def found(item: Any) -> bool:
-        mine = id(item) in own or id(getattr(item, "__dict__", own)) in own
-        return mine or isinstance(item, (Tensor, nn.Module, torch.Generator)) or is_caller_only(item)
+    That is a tensor, a module, a generator, an object that only the caller may use, or one of the `private` containers.
+    Objects that are `shareable` are known not to. Both are keyed by id.
+    """
+    private, shareable = private or {}, shareable or {}
 
-    return _reaches(value, found, plain or {})
+    def is_replicated(item: Any) -> bool:
+        if isinstance(item, (Tensor, nn.Module, torch.Generator)) or is_caller_only(item):
+            return True
+        return id(item) in private or id(getattr(item, "__dict__", private)) in private
+
+    visits = walk([("", value)], skip=lambda item: is_atomic(item) or id(item) in shareable)
+    return any(is_replicated(visit.value) for visit in visits)
 
 
 def reaches_structure(value: Any) -> bool:
-    """Whether a module or a trainable parameter can be reached from a value."""
-
-    def found(item: Any) -> bool:
-        return isinstance(item, nn.Module) or (isinstance(item, nn.Parameter) and item.requires_grad)
-
-    return not is_atomic(value) and _reaches(value, found, {})
-
-
-def _reaches(value: Any, found: Callable[[Any], bool], plain: Mapping[int, Any]) -> bool:
-    pending, seen = [value], {id(value)}
-    while pending:
-        item = pending.pop()
-        if found(item):
-            return True
-        if isinstance(item, Tensor):
-            continue
-        if len(seen) > _MAX_VISITS:
-            return False
-        for child in _children(item):
-            if id(child) not in seen and id(child) not in plain and not is_atomic(child):
-                seen.add(id(child))
-                pending.append(child)
-    return False
+    """Whether a value leads to a module or a trainable parameter."""
+    return any(
+        isinstance(visit.value, nn.Module) or (isinstance(visit.value, nn.Parameter) and visit.value.requires_grad)
+        for visit in walk([("", value)])
+    )
 
 
-_EMPTY_CELL = object()
 MODULE_REGISTRIES = ("_parameters", "_buffers", "_modules")
 # What a call depends on, of the dictionaries that `nn.Module` keeps for itself.
 REGISTRIES_AND_HOOKS = frozenset(
@@ -358,31 +351,6 @@ _CLONE_METHODS: dict[type, Callable[[Cloner, Any], Any]] = {
     functools.partial: Cloner._clone_partial,
     weakref.ref: Cloner._clone_weakref,
 }
-
-
-def _children(item: Any) -> Iterable[Any]:
-    if isinstance(item, dict):
-        return (*item.keys(), *item.values(), *(extra_attributes(item) or {}).values())
-    if isinstance(item, (list, tuple, set, frozenset, deque)):
-        attributes = extra_attributes(item)
-        return (*item, *attributes.values()) if attributes else item
-    if isinstance(item, types.FunctionType):
-        cells = [_cell_contents(cell) for cell in item.__closure__ or ()]
-        return (*cells, item.__defaults__, item.__kwdefaults__, item.__dict__)
-    if isinstance(item, types.MethodType):
-        return (item.__func__, item.__self__)
-    if isinstance(item, functools.partial):
-        return (item.func, *item.args, *item.keywords.values())
-    if isinstance(item, weakref.ref):
-        return (item(),)
-    return () if isinstance(item, types.BuiltinFunctionType) else attributes_of(item).values()
-
-
-def _cell_contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return _EMPTY_CELL
 
 
 def _empty_like(value: Any) -> Any:

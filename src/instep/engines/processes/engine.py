@@ -372,7 +372,7 @@ def _snapshot_arguments(call: ReplicaCall) -> ArgumentSnapshot | None:
         return None
     args, kwargs = call.arguments[0]
     found = mutable_arguments(args, kwargs, call.mutable_argument_ids)
-    return ArgumentSnapshot([*args, *kwargs.values()], [one.indices for one in found]) if found else None
+    return ArgumentSnapshot([*args, *kwargs.values()], [one.path for one in found]) if found else None
 
 
 def _raise_interruption(error: BaseException | None) -> None:

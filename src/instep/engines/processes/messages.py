@@ -183,8 +183,8 @@ class ForwardRequest(PositionalMessage):
     """This replica's shards of carried state: the submodule's index, the attribute, the shard."""
     tensor_values: dict[int, Tensor] = field(default_factory=dict)
     """Values of module tensors that are not in shared memory, by index."""
-    watched_arguments: list[tuple[int, ...]] = field(default_factory=list)
-    """Locations of the caller's mutable objects among the arguments (see `MutableArgument.indices`)."""
+    watched_arguments: list[tuple[Any, ...]] = field(default_factory=list)
+    """Paths of the caller's mutable objects among the arguments (see `MutableArgument.path`)."""
     argument_generators: list[tuple[Tensor, torch.Generator]] = field(default_factory=list)
     """Generators among the arguments that several replicas receive, each with the caller's state."""
     exclusive_generators: list[torch.Generator] = field(default_factory=list)

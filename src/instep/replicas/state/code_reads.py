@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-_MAX_OBJECTS = 20_000
+from instep.replicas.object_graph import References, cell_contents, walk
 
 
 def code_reads_attribute(modules: Sequence[nn.Module], name: str) -> bool:
@@ -33,36 +33,34 @@ def _is_user_code(value: Any) -> bool:
 
 def _iter_code_objects(values: Iterable[Any]) -> Iterator[types.CodeType]:
     """Code objects of user functions reachable from `values`; runs none of them."""
-    pending, seen = list(values), set[int]()
-    while pending and len(seen) < _MAX_OBJECTS:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
-            pending.append(value.__func__)
-        elif isinstance(value, property):
-            pending += [value.fget, value.fset]
-        elif isinstance(value, functools.partial):
-            pending += [value.func, *value.args]
-        elif type(value) in (list, tuple):
-            pending += [item for item in value if callable(item)]
-        elif type(value) is dict:
-            pending += [item for item in value.values() if callable(item)]
-        elif isinstance(value, type):
-            pending += vars(value).values() if _is_user_code(value) else ()
-        elif isinstance(value, types.FunctionType) and _is_user_code(value):
+    visits = walk((("", value) for value in values), _code_references, skip=lambda _: False)
+    for value in (visit.value for visit in visits):
+        if isinstance(value, types.FunctionType) and _is_user_code(value):
             yield value.__code__
-            pending += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-            globals_read = [value.__globals__.get(name) for name in value.__code__.co_names]
-            pending += [item for item in globals_read if isinstance(item, (type, types.FunctionType))]
 
 
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # an empty cell
-        return False
+def _code_references(value: Any) -> References:
+    """The functions and classes that a value can call."""
+    found: Iterable[Any] = ()
+    if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+        found = (value.__func__,)
+    elif isinstance(value, property):
+        found = (value.fget, value.fset)
+    elif isinstance(value, functools.partial):
+        found = (value.func, *value.args)
+    elif type(value) in (list, tuple):
+        found = filter(callable, value)
+    elif type(value) is dict:
+        found = filter(callable, value.values())
+    elif isinstance(value, type) and _is_user_code(value):
+        found = vars(value).values()
+    elif isinstance(value, types.FunctionType) and _is_user_code(value):
+        globals_read = map(value.__globals__.get, value.__code__.co_names)
+        found = (
+            *map(cell_contents, value.__closure__ or ()),
+            *(item for item in globals_read if isinstance(item, (type, types.FunctionType))),
+        )
+    return (("", item) for item in found)
 
 
 def _code_object_reads(code: types.CodeType, name: str) -> bool:

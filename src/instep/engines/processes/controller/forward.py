@@ -62,7 +62,7 @@ class ReplicaForward:
             python_seed=replica_call.python_seed,
         )
         self._watched = mutable_arguments(args, kwargs, replica_call.mutable_argument_ids)
-        self._request.watched_arguments = [one.indices for one in self._watched]
+        self._request.watched_arguments = [one.path for one in self._watched]
         self._request.serialized = replica_call.rng.serialized
         self._generators = _find_argument_generators(self._request, replica, replica_call.rng.generator_pairs[index])
         self._collectives = CollectiveLog(replica_call.group, replica_call.device_transfer)
@@ -194,7 +194,8 @@ class ReplicaForward:
         return result
 
     def _changed_argument_error(self, path: Path) -> RemoteArgumentError:
-        name = format_path((self._replica_call.argument_names[path[0]], *path[1:]))
+        keys = (key for key in path[1:] if key != "__dict__")
+        name = format_path((self._replica_call.argument_names[path[0]], *keys))
         return RemoteArgumentError(
             f"forward changes argument {name!r} on {self._replica.name}, in a worker process, where it is a copy: the "
             f"caller would not see the change.\n"
