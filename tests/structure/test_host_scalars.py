@@ -4,14 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.structure import host_scalars
 from instep.structure.host_scalars import HostScalars, read_scalars
 from instep.structure.merge import Merger
-from instep.structure.merge_rules import weighted_by
-from instep.structure.placements import Replicate
+from instep.structure.merge_rules import WeightedBy, weighted_by
+from instep.structure.placements import Partial, Replicate
 from instep.structure.verdicts import Undetermined, Verdict
+from instep.structure.weights import CriterionWeight, EntryCount, candidate_weights
 
 
 @pytest.fixture
@@ -83,4 +84,48 @@ def test_weights_are_read_once_for_all_outputs(transfers: list[int]) -> None:
     merged = Merger.from_options({"[ab]": weighted_by("n"), "n": "sum"}).merge(parts, [1, 1])
     torch.testing.assert_close(merged["a"], torch.tensor((2 * 1 + 4 * 3) / 6))
     torch.testing.assert_close(merged["b"], 2 * merged["a"])
+    assert len(transfers) == 1
+
+
+def test_weights_of_all_verdicts_are_read_in_one_transfer(transfers: list[int]) -> None:
+    """A merge with label-weighted, criterion-weighted and constant outputs synchronizes once."""
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 4.0]))
+    verdicts = {("constant",): Verdict(Replicate(), proven=False)}
+    for i in range(3):
+        verdicts[f"valid{i}",] = Verdict(Partial(WeightedBy(EntryCount(("labels",), "valid", False))))
+        verdicts[f"class{i}",] = Verdict(Partial(WeightedBy(CriterionWeight(("labels",), "loss", criterion, False))))
+    merger = Merger()
+    merger.set_verdicts(verdicts)
+    shards = [{"labels": torch.tensor([0, 2, -100])}, {"labels": torch.tensor([1, 1, 1, 2])}]
+    parts = [{path[0]: torch.tensor(value) for path in verdicts} for value in (1.0, 3.0)]
+    parts[1]["constant"] = parts[0]["constant"].clone()
+    merged = merger.merge(parts, [3, 4], shards)
+    assert len(transfers) == 1
+    assert merged["constant"] == 1
+    for i in range(3):
+        torch.testing.assert_close(merged[f"valid{i}"], torch.tensor((2 * 1.0 + 4 * 3.0) / 6))
+        torch.testing.assert_close(merged[f"class{i}"], torch.tensor((5 * 1.0 + 10 * 3.0) / 15))
+
+
+def test_weights_of_replicas_without_an_output_are_read_in_the_same_transfer(transfers: list[int]) -> None:
+    weight = EntryCount(("labels",), "valid", False)
+    merger = Merger()
+    merger.set_verdicts({("a",): Verdict(Partial(WeightedBy(weight))), ("b",): Verdict(Partial(WeightedBy(weight)))})
+    shards = [{"labels": torch.tensor([0, 2])}, {"labels": torch.tensor([-100])}, {"labels": torch.tensor([1])}]
+    parts: list[Any] = [
+        {"a": torch.tensor(float(i)), "b": torch.tensor(float(i)) if i != 1 else None} for i in range(3)
+    ]
+    merged = merger.merge(parts, [2, 1, 1], shards)
+    torch.testing.assert_close(merged["a"], torch.tensor(2 / 3))
+    torch.testing.assert_close(merged["b"], torch.tensor(2 / 3))
+    assert len(transfers) == 1
+
+
+def test_candidate_weights_of_a_trial_are_read_in_one_transfer(transfers: list[int]) -> None:
+    labels = torch.tensor([[0, 2, -100], [1, 1, 1], [1, 0, 2]])
+    inputs = [{"labels": part, "mask": part >= 0} for part in (labels[:1], labels[1:], labels)]
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 4.0]))
+    candidates = candidate_weights(inputs, (1, 2, 3), [("loss", criterion)])
+    assert (EntryCount(("labels",), "valid", False), 2.0, 6.0) in candidates
+    assert (CriterionWeight(("labels",), "loss", criterion, False), 5.0, 13.0) in candidates
     assert len(transfers) == 1

@@ -231,7 +231,8 @@ class Probe:
             return []
         shards = apply_plan(plan, values)
         inputs = tuple([dict(zip(plan.names, shard, strict=True)) for shard in shards])
-        context = MergeContext(plan.sizes, (None,) * plan.parts, inputs)
+        weights = dict.fromkeys(weight for verdict in ambiguous for weight in verdict.weights)
+        context = MergeContext.create(plan.sizes, (None,) * plan.parts, inputs, weights)
         return [
             rule.weight
             for verdict in ambiguous

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from instep.errors import InstepError, MergeError
 from instep.structure.compare import differing_attributes
-from instep.structure.host_scalars import HostScalars
 from instep.structure.infer import contains_tensors, is_sample_tuple, may_hold_batch
 from instep.structure.merge_cache import CachedMerge, CacheMiss, build_cached_merge
 from instep.structure.merge_messages import (
@@ -50,6 +49,7 @@ from instep.structure.tree import NUMBER_TYPES, SCALARS, Node, Path, flatten_one
 from instep.structure.types import TypeHandler, handler_for_type
 from instep.structure.types_torch import handler_for
 from instep.structure.verdicts import Verdicts, check_missing_parts, merge_torch_sizes
+from instep.structure.weights import Weight
 
 
 @dataclass
@@ -75,6 +75,7 @@ class Merger:
         self.path_rules = {pattern: rule for pattern, rule in self.rules.items() if pattern != "*"}
         self.default_rule = self.rules.get("*")
         self._cache: dict[tuple[int, ...], tuple[CachedMerge, dict[Path, str]]] = {}
+        self._weights = _weights_of(self.verdicts)
 
     @classmethod
     def from_options(cls, merge: Any = AUTO, out_dims: Any = AUTO, dim: int = 0) -> Merger:
@@ -105,7 +106,7 @@ class Merger:
                 pass
         self.actions = {}
         merged = _MergePass(self).merge_node(
-            parts, MergeContext(sizes, tuple(parts), tuple(inputs), HostScalars(parts)), (), self.dim_spec, None
+            parts, MergeContext.create(sizes, parts, inputs, self._weights), (), self.dim_spec, None
         )
         if not self.rules and self.dim_spec.is_auto and not self.dim_spec.patterns and len(parts) > 1:
             self._cache_merge(parts, sizes)
@@ -116,6 +117,7 @@ class Merger:
         if verdicts is self.verdicts:
             return
         self.verdicts = verdicts
+        self._weights = _weights_of(verdicts)
         self._cache.clear()
         for path, verdict in verdicts.items():
             self.batch_dims.pop(path, None)
@@ -137,6 +139,11 @@ class Merger:
         self._cache.pop(sizes, None)
         if cached_merge is not None:
             self._cache[sizes] = cached_merge, self.actions
+
+
+def _weights_of(verdicts: Verdicts) -> tuple[Weight, ...]:
+    """All distinct weights that verdicts use."""
+    return tuple(dict.fromkeys(weight for verdict in verdicts.values() for weight in verdict.weights))
 
 
 def _is_auto(rule: Any) -> bool:

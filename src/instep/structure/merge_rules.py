@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -32,14 +32,30 @@ class MergeContext:
     inputs: tuple[Mapping[str, Any], ...] = ()
     scalars: HostScalars = field(default_factory=HostScalars, compare=False)
     """Host values of 0-d tensors, read with one transfer."""
-    weights: dict[int, list[Any]] = field(default_factory=dict, compare=False)
-    """Weights that rules have computed, by the identity of the weight."""
+    weights: dict[Any, list[Any]] = field(default_factory=dict, compare=False)
+    """The total weight of each replica, as a number or a 0-d tensor, for every weight used so far."""
 
-    def select(self, kept: Sequence[int]) -> MergeContext:
+    @classmethod
+    def create(
+        cls,
+        sizes: tuple[int, ...],
+        outputs: Sequence[Any],
+        inputs: Sequence[Mapping[str, Any]],
+        weights: Iterable[Weight] = (),
+    ) -> MergeContext:
+        """A context that transfers the outputs' 0-d tensors and these weights together, when one is first read."""
+        totals = {weight: [weight(**shard) for shard in inputs] for weight in weights} if inputs else {}
+        return cls(sizes, tuple(outputs), tuple(inputs), HostScalars((*outputs, *totals.values())), dict(totals))
+
+    def select(self, indices: Sequence[int]) -> MergeContext:
         """The context of some of the replicas."""
-        inputs = tuple([self.inputs[index] for index in kept]) if self.inputs else ()
-        outputs = tuple([self.outputs[index] for index in kept])
-        return MergeContext(tuple([self.sizes[index] for index in kept]), outputs, inputs, self.scalars)
+
+        def pick(items: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple([items[index] for index in indices])
+
+        weights = {weight: list(pick(totals)) for weight, totals in self.weights.items()}
+        inputs = pick(self.inputs) if self.inputs else ()
+        return MergeContext(pick(self.sizes), pick(self.outputs), inputs, self.scalars, weights)
 
     def are_equal(self, parts: Sequence[Tensor]) -> bool:
         """Whether tensors of one shape are bitwise equal, or all NaN."""
@@ -68,14 +84,13 @@ class WeightedBy:
 
     def weights(self, context: MergeContext, where: str) -> list[Any]:
         """The weight of each replica, as a number on the host."""
-        found = context.weights.get(id(self.weight))
-        if found is None:
-            found = [_sum_entries(value) for value in self._values(context, where)]
-            tensors = [value for value in found if isinstance(value, Tensor)]
-            numbers = iter(context.scalars.read(tensors) if tensors else ())
-            found = [next(numbers) if isinstance(value, Tensor) else value for value in found]
-            context.weights[id(self.weight)] = found
-        return found
+        key = self.weight if isinstance(self.weight, (str, Weight)) else id(self.weight)  # may be unhashable
+        totals = context.weights.get(key)
+        if totals is None:
+            totals = context.weights[key] = [_sum_entries(value) for value in self._values(context, where)]
+        tensors = [total for total in totals if isinstance(total, Tensor)]
+        numbers = iter(context.scalars.read(tensors) if tensors else ())
+        return [next(numbers) if isinstance(total, Tensor) else total for total in totals]
 
     def _values(self, context: MergeContext, where: str) -> list[Any]:
         if not callable(self.weight):

@@ -20,7 +20,7 @@ from instep.structure.placements import Nested, Partial, PerSample, Placement, R
 from instep.structure.shapes import equal_values, format_values, has_batch_dim
 from instep.structure.split import concat_sequences
 from instep.structure.tree import NUMBER_TYPES, Path
-from instep.structure.weights import CriterionWeight, EntryCount
+from instep.structure.weights import CriterionWeight, EntryCount, Weight
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,12 @@ class Verdict:
     def ops(self) -> tuple[MergeRule, ...]:
         """The reductions that fit; empty unless the output is `Partial`."""
         return (self.placement.op, *self.alternatives) if isinstance(self.placement, Partial) else ()
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """The weights that the reductions use."""
+        weights = [op.weight for op in self.ops if isinstance(op, WeightedBy)]
+        return tuple([weight for weight in weights if isinstance(weight, Weight)])
 
     @property
     def is_mean(self) -> bool:
@@ -113,8 +119,7 @@ class Verdict:
     def _reduce(self, parts: Sequence[Any], context: MergeContext, path: Path) -> Any:
         if not self.ops_agree(context):
             why = f"it can be a {self.description}, which differ for this batch"
-            weights = [op.weight for op in self.ops if isinstance(op, WeightedBy)]
-            code = [weight.code for weight in weights if isinstance(weight, EntryCount)]
+            code = [weight.code for weight in self.weights if isinstance(weight, EntryCount)]
             raise cannot_merge(path, parts, why, context.sizes, suggestions=code)
         return apply_rule(self.ops[0], parts, context, path)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.structure.host_scalars import read_scalars
 from instep.structure.shapes import is_dense
 from instep.structure.tree import Path, flatten_one_level, format_path, is_sequence
 
@@ -24,9 +25,10 @@ class Weight(ABC):
 
     path: Path
 
-    def __call__(self, **inputs: Any) -> float:
+    def __call__(self, **inputs: Any) -> Tensor:
+        """The total as a 0-d tensor on the argument's device. Does not synchronize."""
         value = _get_by_path(self.path, inputs)
-        return float(self.entry_weights(value).sum()) if isinstance(value, Tensor) else 0.0
+        return self.entry_weights(value).sum() if isinstance(value, Tensor) else torch.zeros(())
 
     @abstractmethod
     def entry_weights(self, value: Tensor) -> Tensor:
@@ -123,34 +125,40 @@ def _has_same_divisor(left: nn.Module, right: nn.Module) -> bool:
 
 def candidate_weights(
     inputs: Sequence[Mapping[str, Any]], sizes: Sequence[int], criteria: Sequence[tuple[str, nn.Module]]
-) -> Iterator[tuple[Weight, float, float]]:
+) -> list[tuple[Weight, float, float]]:
     """Candidate weights for a mean, other than the number of samples, with the weights of both parts of a trial.
 
     Labels and masks are recognized by name. Any integer argument may be the target of a criterion of the module; it
     is a candidate only if its weights differ from the numbers of samples.
     """
-    whole, size = inputs[2], sizes[2]
-    counts = candidate_counts(whole, size)
-    for count in counts:
-        first, second = count(**inputs[0]), count(**inputs[1])
-        if first + second:
-            yield count, first, second
-    for path, value in named_tensors(whole) if criteria else ():
+    counts = candidate_counts(inputs[2], sizes[2])
+    weights: list[Weight] = [*counts, *_criterion_weights(inputs[2], sizes[2], criteria, counts)]
+    totals = [
+        float(total.real) for total in read_scalars([weight(**shard) for weight in weights for shard in inputs[:2]])
+    ]
+    candidates = []
+    for weight, first, second in zip(weights, totals[::2], totals[1::2], strict=True):
+        total = first + second
+        is_count = isinstance(weight, EntryCount)
+        if total and (is_count or abs(first / total - sizes[0] / sizes[2]) > 1e-9):
+            candidates.append((weight, first, second))
+    return candidates
+
+
+def _criterion_weights(
+    inputs: Mapping[str, Any], size: int, criteria: Sequence[tuple[str, nn.Module]], counts: Sequence[EntryCount]
+) -> Iterator[CriterionWeight]:
+    """Every criterion with every integer argument as its target, except for those that `counts` already has."""
+    valid_counts = {count.path for count in counts if count.test == "valid"}
+    for path, value in named_tensors(inputs) if criteria else ():
         if not is_batch_first(value, size) or value.is_floating_point() or value.dtype is torch.bool:
             continue
         for name, criterion in criteria:
             ignore_index, class_weights = _ignored_and_weight(criterion)
-            if (
-                class_weights is None
-                and ignore_index < 0
-                and any(count.path == path and count.test == "valid" for count in counts)
-            ):
-                continue  # `counts` has the same weight
+            if class_weights is None and ignore_index < 0 and path in valid_counts:
+                continue
             for shifted in (False, True) if value.ndim > 1 else (False,):
-                weight = CriterionWeight(path, name, criterion, shifted)
-                first, second = weight(**inputs[0]), weight(**inputs[1])
-                if first + second and abs(first / (first + second) - sizes[0] / size) > 1e-9:
-                    yield weight, first, second
+                yield CriterionWeight(path, name, criterion, shifted)
 
 
 def candidate_counts(inputs: Mapping[str, Any], size: int) -> list[EntryCount]:
