@@ -220,7 +220,7 @@ def test_a_global_that_forward_changes_in_a_worker(engine: str, writer: str, nam
     exec(WRITERS, script)
     words = [
         f"forward changed the global '{name}' in a worker process, where the script does not see it",
-        "Return what it is for, set it on the module, or write engine='threads'.",
+        "Return the value, set it on the module, or write engine='threads'.",
     ]
     assert_fails(CannotCross, words, Net(script[writer]), torch.randn(5, 3), engine=engine)
 

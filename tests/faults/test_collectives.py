@@ -165,9 +165,9 @@ def test_an_interruption_while_workers_are_asked(wrap: Any, monkeypatch: pytest.
     model(x).sum().backward()
 
     class Interrupted(RetryingRequest[Any]):
-        def send(self, request: Any, same_device: bool) -> None:
+        def send(self, request: Any) -> None:
             if self._index < 2 or moment == "after":
-                super().send(request, same_device)
+                super().send(request)
             if self._index == 2:
                 raise KeyboardInterrupt
 

@@ -188,7 +188,7 @@ def test_a_generator_of_the_module_and_of_the_arguments_is_one() -> None:
     net.noise = torch.Generator()
     with (
         wrap(net, "processes", 3) as model,
-        pytest.raises(instep.EngineError, match="held by the module and passed as an argument"),
+        pytest.raises(instep.EngineError, match="an attribute of the module and also an argument"),
     ):
         model(torch.zeros(6, 3), net.noise)
 

@@ -15,13 +15,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from instep.autograd.context import GRAPH_FREED_MESSAGE, GraphContext
 from instep.errors import BridgeError
+from instep.replicas.replica import GraphContext, RemoteGraph
 from instep.replicas.tensors import GradientGuard, get_grad
 from instep.runtime.rng import ReplicaRng
 from instep.runtime.torch_private import is_batched_gradient, is_graph_retained
 
 Gradients = list[Tensor | None]
+
+GRAPH_FREED_MESSAGE = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
+    "freed). Specify retain_graph=True if you need to backward through the graph a second time."
+)
+"""torch's own message for a freed graph."""
 
 
 class NonLeafInputs(torch.autograd.Function):
@@ -51,15 +57,15 @@ class ReplicaGraph:
     name: str
     """The replica and its device, for error messages."""
     context: GraphContext | None = None
-    remote_call: Any = None
-    """For a replica in another process: the handle by which its backward is requested."""
-    received_gradients: Gradients | None = None
-    """Gradients of the leaves that another process sent, if they are not in the leaves' `.grad`."""
+    remote: RemoteGraph | None = None
+    """The graph itself, if it is in another process."""
 
     def collect_gradients(self) -> Gradients:
         """Return the gradients of the leaves after a backward, and clear them."""
-        received, self.received_gradients = self.received_gradients, None
-        return take_gradients(self.leaves) if received is None else received
+        if self.remote is None or self.remote.received_gradients is None:
+            return take_gradients(self.leaves)
+        received, self.remote.received_gradients = self.remote.received_gradients, None
+        return received
 
 
 class BackwardEngine(Protocol):

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from instep.autograd.bridge import BackwardEngine, CallGraph, ReplicaGraph, VersionTracker, as_non_leaf, bridge
+from instep.autograd.bridge import CallGraph, ReplicaGraph, VersionTracker, as_non_leaf, bridge
 from instep.autograd.graph_walk import find_custom_functions, reachable_leaves
 from instep.autograd.nested_outputs import flatten_outputs, rebuild_output
 from instep.call.shared_arguments import SharedArguments
@@ -194,7 +194,7 @@ class ReplicaDispatch:
         bridged = iter(bridge(graph, *graph.sources, *(shard for inputs in self._inputs for shard in inputs.shards)))
         written_bases = []
         for result, tensors, pairs in zip(results, outputs, written, strict=True):
-            remote = result.remote_call is not None
+            remote = result.remote_graph is not None
             table = {id(tensor): rebuild_output(tensor, bridged, remote=remote) for tensor in tensors}
             _replace_tensors(result, table)
             written_bases += [_write_to_base(shard, table[id(value)]) for shard, value in pairs]
@@ -217,8 +217,8 @@ class ReplicaDispatch:
         used = reachable_leaves([*(tensor for tensors in outputs for tensor in tensors), *tokens])
         for inputs, result in zip(self._inputs, results, strict=True):
             kept = inputs.keep_used(used, result.used_arguments)
-            if result.remote_call is not None:
-                result.remote_call.keep_inputs(kept)
+            if result.remote_graph is not None:
+                result.remote_graph.keep_inputs(kept)
 
     def _call_graph(self, results: Sequence[ReplicaResult], outputs: Sequence[Sequence[Tensor]]) -> CallGraph:
         """What the bridge needs for backward: the replicas' graphs, and the tensors whose versions it checks."""
@@ -227,17 +227,17 @@ class ReplicaDispatch:
             ReplicaGraph(
                 replica_leaves,
                 inputs.leaves,
-                flatten_outputs(tensors, remote=result.remote_call is not None),
+                flatten_outputs(tensors, remote=result.remote_graph is not None),
                 replica.tensors.guard,
                 replica.name,
                 result.context,
-                result.remote_call,
+                result.remote_graph,
             )
             for replica_leaves, inputs, tensors, replica, result in zip(
                 leaves, self._inputs, outputs, self.replicas, results, strict=True
             )
         ]
-        graph = CallGraph(cast(BackwardEngine, self.engine), graphs, sources, self.rng)
+        graph = CallGraph(self.engine, graphs, sources, self.rng)
         for inputs in self._inputs:
             graph.versions.entries += inputs.versions.entries
         for replica, replica_leaves in zip(self.replicas, leaves, strict=True):

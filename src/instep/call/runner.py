@@ -104,7 +104,8 @@ class ParallelRunner:
     def _run(self, call: BoundCall, transaction: Transaction) -> Any:
         plan, serialize = call.plan, False
         while True:  # one pass unless replicas must not run concurrently or share a container
-            replicas = self.replicas.sync()[: plan.parts]
+            synced, local = self.replicas.sync(), self.engine.local_indices(plan.parts)
+            replicas = [synced[index] for index in local]
             if reason := self.one_device.for_module(call.method):
                 return self._on_one_device(call, reason)
             selection = self._select_carried(call, replicas)
@@ -115,9 +116,11 @@ class ParallelRunner:
                 self._probe(call, carried)
             self.batchnorm_patch.warn_once(self.module)
             rng = self._replica_rng(transaction.rng, replicas, serialize)
-            shards = rng.replace_generators(self._place(plan, apply_plan(plan, call.values)))
+            parts = apply_plan(plan, call.values)
+            shards = rng.replace_generators(self._place(plan, [parts[index] for index in local], replicas))
             results, verdict = self._forward(call, replicas, shards, rng, carried)
-            if verdict is ACCEPTED:
+            verdict = self.engine.agree(verdict)
+            if verdict == ACCEPTED:
                 break
             transaction.rollback()
             if verdict.one_device:
@@ -297,12 +300,12 @@ class ParallelRunner:
         for weight, rows in renormed:
             weight.data.copy_(rows)
 
-    def _place(self, plan: SplitPlan, shards: list[list[Any]]) -> list[list[Any]]:
+    def _place(self, plan: SplitPlan, shards: list[list[Any]], replicas: Sequence[Replica]) -> list[list[Any]]:
         """Each replica's arguments on its device; leaves that are there already are not touched."""
         rules = self.options.place
         keep_cpu = has_accelerator_tensors(shards[0]) if any(d.type != "cpu" for d in self.devices) else False
         placed = []
-        for values, replica in zip(shards, self.replicas.replicas, strict=False):
+        for values, replica in zip(shards, replicas, strict=True):
             if replica.accepts_host_arguments(keep_cpu or bool(rules)):
                 placed.append(values)
             else:
@@ -311,7 +314,7 @@ class ParallelRunner:
         return placed
 
     def _place_shard(self, plan: SplitPlan, shard: Sequence[Any]) -> list[Any]:
-        return self._place(plan, [list(shard)])[0]
+        return self._place(plan, [list(shard)], self.replicas.replicas[:1])[0]
 
     def _replica_rng(self, caller: CallerRng, replicas: Sequence[Replica], serialize: bool) -> ReplicaRng:
         """The random streams of the replicas."""

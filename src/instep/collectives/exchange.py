@@ -23,7 +23,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from instep.autograd.context import GRAPH_FREED_MESSAGE
+from instep.autograd.bridge import GRAPH_FREED_MESSAGE
 from instep.collectives.group import ReplicaContext, current_context
 from instep.errors import CollectiveError
 from instep.runtime.torch_private import is_graph_retained

@@ -23,6 +23,14 @@ class Group(Protocol):
     joint_graph: bool
     """Whether the replicas build one autograd graph, so that exchanged tensors keep their history."""
 
+    def enter(self, index: int) -> None:
+        """Begin a replica's part; waits for its turn. Raises if the group is broken."""
+        ...
+
+    def leave(self, index: int, error: BaseException | None = None) -> None:
+        """End a replica's part. Replicas that wait for it fail."""
+        ...
+
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
         """All-gather: send a payload and return every replica's, in order.
 

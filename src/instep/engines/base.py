@@ -1,20 +1,23 @@
-"""The engine protocol, and running one replica's part of a call."""
+"""The engine interface, and running one replica's part of a call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from instep.collectives.group import PeerFailure, ReplicaContext, ReplicaInfo, first_error, use_context
+from instep.autograd.bridge import CallGraph, Gradients
+from instep.collectives.group import Group, PeerFailure, ReplicaContext, ReplicaInfo, first_error, use_context
 from instep.replicas.replica import Replica, ReplicaResult, run_replica
 from instep.replicas.tensors import check_no_inner_backward
 from instep.runtime.ambient import AmbientState
 from instep.runtime.rng import ReplicaRng
+
+VerdictT = TypeVar("VerdictT")
 
 
 @dataclass
@@ -37,69 +40,34 @@ class ReplicaCall:
     """The ids of mutable objects in the caller's arguments, other than tensors."""
     argument_names: Sequence[str] = ()
     """The names of the arguments, positional ones first; for messages."""
-    group: Any = None
-    """The group of the replicas; the engine sets it."""
-    device_transfer: Any = None
-    """How tensors on the caller's accelerator are sent to other processes; set by `engine='processes'`."""
-    python_seed: int | None = None
-    """The seed of Python's and NumPy's generators in other processes; set by `engine='processes'`."""
 
-    def replica_context(self, index: int) -> ReplicaContext | None:
-        """The context of one replica in the group."""
-        if self.group is None:
-            return None
+    @property
+    def replica_names(self) -> list[str]:
+        return [replica.name for replica in self.replicas]
+
+    def replica_context(self, index: int, group: Group) -> ReplicaContext:
+        """The context of one replica in a group."""
         size = self.sizes[index] if self.sizes else None
         info = ReplicaInfo(index, len(self.replicas), self.replicas[index].device, size, sum(self.sizes[:index]))
-        return ReplicaContext(self.group, info, self.sizes, self.ambient.grad_enabled, _run_forward.__code__)
+        return ReplicaContext(group, info, self.sizes, self.ambient.grad_enabled, _run_forward.__code__)
 
 
-class Engine(Protocol):
+class Engine:
     """Runs calls on replicas.
 
     An engine with a `joint_graph` builds the caller's own autograd graph. The graphs of other engines are connected to
-    it by the bridge.
+    it by the bridge. The methods with a body are right for engines whose replicas are in this process.
     """
 
-    name: str
-    joint_graph: bool
-    serialized: bool
+    name = ""
+    joint_graph = False
+    serialized = False
     """Whether replicas always run one after another."""
-    out_of_process: bool
+    out_of_process = False
     """Whether replicas run in other processes, with copies of their arguments."""
 
-    def replica_classes(self) -> Sequence[type[Replica]]:
-        """The class of each replica's object in this process; empty for `Replica`."""
-        ...
-
-    def share_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Move a source module's tensors to memory that its replicas can access."""
-        ...
-
-    def describe_transport(self) -> str:
-        """How tensors are sent to the replicas, for `repr`; empty if they are not sent."""
-        ...
-
-    def forward(self, call: ReplicaCall) -> list[ReplicaResult]: ...
-
-    def wait_idle(self) -> None:
-        """Wait until an interrupted call no longer runs on any replica."""
-        ...
-
-    def add_idle_callback(self, callback: Callable[[], object]) -> None:
-        """Call a function when an interrupted call no longer runs; does nothing if none does."""
-        ...
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Defer the reduction of gradients until the context exits."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class EngineClass(Protocol):
-    """A class of engines, as `engines.select` registers it."""
-
-    def create(self, devices: Sequence[torch.device], *, restarts: int, timeout: float) -> Engine:
+    @classmethod
+    def create(cls, devices: Sequence[torch.device], *, restarts: int, timeout: float) -> Engine:
         """Create an engine.
 
         Args:
@@ -107,27 +75,68 @@ class EngineClass(Protocol):
             restarts: How often worker processes that died are replaced within a minute.
             timeout: Seconds that replicas wait for one that makes no progress.
         """
-        ...
+        raise NotImplementedError
 
-    def shutdown(self) -> None:
+    @classmethod
+    def shutdown(cls) -> None:
         """Release what the engines of this class share in this process."""
-        ...
+
+    def local_indices(self, count: int) -> Sequence[int]:
+        """Which of the `count` replicas of a call are run from this process."""
+        return range(count)
+
+    def agree(self, verdict: VerdictT) -> VerdictT:
+        """The verdict on which all processes that make this call agree. One process decides alone."""
+        return verdict
+
+    def replica_classes(self) -> Sequence[type[Replica]]:
+        """The class of each replica's object in this process; empty for `Replica`."""
+        return ()
+
+    def share_tensors(self, tensors: Iterable[Tensor]) -> None:
+        """Move a source module's tensors to memory that its replicas can access."""
+
+    def describe_transport(self) -> str:
+        """How tensors are sent to the replicas, for `repr`; empty if they are not sent."""
+        return ""
+
+    def forward(self, call: ReplicaCall) -> list[ReplicaResult]:
+        """Run every replica's forward."""
+        raise NotImplementedError
+
+    def backward(
+        self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool
+    ) -> tuple[Gradients, list[Gradients]]:
+        """Run every replica's backward (see `autograd.bridge.BackwardEngine`). Not called for a joint graph."""
+        raise NotImplementedError
+
+    def wait_idle(self) -> None:
+        """Wait until an interrupted call no longer runs on any replica."""
+
+    def add_idle_callback(self, callback: Callable[[], object]) -> None:
+        """Call a function when an interrupted call no longer runs; does nothing if none does."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Defer the reduction of gradients until the context exits."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Release threads and processes."""
 
 
-def run_forward(call: ReplicaCall, index: int) -> ReplicaResult:
+def run_forward(call: ReplicaCall, index: int, group: Group) -> ReplicaResult:
     """Run one replica's part of a call in this thread. An exception is returned in the result."""
-    return call.ambient.context_vars.copy().run(_run_forward, call, index)
+    return call.ambient.context_vars.copy().run(_run_forward, call, index, group)
 
 
-def _run_forward(call: ReplicaCall, index: int) -> ReplicaResult:
+def _run_forward(call: ReplicaCall, index: int, group: Group) -> ReplicaResult:
     replica = call.replicas[index]
     args, kwargs = call.arguments[index]
-    context = call.replica_context(index)
-    error_raised: BaseException | None = None
+    context = call.replica_context(index, group)
+    guard = replica.tensors.guard
+    failure: BaseException | None = None
     try:
-        if call.group is not None:
-            call.group.enter(index)
-        guard = replica.tensors.guard
+        group.enter(index)
         guard.set(True)  # forward may compute gradients of its own
         guard.touched = False
         with call.ambient.enter(replica.device), call.rng.forward_context(index), use_context(context):
@@ -139,25 +148,24 @@ def _run_forward(call: ReplicaCall, index: int) -> ReplicaResult:
         result.context = context
         return result
     except BaseException as error:
-        error_raised = error
+        failure = error
         return ReplicaResult(error=error)
     finally:
-        replica.tensors.guard.set(False)
-        if call.group is not None and context is not None:
-            context.forward_done = True
-            call.group.leave(index, error_raised)
-        error_raised = None  # breaks the cycle with this frame
+        guard.set(False)
+        context.forward_done = True
+        group.leave(index, failure)
+        failure = None  # breaks the cycle with this frame
 
 
 def raise_first_error(replicas: Sequence[Replica | str], results: Sequence[ReplicaResult]) -> None:
     """Raise the first failed replica's exception, with a note that names the replica."""
-    failed = {i: o.error for i, o in enumerate(results) if o.error is not None}
-    if failed:
-        error = first_error(failed)
-        own = [i for i, e in failed.items() if not isinstance(e, PeerFailure)]
-        raise add_replica_note(
-            str(replicas[next(i for i, e in failed.items() if e is error)]), error, max(0, len(own) - 1)
-        )
+    errors = {index: result.error for index, result in enumerate(results) if result.error is not None}
+    if not errors:
+        return
+    error = first_error(errors)
+    index = next(index for index, candidate in errors.items() if candidate is error)
+    causes = [candidate for candidate in errors.values() if not isinstance(candidate, PeerFailure)]
+    raise add_replica_note(str(replicas[index]), error, max(0, len(causes) - 1))
 
 
 def add_replica_note(replica: str, error: BaseException, others: int = 0) -> BaseException:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import inf
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,15 +17,17 @@ from torch import Tensor
 from instep.autograd.bridge import CallGraph, Gradients, ReplicaGraph, outputs_with_gradients, take_gradients
 from instep.autograd.graph_walk import ReachedCollectives, find_reached_collectives, required_collectives
 from instep.collectives.buckets import gather_gradients, reusable_gradients, sum_gradients
-from instep.collectives.group import use_context
-from instep.engines.base import ReplicaCall, add_replica_note, raise_first_error, run_forward
+from instep.collectives.group import Group, ReplicaContext, use_context
+from instep.engines.base import Engine, ReplicaCall, add_replica_note, raise_first_error, run_forward
 from instep.engines.rendezvous import LEFT_BACKWARD, LEFT_FORWARD, Rendezvous, run_serialized
 from instep.engines.thread_pool import ReplicaThreads, is_replica_thread
-from instep.replicas.replica import Replica, ReplicaResult
+from instep.replicas.replica import ReplicaResult
 from instep.runtime.allocator import retain_freed_memory
 from instep.runtime.ambient import AutocastState
 from instep.runtime.locks import ForkSafeLock, run_uninterrupted
 from instep.runtime.torch_private import run_backward, will_accumulate_grad
+
+GroupT = TypeVar("GroupT", bound=Rendezvous)
 
 _PARALLEL_SUM_BYTES = 2**22
 """Gradient bytes per thread below which summing in several threads does not pay."""
@@ -35,10 +37,10 @@ _INTERRUPT_GRACE_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class BackwardTask:
+class BackwardTask(Generic[GroupT]):
     """One replica's task of a backward."""
 
-    group: Rendezvous
+    group: GroupT
     index: int
     graph: CallGraph
     outputs: list[Tensor]
@@ -50,17 +52,19 @@ class BackwardTask:
     autocast: AutocastState
     """Autocast of the thread that called backward."""
 
+    @property
+    def replica(self) -> ReplicaGraph:
+        return self.graph.replicas[self.index]
 
-class ConcurrentEngine:
+
+class ConcurrentEngine(Engine, Generic[GroupT]):
     """Runs each replica from its own thread of this process, with its own autograd graph.
 
     On the CPU, and for replicas in other processes, each thread runs its replica's backward too. Otherwise one backward
     call runs all graphs, and autograd's device threads work concurrently.
     """
 
-    name = ""
-    joint_graph = False
-    serialized = out_of_process = False
+    group_class: type[GroupT]
 
     def __init__(self, devices: Sequence[torch.device], *, timeout: float = inf) -> None:
         self._devices = list(devices)
@@ -75,14 +79,6 @@ class ConcurrentEngine:
         self._deferred: dict[int, tuple[list[Tensor], list[Gradients]]] = {}
         """Gradients that `no_sync` defers, for each list of sources: one list of gradients for each replica."""
 
-    @classmethod
-    def create(cls, devices: Sequence[torch.device], *, restarts: int, timeout: float) -> ConcurrentEngine:  # noqa: ARG003
-        return cls(devices, timeout=timeout)
-
-    @classmethod
-    def shutdown(cls) -> None:
-        """Only threads are shared, which `engines.select.shutdown` stops."""
-
     @property
     def threads(self) -> ReplicaThreads:
         with self._lock:
@@ -91,29 +87,33 @@ class ConcurrentEngine:
                 weakref.finalize(self, self._threads.release_async)
             return self._threads
 
-    def replica_classes(self) -> Sequence[type[Replica]]:
-        return ()
-
-    def share_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Nothing to do: replicas are in this process."""
-
-    def describe_transport(self) -> str:
-        return ""
-
     def forward(self, call: ReplicaCall) -> list[ReplicaResult]:
-        names, rng = [replica.name for replica in call.replicas], call.rng
-        joint_graph = not self._on_cpu and not self.out_of_process
-        call.group = self.make_group(
-            names, LEFT_FORWARD, joint_graph=joint_graph, serialized=rng.serialized, suspend=rng.suspend
+        group = self.forward_group(call)
+        return self.forward_in_threads(call, group, partial(run_forward, call, group=group))
+
+    def forward_group(self, call: ReplicaCall) -> GroupT:
+        """The group of the replicas in a forward."""
+        return self.group_class(
+            call.replica_names,
+            LEFT_FORWARD,
+            joint_graph=not self._on_cpu and not self.out_of_process,
+            serialized=call.rng.serialized,
+            suspend=call.rng.suspend,
+            timeout=self.timeout,
         )
-        tasks = [partial(self.run_forward, call, index) for index in range(len(call.replicas))]
+
+    def forward_in_threads(
+        self, call: ReplicaCall, group: GroupT, run: Callable[[int], ReplicaResult]
+    ) -> list[ReplicaResult]:
+        """Run each replica's forward, given its index, in its thread."""
+        tasks = [partial(run, index) for index in range(len(call.replicas))]
         try:
             results = self.threads.run(
-                tasks, on_interrupt=call.group.abort, grace=_INTERRUPT_GRACE_SECONDS, poll=call.group.check_timeout
+                tasks, on_interrupt=group.abort, grace=_INTERRUPT_GRACE_SECONDS, poll=group.check_timeout
             )
-            call.group.close()
+            group.close()
         except BaseException:
-            run_uninterrupted(call.group.abort, call.group.close)
+            run_uninterrupted(group.abort, group.close)
             raise
         raise_first_error(call.replicas, results)
         return results
@@ -122,13 +122,9 @@ class ConcurrentEngine:
         if self._threads is not None and not is_replica_thread():
             self._threads.wait_idle()
 
-    def add_idle_callback(self, then: Callable[[], object]) -> None:
+    def add_idle_callback(self, callback: Callable[[], object]) -> None:
         if self._threads is not None:
-            self._threads.add_idle_callback(then)
-
-    def run_forward(self, call: ReplicaCall, index: int) -> ReplicaResult:
-        """Run one replica's forward, in its thread."""
-        return run_forward(call, index)
+            self._threads.add_idle_callback(callback)
 
     def backward(
         self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool
@@ -143,7 +139,7 @@ class ConcurrentEngine:
                 if self._in_no_sync and all(will_accumulate_grad(source) for source in graph.sources):
                     self._defer(graph.sources, columns)
                     return [None] * len(graph.sources), inputs
-                return self._sum_gradients(columns), inputs
+                return self._reduce_gradients(columns), inputs
             except BaseException:
                 run_uninterrupted(
                     *(
@@ -162,8 +158,13 @@ class ConcurrentEngine:
         if self._on_cpu or self.out_of_process:  # autograd runs a CPU graph in the calling thread
             needed = self._add_tokens(graph, pairs, retain_graph)
             nested = is_replica_thread()  # the replica threads may be waiting for this one
-            names, serialized = [replica.name for replica in graph.replicas], graph.rng.serialized or nested
-            group = self.make_group(names, LEFT_BACKWARD, serialized=serialized, suspend=graph.rng.suspend)
+            group = self.group_class(
+                [replica.name for replica in graph.replicas],
+                LEFT_BACKWARD,
+                serialized=graph.rng.serialized or nested,
+                suspend=graph.rng.suspend,
+                timeout=self.timeout,
+            )
             autocast = AutocastState.capture()
             tasks = [
                 BackwardTask(group, i, graph, *pair, retain_graph, needed, autocast) for i, pair in enumerate(pairs)
@@ -198,7 +199,7 @@ class ConcurrentEngine:
                 [self.reached_collectives(graph, index, outputs) for index, (outputs, _) in enumerate(pairs)]
             )
         for replica, row, (outputs, grads) in zip(graph.replicas, rows, pairs, strict=True):
-            if replica.remote_call is not None:
+            if replica.remote is not None:
                 continue
             outputs += [row[number] for number in needed]
             grads += [torch.zeros_like(row[number]) for number in needed]
@@ -210,11 +211,7 @@ class ConcurrentEngine:
         """The collectives that one replica's backward from these outputs reaches."""
         return find_reached_collectives(_tokens(graph.replicas[index]), outputs)
 
-    def make_group(self, names: Sequence[str], exit_description: str, **options: Any) -> Rendezvous:
-        """The group of the replicas in a forward or backward."""
-        return Rendezvous(names, exit_description, timeout=self.timeout, **options)
-
-    def backward_replicas(self, tasks: Sequence[BackwardTask], group: Rendezvous) -> None:
+    def backward_replicas(self, tasks: Sequence[BackwardTask[GroupT]], group: GroupT) -> None:
         """Run every replica's backward, each in its thread."""
         self.threads.run(
             [partial(self.backward_replica, task) for task in tasks],
@@ -222,14 +219,18 @@ class ConcurrentEngine:
             first_inline=not self._on_cpu,
         )
 
-    def backward_replica(self, task: BackwardTask) -> None:
+    def backward_replica(self, task: BackwardTask[GroupT]) -> None:
         """Run one replica's backward, in its thread; gradients accumulate in its leaves and inputs."""
-        replica, rng = task.graph.replicas[task.index], task.graph.rng
+        rng = task.graph.rng
         rng_context = rng.backward_context(task.index) if self._on_cpu else rng.joint_backward_context(task.index)
         with task.autocast.enter():
             backward_in_group(
-                task.group, task.index, replica, task.outputs, task.gradients, task.retain_graph, rng_context
+                task.group, task.index, task.replica, task.outputs, task.gradients, task.retain_graph, rng_context
             )
+
+    def _reduce_gradients(self, columns: Sequence[Gradients]) -> Gradients:
+        """Reduce the gradients of a backward to the source's device."""
+        return self._sum_gradients(columns)
 
     def _sum_gradients(self, columns: Sequence[Gradients], into: Collection[int] | None = None) -> Gradients:
         """Sum gradients over replicas on the source's device; large sums use the replica threads.
@@ -306,7 +307,7 @@ def _backward_graphs(
 
 
 def backward_in_group(
-    group: Any,
+    group: Group,
     index: int,
     replica: ReplicaGraph,
     outputs: list[Tensor],
@@ -318,7 +319,8 @@ def backward_in_group(
     failure: BaseException | None = None
     try:
         group.enter(index)
-        with use_context(None if replica.context is None else replica.context.with_group(group)):
+        context = replica.context
+        with use_context(context.with_group(group) if isinstance(context, ReplicaContext) else None):
             _backward_graphs([replica], outputs, grads, retain_graph, rng_context)
     except BaseException as error:
         failure = error

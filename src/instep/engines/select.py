@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from instep.engines.base import Engine, EngineClass
+from instep.engines.base import Engine
 from instep.engines.thread_pool import stop_all_threads
 from instep.errors import CannotCross, EngineError
 from instep.runtime.env import engine_from_env
@@ -85,7 +85,7 @@ def create_engine(
 ) -> Engine:
     """Create the chosen engine. It starts threads or worker processes when it is first used."""
     module, _, name = _registry[choice.name].target.partition(":")
-    engine = cast(EngineClass, getattr(importlib.import_module(module), name))
+    engine = cast(type[Engine], getattr(importlib.import_module(module), name))
     return engine.create(devices, restarts=restarts, timeout=timeout)
 
 
@@ -96,11 +96,11 @@ def shutdown() -> None:
         engine.shutdown()
 
 
-def _imported_engines() -> Iterator[EngineClass]:
+def _imported_engines() -> Iterator[type[Engine]]:
     for registration in _registry.values():
         module, _, name = registration.target.partition(":")
         if module in sys.modules:
-            yield cast(EngineClass, getattr(sys.modules[module], name))
+            yield cast(type[Engine], getattr(sys.modules[module], name))
 
 
 def _check_engine_name(name: str, source: str) -> None:

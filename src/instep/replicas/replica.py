@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -248,6 +248,24 @@ def _raise_on_zero_grad(*_: Any, **__: Any) -> None:
     )
 
 
+class GraphContext(Protocol):
+    """The collectives in which a replica took part (`collectives.group.ReplicaContext`)."""
+
+    tokens: list[Tensor]
+    """One token for each collective through which gradients flow, in order. Backward starts at them too."""
+
+
+class RemoteGraph(Protocol):
+    """The autograd graph of a replica in another process. The engine that runs the replica defines the class."""
+
+    received_gradients: list[Tensor | None] | None
+    """Gradients of the replica's parameters from its last backward, until they are collected."""
+
+    def keep_inputs(self, positions: Sequence[int]) -> None:
+        """Restrict the arguments that need a gradient to those at these positions."""
+        ...
+
+
 @dataclass
 class ReplicaResult:
     """What one replica did in a call."""
@@ -265,10 +283,10 @@ class ReplicaResult:
     """By the id of an argument that a replica of another process wrote to: what it made of it."""
     used_arguments: Collection[int] = ()
     """The ids of arguments that such a replica's outputs come from."""
-    remote_call: Any = None
-    """For a replica of another process: what its backward is asked for by."""
-    context: Any = None
-    """Its place among the replicas of the call, with what they did together (a `Seat`, of a higher floor)."""
+    remote_graph: RemoteGraph | None = None
+    """The graph of a replica in another process, if it recorded one."""
+    context: GraphContext | None = None
+    """The collectives in which the replica took part."""
 
 
 def run_replica(

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from instep.engines.base import ReplicaCall
 from instep.engines.processes.controller.client import WorkerClient
+from instep.engines.processes.controller.nccl_manager import ParameterBroadcast
 from instep.engines.processes.controller.remote_module import RemoteModuleState
 from instep.engines.processes.controller.remote_replica import RemoteReplica
-from instep.engines.processes.controller.rendezvous import CollectiveLog
+from instep.engines.processes.controller.rendezvous import CollectiveLog, ControllerRendezvous
 from instep.engines.processes.controller.replay import ReplayableCall, record_old_values
 from instep.engines.processes.controller.replies import ReplyGenerator
 from instep.engines.processes.lifecycle.watchdog import PendingReply
-from instep.engines.processes.messages import (
-    ForwardReply,
-    ForwardRequest,
-    OutputOnlyReply,
-)
+from instep.engines.processes.messages import ForwardReply, ForwardRequest, OutputOnlyReply
 from instep.engines.processes.serialization.containers import decode_contents
 from instep.engines.processes.serialization.diagnose import check_not_aliased, describe_unnamed, lost_gradient_error
 from instep.engines.processes.serialization.registry import sendable_context
 from instep.engines.processes.transport.channel import reply_rebuilder
+from instep.engines.processes.transport.copy_streams import CallStreams
 from instep.errors import CannotCross, EngineError, RemoteArgumentError
 from instep.replicas.diff import MISSING, STRUCTURE_CHANGED, AttributeChange, Changes, ContainerChange
 from instep.replicas.mutable_arguments import mutable_arguments
@@ -39,146 +37,149 @@ from instep.runtime.warning_filters import CUDNN_WEIGHTS_FILTER
 from instep.structure.tree import Path, format_path
 
 
+@dataclass
+class RemoteCall:
+    """A call whose replicas, except the first, run in workers."""
+
+    call: ReplicaCall
+    group: ControllerRendezvous
+    streams: CallStreams
+    """Orders copies from and to the caller's accelerator."""
+    broadcast: ParameterBroadcast | None = None
+    """The NCCL broadcast of the module's tensors to all workers, if there is one."""
+    python_seed: int | None = None
+    """The seed of Python's and NumPy's generators in the workers."""
+
+
 class ReplicaForward:
     """The forward of one remote replica."""
 
-    def __init__(self, replica_call: ReplicaCall, index: int) -> None:
-        replica: Any = replica_call.replicas[index]
-        self._replica_call, self._index = replica_call, index
-        self._replica: RemoteReplica = replica
+    def __init__(self, remote: RemoteCall, index: int) -> None:
+        call = self._call = remote.call
+        replica = call.replicas[index]
+        assert isinstance(replica, RemoteReplica)
+        self._remote, self._index, self._replica = remote, index, replica
         replica.restore_views()
-        follow, replica.needs_state_refresh = replica_call.sync_state or replica.needs_state_refresh, False
-        lent, replica.carried_state = replica.carried_state, []
-        args, kwargs = deduplicate_views(*replica_call.arguments[index])
-        random = replica_call.rng.caller
-        method = str.__str__(replica_call.method)  # an enum may be a text too, but goes no short way
+        refresh_state, replica.needs_state_refresh = call.sync_state or replica.needs_state_refresh, False
+        carried_state, replica.carried_state = replica.carried_state, []
+        args, kwargs = deduplicate_views(*call.arguments[index])
+        self._watched = mutable_arguments(args, kwargs, call.mutable_argument_ids)
         self._request = ForwardRequest(
-            *(replica.module_id, method, args, index, list(replica_call.sizes), len(replica_call.replicas), follow),
-            *(random.cpu.base_seed, random.accelerator_seed.base_seed),
+            replica.module_id,
+            str.__str__(call.method),  # a plain string: a string enum cannot be sent in the compact format
+            args,
+            index,
+            list(call.sizes),
+            len(call.replicas),
+            refresh_state,
+            call.rng.caller.cpu.base_seed,
+            call.rng.caller.accelerator_seed.base_seed,
             kwargs=kwargs,
-            ambient=_encode_ambient(replica_call.ambient, replica),
+            ambient=_encode_ambient(call.ambient, replica),
             args_on_host=replica.worker_moves_args,
-            carried_state=lent,
-            python_seed=replica_call.python_seed,
+            carried_state=carried_state,
+            watched_arguments=[argument.path for argument in self._watched],
+            serialized=call.rng.serialized,
+            python_seed=remote.python_seed,
         )
-        self._watched = mutable_arguments(args, kwargs, replica_call.mutable_argument_ids)
-        self._request.watched_arguments = [one.path for one in self._watched]
-        self._request.serialized = replica_call.rng.serialized
-        self._generators = _find_argument_generators(self._request, replica, replica_call.rng.generator_pairs[index])
-        self._collectives = CollectiveLog(replica_call.group, replica_call.device_transfer)
+        self._generators = _find_argument_generators(self._request, replica, call.rng.generator_pairs[index])
+        self._collectives = CollectiveLog(remote.group, remote.streams)
         self._module_state: RemoteModuleState
-        self._pending: PendingReply
+        self._client: WorkerClient
+        self._pending: PendingReply | None = None
         self._argument_tensors: list[Tensor]
         self._replayable: ReplayableCall | None = None
 
     @property
     def same_device(self) -> bool:
-        """Whether the worker uses the caller's device."""
         return self._replica.same_device
 
     def send(self, client: WorkerClient) -> PendingReply:
-        replica_call, request = self._replica_call, self._request
-        replica_call.group.stack_providers[self._index] = client.worker.python_stacks
+        remote, request = self._remote, self._request
+        self._client, self._replayable = client, None
+        remote.group.stack_providers[self._index] = client.worker.python_stacks
         module_state = self._module_state = client.sync_module(self._replica)
-        broadcast = replica_call.device_transfer.parameter_broadcast
-        request.sequence_number = (
-            0 if broadcast is None else broadcast.send_to(client, self._replica.module_id, module_state)
-        )
+        request.sequence_number = 0
+        if remote.broadcast is not None:
+            request.sequence_number = remote.broadcast.send_to(client, self._replica.module_id, module_state)
         if not request.sequence_number:
-            request.refresh_state = request.refresh_state or (
-                module_state.is_new and module_state.staging is not None
-            )  # it may have looked there before
-            module_state.refresh_staging(replica_call.device_transfer, request.refresh_state)
+            # A worker that never read the staging copy has to, whether or not the state has changed.
+            first_staging = module_state.is_new and module_state.staging is not None
+            request.refresh_state = request.refresh_state or first_staging
+            module_state.refresh_staging(remote.streams, request.refresh_state)
         request.tensor_values = module_state.unshared_values() if request.refresh_state else {}
         assert request.ambient is not None
-        request.ambient.context_vars = sendable_context(replica_call.ambient.context_vars, client.channel.registry)
+        request.ambient.context_vars = sendable_context(self._call.ambient.context_vars, client.channel.registry)
         request.generator_states = {number: source.get_state() for number, source in enumerate(module_state.generators)}
-        pending, self._argument_tensors = client.send_forward(request)
-        self._pending, self._replayable = pending, None
-        self._collectives.add_failure_check(partial(client.has_failed, pending))
-        return pending
+        self._pending, self._argument_tensors = client.send_forward(request)
+        self._collectives.add_failure_check(partial(client.has_failed, self._pending))
+        return self._pending
 
-    def prepare_replay(self, client: WorkerClient) -> None:
+    def prepare_replay(self) -> None:
         """Do what does not depend on the reply, before waiting for it."""
-        if self._replica_call.ambient.grad_enabled:
-            self._replayable = self._new_replayable(client)
+        if self._call.ambient.grad_enabled and self._pending is not None:
+            self._replayable = self._new_replayable()
 
-    def _new_replayable(self, client: WorkerClient) -> ReplayableCall:
+    def _new_replayable(self) -> ReplayableCall:
         replica = self._replica
-        made_by = (
+        assert self._pending is not None
+        return ReplayableCall(
+            self._pending.request_id,
+            self._client,
+            self._module_state,
             replica.name,
             replica.recreate,
             replica.private_containers,
             replica.source_modules,
             replica.source_changes_ref,
-        )
-        return ReplayableCall(
-            self._pending.request_id,
-            client,
-            self._module_state,
-            *made_by,
             self._request,
             self._collectives,
             self._argument_tensors,
         )
 
-    def receive(
-        self, client: WorkerClient
-    ) -> ReplyGenerator[tuple[WorkerClient, ForwardReply | OutputOnlyReply, list[Tensor]]]:
+    def receive(self, client: WorkerClient) -> ReplyGenerator[tuple[ForwardReply | OutputOnlyReply, list[Tensor]]]:
+        assert self._pending is not None
         try:
             reply = yield from client.receive_reply(self._pending, self._collectives)
         except Exception:
             client.requeue_released(self._request)
-            self._replayable = None  # the traceback leads here
+            self._replayable = None  # the exception's traceback holds this object
             raise
         fields, tensors = client.channel.decode(
             reply, reply_rebuilder(self._argument_tensors, self._module_state.local_tensors)
         )
-        return client, ForwardReply(*fields) if len(fields) > 1 else OutputOnlyReply(*fields), tensors
+        return ForwardReply(*fields) if len(fields) > 1 else OutputOnlyReply(*fields), tensors
 
-    def to_result(
-        self, client: WorkerClient, reply: ForwardReply | OutputOnlyReply, tensors: list[Tensor]
-    ) -> ReplicaResult:
+    def to_result(self, reply: ForwardReply | OutputOnlyReply, tensors: list[Tensor]) -> ReplicaResult:
         """Apply the reply to the remote replica."""
-        replica_call, replica, module_state, request, arguments = (
-            self._replica_call,
-            self._replica,
-            self._module_state,
-            self._request,
-            self._argument_tensors,
-        )
+        replica, module_state = self._replica, self._module_state
         self._collectives.seal()
-        replica.needs_full_sync = replica.needs_full_sync or bool(
-            request.carried_state
-        )  # the worker's replica holds a part, not what the module has
-        result = (
-            self._apply_reply(client, reply) if isinstance(reply, ForwardReply) else ReplicaResult(output=reply.output)
-        )
-        needing = {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
-        if replica_call.ambient.grad_enabled and needing:
-            call = result.remote_call = self._replayable or self._new_replayable(client)
-            call.output_indices, call.input_indices = (
-                needing,
-                _argument_indices(replica_call.grad_inputs[self._index], arguments),
-            )
-            call.output_versions = {number: tensors[number]._version for number in needing.values()}
+        if self._request.carried_state:  # the worker's module has a shard of it, instead of the whole
+            replica.needs_full_sync = True
+        result = self._apply_reply(reply) if isinstance(reply, ForwardReply) else ReplicaResult(output=reply.output)
+        indices = {id(tensor): index for index, tensor in enumerate(tensors) if tensor.requires_grad}
+        if self._call.ambient.grad_enabled and indices:
+            replayable = result.remote_graph = self._replayable or self._new_replayable()
+            replayable.output_indices = indices
+            replayable.output_versions = {index: tensors[index]._version for index in indices.values()}
+            replayable.input_indices = _argument_indices(self._call.grad_inputs[self._index], self._argument_tensors)
             if isinstance(reply, ForwardReply):
-                call.record_versions()  # what was written just now is the call's own
-                call.arguments_changed = bool(reply.written_arguments or reply.exclusive_generator_states)
+                replayable.record_versions()  # the writes so far are those of forward itself
+                replayable.arguments_changed = bool(reply.written_arguments or reply.exclusive_generator_states)
         if isinstance(reply, ForwardReply):
             record_old_values(
                 replica.source_modules[0], [module_state.tensors[number] for number in reply.written_tensors]
             )
         return result
 
-    def _apply_reply(self, client: WorkerClient, reply: ForwardReply) -> ReplicaResult:
+    def _apply_reply(self, reply: ForwardReply) -> ReplicaResult:
         """Apply what the worker's replica changed."""
         arguments = self._argument_tensors
         if reply.written_globals:
-            client.channel.registry.mark_all_unsent()
+            self._client.channel.registry.mark_all_unsent()
             raise CannotCross(
                 f"forward changed the global {reply.written_globals[0]!r} in a worker process, where the script does "
-                f"not see it.\nReturn what it is for, set it on the module, or write engine='threads'."
+                f"not see it.\nReturn the value, set it on the module, or write engine='threads'."
             )
         if reply.changed_arguments:
             raise self._changed_argument_error(self._watched[reply.changed_arguments[0]].path)
@@ -195,7 +196,7 @@ class ReplicaForward:
 
     def _changed_argument_error(self, path: Path) -> RemoteArgumentError:
         keys = (key for key in path[1:] if key != "__dict__")
-        name = format_path((self._replica_call.argument_names[path[0]], *keys))
+        name = format_path((self._call.argument_names[path[0]], *keys))
         return RemoteArgumentError(
             f"forward changes argument {name!r} on {self._replica.name}, in a worker process, where it is a copy: the "
             f"caller would not see the change.\n"
@@ -203,15 +204,15 @@ class ReplicaForward:
         )
 
     def _check_foreign_gradients(self, used: Collection[int]) -> None:
-        """Raise if an output depends on a tensor requiring grad that is not an argument of its own."""
-        inputs = set(map(id, self._replica_call.grad_inputs[self._index])) if used else used
+        """Raise if an output depends on a tensor that requires grad and is only part of an argument object."""
+        inputs = set(map(id, self._call.grad_inputs[self._index])) if used else used
         for tensor in self._argument_tensors:
             if id(tensor) in used and id(tensor) not in inputs:
                 raise lost_gradient_error(describe_unnamed(tensor))
 
     def _record_rng_use(self, reply: ForwardReply) -> None:
         """Mark the generators that the worker used as used."""
-        random = self._replica_call.rng.caller
+        random = self._call.rng.caller
         if reply.host_rng_used:
             random.cpu.streams_used = True
             random.cpu.seed(0)
@@ -219,42 +220,47 @@ class ReplicaForward:
             random.accelerator_seed.streams_used = True
             random.accelerator_seed.seed(0)
         random.cpu.used_remotely = random.cpu.used_remotely or reply.default_rng_used
-        held = [self._module_state.generators[i] for i in reply.module_generators_used]
-        for source in (*held, *(self._generators[i] for i in reply.argument_generators_used)):
-            random.track(source).streams_used = True
+        generators = [self._module_state.generators[i] for i in reply.module_generators_used]
+        generators += [self._generators[i] for i in reply.argument_generators_used]
+        for generator in generators:
+            random.track(generator).streams_used = True
         for i, state in reply.exclusive_generator_states.items():
             self._request.exclusive_generators[i].set_state(state)
 
 
 def _find_argument_generators(
-    request: ForwardRequest, replica: RemoteReplica, held: GeneratorPairs
+    request: ForwardRequest, replica: RemoteReplica, pairs: GeneratorPairs
 ) -> list[torch.Generator]:
-    """Add the generators among the arguments to the request; returns the caller's shared ones."""
-    if not held and all(type(value) is Tensor for value in (*request.args, *request.kwargs.values())):
+    """Add the generators among the arguments to the request; returns the caller's shared ones.
+
+    `pairs` are the caller's generators that several replicas use, each with this replica's own.
+    """
+    values = [*request.args, *request.kwargs.values()]
+    if not pairs and all(type(value) is Tensor for value in values):
         return []
-    of_module = {id(made) for _, made in replica.cloner.generators}
-    given = [pair for pair in held if id(pair[1]) not in of_module]
-    own = {id(made) for _, made in given}
-    loose = {id(g): g for g in generators_in([*request.args, *request.kwargs.values()]) if id(g) not in own}
-    if any(key in of_module for key in loose):
+    module_ids = {id(generator) for _, generator in replica.cloner.generators}
+    shared = [pair for pair in pairs if id(pair[1]) not in module_ids]
+    shared_ids = {id(generator) for _, generator in shared}
+    exclusive = {id(g): g for g in generators_in(values) if id(g) not in shared_ids}
+    if not module_ids.isdisjoint(exclusive):
         raise EngineError(
-            "a torch.Generator is held by the module and passed as an argument: a worker process would have two.\n"
+            "a torch.Generator is an attribute of the module and also an argument: a worker process would have two.\n"
             "Pass another one, or write engine='threads'."
         )
-    request.argument_generators = [(source.get_state(), made) for source, made in given]
-    request.exclusive_generators = list(loose.values())
-    return [source for source, _ in given]
+    request.argument_generators = [(source.get_state(), generator) for source, generator in shared]
+    request.exclusive_generators = list(exclusive.values())
+    return [source for source, _ in shared]
 
 
 def _argument_indices(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int]:
     """The indices of some tensors among the arguments that were sent."""
-    places = {id(tensor): number for number, tensor in enumerate(arguments)}
-    if any(id(tensor) not in places for tensor in tensors):
+    indices = {id(tensor): index for index, tensor in enumerate(arguments)}
+    if any(id(tensor) not in indices for tensor in tensors):
         raise EngineError(
             "an argument that requires grad is not a dense tensor: its gradient cannot be sent between processes.\n"
             "Use DataParallel(..., engine='threads')."
         )
-    return [places[id(tensor)] for tensor in tensors]
+    return [indices[id(tensor)] for tensor in tensors]
 
 
 def _encode_ambient(ambient: AmbientState, replica: RemoteReplica) -> EncodedAmbientState:
@@ -271,34 +277,39 @@ def _apply_state(replica: RemoteReplica, module_state: RemoteModuleState, reply:
     if reply.structure_changed:
         return ReplicaResult(changes=STRUCTURE_CHANGED)
     modules = replica.modules
-    attributes, contents = [], []
-    for index, name, value, buffer in reply.attributes:
+    attributes = []
+    for index, name, value, is_buffer in reply.attributes:
         if isinstance(value, torch.device) and value == replica.worker_device:
             value = replica.device
-        holder = modules[index]._buffers if buffer else modules[index].__dict__
-        attributes.append(AttributeChange(index, name, holder.get(name, MISSING), value, buffer))
+        holder = modules[index]._buffers if is_buffer else modules[index].__dict__
+        attributes.append(AttributeChange(index, name, holder.get(name, MISSING), value, is_buffer))
         holder[name] = value
-    containers = replica.cloner.containers if reply.containers else ()
-    made = {str(replica.container_paths.get(id(source))): made for source, _, made in containers}
-    for place, keys, items in reply.containers:
-        container = made[place]
-        before = read_contents(container)
-        after = decode_contents(before, keys, items)
-        if len(after.items) != len(before.items) or not all(map(is_, after.items, before.items)) or keys != before.keys:
-            contents.append(ContainerChange(container, before, after))
-            write_contents(container, after)
     with torch.no_grad():
-        for source, held in replica.trainable if reply.private_parameters else ():
-            if module_state.tensor_indices.get(id(source)) in reply.private_parameters:
-                held.data.copy_(reply.private_parameters[module_state.tensor_indices[id(source)]])
-    written = replica.write_state(
-        {id(module_state.tensors[number]): value for number, value in reply.written_tensors.items()}
-    )
-    refused = [module_state.tensors[number] for number in reply.written_parameters]
-    replica.needs_full_sync = replica.needs_full_sync or bool(refused)
+        for source, copy in replica.trainable if reply.private_parameters else ():
+            value = reply.private_parameters.get(module_state.tensor_indices.get(id(source), -1))
+            if value is not None:
+                copy.data.copy_(value)
+    written_state = {id(module_state.tensors[number]): value for number, value in reply.written_tensors.items()}
+    written_parameters = [module_state.tensors[number] for number in reply.written_parameters]
+    if written_parameters:
+        replica.needs_full_sync = True
     return ReplicaResult(
         output=reply.output,
-        changes=Changes(False, attributes, contents),
-        written_state=written,
-        written_parameters=refused,
+        changes=Changes(False, attributes, _apply_containers(replica, reply) if reply.containers else []),
+        written_state=replica.write_state(written_state),
+        written_parameters=written_parameters,
     )
+
+
+def _apply_containers(replica: RemoteReplica, reply: ForwardReply) -> list[ContainerChange]:
+    """Write the worker's container changes to the replica's containers; returns those that differ."""
+    copies = {str(replica.container_paths.get(id(source))): copy for source, _, copy in replica.cloner.containers}
+    changes = []
+    for path, keys, items in reply.containers:
+        container = copies[path]
+        before = read_contents(container)
+        after = decode_contents(before, keys, items)
+        if keys != before.keys or len(after.items) != len(before.items) or not all(map(is_, after.items, before.items)):
+            changes.append(ContainerChange(container, before, after))
+            write_contents(container, after)
+    return changes

@@ -92,7 +92,7 @@ class GradientReduction:
         """Run the backward again on a replacement worker."""
         backward = self._backwards[index]
         backward.mark_lost()
-        reply = send_and_wait(self._provider, index, backward, self._streams, backward.same_device)
+        reply = send_and_wait(self._provider, index, backward, self._streams)
         backward.store_gradients(reply, [])  # nothing comes late from a GPU
 
     def _is_current(self, index: int) -> bool:
@@ -104,7 +104,7 @@ class GradientReduction:
 
     def _reduce(self, home: ControllerGroup) -> bool:
         """Reduce the kept gradients, and store each sum as the gradient of the first replica that has one."""
-        kept = {index: backward.kept_by_leaf() for index, backward in sorted(self._backwards.items())}
+        kept = {index: backward.kept_by_position() for index, backward in sorted(self._backwards.items())}
         places = sorted({place for mine in kept.values() for place in mine})
         owners = [self._backwards[next(index for index in kept if place in kept[index])] for place in places]
         leaves = [owner.leaf(place) for owner, place in zip(owners, places, strict=True)]

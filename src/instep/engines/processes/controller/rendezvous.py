@@ -76,9 +76,6 @@ class ControllerRendezvous(rendezvous.Rendezvous):
     reaches a collective itself.
     """
 
-    gradient_reduction: Any = None
-    """The `GradientReduction` of a backward, if its gradients are reduced in a group."""
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.reply_tasks: list[ReplyTask[Any]] = []

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from instep.autograd.bridge import Gradients
 from instep.engines.processes.controller.client import WorkerClient
 from instep.engines.processes.controller.remote_module import RemoteModuleState, versioned_tensors
 from instep.engines.processes.controller.remote_replica import RemoteReplica, register_call, registered_calls
@@ -66,10 +67,8 @@ class ReplayableCall:
     """Collective tokens that each earlier backward has consumed."""
     arguments_changed: bool = False
     """Whether `forward` changed its arguments, so that it cannot be replayed."""
-
-    def keep_inputs(self, places: Sequence[int]) -> None:
-        """Restrict the arguments that need a gradient to those at these positions."""
-        self.input_indices = [self.input_indices[place] for place in places]
+    received_gradients: Gradients | None = None
+    """Gradients of the replica's parameters from the last backward, until they are collected."""
 
     def __post_init__(self) -> None:
         weakref.finalize(self, self.client.released.append, ("call", self.call_id))
@@ -77,6 +76,9 @@ class ReplayableCall:
         self.record_versions()
         self._replica: RemoteReplica | None = None  # held: a worker forgets the module of a stand-in that is gone
         register_call(self.modules[0], self)
+
+    def keep_inputs(self, positions: Sequence[int]) -> None:
+        self.input_indices = [self.input_indices[position] for position in positions]
 
     def record_versions(self) -> None:
         """Record tensor versions: later writes count as after the forward."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Generic, Protocol, TypeVar
 
@@ -21,46 +21,17 @@ from instep.engines.processes.transport.connection import ConnectionClosed
 from instep.engines.processes.transport.copy_streams import CallStreams
 from instep.engines.processes.transport.cuda_ipc import IpcError
 
-
-class ReachabilityRequest:
-    """Asks which collectives a replica's backward from some of its outputs reaches."""
-
-    def __init__(self, call: ReplayableCall, outputs: Sequence[Tensor]) -> None:
-        self._replayable = call
-        self._outputs = outputs
-        self._pending: PendingReply
-
-    def send(self, client: WorkerClient) -> PendingReply:
-        call = self._replayable
-        spent = call.ensure_on(client, self._outputs)
-        self._pending = client.send_reachability(
-            call.call_id, [call.output_indices[id(output)] for output in self._outputs], spent
-        )
-        return self._pending
-
-    def receive(self, client: WorkerClient) -> ReplyGenerator[ReachedCollectives]:
-        found, _ = client.channel.decode((yield from client.receive_reply(self._pending, self._replayable.collectives)))
-        assert isinstance(found, ReachedCollectives)
-        return found
-
-
-class IpcCheck:
-    """Asks whether CUDA IPC works with the worker."""
-
-    def send(self, client: WorkerClient) -> None:
-        """Nothing to send: it was tested when the worker selected its device."""
-
-    def receive(self, client: WorkerClient) -> ReplyGenerator[bool]:
-        yield from ()
-        return client.same_device
-
-
 T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", covariant=True)
 
 
 class Request(Protocol[ReplyT]):
     """A request to a worker."""
+
+    @property
+    def same_device(self) -> bool:
+        """Whether the worker uses the caller's device."""
+        ...
 
     def send(self, client: WorkerClient) -> PendingReply | None:
         """Send it; called again for a replacement worker. None if there will be no reply."""
@@ -71,6 +42,43 @@ class Request(Protocol[ReplyT]):
         ...
 
 
+class ReachabilityRequest:
+    """Asks which collectives a replica's backward from some of its outputs reaches."""
+
+    def __init__(self, call: ReplayableCall, outputs: Sequence[Tensor]) -> None:
+        self._call = call
+        self._outputs = outputs
+        self._pending: PendingReply
+
+    @property
+    def same_device(self) -> bool:
+        return self._call.module_state.same_device
+
+    def send(self, client: WorkerClient) -> PendingReply:
+        consumed = self._call.ensure_on(client, self._outputs)
+        numbers = [self._call.output_indices[id(output)] for output in self._outputs]
+        self._pending = client.send_reachability(self._call.call_id, numbers, consumed)
+        return self._pending
+
+    def receive(self, client: WorkerClient) -> ReplyGenerator[ReachedCollectives]:
+        found, _ = client.channel.decode((yield from client.receive_reply(self._pending, self._call.collectives)))
+        assert isinstance(found, ReachedCollectives)
+        return found
+
+
+class IpcCheck:
+    """Asks whether CUDA IPC works with a worker on the caller's device."""
+
+    same_device = True
+
+    def send(self, client: WorkerClient) -> None:
+        """Nothing to send: it was tested when the worker selected its device."""
+
+    def receive(self, client: WorkerClient) -> ReplyGenerator[bool]:
+        yield from ()
+        return client.same_device
+
+
 class WorkerProvider(Protocol):
     """Provides workers, and replaces those that die or get stuck."""
 
@@ -78,8 +86,8 @@ class WorkerProvider(Protocol):
         """The worker of a replica, and its client."""
         ...
 
-    def prepare_device(self, index: int, client: WorkerClient, streams: CallStreams, near: bool) -> None:
-        """Have a worker select its device, and set up the transfer of tensors."""
+    def prepare_device(self, index: int, client: WorkerClient, streams: CallStreams, same_device: bool) -> None:
+        """Make a worker select its device, and set up the transfer of tensors."""
         ...
 
     def replace_dead(self, index: int, worker: WorkerProcess | None, closed: ConnectionClosed) -> None:
@@ -99,7 +107,6 @@ class RetryingRequest(Generic[T]):
     """A request that is sent again to the replacement if the worker dies."""
 
     _request: Request[T]
-    _same_device: bool
     _client: WorkerClient
 
     def __init__(self, provider: WorkerProvider, index: int, streams: CallStreams) -> None:
@@ -110,9 +117,9 @@ class RetryingRequest(Generic[T]):
         self._pending: PendingReply | None = None
         self._connection_error: ConnectionClosed | None = None
 
-    def send(self, question: Request[T], near: bool) -> None:
-        """Send the request. `same_device` says whether the worker uses the caller's device."""
-        self._request, self._same_device = question, near
+    def send(self, request: Request[T]) -> None:
+        """Send the request."""
+        self._request = request
         self._send()
 
     def _send(self) -> None:
@@ -121,27 +128,22 @@ class RetryingRequest(Generic[T]):
         try:
             self._worker, self._client = self._provider.get_worker(self._index)
             with self._client.lock:
-                last = self._client.last_request_id
+                last_id = self._client.last_request_id
                 try:
                     if self._streams.on_accelerator:
                         self._exclusive.enter_context(self._client.lock)
-                    self._provider.prepare_device(self._index, self._client, self._streams, self._same_device)
+                    self._provider.prepare_device(self._index, self._client, self._streams, self._request.same_device)
                     self._pending = self._request.send(self._client)
-                except BaseException:  # it may have been asked nevertheless
-                    self._client.abandon_since(last)
+                except BaseException:  # the request may have been sent nevertheless
+                    self._client.abandon_since(last_id)
                     raise
-        except ConnectionClosed as gone:  # whoever listens sees to that
-            self._connection_error = gone
+        except ConnectionClosed as error:  # `receive` replaces the worker
+            self._connection_error = error
         except BaseException as error:
             self._exclusive.close()
             if isinstance(error, (ReplyTimeout, StartTimeout)):
                 self._provider.kill_stuck(self._index)
             raise
-
-    def run_if_sent(self, do: Callable[[WorkerClient], None]) -> None:
-        """Do something before waiting for the reply, if the request was sent."""
-        if self._connection_error is None:
-            do(self._client)
 
     def abandon(self) -> None:
         """Ignore the reply."""
@@ -160,11 +162,11 @@ class RetryingRequest(Generic[T]):
                     if self._connection_error is not None:
                         raise self._connection_error
                     return (yield from self._request.receive(self._client))
-                except ConnectionClosed as gone:
-                    self._provider.replace_dead(self._index, self._worker, gone)
-                except IpcError as refused:
-                    self._client.disable_ipc(str(refused))
-                except GroupAborted:  # what it was to get in a group comes otherwise
+                except ConnectionClosed as error:
+                    self._provider.replace_dead(self._index, self._worker, error)
+                except IpcError as error:
+                    self._client.disable_ipc(str(error))
+                except GroupAborted:  # send the same tensors without NCCL
                     self._provider.abort_groups(self._worker)
                 except (ReplyTimeout, StartTimeout):
                     self._provider.kill_stuck(self._index)
@@ -174,8 +176,8 @@ class RetryingRequest(Generic[T]):
                 self._send()
 
 
-def send_and_wait(provider: WorkerProvider, index: int, question: Request[T], streams: CallStreams, near: bool) -> T:
+def send_and_wait(provider: WorkerProvider, index: int, request: Request[T], streams: CallStreams) -> T:
     """Send a request and wait for the reply in this thread."""
     retrying: RetryingRequest[T] = RetryingRequest(provider, index, streams)
-    retrying.send(question, near)
+    retrying.send(request)
     return run_to_end(retrying.receive())

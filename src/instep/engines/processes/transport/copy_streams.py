@@ -64,8 +64,6 @@ class CallStreams:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         """To be made in the caller's thread, when what is to be sent has been queued; the first device is its own."""
         self.device = devices[0]
-        self.parameter_broadcast: Any = None
-        """How the values of the module's tensors come to all workers at once, if they do."""
         self._caller_stream: Any = None
         if self.device.type == "cuda":
             self._caller_stream = torch.cuda.current_stream(self.device)

@@ -255,9 +255,9 @@ class WorkerServer:
             request.refresh_state,
             call_rng.rng,
             request.shard_sizes,
-            group=WorkerRendezvous(self._channel, self._inbox, message.call_id),
         )
-        result = run_forward(call, request.replica_index)
+        group = WorkerRendezvous(self._channel, self._inbox, message.call_id)
+        result = run_forward(call, request.replica_index, group)
         if result.error is not None:
             module.replica_set.restore_containers()
             raise result.error
