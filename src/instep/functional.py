@@ -82,14 +82,14 @@ def replicate(network: nn.Module, devices: Sequence[DeviceLike], detach: bool = 
 
     Gradients of the copies' parameters flow back to the parameters of `network`, unless `detach` is true.
     """
-    copies, home = [], module_device(network)
+    copies, source_device = [], module_device(network)
     for index, spec in enumerate(devices):
         replica = Replica(
             index,
             network,
             resolve_device(spec),
             ParameterSharing.COPY if detach else ParameterSharing.DIFFERENTIABLE_COPY,
-            home=home,
+            source_device=source_device,
         )
         if detach:
             for _, leaf in replica.trainable:

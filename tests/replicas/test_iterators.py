@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import instep
-from instep.replicas.clone import is_library_iterator
+from instep.replicas.caller_only import is_library_iterator
 
 
 def decay() -> Iterator[float]:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import enum
 import functools
-import sys
-import threading
 import types
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from instep.errors import StateError
+from instep.replicas.caller_only import CallerOnly, is_caller_only
 from instep.replicas.object_graph import (
     EMPTY_CELL,
     Contents,
@@ -65,20 +63,27 @@ class Cloner:
 
     def __init__(
         self,
-        tensor: TensorMaker,
-        generator: GeneratorMaker,
-        own: Mapping[int, Any] | None = None,
-        moves: tuple[torch.device, torch.device] | None = None,
-        asked: list[Any] | None = None,
+        clone_tensor: TensorMaker,
+        clone_generator: GeneratorMaker,
+        *,
+        private_containers: Mapping[int, Any] | None = None,
+        device_pair: tuple[torch.device, torch.device] | None = None,
+        caller_only_accesses: list[Any] | None = None,
     ) -> None:
-        self._clone_tensor = tensor
-        self._clone_generator = generator
-        self._private_containers = own or {}
-        """By their ids, containers without tensors that each replica has for itself, because `forward` changes them."""
-        self._device_pair = moves
-        """The source's device and the replica's: a module that remembers the one remembers the other there."""
-        self._caller_only_accesses = [] if asked is None else asked
-        """Iterators of the source that some replica wanted something of."""
+        """
+        Args:
+            clone_tensor: Creates the replica's tensor for a tensor of the source.
+            clone_generator: Creates the replica's generator for a generator of the source.
+            private_containers: By id, containers that are copied although they hold no tensors, because `forward`
+                changes them.
+            device_pair: The source's device and the replica's. Attributes that are the first become the second.
+            caller_only_accesses: Receives the objects that a replica used and only the caller may use.
+        """
+        self._clone_tensor = clone_tensor
+        self._clone_generator = clone_generator
+        self._private_containers = private_containers or {}
+        self._device_pair = device_pair
+        self._caller_only_accesses = [] if caller_only_accesses is None else caller_only_accesses
         self._root_scope = self._scope = CloneScope()
         self._scopes: dict[Any, CloneScope] = {}
         self._shareable: dict[int, Any] = {}
@@ -175,7 +180,7 @@ class Cloner:
         if isinstance(value, nn.Module):
             return self._clone_module(value)
         if is_caller_only(value):
-            return self._remember(value, placeholder_for(value, self._caller_only_accesses))
+            return self._remember(value, CallerOnly(value, self._caller_only_accesses))
         return self._rebuild(value) if self._reaches_source(value) else value
 
     def _remember(self, source: Any, made: Any) -> Any:
@@ -367,114 +372,3 @@ def _empty_like(value: Any) -> Any:
 
 def _rebuild_dict(registry: Any, items: list[tuple[Any, Any]]) -> Any:
     return OrderedDict(items) if isinstance(registry, OrderedDict) else dict(items)
-
-
-_BOUND_METHODS = (types.MethodWrapperType, types.BuiltinMethodType)
-_LIBRARY_ROOTS = ("builtins", "numpy", "torch")
-
-
-def is_library_iterator(value: Any) -> bool:
-    """Whether a value is an iterator of Python's own or of a library's, which nobody can look into, or a method of one
-    (`itertools.count().__next__`). Files are none."""
-    cls: Any = type(value.__self__ if isinstance(value, _BOUND_METHODS) else value)
-    return _is_library_iterator_class(cls)
-
-
-@functools.cache
-def _is_library_iterator_class(cls: Any) -> bool:
-    if not issubclass(cls, Iterator) or hasattr(cls, "write"):
-        return False
-    root = (cls.__module__ or "").partition(".")[0]
-    return root in _LIBRARY_ROOTS or (root in sys.stdlib_module_names and root != "__main__")
-
-
-def is_thread_local(value: Any) -> bool:
-    """Whether a value holds something else for each thread."""
-    return issubclass(type(value), threading.local)
-
-
-class IteratorPlaceholder:
-    """What a replica has in place of an iterator."""
-
-    __slots__ = ("_asked", "_iterator")
-
-    def __init__(self, iterator: Any, asked: list[Any]) -> None:
-        self._iterator = iterator
-        self._asked = asked
-        """Every iterator that some replica has asked for something."""
-
-    def __iter__(self) -> IteratorPlaceholder:
-        return self
-
-    def __next__(self) -> NoReturn:
-        self._refuse()
-
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        self._refuse()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        self._asked.append(self._iterator)
-        raise StateError(
-            f"forward asks an iterator that the module holds ({type(self._iterator).__name__}): it can go on once for "
-            f"each call, and not once for each replica.\n"
-            f"Call next() outside, and give forward the value as an argument."
-        )
-
-
-class ThreadLocalPlaceholder:
-    """What a replica has in place of a `threading.local`; it says that it is of the same class."""
-
-    __slots__ = ("_asked", "_local")
-
-    def __init__(self, local: Any, asked: list[Any]) -> None:
-        object.__setattr__(self, "_local", local)
-        object.__setattr__(self, "_asked", asked)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return type(object.__getattribute__(self, "_local"))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__dict__" and not hasattr(self.__class__, name):
-            raise AttributeError(name)
-        self._refuse()
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        local = object.__getattribute__(self, "_local")
-        object.__getattribute__(self, "_asked").append(local)
-        raise StateError(
-            f"forward uses a {type(local).__name__} that the module holds, in which each thread has values of its own "
-            f"(threading.local): replicas do not see the caller's.\n"
-            f"Keep them as plain attributes of the module: each replica has its own there."
-        )
-
-    __setattr__ = __delattr__ = __call__ = __enter__ = __exit__ = __iter__ = __next__ = _refuse
-    __len__ = __contains__ = __getitem__ = __setitem__ = __delitem__ = _refuse
-
-
-def placeholder_for(value: Any, asked: list[Any]) -> Any:
-    """What a replica has in place of something that only the caller can ask."""
-    return ThreadLocalPlaceholder(value, asked) if is_thread_local(value) else IteratorPlaceholder(value, asked)
-
-
-def is_caller_only(value: Any) -> bool:
-    """Whether only the caller can ask a value: an iterator, or what each thread has its own of."""
-    return is_thread_local(value) or is_library_iterator(value)
-
-
-def caller_only_message(value: Any, name: str) -> str:
-    """Why calls run on one device that ask for such a value, and what to do."""
-    if is_thread_local(value):
-        return (
-            f"forward uses {name!r}, in which each thread has values of its own (threading.local): calls run on one "
-            f"device, in the caller's thread.\nKeep them as plain attributes: each replica has its own."
-        )
-    return (
-        f"forward may draw from the iterator {name!r}, of which there is one for all replicas: calls run on "
-        f"one device.\nDraw from it outside, and set what it gave as an attribute."
-    )

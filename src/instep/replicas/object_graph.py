@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from instep.replicas.caller_only import CallerOnly
 from instep.structure.tree import SCALARS, Path, attributes_of, flatten_one_level, has_slots
 
 MAX_OBJECTS = 100_000
 """The number of objects after which a walk ends."""
 _ATOMIC_TYPES = (type, types.ModuleType, types.CodeType, torch.dtype, torch.device, torch.Size)
-_WALK_LEAVES = (Tensor, nn.Module, types.BuiltinFunctionType)
+_WALK_LEAVES = (Tensor, nn.Module, types.BuiltinFunctionType, CallerOnly)
 
 
 def is_atomic(value: Any) -> bool:

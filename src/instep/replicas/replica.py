@@ -44,22 +44,39 @@ class Replica:
         index: int,
         source: nn.Module,
         device: torch.device,
-        way: ParameterSharing,
+        sharing: ParameterSharing,
         *,
-        home: torch.device | None = None,
+        source_device: torch.device | None = None,
         patch: ModulePatch | None = None,
-        own: Mapping[int, Any] | None = None,
-        apart: Mapping[int, Tensor] | None = None,
-        asked: list[Any] | None = None,
+        private_containers: Mapping[int, Any] | None = None,
+        private_weights: Mapping[int, Tensor] | None = None,
+        caller_only_accesses: list[Any] | None = None,
     ) -> None:
+        """
+        Args:
+            index: The position among the replicas.
+            source: The wrapped module.
+            device: The device of the replica.
+            sharing: How the replica gets the source's trainable tensors.
+            source_device: The device that attributes of the source name, if it is not `device`.
+            patch: Called for each module of the replica.
+            private_containers: By id, containers of the source that each replica has a copy of.
+            private_weights: By id, trainable tensors that are copied whatever `sharing` is.
+            caller_only_accesses: Receives the objects that the replica used and only the caller may use.
+        """
         self.index = index
         self.device = device
         self.name = f"replica {index} on {device}"
-        self.tensors = self.tensors_class(device, way, apart or {}, shared_storage_ptrs(source.modules()))
-        moves = None if home is None or home == device else (home, device)
-        self.cloner = Cloner(self.tensors.create, partial(replica_generator, device=device), own, moves, asked)
+        self.tensors = self.tensors_class(device, sharing, private_weights or {}, shared_storage_ptrs(source.modules()))
+        self.cloner = Cloner(
+            self.tensors.create,
+            partial(replica_generator, device=device),
+            private_containers=private_containers,
+            device_pair=None if source_device in (None, device) else (source_device, device),
+            caller_only_accesses=caller_only_accesses,
+        )
         self.module: nn.Module = self.cloner.clone(source)
-        if way in (ParameterSharing.COPY, ParameterSharing.DIFFERENTIABLE_COPY):
+        if sharing in (ParameterSharing.COPY, ParameterSharing.DIFFERENTIABLE_COPY):
             self._flatten_weights()
         for original, made in self.cloner.modules:
             made.__dict__["zero_grad"] = _raise_on_zero_grad
@@ -69,8 +86,8 @@ class Replica:
         self._versions: list[int] = []
         self._unversioned: set[int] = set()
         """By their ids, copies that `forward` was seen to write without moving a version counter."""
-        self.private_containers: list[str] = []
-        """The places of containers that each replica has for itself because `forward` changes them."""
+        self.private_container_paths: list[str] = []
+        """The paths of the private containers."""
         self.source_changes_ref: Callable[[], Callable[[], Changes | None] | None] = _no_source
         """What says what has changed on the source since its replicas were last ready, as long as that exists."""
         self.container_paths: Mapping[int, Any] = {}

@@ -37,15 +37,15 @@ class ReplicaSet:
         patch: ModulePatch | None = None,
         share_tensors: Callable[[Iterable[Tensor]], None] | None = None,
         replica_classes: Sequence[type[Replica]] = (),
-        home: torch.device | None = None,
+        source_device: torch.device | None = None,
     ) -> None:
-        """`home` is the device that the source remembers, if that is another than the first one."""
+        """`source_device` is the device that attributes of the source name, if it is not the first of `devices`."""
         self.source = source
         self._share_tensors = share_tensors
         """Moves the source's tensors to where its replicas can reach them."""
         self._replica_classes = replica_classes or [Replica] * len(devices)
         self.devices = list(devices)
-        self.home = home or self.devices[0]
+        self._source_device = source_device or self.devices[0]
         near = [
             d == self.devices[0] or kind.is_remote for d, kind in zip(self.devices, self._replica_classes, strict=True)
         ]
@@ -296,17 +296,12 @@ class ReplicaSet:
         first = self.replicas[0]
         modules = first.source_modules
         self.shared_containers = SharedContainers(modules, module_names(self.source, modules), first.cloner)
-        owned = [
-            str(self.shared_containers.paths[key])
-            for key in self._private_containers
-            if key in self.shared_containers.paths
-        ]
+        paths = self.shared_containers.paths
+        private_paths = [str(paths[key]) for key in self._private_containers if key in paths]
         for replica in self.replicas:
-            replica.private_containers, replica.container_paths, replica.source_changes_ref = (
-                owned,
-                self.shared_containers.paths,
-                weakref.WeakMethod(self.source_changes_if_tracked),
-            )
+            replica.private_container_paths = private_paths
+            replica.container_paths = self.shared_containers.paths
+            replica.source_changes_ref = weakref.WeakMethod(self.source_changes_if_tracked)
 
     def _watch_writes(self) -> None:
         pairs = [pair for replica in self.replicas for pair in replica.trainable]
@@ -314,13 +309,18 @@ class ReplicaSet:
             [(source, held) for source, held in pairs if id(source) not in self._private_weights]
         )
 
-    def _create_replica(self, index: int, device: torch.device, way: ParameterSharing) -> Replica:
-        shared: dict[str, Any] = {
-            "own": self._private_containers,
-            "apart": self._private_weights,
-            "asked": self.caller_only_accesses,
-        }
-        return self._replica_classes[index](index, self.source, device, way, home=self.home, patch=self.patch, **shared)
+    def _create_replica(self, index: int, device: torch.device, sharing: ParameterSharing) -> Replica:
+        return self._replica_classes[index](
+            index,
+            self.source,
+            device,
+            sharing,
+            source_device=self._source_device,
+            patch=self.patch,
+            private_containers=self._private_containers,
+            private_weights=self._private_weights,
+            caller_only_accesses=self.caller_only_accesses,
+        )
 
     def _refresh_graph_copies(self) -> None:
         """Replicas that are linked to the source's graph are made anew: their tensors belong to one call."""

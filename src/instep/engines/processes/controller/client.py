@@ -234,7 +234,7 @@ class WorkerClient:
             source,
             replica.source_device,
             replica.sync_batchnorm,
-            replica.private_containers,
+            replica.private_container_paths,
             generators,
         )
         self.channel.send(messages.MODULE, replica.module_id, order, describe, label="the module")

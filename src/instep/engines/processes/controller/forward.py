@@ -129,7 +129,7 @@ class ReplicaForward:
             self._module_state,
             replica.name,
             replica.recreate,
-            replica.private_containers,
+            replica.private_container_paths,
             replica.source_modules,
             replica.source_changes_ref,
             self._request,

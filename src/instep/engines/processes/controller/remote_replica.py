@@ -63,14 +63,14 @@ class RemoteReplica(Replica):
         index: int,
         source: nn.Module,
         device: torch.device,
-        way: ParameterSharing,
+        sharing: ParameterSharing,
         *,
-        home: torch.device,
+        source_device: torch.device,
         **kwargs: Any,
     ) -> None:
         self.worker_device = device
         """The worker's device."""
-        self.source_device = home
+        self.source_device = source_device
         """The source module's device."""
         self.worker_moves_args = False
         """Whether the worker moves the arguments of the next call to its device."""
@@ -89,16 +89,16 @@ class RemoteReplica(Replica):
         """By client: the module state its worker has."""
         self.gradient_memory: SharedMemory | DeviceMemory | None = None
         """The memory that the worker writes gradients to."""
-        self.recreate = partial(type(self), index, source, device, way, home=home, **kwargs)
+        self.recreate = partial(type(self), index, source, device, sharing, source_device=source_device, **kwargs)
         """Creates another remote replica with the same arguments."""
         self.carried_state: list[tuple[int, str, Any]] = []
         """Shards of carried state for the next call: the submodule's index, the attribute, the shard."""
         self._written: list[TensorPair] = []
         # Arguments for another accelerator are put where the source is, from where the worker gets them.
-        near = home if home.type != "cpu" and device.type != "cpu" else device
-        super().__init__(index, source, near, way, home=home, **kwargs)
+        staging = source_device if source_device.type != "cpu" and device.type != "cpu" else device
+        super().__init__(index, source, staging, sharing, source_device=source_device, **kwargs)
         self.name = f"replica {index} on {device}"
-        self.same_device = device == home and device.type != "cpu" and way is ParameterSharing.ALIAS
+        self.same_device = device == source_device and device.type != "cpu" and sharing is ParameterSharing.ALIAS
         """Whether the worker uses the caller's device."""
 
     def accepts_host_arguments(self, chosen: bool) -> bool:

@@ -134,7 +134,7 @@ class ReplayableCall:
             raise self._lost_error("weights" if sources else "arguments" if spoilt else "module")
         with self._restored_module():
             replica = self._replica = self.recreate_replica()
-            replica.private_containers = self.private_containers
+            replica.private_container_paths = self.private_containers
             module_state = client.sync_module(replica)
         state = {
             module_state.tensor_indices[key]: value

@@ -167,7 +167,11 @@ class WorkerModule:
         patch = None if request.sync_batchnorm is None else SyncBatchNormPatch(request.sync_batchnorm)
         self._copy_from_host()
         self.replica_set = ReplicaSet(
-            self.module, [self.device], patch=patch, replica_classes=[_WorkerReplica], home=request.source_device
+            self.module,
+            [self.device],
+            patch=patch,
+            replica_classes=[_WorkerReplica],
+            source_device=request.source_device,
         )
         if request.private_containers:
             self.replica_set.sync()
