@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import instep
+from instep.probe.trial import TrialCall
 
 
 class Conv(nn.Module):
@@ -99,15 +100,15 @@ def one_lookup(make: Callable[[], Any], rounds: int) -> float:
     with instep.DataParallel(net, ["cpu"] * 2) as model:
         for _ in range(20):
             model(*batch)
-        known = model._method("forward")
+        known = model._instep_runner.binding("forward")
         names, values = known.bind(batch, {})
         plan = known.planner.plan(names, values)
-        device, place = torch.device("cpu"), lambda shard: shard
+        call = TrialCall(net, torch.device("cpu"), plan, values, len(batch), lambda shard: shard)
         count = 500
 
         def look() -> None:
             for _ in range(count):
-                known.probe.prepare(net, device, plan, values, len(batch), 0, place)
+                known.probe.prepare(call, 0)
 
         return statistics.median(seconds(look) / count for _ in range(rounds))
 

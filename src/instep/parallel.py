@@ -251,18 +251,14 @@ class DataParallel(Transparent, ModuleWrapper):
         were merged last.
         """
         runner, devices = self._instep_runner, self._instep_devices
-        binding = runner.binding("forward")
-        names, values = binding.bind(args, kwargs)
-        if len(devices) == 1:
-            return explain_one_device(names, values, devices[0])
-        plan = binding.plan(names, values, self._instep_options.cost)
-        trial = ""
-        if binding.probe is not None:
-            record = binding.probe.find_record(plan, values, self._instep_replicas.fingerprint.current)
-            trial = "not tried yet" if record is None else record.summary
-        reason = runner.one_device.explain("forward", plan)
-        one_device = "" if reason is None else reason.name
-        return explain(plan, values, devices, self._described_choice(), binding.merger, trial, one_device)
+        names, values = runner.binding("forward").bind(args, kwargs)
+        if reason := runner.one_device.before():
+            return explain_one_device(names, values, devices[0], reason.name)
+        call = runner.bind("forward", args, kwargs)
+        if reason := runner.known_reason(call):
+            return explain_one_device(names, values, devices[0], reason.name, call.plan.batch_size)
+        merger, trial = call.binding.merger, runner.describe_trial(call)
+        return explain(call.plan, values, devices, self._described_choice(), merger, trial)
 
     def _described_choice(self) -> EngineChoice:
         """The engine and the reason for it, with a description of how tensors reach the replicas."""

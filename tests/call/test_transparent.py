@@ -297,7 +297,7 @@ def test_explain_on_one_device(net: Net) -> None:
     """As it is before and after a call; lists of other lengths than the batch's, and whatever else, are no error."""
     model, x = instep.DataParallel(net, ["cpu"]), torch.randn(4, 3)
     words = """\
-one device: the module runs on cpu, on the whole batch; nothing is split or merged
+the call runs on cpu alone: there is one replica
 inputs:
   x      Tensor [4, 3]  as it is
   scale  float          as it is

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import instep
+from instep.probe.trial import TrialCall
 
 from .helpers import Net, is_probing, probe_of
 
@@ -83,7 +84,7 @@ def test_nobody_notices_a_trial() -> None:
     )
     held = {name: id(value) for name, value in net.__dict__.items()}
     versions = {name: t._version for name, t in net.state_dict(keep_vars=True).items()}
-    known.probe.prepare(net, torch.device("cpu"), plan, values, 2, 0, lambda shard: shard)
+    known.probe.prepare(TrialCall(net, torch.device("cpu"), plan, values, 2, lambda shard: shard), 0)
     assert known.probe.last_record.trials.count == 1
     assert "only shapes" in known.probe.last_record.summary
     assert not fired

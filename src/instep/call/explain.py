@@ -62,22 +62,15 @@ def explain(
     choice: EngineChoice,
     merger: Merger,
     trial: str = "",
-    one_device: str = "",
 ) -> Explanation:
-    """Explain a plan. `one_device` is the reason why the call would run on one device."""
-    if one_device:
-        batch = "the call" if plan.batch_size is None else f"a batch of {plan.batch_size}"
-        heading = f"{batch} runs on {devices[0]} alone: {one_device}"
-    else:
-        shares = ", ".join(f"{size} on {device}" for size, device in zip(plan.sizes, devices, strict=False))
-        heading = f"a batch of {plan.batch_size}: {shares} ({choice.name}: {choice.reason})"
+    """Explain a call that runs on the replicas. `trial` says how the probe tried such calls."""
+    shards = ", ".join(f"{size} on {device}" for size, device in zip(plan.sizes, devices, strict=False))
+    heading = f"a batch of {plan.batch_size}: {shards} ({choice.name}: {choice.reason})"
     rows = [
         row
         for name, value, placement in zip(plan.names, values, plan.placements, strict=True)
         for row in _rows(placement, value, (name,))
     ]
-    if one_device:
-        return Explanation(heading, tuple(rows), (), unmerged=_AS_RETURNED)
     outputs = tuple(
         (format_path(path) or "(output)", _with_verdict(path, action, merger))
         for path, action in merger.actions.items()
@@ -85,11 +78,13 @@ def explain(
     return Explanation(heading, tuple(rows), outputs, trial, unused=tuple(_unused(merger)))
 
 
-def explain_one_device(names: Sequence[str], values: Sequence[Any], device: torch.device) -> Explanation:
-    """Explain a call of a wrapper with one device."""
-    how = "on the whole batch; nothing is split or merged"
+def explain_one_device(
+    names: Sequence[str], values: Sequence[Any], device: torch.device, reason: str, batch_size: int | None = None
+) -> Explanation:
+    """Explain a call that runs on one device."""
+    batch = "the call" if batch_size is None else f"a batch of {batch_size}"
     rows = [row for name, value in zip(names, values, strict=True) for row in _whole_rows(strip_marks(value), (name,))]
-    return Explanation(f"one device: the module runs on {device}, {how}", tuple(rows), (), unmerged=_AS_RETURNED)
+    return Explanation(f"{batch} runs on {device} alone: {reason}", tuple(rows), (), unmerged=_AS_RETURNED)
 
 
 def _with_verdict(path: Path, action: str, merger: Merger) -> str:

@@ -1,13 +1,14 @@
 """Reasons for running a call on one device instead of on the replicas.
 
-Each reason is a row of data: its name, the message that is given once, and whether later calls in the same mode are
-spared the attempt. `ParallelRunner` asks at four points: before the arguments are bound, when the plan is known, when
-the replicas are up to date, and when they have run.
+Each reason is a row of data: its name, its message, and whether it is remembered for later calls in the same mode.
+`ParallelRunner` looks for a reason at four points: before it binds the arguments, when it has the plan, when the
+replicas are synchronized, and when they have run. The methods that look for a reason do not warn: `explain` calls some
+of them too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,10 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from instep.engines.thread_pool import is_replica_thread
+from instep.replicas.object_graph import walk
 from instep.replicas.replica_set import ReplicaSet
-from instep.replicas.user_hooks import UserHook, UserHooks
+from instep.replicas.state.max_norm import is_weight_shared, max_norm_weights
+from instep.replicas.user_hooks import UserHooks
 from instep.runtime.caller_warnings import warn_caller
 from instep.runtime.torch_private import has_thread_local_transform
 from instep.structure.plan import SplitPlan
@@ -27,9 +30,16 @@ class Reason(NamedTuple):
 
     name: str
     message: str = ""
-    """Warned once per wrapper, formatted with the details of the first occurrence; nothing if empty."""
+    """The warning, given once per wrapper; empty for none."""
     remembered: bool = False
     """Whether later calls in the same mode run on one device without trying the replicas first."""
+
+    def format(self, **details: Any) -> Reason:
+        """The reason with these details in its message."""
+        return self._replace(message=self.message.format(**details))
+
+    def without_warning(self) -> Reason:
+        return self._replace(message="")
 
 
 ONE_REPLICA = Reason("there is one replica")
@@ -49,7 +59,7 @@ MAX_NORM_EMBEDDING = Reason(
     "code uses, or may use, the same weight.",
 )
 CARRIED_STATE = Reason(
-    "forward reads state of the previous call",
+    "forward reads, or may read, state of the previous call",
     "calls run on one device because forward reads {path!r}, which it set for the samples of the previous call.\n"
     "If each sample reads only its own entries{hint}: DataParallel(..., state={{{path!r}: 'cat'}}).",
 )
@@ -107,13 +117,13 @@ class OneDevice:
         self._caller_only: dict[CallMode, list[Any]] = {}
         """Objects of the module that a forward used and that replicas cannot share."""
         self._structure_changes = 0
-        self._warned: set[Reason] = set()
+        self._warned: set[str] = set()
 
     def mode(self, method: str) -> CallMode:
         return CallMode(method, self._module.training, torch.is_grad_enabled())
 
     def before(self) -> Reason | None:
-        """A reason that is known before the arguments are looked at."""
+        """A reason that does not depend on the arguments."""
         if len(self._replicas.devices) == 1:
             return ONE_REPLICA
         if is_replica_thread():
@@ -122,17 +132,7 @@ class OneDevice:
             return LAZY_MODULE
         if has_thread_local_transform():
             return FUNC_TRANSFORM
-        return self._check_user_hooks()
-
-    def explain(self, method: str, plan: SplitPlan) -> Reason | None:
-        """The reason that the next call with this plan would have, as far as it is known. Warns about nothing."""
-        if is_replica_thread():
-            return NESTED_CALL
-        if self._is_lazy():
-            return LAZY_MODULE
-        if self._find_user_hook() is not None:
-            return USER_HOOKS
-        return self.for_plan(plan) or self._remembered.get(self.mode(method))
+        return self._find_user_hook()
 
     def for_plan(self, plan: SplitPlan) -> Reason | None:
         """A reason in how the arguments split."""
@@ -141,24 +141,40 @@ class OneDevice:
         return NOT_BATCHED if plan.batch_size is None else BATCH_TOO_SMALL
 
     def for_module(self, method: str) -> Reason | None:
-        """A reason in the module, once the replicas are up to date with it."""
-        replicas, mode = self._replicas, self.mode(method)
-        if replicas.has_shared_max_norm_weight():
-            self.warn(MAX_NORM_EMBEDDING)
+        """A reason in the module or in earlier calls. The replicas are synchronized."""
+        replicas = self._replicas
+        return self._for_module(method, replicas.has_shared_max_norm_weight(), replicas.holds_any)
+
+    def explain(self, method: str, plan: SplitPlan) -> Reason | None:
+        """The same reasons for `explain`. They are read from the module: replicas may be absent or out of date."""
+        modules = list(self._module.modules())
+        shares_weight = is_weight_shared(modules, max_norm_weights(modules))
+        return self.for_plan(plan) or self._for_module(method, shares_weight, self._module_reaches_any)
+
+    def _for_module(
+        self, method: str, shares_max_norm_weight: bool, holds_any: Callable[[Sequence[Any]], bool]
+    ) -> Reason | None:
+        mode = self.mode(method)
+        if shares_max_norm_weight:
             return MAX_NORM_EMBEDDING
-        # Modules that are not registered are known by now.
-        if replicas.generation != self._hook_free_generation and (reason := self._check_user_hooks()):
+        # Replicas show modules that are not registered.
+        if self._replicas.generation != self._hook_free_generation and (reason := self._find_user_hook()):
             return reason
-        if self._caller_only and replicas.holds_any(self._caller_only.get(mode, ())):
-            return CALLER_ONLY_OBJECT
+        if self._caller_only and holds_any(self._caller_only.get(mode, ())):
+            return CALLER_ONLY_OBJECT.without_warning()
         return self._remembered.get(mode)
 
-    def remember(self, reason: Reason, method: str, **details: Any) -> Reason:
-        """Warn about a reason that a forward on the replicas has shown, and remember it where that is due."""
-        self.warn(reason, **details)
+    def _module_reaches_any(self, objects: Sequence[Any]) -> bool:
+        ids, roots = set(map(id, objects)), [("", module.__dict__) for module in self._module.modules()]
+        return bool(ids) and any(id(visit.value) in ids for visit in walk(roots))
+
+    def record(self, reason: Reason, method: str) -> None:
+        """Warn about the reason of a call, once, and remember it if later calls have it too."""
+        if reason.message and reason.name not in self._warned:
+            self._warned.add(reason.name)
+            warn_caller(reason.message)
         if reason.remembered:
             self._remembered[self.mode(method)] = reason
-        return reason
 
     def forget(self, method: str) -> None:
         """Try the replicas again in this mode."""
@@ -169,50 +185,34 @@ class OneDevice:
         used = self._replicas.caller_only_accesses
         if not used:
             return None
-        path, kind = self._replicas.attribute_name(used[0]), type(used[0]).__name__
+        path, type_name = self._replicas.attribute_name(used[0]), type(used[0]).__name__
         self._caller_only.setdefault(self.mode(method), []).extend(used)
         used.clear()
-        return self.remember(CALLER_ONLY_OBJECT, method, path=path, type=kind)
+        return CALLER_ONLY_OBJECT.format(path=path, type=type_name)
 
     def structure_changed(self) -> Reason:
-        """The reason if forward changed its replica's structure. The first change is not warned about."""
+        """The reason if forward changed its replica's structure. The first change gives no warning."""
         self._structure_changes += 1
-        if self._structure_changes > 1:
-            self.warn(STRUCTURE_CHANGED)
-        return STRUCTURE_CHANGED
+        return STRUCTURE_CHANGED if self._structure_changes > 1 else STRUCTURE_CHANGED.without_warning()
 
     def registered_hook(self, method: str, handles: range) -> Reason | None:
         """The reason if the user's forward registered hooks on tensors; such hooks are removed from the replicas."""
         if not handles or not self._whole_batch_hooks:
             return None
         hook = self.user_hooks.remove_tensor_hooks(handles, self.mode(method))
-        return None if hook is None else self.remember(TENSOR_HOOK, method, **hook._asdict())
+        return None if hook is None else TENSOR_HOOK.format(**hook._asdict())
 
-    def retained_grad(self, method: str, retains: bool) -> Reason | None:
-        """The reason if forward asked for the gradient of a tensor that it keeps or returns."""
-        return self.remember(RETAIN_GRAD, method) if retains and self._whole_batch_hooks else None
+    def retained_grad(self, retains: bool) -> Reason | None:
+        """The reason if forward called `retain_grad()` on a tensor that it keeps or returns."""
+        return RETAIN_GRAD if retains and self._whole_batch_hooks else None
 
-    def custom_backward(self, method: str, functions: Sequence[str]) -> Reason:
-        return self.remember(CUSTOM_BACKWARD, method, functions=" or ".join(functions))
-
-    def warn(self, reason: Reason, **details: Any) -> None:
-        """Give the message of a reason once."""
-        if reason.message and reason not in self._warned:
-            self._warned.add(reason)
-            warn_caller(reason.message.format(**details))
-
-    def _find_user_hook(self) -> UserHook | None:
+    def _find_user_hook(self) -> Reason | None:
+        """The reason if the user registered a hook on a module."""
         if not self._whole_batch_hooks:
             return None
-        return self.user_hooks.find(self._replicas.modules, self._replicas.generation)
-
-    def _check_user_hooks(self) -> Reason | None:
-        hook = self._find_user_hook()
+        hook = self.user_hooks.find(self._replicas.modules, self._replicas.generation)
         self._hook_free_generation = self._replicas.generation if hook is None else -1
-        if hook is None:
-            return None
-        self.warn(USER_HOOKS, **hook._asdict())
-        return USER_HOOKS
+        return None if hook is None else USER_HOOKS.format(**hook._asdict())
 
     def _is_lazy(self) -> bool:
         """Whether the module has uninitialized parameters or buffers, which its first call on one device creates."""

@@ -12,7 +12,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from instep.call.dispatch import ReplicaDispatch
-from instep.call.one_device import CARRIED_STATE, CPU_CHECKPOINT_RNG, TENSOR_HOOK, OneDevice, Reason
+from instep.call.one_device import (
+    CARRIED_STATE,
+    CPU_CHECKPOINT_RNG,
+    CUSTOM_BACKWARD,
+    TENSOR_HOOK,
+    OneDevice,
+    Reason,
+)
 from instep.call.options import BoundCall, MethodBinding, Options
 from instep.call.shared_arguments import SharedArguments, has_shared_arguments
 from instep.collectives.sync_batchnorm import SyncBatchNormPatch
@@ -20,6 +27,7 @@ from instep.devices import has_accelerator_tensors, place, to_output_device
 from instep.engines.base import Engine
 from instep.engines.thread_pool import is_replica_thread
 from instep.errors import MergeError, StateError
+from instep.probe.trial import TrialCall
 from instep.replicas.mutable_arguments import mutable_ids
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.replicas.replica_set import ReplicaSet
@@ -80,30 +88,29 @@ class ParallelRunner:
             found = self.methods[method] = MethodBinding(self.module, method, self.options, len(self.devices))
         return found
 
-    def run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What one device would return. A call that fails leaves the module, gradients and RNG as they were."""
-        if self.one_device.before():
-            return self.run_on_one_device(method, args, kwargs)
+    def bind(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
+        """A call with the names of its arguments and its split plan."""
         binding = self.binding(method)
         names, values = binding.bind(args, kwargs)
-        plan = binding.plan(names, values, self.options.cost)
-        if self.one_device.for_plan(plan):
+        return BoundCall(method, binding, binding.plan(names, values, self.options.cost), values, len(args))
+
+    def run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What one device would return. A call that fails leaves the module, gradients and RNG as they were."""
+        if reason := self.one_device.before():
+            self.one_device.record(reason, method)
             return self.run_on_one_device(method, args, kwargs)
-        self._written_argument = None
+        call = self.bind(method, args, kwargs)
+        if self.one_device.for_plan(call.plan):
+            return self.run_on_one_device(method, args, kwargs)
         with self.lock:
             self.engine.wait_idle()
-            transaction = Transaction(self)
-            try:
-                output = self._run(BoundCall(method, binding, plan, values, len(args)), transaction)
-                self.replicas.finish_call()
-                return output
-            except BaseException:  # not a context manager: an interruption could arrive before it is entered
-                transaction.abort()
-                raise
+            self._written_argument = None
+            with Transaction(self) as transaction:
+                return self._run(call, transaction)
 
     def _run(self, call: BoundCall, transaction: Transaction) -> Any:
         plan, serialize = call.plan, False
-        while True:  # one pass unless replicas must not run concurrently or share a container
+        while True:  # one pass, unless replicas must not run concurrently or share a container
             synced, local = self.replicas.sync(), self.engine.local_indices(plan.parts)
             replicas = [synced[index] for index in local]
             if reason := self.one_device.for_module(call.method):
@@ -118,10 +125,12 @@ class ParallelRunner:
             rng = self._replica_rng(transaction.rng, replicas, serialize)
             parts = apply_plan(plan, call.values)
             shards = rng.replace_generators(self._place(plan, [parts[index] for index in local], replicas))
-            results, verdict = self._forward(call, replicas, shards, rng, carried)
+            results, verdict = self._forward(call, replicas, shards, transaction.ambient, rng, carried)
             verdict = self.engine.agree(verdict)
             if verdict == ACCEPTED:
                 break
+            if verdict.one_device:
+                self.one_device.record(verdict.one_device, call.method)  # before the rollback, which may fail
             transaction.rollback()
             if verdict.one_device:
                 return self._on_one_device(call, verdict.one_device)
@@ -132,7 +141,30 @@ class ParallelRunner:
         rng.advance()
         merged = call.binding.finish(self._merge(call, outputs, inputs, carried))
         self._update_state(replicas, results, inputs, plan)
+        self.replicas.finish_call()
         return merged
+
+    def known_reason(self, call: BoundCall) -> Reason | None:
+        """The reason why this call would run on one device, if it is known before the call; for `explain`."""
+        if reason := self.one_device.explain(call.method, call.plan):
+            return reason
+        carried = self.state_merger.carried
+        if not carried.values:
+            return None
+        containers = self.replicas.shared_containers.paths
+        modules = self.replicas.modules or list(self.module.modules())
+        needed = carried.needs_one_device(modules, call.plan.sizes, containers, self._call_key(call))
+        return CARRIED_STATE if needed else None
+
+    def describe_trial(self, call: BoundCall) -> str:
+        """How the probe tried such calls; empty without a probe."""
+        if call.binding.probe is None:
+            return ""
+        record = call.binding.probe.find_record(call.plan, call.values, self.replicas.fingerprint.current)
+        return "not tried yet" if record is None else record.summary
+
+    def _call_key(self, call: BoundCall) -> tuple[int, str]:
+        return self.replicas.fingerprint.current, call.method
 
     def _select_carried(self, call: BoundCall, replicas: Sequence[Replica]) -> CarriedSelection:
         """State of the previous call that forward may read: what can be split like the batch, and what cannot."""
@@ -141,19 +173,18 @@ class ParallelRunner:
             replicas[0].source_modules,
             call.plan.sizes,
             self.replicas.shared_containers.paths,
-            (self.replicas.fingerprint.current, call.method),
+            self._call_key(call),
         )
 
     def _run_with_carried_state(self, call: BoundCall, selection: CarriedSelection) -> Any:
         """Run a call on one device that reads, or may read, state of the previous call that cannot be split."""
-        run = partial(self._on_one_device, call, CARRIED_STATE)
+        run = partial(self._on_one_device, call, CARRIED_STATE.without_warning())
         if selection.one_device:
             return run()
-        call_key = self.replicas.fingerprint.current, call.method
-        output, read = self.state_merger.carried.run_and_detect_reads(selection.unchecked, call_key, run)
+        output, read = self.state_merger.carried.run_and_detect_reads(selection.unchecked, self._call_key(call), run)
         if read:
             hint = ", keep it as an attribute of a module and write" if read[0].container is not None else ""
-            self.one_device.warn(CARRIED_STATE, path=read[0].path, hint=hint)
+            self.one_device.record(CARRIED_STATE.format(path=read[0].path, hint=hint), call.method)
         return output
 
     def _probe(self, call: BoundCall, carried: Sequence[CarriedValue]) -> None:
@@ -161,25 +192,21 @@ class ParallelRunner:
         probe, merger = call.binding.probe, self.state_merger
         if probe is None:
             return
-        merger.verdicts = probe.prepare(
-            self.module,
-            self.devices[0],
-            call.plan,
-            call.values,
-            call.positional,
-            self.replicas.fingerprint.current,
-            partial(self._place_shard, call.plan),
-            carried,
-        )
+        merger.verdicts = probe.prepare(self._trial_call(call, carried), self.replicas.fingerprint.current)
         record = probe.last_record
         merger.unmergeable, merger.sample_dependent = record.unmergeable, record.sample_dependent
         merger.constant = record.constant
+
+    def _trial_call(self, call: BoundCall, carried: Sequence[CarriedValue]) -> TrialCall:
+        place_shard = partial(self._place_shard, call.plan)
+        return TrialCall(self.module, self.devices[0], call.plan, call.values, call.positional, place_shard, carried)
 
     def _forward(
         self,
         call: BoundCall,
         replicas: Sequence[Replica],
         shards: Sequence[Sequence[Any]],
+        ambient: AmbientState,
         rng: ReplicaRng,
         carried: Sequence[CarriedValue],
     ) -> tuple[list[ReplicaResult], Verdict]:
@@ -192,7 +219,7 @@ class ParallelRunner:
             self.engine,
             replicas,
             call.binding.replica_method,
-            AmbientState.capture(self.devices),
+            ambient,
             self.replicas.needs_state_sync,
             rng,
             call.plan.sizes,
@@ -240,39 +267,35 @@ class ParallelRunner:
         reads: int,
     ) -> Reason | None:
         """A reason for one device that only the forward could show."""
-        one_device, method = self.one_device, call.method
         reason = (
-            one_device.caller_only_object(method)  # forward may have caught the exception
-            or one_device.registered_hook(method, dispatch.hook_handles)
-            or one_device.retained_grad(method, dispatch.retains_grad)
+            self.one_device.caller_only_object(call.method)  # forward may have caught the exception
+            or self.one_device.registered_hook(call.method, dispatch.hook_handles)
+            or self.one_device.retained_grad(dispatch.retains_grad)
         )
-        if reason is None and self._joint_on_two_types and drew_on_cpu and rng_state_reads() != reads:
-            reason = one_device.remember(CPU_CHECKPOINT_RNG, method)
-        if reason is None and dispatch.custom_functions and not self._gradients_add_up(call, carried):
-            reason = one_device.custom_backward(method, dispatch.custom_functions)
-        return reason
-
-    def _gradients_add_up(self, call: BoundCall, carried: Sequence[CarriedValue]) -> bool:
-        """Whether the gradients of parts of a batch sum to those of the whole batch."""
-        probe, place_shard = call.binding.probe, partial(self._place_shard, call.plan)
-        return probe is None or probe.gradients_add_up(
-            self.module, self.devices[0], call.plan, call.values, call.positional, place_shard, carried
-        )
+        if reason is not None:
+            return reason
+        if self._joint_on_two_types and drew_on_cpu and rng_state_reads() != reads:
+            return CPU_CHECKPOINT_RNG
+        probe = call.binding.probe
+        if (
+            dispatch.custom_functions
+            and probe is not None
+            and not probe.gradients_add_up(self._trial_call(call, carried))
+        ):
+            return CUSTOM_BACKWARD.format(functions=" or ".join(dispatch.custom_functions))
+        return None
 
     def _merge(
         self, call: BoundCall, outputs: list[Any], inputs: list[dict[str, Any]], carried: Sequence[CarriedValue]
     ) -> Any:
         """One output from the replicas' outputs. Where the probe's verdicts do not fit them, it tries this batch."""
-        probe, plan = call.binding.probe, call.plan
+        probe, merger = call.binding.probe, call.binding.merger
         try:
-            return call.binding.merger.merge(outputs, plan.sizes, inputs)
+            return merger.merge(outputs, call.plan.sizes, inputs)
         except MergeError:
-            device, place_shard = self.devices[0], partial(self._place_shard, plan)
-            if probe is None or not probe.retry(
-                self.module, device, plan, call.values, call.positional, place_shard, carried
-            ):
+            if probe is None or not probe.retry(self._trial_call(call, carried)):
                 raise
-        return call.binding.merger.merge(outputs, plan.sizes, inputs)
+        return merger.merge(outputs, call.plan.sizes, inputs)
 
     def _check_parameter_writes(self, replicas: Sequence[Replica], results: Sequence[ReplicaResult]) -> None:
         """`StateError` for trainable parameters that forward wrote to."""
@@ -332,10 +355,13 @@ class ParallelRunner:
         return used
 
     def _on_one_device(self, call: BoundCall, reason: Reason) -> Any:
+        self.one_device.record(reason, call.method)
         self.replicas.finish_call()
         handles = RemovableHandle.next_id
         output = self.run_on_one_device(call.method, call.args, call.kwargs)
-        if reason is TENSOR_HOOK and RemovableHandle.next_id == handles:  # forward has stopped registering hooks
+        if (
+            reason.name == TENSOR_HOOK.name and RemovableHandle.next_id == handles
+        ):  # forward has stopped registering hooks
             self.one_device.forget(call.method)
         return output
 
@@ -366,12 +392,24 @@ class ParallelRunner:
 
 
 class Transaction:
-    """What a call that is run again, or that fails, has to put back."""
+    """What a call restores if it fails or runs again."""
 
     def __init__(self, runner: ParallelRunner) -> None:
         self._runner = runner
-        self._thread_state = AmbientState.capture()
+        self.ambient = AmbientState.capture(runner.devices)
         self.rng = CallerRng(runner.devices, out_of_process=runner.engine.out_of_process)
+
+    def __enter__(self) -> Transaction:
+        return self
+
+    def __exit__(self, exception_type: object, *_: object) -> None:
+        """Undo a failed call. Replicas that still run after an interruption are undone when they end."""
+        if exception_type is None:
+            return
+        replicas = self._runner.replicas
+        later = replicas.deferred_restore()
+        run_uninterrupted(self.ambient.restore, replicas.restore_containers, replicas.discard, self.rng.restore)
+        self._runner.engine.add_idle_callback(later)
 
     def rollback(self) -> None:
         """Undo a forward on the replicas; `StateError` if it wrote to an argument."""
@@ -379,10 +417,3 @@ class Transaction:
         self._runner.replicas.restore_containers()
         self._runner.replicas.discard()
         self.rng.restore()
-
-    def abort(self) -> None:
-        """Undo a failed call. Replicas that still run after an interruption are undone when they end."""
-        replicas = self._runner.replicas
-        later = replicas.deferred_restore()
-        run_uninterrupted(self._thread_state.restore, replicas.restore_containers, replicas.discard, self.rng.restore)
-        self._runner.engine.add_idle_callback(later)

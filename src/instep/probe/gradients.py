@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from instep.probe.sandbox import Sandbox
 from instep.probe.trial import Trial
@@ -22,9 +22,7 @@ from instep.structure.verdicts import Verdict
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 
-def are_gradients_additive(
-    trial: Trial, source: nn.Module, device: torch.device, verdicts: Mapping[Path, Verdict]
-) -> bool:
+def are_gradients_additive(trial: Trial, verdicts: Mapping[Path, Verdict]) -> bool:
     """Whether the parameter gradients of two parts add up to those of the whole. True if this cannot be tested."""
     sizes = default_part_sizes(trial.batch_size, trial.min_part)
     total = sum(sizes)
@@ -32,7 +30,7 @@ def are_gradients_additive(
     try:
         with probe_context() as incomparable_reasons, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            sandbox = Sandbox(source, device)
+            sandbox = Sandbox(trial.call.module, trial.call.device)
             runs = [
                 sandbox.gradients(trial.method, *arguments, partial(_weighted_sum, verdicts, sample_range, total))
                 for sample_range, arguments in zip(ranges, trial.part_arguments(sandbox, sizes), strict=True)

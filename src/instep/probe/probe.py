@@ -10,19 +10,15 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-import torch
-from torch import nn
-
 from instep.errors import MergeError
 from instep.probe.gradients import are_gradients_additive
 from instep.probe.judge import UserRules
 from instep.probe.record import MAX_FAILED_MERGES, MAX_TRIALS, ProbeRecord, common_record
-from instep.probe.trial import OutputCheck, PlaceFunction, Trial
-from instep.replicas.state.carried import CarriedValue
+from instep.probe.trial import OutputCheck, Trial, TrialCall
 from instep.structure.merge import Merger
 from instep.structure.merge_messages import loss_not_additive
 from instep.structure.merge_rules import MergeContext, WeightedBy
-from instep.structure.placements import Nested, Placement, PreSplit, Replicate, contains_placement
+from instep.structure.placements import Nested, Placement, Replicate, contains_placement
 from instep.structure.plan import SplitPlan
 from instep.structure.split import apply_plan
 from instep.structure.tree import SCALARS, flatten_one_level, structure_key
@@ -43,7 +39,7 @@ class Probe:
         self,
         method: str,
         merger: Merger,
-        least: int = 1,
+        min_part: int = 1,
         *,
         additive_output: str | None = None,
         check: OutputCheck | None = None,
@@ -53,7 +49,7 @@ class Probe:
         """Validates the outputs of a trial, where the caller knows more about them (`with_loss`)."""
         self.additive_output = additive_output
         """The output that has to be the sum of the parts' outputs, if the caller knows it."""
-        self.min_part = least
+        self.min_part = min_part
         self.merger = merger
         self.user_rules = UserRules(merger.path_rules, merger.default_rule, merger.dim_spec)
         self.last_record = ProbeRecord(summary="not tried yet")
@@ -62,39 +58,24 @@ class Probe:
         self._by_plan: dict[Any, tuple[SplitPlan, ProbeRecord]] = {}
         self._plain_by_plan: dict[int, tuple[SplitPlan, list[bool]]] = {}
 
-    def prepare(
-        self,
-        source: nn.Module,
-        device: torch.device,
-        plan: SplitPlan,
-        values: Sequence[Any],
-        positional: int,
-        kind: int,
-        place: PlaceFunction,
-        carried: Sequence[CarriedValue] = (),
-    ) -> dict[str, Verdicts]:
+    def prepare(self, call: TrialCall, kind: int) -> dict[str, Verdicts]:
         """Run a trial if one is due, and give the merger the verdicts for this call.
 
         `kind` is the fingerprint of the module's modes and settings. Returns the verdicts for attributes that `forward`
         assigns. Raises `MergeError` for outputs that no rule explains.
         """
-        record = self._find_or_add_record(plan, values, kind)
+        record = self._find_or_add_record(call.plan, call.values, kind)
         if record.error:
             raise MergeError(record.error)
         record.count_call()
         trial_due, check_due = record.trials.is_due, record.integer_checks.is_due
-        weights = [] if trial_due else self._ambiguous_weights(record, plan, values)
+        weights = [] if trial_due else self._ambiguous_weights(record, call.plan, call.values)
         if trial_due or weights or check_due:
-            trial = Trial(
-                self.method, self.user_rules, plan, values, positional, place, self.min_part, carried, self.check
-            )
-            try:
-                if trial_due or weights or trial.has_untested_traits(record):
-                    trial.run(source, device, record, weights)
-                    if check_due and not trial_due:
-                        record.integer_checks.record()
-            except MergeError as error:
-                raise self._user_error(error, trial) from error
+            trial = self._trial(call)
+            if trial_due or weights or trial.has_untested_traits(record):
+                self._run_trial(trial, record, weights)
+                if check_due and not trial_due:
+                    record.integer_checks.record()
             record.schedule_check()
         if self.additive_output is not None and _is_proven_not_sum(record.outputs.get((self.additive_output,))):
             raise loss_not_additive()
@@ -102,16 +83,7 @@ class Probe:
         self.merger.set_verdicts(record.outputs)
         return record.attributes
 
-    def retry(
-        self,
-        source: nn.Module,
-        device: torch.device,
-        plan: SplitPlan,
-        values: Sequence[Any],
-        positional: int,
-        place: PlaceFunction,
-        carried: Sequence[CarriedValue] = (),
-    ) -> bool:
+    def retry(self, call: TrialCall) -> bool:
         """Probe the last call again because its outputs did not fit the verdicts; returns whether these changed.
 
         For example, selected rows look like a batch dimension if the samples tried had all their rows selected.
@@ -122,35 +94,28 @@ class Probe:
         record.failed_merges += 1
         before = record.outputs
         record.outputs = {path: verdict for path, verdict in before.items() if verdict.ops}
-        trial = Trial(self.method, self.user_rules, plan, values, positional, place, self.min_part, carried, self.check)
-        trial.use_large_parts = True
         try:
-            trial.run(source, device, record, ())
-        except MergeError as error:
-            raise self._user_error(error, trial) from error
+            self._run_trial(self._trial(call, use_large_parts=True), record)
         finally:
             record.outputs = {**before, **record.outputs}
         self.merger.set_verdicts(record.outputs)
         return record.outputs != before
 
-    def _user_error(self, error: MergeError, trial: Trial) -> MergeError:
-        return error if self.additive_output is None or error is trial.check_error else loss_not_additive()
-
-    def gradients_add_up(
-        self,
-        source: nn.Module,
-        device: torch.device,
-        plan: SplitPlan,
-        values: Sequence[Any],
-        positional: int,
-        place: PlaceFunction,
-        carried: Sequence[CarriedValue],
-    ) -> bool:
+    def gradients_add_up(self, call: TrialCall) -> bool:
         """Whether the gradients of two parts of the last call's batch add up to the gradients of the whole."""
-        if (plan.batch_size or 0) < 2 or any(contains_placement(PreSplit, placement) for placement in plan.placements):
-            return True
-        trial = Trial(self.method, self.user_rules, plan, values, positional, place, self.min_part, carried)
-        return are_gradients_additive(trial, source, device, self.last_record.outputs)
+        trial = self._trial(call)
+        return not trial.can_run or are_gradients_additive(trial, self.last_record.outputs)
+
+    def _trial(self, call: TrialCall, *, use_large_parts: bool = False) -> Trial:
+        return Trial(self.method, self.user_rules, call, self.min_part, self.check, use_large_parts=use_large_parts)
+
+    def _run_trial(self, trial: Trial, record: ProbeRecord, weights: Sequence[Any] = ()) -> None:
+        try:
+            trial.run(record, weights)
+        except MergeError as error:
+            if self.additive_output is None or error is trial.check_error:
+                raise
+            raise loss_not_additive() from error
 
     def claim_graph_check(self) -> bool:
         """Returns True once for each record: the caller then searches the autograd graph for custom functions."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,20 @@ RunResult = tuple[Any, dict[str, Any], dict[str, Any]]
 """The output, the attributes that `forward` assigned, and its other state changes."""
 
 
+class TrialCall(NamedTuple):
+    """A call whose samples a trial runs."""
+
+    module: nn.Module
+    device: torch.device
+    """The first device, on which trials run."""
+    plan: SplitPlan
+    values: Sequence[Any]
+    """The arguments, positional ones first."""
+    num_positional: int
+    place: PlaceFunction
+    carried: Sequence[CarriedValue] = ()
+
+
 class Trial:
     """Runs the trials of one call."""
 
@@ -67,13 +81,11 @@ class Trial:
         self,
         method: str,
         user_rules: UserRules,
-        plan: SplitPlan,
-        values: Sequence[Any],
-        num_positional: int,
-        place: PlaceFunction,
+        call: TrialCall,
         min_part: int,
-        carried: Sequence[CarriedValue],
         check: OutputCheck | None = None,
+        *,
+        use_large_parts: bool = False,
     ) -> None:
         self.check = check
         self.check_error: MergeError | None = None
@@ -81,14 +93,13 @@ class Trial:
         self.unmergeable: set[str] = set()
         self.sample_dependent: set[str] = set()
         self.constant: set[str] = set()
-        self.carried_state = [value for value in carried if value.module is not None]
-        self.method, self.user_rules, self.plan, self.values = method, user_rules, plan, values
-        self.num_positional, self.place = num_positional, place
-        self.batch_size, self.min_part = plan.batch_size or 0, min_part
-        self.inputs = dict(zip(plan.names, values, strict=True))
+        self.method, self.user_rules, self.call, self.plan = method, user_rules, call, call.plan
+        self.carried_state = [value for value in call.carried if value.module is not None]
+        self.batch_size, self.min_part = call.plan.batch_size or 0, min_part
+        self.inputs = dict(zip(call.plan.names, call.values, strict=True))
         self._traits: dict[Trait, Tensor] | None = None
         self.seen_traits: set[Trait] = set()
-        self.use_large_parts = False
+        self.use_large_parts = use_large_parts
         """Whether all trials use large parts."""
         self.even_only = False
         """Whether the module needs an even number of samples."""
@@ -101,6 +112,11 @@ class Trial:
             self._traits = find_traits(self.inputs, self.batch_size)
         return self._traits
 
+    @property
+    def can_run(self) -> bool:
+        """Whether the batch can be split into two parts: it has two samples, and the user has not split it already."""
+        return self.batch_size >= 2 and not any(contains_placement(PreSplit, p) for p in self.plan.placements)
+
     def has_untested_traits(self, record: ProbeRecord) -> bool:
         """Whether this call has traits on which means have not been tested."""
         return (
@@ -108,9 +124,10 @@ class Trial:
             and discriminating_window(self.traits, record.seen_traits, self._part_sizes()) is not None
         )
 
-    def run(self, source: nn.Module, device: torch.device, record: ProbeRecord, candidates: Sequence[Any]) -> None:
+    def run(self, record: ProbeRecord, candidates: Sequence[Any] = ()) -> None:
         """Run the trials and update the record. Raises `MergeError` for outputs that cannot be merged."""
-        if self.batch_size < 2 or any(contains_placement(PreSplit, placement) for placement in self.plan.placements):
+        source = self.call.module
+        if not self.can_run:
             record.summary = "not tried: the batch came already split"
             record.schedule_trial(useful=False)
             return
@@ -118,7 +135,7 @@ class Trial:
         try:
             with probe_context() as incomparable_reasons, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                sandbox = _call_user_code(Sandbox, source, device)
+                sandbox = _call_user_code(Sandbox, source, self.call.device)
                 first_sizes, (findings, attributes) = self._first_trial(sandbox, candidates, incomparable_reasons)
                 large_sizes = self._part_sizes(large=True)
                 if has_undetermined(findings) and not findings.errors and large_sizes != first_sizes:
@@ -396,37 +413,42 @@ class Trial:
         arguments = _call_user_code(copy_arguments, values)
         if sandbox.double_precision:
             arguments = [map_tensors(to_double, value) for value in arguments]
-        kwargs = dict(zip(self.plan.names[self.num_positional :], arguments[self.num_positional :], strict=True))
-        return _call_user_code(sandbox.run, self.method, arguments[: self.num_positional], kwargs)
+        return _call_user_code(sandbox.run, self.method, *self._args_and_kwargs(arguments))
+
+    def _args_and_kwargs(self, values: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        count = self.call.num_positional
+        return values[:count], dict(zip(self.plan.names[count:], values[count:], strict=True))
 
     def _run_parts(
         self, sandbox: Sandbox, sizes: tuple[int, int], start: int
     ) -> tuple[tuple[dict[str, Any], dict[str, Any], dict[str, Any]], list[RunResult]]:
         """Run both parts and the whole. Returns their arguments and results."""
-        parts = self._split([start, *sizes, self.batch_size - start - sum(sizes)], 2)
-        whole = self._split([start, sum(sizes), self.batch_size - start - sum(sizes)], 1)
         inputs, runs = [], []
-        ranges = [(start, sizes[0]), (start + sizes[0], sizes[1]), (start, sum(sizes))]
-        for shard, (first, count) in zip((*parts, *whole), ranges, strict=True):
-            for slot in self.carried_state:
-                sandbox.assign_shard(slot, slot.split([first, count, self.batch_size - first - count])[1])
+        for shard in self._parts_and_whole(sandbox, sizes, start):
             inputs.append(dict(zip(self.plan.names, shard, strict=True)))
             runs.append(self._call_sandbox(sandbox, shard))
         return (inputs[0], inputs[1], inputs[2]), runs
 
-    def part_arguments(self, sandbox: Sandbox, sizes: tuple[int, int]) -> Iterator[tuple[list[Any], dict[str, Any]]]:
-        """The arguments of both parts and of the whole.
+    def part_arguments(
+        self, sandbox: Sandbox, sizes: tuple[int, int]
+    ) -> Iterator[tuple[Sequence[Any], dict[str, Any]]]:
+        """Copies of the arguments of both parts and of the whole; see `_parts_and_whole`."""
+        for shard in self._parts_and_whole(sandbox, sizes):
+            yield self._args_and_kwargs(copy_arguments(shard))
+
+    def _parts_and_whole(self, sandbox: Sandbox, sizes: tuple[int, int], start: int = 0) -> Iterator[list[Any]]:
+        """The arguments of both parts and of the whole, from sample `start`.
 
         Each step sets the carried state in the sandbox, so use the arguments before the next step.
         """
-        total, rest = sum(sizes), self.batch_size - sum(sizes)
-        shards = [*self._split([0, *sizes, rest], 2), *self._split([0, total, rest], 1)]
-        for shard, (first, count) in zip(shards, [(0, sizes[0]), sizes, (0, total)], strict=True):
+        total = sum(sizes)
+        rest = self.batch_size - start - total
+        shards = [*self._split([start, *sizes, rest], 2), *self._split([start, total, rest], 1)]
+        ranges = [(start, sizes[0]), (start + sizes[0], sizes[1]), (start, total)]
+        for shard, (first, count) in zip(shards, ranges, strict=True):
             for slot in self.carried_state:
                 sandbox.assign_shard(slot, slot.split([first, count, self.batch_size - first - count])[1])
-            arguments = copy_arguments(shard)
-            kwargs = dict(zip(self.plan.names[self.num_positional :], arguments[self.num_positional :], strict=True))
-            yield arguments[: self.num_positional], kwargs
+            yield shard
 
     def _split(self, sizes: Sequence[int], num_parts: int) -> list[list[Any]]:
         """The first `num_parts` parts. `sizes` starts with the number of samples to skip."""
@@ -434,8 +456,8 @@ class Trial:
         skipped = 1 if sizes[0] else 0
         plan = SplitPlan(self.batch_size, tuple(present), self.plan.names, self.plan.placements)
         with torch.no_grad():
-            shards = apply_plan(plan, self.values)[skipped : skipped + num_parts]
-            return [list(self.place(shard)) for shard in shards]
+            shards = apply_plan(plan, self.call.values)[skipped : skipped + num_parts]
+            return [list(self.call.place(shard)) for shard in shards]
 
 
 class _TrialFailed(Exception):

@@ -147,21 +147,34 @@ class CarriedState:
             return CarriedSelection()
         owners = {*map(id, modules), *containers}
         self.values = {key: value for key, value in self.values.items() if key[0] in owners}
-        split: list[CarriedValue] = []
-        one_device: list[CarriedValue] = []
-        unchecked: list[CarriedValue] = []
+        groups: dict[str, list[CarriedValue]] = {"split": [], "one_device": [], "unchecked": []}
         for value in self.values.values():
-            leaves = value.leaves()
-            if not leaves:
-                continue
-            if value.is_declared:
-                fits = all(tensor.shape[dim] == sum(sizes) for tensor, dim in leaves)
-                (split if fits else one_device).append(value)
-            elif self._may_be_read(value.name, modules, call[0]):
-                is_read = value.is_read(call)
-                if is_read is not False:
-                    (one_device if is_read else unchecked).append(value)
-        return CarriedSelection(split, one_device, unchecked)
+            group = self._group(value, modules, sum(sizes), call)
+            if group is not None:
+                groups[group].append(value)
+        return CarriedSelection(**groups)
+
+    def needs_one_device(
+        self, modules: Sequence[nn.Module], sizes: Sequence[int], containers: Collection[int], call: CallKey
+    ) -> bool:
+        """Whether such a call reads, or may read, recorded state that cannot be split. Changes nothing."""
+        owners = {*map(id, modules), *containers}
+        return any(
+            key[0] in owners and self._group(value, modules, sum(sizes), call) in ("one_device", "unchecked")
+            for key, value in self.values.items()
+        )
+
+    def _group(self, value: CarriedValue, modules: Sequence[nn.Module], total: int, call: CallKey) -> str | None:
+        """The field of `CarriedSelection` to which a value belongs; None if the call does not read it."""
+        leaves = value.leaves()
+        if not leaves:
+            return None
+        if value.is_declared:
+            return "split" if all(tensor.shape[dim] == total for tensor, dim in leaves) else "one_device"
+        if not self._may_be_read(value.name, modules, call[0]):
+            return None
+        is_read = value.is_read(call)
+        return "unchecked" if is_read is None else "one_device" if is_read else None
 
     def _is_declared(self, path: str) -> bool:
         return any(rule == "cat" and fnmatchcase(path, pattern) for pattern, rule in self.rules.items())
