@@ -1,4 +1,4 @@
-"""The line between two processes: whole messages, tensors as they were, nothing mixed up by what goes wrong."""
+"""Tests of `Connection`: messages between two processes arrive complete, in order and unchanged."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def across(pair: Pair, *tensors: Tensor) -> list[Tensor]:
+def transfer(pair: Pair, *tensors: Tensor) -> list[Tensor]:
     pair[0].send("try", 1, tensors=tensors)
     message = pair[1].receive(10)
     assert message is not None
@@ -55,14 +55,14 @@ def across(pair: Pair, *tensors: Tensor) -> list[Tensor]:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("dtype", tensor_codec.DTYPES.values(), ids=str)
-def test_every_dtype_comes_as_it_was_small_and_large(pair: Pair, dtype: torch.dtype) -> None:
+def test_tensors_of_every_dtype_are_received_unchanged(pair: Pair, dtype: torch.dtype) -> None:
     for count in (0, 1, 7, 5000):
         tensor = torch.randint(0, 2, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype)
-        [back] = across(pair, tensor)
+        [back] = transfer(pair, tensor)
         assert same(back, tensor)
 
 
-def test_shapes_strides_and_lazy_bits(pair: Pair) -> None:
+def test_strided_conjugate_and_negated_tensors(pair: Pair) -> None:
     base = torch.randn(60, 70)
     waves = torch.randn(40, 50, dtype=torch.complex64)
     tensors = [
@@ -77,13 +77,13 @@ def test_shapes_strides_and_lazy_bits(pair: Pair) -> None:
         torch.nn.Parameter(base),
         base.requires_grad_() * 2,
     ]
-    back = across(pair, *tensors)
+    back = transfer(pair, *tensors)
     assert all(same(a, b) for a, b in zip(back, tensors, strict=True))
     assert not any(a.requires_grad or a.is_conj() or a.is_neg() for a in back)
     assert [t.untyped_storage().nbytes() for t in back] == [t.nbytes for t in tensors]
 
 
-def test_bodies_of_any_length_and_more_tensors_than_a_frame_holds(pair: Pair) -> None:
+def test_large_bodies_and_many_tensors(pair: Pair) -> None:
     many = [torch.full((3,), n) for n in range(5000)]
     for body in (b"", b"x", b"y" * MAX_FRAME_PAYLOAD, os.urandom(3_000_000)):
         for tensors in ([], many, [torch.arange(10_000)]):
@@ -94,14 +94,14 @@ def test_bodies_of_any_length_and_more_tensors_than_a_frame_holds(pair: Pair) ->
             assert all(same(a, b) for a, b in zip(message.tensors, tensors, strict=True))
 
 
-def test_a_received_tensor_is_the_receivers_own(pair: Pair) -> None:
-    [first] = across(pair, torch.zeros(10_000))
+def test_a_received_tensor_owns_its_memory(pair: Pair) -> None:
+    [first] = transfer(pair, torch.zeros(10_000))
     for _ in range(5):
-        across(pair, torch.ones(10_000))
+        transfer(pair, torch.ones(10_000))
     assert not first.any()
 
 
-def test_messages_wait_in_any_number_without_being_written_over(pair: Pair) -> None:
+def test_unread_messages_are_not_overwritten(pair: Pair) -> None:
     draw = random.Random(0)
     sent: list[Tensor] = []
     for turn in range(400):
@@ -114,7 +114,7 @@ def test_messages_wait_in_any_number_without_being_written_over(pair: Pair) -> N
             assert same(message.tensors[0], sent.pop(0))
 
 
-def test_the_ring_is_used_again(pair: Pair) -> None:
+def test_ring_memory_is_reused(pair: Pair) -> None:
     for _ in range(50):
         for call in range(2):  # two at a time, so that the ring is never found empty by the second
             pair[0].send("twice", call, tensors=[torch.ones(50_000)])
@@ -124,15 +124,15 @@ def test_the_ring_is_used_again(pair: Pair) -> None:
     assert pair[0]._ring_writer._ring.generation == 1
 
 
-def test_no_memory_is_said_with_both_sizes_and_nothing_is_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_shared_memory_is_an_error_and_nothing_is_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "available_memory", lambda: 3 << 20)
-    with pytest.raises(EngineError, match=r"needs 10\.0 MiB of shared memory, and 3\.0 MiB are free"):
+    with pytest.raises(EngineError, match=r"needs 10\.0 MiB of shared memory, but only 3\.0 MiB are available"):
         pair[0].send("large", tensors=[torch.zeros(2 << 20)])
     assert pair[1].receive(0) is None
-    assert same(across(pair, torch.ones(2000))[0], torch.ones(2000))
+    assert same(transfer(pair, torch.ones(2000))[0], torch.ones(2000))
 
 
-def test_descriptors_arrive_and_are_not_inherited(pair: Pair) -> None:
+def test_received_file_descriptors_are_not_inheritable(pair: Pair) -> None:
     read, write = os.pipe()
     pair[0].send("pipe", fds=[write], tensors=[torch.ones(2000)])
     os.close(write)
@@ -146,7 +146,7 @@ def test_descriptors_arrive_and_are_not_inherited(pair: Pair) -> None:
     os.close(read)
 
 
-def test_no_descriptor_is_left_behind() -> None:
+def test_file_descriptors_do_not_leak() -> None:
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -154,7 +154,7 @@ def test_no_descriptor_is_left_behind() -> None:
     for _ in range(20):
         left, right = make_pair()
         for size in (3000, 400_000, 900_000):
-            assert across((left, right), torch.ones(size))[0].all()
+            assert transfer((left, right), torch.ones(size))[0].all()
             left.send("unread", tensors=[torch.ones(size)])
         left.close()
         right.close()
@@ -162,7 +162,7 @@ def test_no_descriptor_is_left_behind() -> None:
     assert count() == before
 
 
-def test_an_end_is_seen_after_what_was_sent_before_it(pair: Pair) -> None:
+def test_close_is_noticed_after_pending_messages(pair: Pair) -> None:
     left, right = pair
     assert right.receive(0.01) is None
     right.send("never read")
@@ -175,23 +175,23 @@ def test_an_end_is_seen_after_what_was_sent_before_it(pair: Pair) -> None:
         right.receive(1)
     with pytest.raises(ConnectionClosed):
         right.send("nobody there")
-    with pytest.raises(ConnectionClosed, match="this side"):
+    with pytest.raises(ConnectionClosed, match="this process"):
         left.receive(1)
 
 
-def test_a_dead_process_is_seen_though_its_child_holds_the_socket() -> None:
+def test_exit_is_noticed_even_if_a_child_holds_the_socket() -> None:
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     read, write = os.pipe()  # stands for the pidfd of the other process
-    line = Connection(left, peer_pidfd=read)
+    receiver = Connection(left, peer_pidfd=read)
     Connection(right).send("before", 1)
     os.close(write)
-    assert line.receive(1) is not None
-    with pytest.raises(ConnectionClosed, match="ended"):
-        line.receive(1)
+    assert receiver.receive(1) is not None
+    with pytest.raises(ConnectionClosed, match="exited"):
+        receiver.receive(1)
     left.close(), right.close(), os.close(read)
 
 
-def test_a_full_line_ends_in_time(pair: Pair) -> None:
+def test_sending_to_a_full_socket_times_out(pair: Pair) -> None:
     sent = 0
 
     def fill() -> None:
@@ -210,10 +210,8 @@ def test_a_full_line_ends_in_time(pair: Pair) -> None:
 
 
 def packed(header: connection._Header) -> bytes:
-    flags, fds, kind, *numbers, place, core = header
-    return connection._HEADER.pack(
-        connection._MAGIC, connection._VERSION, flags, fds, kind.encode(), *numbers, *place, core
-    )
+    flags, fds, kind, *numbers, location, cpu = header
+    return connection._HEADER.pack(connection._MAGIC, flags, fds, kind.encode(), *numbers, *location, cpu)
 
 
 def frames() -> Iterator[tuple[str, bytes]]:
@@ -224,33 +222,36 @@ def frames() -> Iterator[tuple[str, bytes]]:
 
     yield "no header", b"hello"
     yield "other magic", b"other" + header()[5:]
-    yield "longer than it says", header() + b"x"
-    yield "shorter than it says", header(payload=10, body=10)
-    yield "a body past its end", header(payload=2, body=10) + b"xx"
+    yield "longer than its header says", header() + b"x"
+    yield "shorter than its header says", header(payload=10, body=10)
+    yield "body longer than the payload", header(payload=2, body=10) + b"xx"
     yield (
-        "far too long",
+        "longer than the buffer",
         header(payload=MAX_FRAME_PAYLOAD + 100, body=MAX_FRAME_PAYLOAD + 100) + b"x" * (MAX_FRAME_PAYLOAD + 100),
     )
-    yield "a ring that never came", header(ring_bytes=64, location=shared_memory.RingLocation(3, 1 << 20, 4096, 64))
+    yield (
+        "a ring that was not attached",
+        header(ring_bytes=64, location=shared_memory.RingLocation(3, 1 << 20, 4096, 64)),
+    )
     yield (
         "a ring without its descriptor",
         header(flags=2, ring_bytes=64, location=shared_memory.RingLocation(3, 1 << 20, 4096, 64)),
     )
     yield "an unknown dtype", header(payload=2, metadata=2, tensors=1) + bytes([99, 0])
-    yield "half a description", header(payload=2, metadata=2, tensors=1) + bytes([1, 4])
+    yield "truncated metadata", header(payload=2, metadata=2, tensors=1) + bytes([1, 4])
     yield "a negative size", header(payload=10, metadata=10, tensors=1) + struct.pack("<BBq", 1, 1, -1)
     yield "a tensor without data", header(payload=10, metadata=10, tensors=1) + struct.pack("<BBq", 1, 1, 1 << 40)
 
 
 @pytest.mark.parametrize("frame", [pytest.param(data, id=name) for name, data in frames()])
-def test_garbage_is_told_from_messages(pair: Pair, frame: bytes) -> None:
+def test_invalid_frames_are_rejected(pair: Pair, frame: bytes) -> None:
     pair[0]._sock.send(frame)
     with pytest.raises(ProtocolError):
         pair[1].receive(1)
-    assert same(across(pair, torch.ones(3000))[0], torch.ones(3000))
+    assert same(transfer(pair, torch.ones(3000))[0], torch.ones(3000))
 
 
-def test_a_ring_of_another_size_than_it_says_is_garbage(pair: Pair) -> None:
+def test_a_ring_of_the_wrong_size_is_rejected(pair: Pair) -> None:
     fd = os.memfd_create("short")
     os.ftruncate(fd, 100)
     place = shared_memory.RingLocation(1, 1 << 20, 4096, 64)
@@ -261,25 +262,24 @@ def test_a_ring_of_another_size_than_it_says_is_garbage(pair: Pair) -> None:
         pair[1].receive(1)
 
 
-class Rung(BaseException):
+class Interruption(BaseException):
     """Stands for KeyboardInterrupt."""
 
 
-def test_interruptions_anywhere_mix_nothing_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruptions_do_not_corrupt_messages(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A timer interrupts sends and receives at any point; what arrives is whole and in order."""
-    monkeypatch.setattr(
-        shared_memory, "available_memory", lambda: 1 << 30
-    )  # Python warns of files that an interruption left open
+    # Python would warn about files of /proc that an interruption left open.
+    monkeypatch.setattr(shared_memory, "available_memory", lambda: 1 << 30)
 
-    def ring(_: int, frame: FrameType | None) -> None:
+    def interrupt(_: int, frame: FrameType | None) -> None:
         while frame is not None:
             if frame.f_code in (Connection.send.__code__, Connection.receive.__code__):
-                raise Rung
+                raise Interruption
             frame = frame.f_back
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, interrupt)
     arrived: list[int] = []
-    rung = torn = 0
+    interrupted = torn = 0
     try:
         for call in range(1500):
             signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 4e-4))
@@ -291,38 +291,38 @@ def test_interruptions_anywhere_mix_nothing_up(pair: Pair, monkeypatch: pytest.M
                         (message.tensors[0] == message.call_id).all()
                     )
                     torn += not whole or int(message.tensors[1]) != message.call_id
-            except Rung:
-                rung += 1
+            except Interruption:
+                interrupted += 1
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert rung > 50
+    assert interrupted > 50
     assert not torn
     assert arrived == sorted(set(arrived))
     assert len(arrived) > 500
     while pair[1].receive(0) is not None:
         pass
-    assert same(across(pair, torch.ones(3000))[0], torch.ones(3000))
+    assert same(transfer(pair, torch.ones(3000))[0], torch.ones(3000))
 
 
-def test_both_ways_at_once_under_load() -> None:
+def test_concurrent_traffic_in_both_directions() -> None:
     left, right = make_pair()
     rounds, failures = 200, []
 
-    def work(line: Connection, factor: int) -> None:
+    def work(end: Connection, factor: int) -> None:
         def sending() -> None:
             for call in range(rounds):
-                line.send("x", call, tensors=[torch.full((call * 37 % 9000,), call * factor)])
+                end.send("x", call, tensors=[torch.full((call * 37 % 9000,), call * factor)])
 
         sender = threading.Thread(target=sending)
         sender.start()
         for call in range(rounds):
-            message = line.receive(20)
+            message = end.receive(20)
             if message is None or message.call_id != call or (message.tensors[0] != call * (3 - factor)).any():
                 failures.append(call)
         sender.join()
 
-    threads = [threading.Thread(target=work, args=(line, factor)) for line, factor in ((left, 1), (right, 2))]
+    threads = [threading.Thread(target=work, args=(end, factor)) for end, factor in ((left, 1), (right, 2))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -334,7 +334,7 @@ def test_both_ways_at_once_under_load() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_is_refused_and_closes_nothing(pair: Pair) -> None:
+def test_a_forked_child_cannot_use_or_close_the_connection(pair: Pair) -> None:
     child = os.fork()
     if not child:
         status = 1
@@ -347,4 +347,4 @@ def test_a_forked_child_is_refused_and_closes_nothing(pair: Pair) -> None:
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
-    assert same(across(pair, torch.ones(3000))[0], torch.ones(3000))
+    assert same(transfer(pair, torch.ones(3000))[0], torch.ones(3000))

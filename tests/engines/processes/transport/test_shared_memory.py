@@ -1,4 +1,4 @@
-"""Memory shared by descriptor: seen by both, changed by whom it belongs to, gone with the last tensor."""
+"""Tests of `SharedMemory`: lifetime, access from other processes and forked children, memory limits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_tensor_has_a_storage_of_its_own_size_and_keeps_the_memory() -> None:
+def test_a_tensor_has_its_own_storage_and_keeps_the_memory_alive() -> None:
     before = mappings(), descriptors()
     memory = SharedMemory.create(1 << 20)
     weight = memory.tensor(64, 40).view(torch.float32)
@@ -50,7 +50,7 @@ def test_a_tensor_has_a_storage_of_its_own_size_and_keeps_the_memory() -> None:
     assert (mappings(), descriptors()) == before
 
 
-def test_what_lies_outside_is_refused() -> None:
+def test_out_of_range_access_is_an_error() -> None:
     memory = SharedMemory.create(PAGE)
     with pytest.raises(ValueError, match="buffer length"):
         memory.tensor(PAGE - 8, 16)
@@ -70,7 +70,7 @@ for _ in range(2):
 """
 
 
-def test_another_process_sees_all_and_changes_only_what_it_may() -> None:
+def test_private_and_shared_mappings_in_another_process() -> None:
     memories = [SharedMemory.create(2 * PAGE) for _ in range(2)]
     private, shared = (memory.tensor(0, 2 * PAGE) for memory in memories)
     private[0], private[PAGE], shared[0], shared[PAGE] = 1, 2, 3, 4
@@ -84,13 +84,13 @@ def test_another_process_sees_all_and_changes_only_what_it_may() -> None:
         private[PAGE], shared[PAGE] = 5, 6
         other.stdin.write("\n\n")
         other.stdin.flush()
-        # A page that it has not written shows the owner's later writes; a page that it has written is its own.
+        # Private pages show later writes of the owner until they are written here.
         assert other.stdout.readline().split() == ["77", "5", "77", "6"]
     assert (private[0], shared[0]) == (1, 77)
 
 
 def forked(work: Callable[[], bool]) -> bool:
-    """Whether a forked child says yes."""
+    """Whether a function returns True in a forked child."""
     child = os.fork()
     if not child:
         status = 1
@@ -102,7 +102,7 @@ def forked(work: Callable[[], bool]) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def test_a_forked_child_never_writes_into_its_parents_memory() -> None:
+def test_a_forked_child_does_not_write_to_its_parents_memory() -> None:
     memory = SharedMemory.create(8 * PAGE)
     weight = memory.tensor(0, 8 * PAGE).view(torch.float32)
     weight.fill_(1)
@@ -116,11 +116,11 @@ def test_a_forked_child_never_writes_into_its_parents_memory() -> None:
 
     assert forked(work)
     assert bool((weight == 1).all())
-    weight.fill_(4)  # and the parent still shares what it shared
+    weight.fill_(4)  # the parent's memory is still shared
     assert bool((other == 4).all())
 
 
-def test_a_forked_child_shares_what_it_inherited_in_memory_of_its_own() -> None:
+def test_share_in_a_forked_child_uses_new_memory() -> None:
     memory = SharedMemory.create(2 * PAGE)
     weight = memory.tensor(0, 2 * PAGE)
     weight.fill_(1)
@@ -168,21 +168,19 @@ def test_a_forked_child_shares_what_it_inherited_in_memory_of_its_own() -> None:
     assert mapped().tolist() == weight.tolist()
 
 
-def test_headroom_is_checked_before_memory_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_memory_is_checked_before_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
-    with pytest.raises(EngineError, match=r"needs 4096\.0 GiB of shared memory, and .* are free"):
+    with pytest.raises(EngineError, match=r"needs 4096\.0 GiB of shared memory, but only .* are available"):
         SharedMemory.create(1 << 42)
     monkeypatch.setattr(shared_memory, "available_memory", lambda: 100)
-    with pytest.raises(EngineError, match=r"needs 101 bytes .* and 100 bytes are free"):
+    with pytest.raises(EngineError, match=r"needs 101 bytes .* but only 100 bytes are available"):
         SharedMemory.create(101)
     assert SharedMemory.create(100).nbytes == 100
     assert descriptors() == before
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_headroom_is_the_least_of_the_system_and_the_groups_around(
-    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_available_memory_respects_cgroup_limits(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit, used = (
         ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import marshal
 import pickle
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,7 +18,11 @@ from instep.engines.processes.transport.cuda_ipc import CudaIpcChannel, IpcTrans
 VALUE, SOURCE, ARGUMENT = "value", "source", "argument"
 
 TensorTag = tuple[str, int]
-"""What kind of tensor it is, and its number; for a value, whether it needs a gradient."""
+"""How a tensor is sent.
+
+`(VALUE, requires_grad)`: its data is sent. `(SOURCE, i)`: it is tensor `i` of the module's table, which the receiver
+has. `(ARGUMENT, i)`: it is tensor `i` of the request's arguments, which the receiver of the reply has.
+"""
 
 TagFunction = Callable[[Tensor], TensorTag]
 RebuildFunction = Callable[[TensorTag, Tensor | None], Tensor]
@@ -36,7 +40,7 @@ def rebuild_by_value(tag: TensorTag, tensor: Tensor | None) -> Tensor:
 
 
 def reply_rebuilder(arguments: Sequence[Tensor], counterparts: Sequence[Tensor]) -> RebuildFunction:
-    """A function that rebuilds the tensors of a reply: arguments and module tensors are the parent's own."""
+    """A function that rebuilds the tensors of a reply. Arguments and module tensors become the parent's own."""
 
     def rebuild(tag: TensorTag, tensor: Tensor | None) -> Tensor:
         if tag[0] == ARGUMENT:
@@ -54,50 +58,49 @@ class FlatValue(NamedTuple):
     value: Any
     tensors: list[Tensor]
     untyped: Sequence[Any] = ()
-    """What in the value may be anything; the rest is numbers, texts, and lists, tuples and dictionaries of them."""
+    """Parts of the value that may be any object. The rest is scalars, and lists, tuples and dictionaries of them."""
 
 
 class Channel:
     """Sends and decodes Python values over a connection."""
 
-    def __init__(self, line: Connection, *, is_parent: bool) -> None:
-        self.connection = line
+    def __init__(self, connection: Connection, *, is_parent: bool) -> None:
+        self.connection = connection
         self.registry = CodeRegistry(is_parent)
         self.cuda_ipc: CudaIpcChannel | None = None
-        """Sends CUDA tensors through IPC memory when both processes use one device."""
+        """Sends CUDA tensors through IPC memory if both processes use the same device."""
 
     def send(
         self,
         kind: str,
         call_id: int,
         value: Any,
-        describe: TagFunction = tag_by_value,
+        get_tag: TagFunction = tag_by_value,
         *,
         fds: Sequence[int] = (),
         label: str = "",
     ) -> list[Tensor]:
         """Send a value. Returns its tensors in the order in which the receiver gets them.
 
-        A `PositionalMessage` is received as the tuple of its fields.
+        A `PositionalMessage` is received as the tuple of its fields. `label` names the value in errors.
         """
-        is_order = isinstance(value, PositionalMessage)
-        if is_order:
-            short = encode_plain_fields(value.fields(), value.__dict__, value.USER_FIELDS)
-        else:
-            short = encode_plain(value)
-        if short is not None:
-            return self._send_plain(kind, call_id, *short, describe, fds)
-        parcel = self.registry.pack_fields(value, label) if is_order else self.registry.pack(value, label)
-        tags = [describe(tensor) for tensor in parcel.tensors]
-        sent, cargo = self._split_for_ipc(parcel.tensors, tags)
+        is_positional = isinstance(value, PositionalMessage)
+        plain = encode_plain_fields(value) if is_positional else encode_plain(value)
+        if plain is not None:
+            encoded, tensors = plain
+            tags, inline, transfer = self._prepare_tensors(tensors, get_tag)
+            self.connection.send(kind, call_id, dump_plain((tags, encoded, transfer)), inline, fds)
+            return tensors
+        payload = self.registry.pack_fields(value, label) if is_positional else self.registry.pack(value, label)
         try:
+            tags, inline, transfer = self._prepare_tensors(payload.tensors, get_tag)
             if self.registry.has_new_modules:
                 self.send_changed_globals(modules_only=True)
-            self.connection.send(kind, call_id, pickle.dumps((tags, parcel.body, cargo), 5), sent, fds)
+            self.connection.send(kind, call_id, pickle.dumps((tags, payload.body, transfer), 5), inline, fds)
         except BaseException:
             self.registry.mark_all_unsent()  # the peer did not get what was packed
             raise
-        return parcel.tensors
+        return payload.tensors
 
     def send_changed_globals(self, *, modules_only: bool = False) -> None:
         """Send the globals that changed since they were sent, of the script and of the user's imported modules."""
@@ -109,47 +112,34 @@ class Channel:
                 self.registry.mark_all_unsent()  # the worker did not get it
                 raise
 
-    def _send_plain(
-        self, kind: str, call: int, value: Any, tensors: list[Tensor], describe: TagFunction, fds: Sequence[int]
-    ) -> list[Tensor]:
-        tags = [describe(tensor) for tensor in tensors]
-        sent, cargo = self._split_for_ipc(tensors, tags)
-        self.connection.send(kind, call, dump_plain((tags, value, cargo)), sent, fds)
-        return tensors
-
-    def _split_for_ipc(
-        self, tensors: Sequence[Tensor], tags: Sequence[TensorTag]
-    ) -> tuple[list[Tensor], tuple[Any, ...] | None]:
-        """Tensors to send with the message, and the description of those written to IPC memory."""
-        sent = [tensor.detach() for tensor, tag in zip(tensors, tags, strict=True) if tag[0] == VALUE]
+    def _prepare_tensors(
+        self, tensors: Sequence[Tensor], get_tag: TagFunction
+    ) -> tuple[list[TensorTag], list[Tensor], tuple[Any, ...] | None]:
+        """The tags, the tensors to send with the message, and the description of those written to IPC memory."""
+        tags = [get_tag(tensor) for tensor in tensors]
+        values = [tensor.detach() for tensor, tag in zip(tensors, tags, strict=True) if tag[0] == VALUE]
         if self.cuda_ipc is None:
-            return sent, None
-        sent, cargo = self.cuda_ipc.write(sent)
-        return sent, cargo.to_tuple()
+            return tags, values, None
+        inline, transfer = self.cuda_ipc.write(values)
+        return tags, inline, transfer.to_tuple()
 
-    def _join_from_ipc(self, message: Message, cargo: tuple[Any, ...] | None) -> Iterator[Tensor]:
-        """All tensors of a received message, in order."""
-        if self.cuda_ipc is None or cargo is None:
-            return iter(message.tensors)
-        return iter(self.cuda_ipc.read(message.tensors, IpcTransfer.from_tuple(cargo), self.connection.receiver))
-
-    def send_flat(self, kind: str, call_id: int, sheet: FlatValue) -> None:
-        """Send a value whose tensors are already separated; skips pickling where possible."""
-        on_host = self.cuda_ipc is None or all(tensor.device.type == "cpu" for tensor in sheet.tensors)
-        if on_host and all(map(is_trivial, sheet.untyped)) and all(map(is_plain_tensor, sheet.tensors)):
-            self.connection.send(kind, call_id, dump_plain((None, sheet.value)), sheet.tensors)
+    def send_flat(self, kind: str, call_id: int, flat: FlatValue) -> None:
+        """Send a value whose tensors are already separated. Skips the search for tensors where possible."""
+        on_host = self.cuda_ipc is None or all(tensor.device.type == "cpu" for tensor in flat.tensors)
+        if on_host and all(map(_is_trivial, flat.untyped)) and all(map(_is_plain_tensor, flat.tensors)):
+            self.connection.send(kind, call_id, dump_plain((None, flat.value)), flat.tensors)
         else:
-            self.send(kind, call_id, (sheet.value, sheet.tensors))
+            self.send(kind, call_id, (flat.value, flat.tensors))
 
     def decode_flat(self, message: Message) -> tuple[Any, Sequence[Tensor]]:
         """Decode a message sent by `send_flat`."""
+        content = load_plain(message.body)
+        if content is None or content[0] is not None:
+            value, tensors = self.decode(message)[0]
+            return value, tensors
         if self.connection.receiver is not None:
             self.connection.receiver.raise_deferred()
-        found = load_plain(message.body)
-        if found is not None and found[0] is None:
-            return found[1], message.tensors
-        value, tensors = self.decode(message)[0]
-        return value, tensors
+        return content[1], message.tensors
 
     def decode(self, message: Message, rebuild: RebuildFunction = rebuild_by_value) -> tuple[Any, list[Tensor]]:
         """Decode a message: its value, and its tensors in the order in which they were sent.
@@ -158,29 +148,35 @@ class Channel:
         """
         if self.connection.receiver is not None:
             self.connection.receiver.raise_deferred()
-        found = load_plain(message.body)
-        if found is not None:
-            tags, value, cargo = found
-            sent = self._join_from_ipc(message, cargo)
-            tensors = [rebuild(tag, next(sent) if tag[0] == VALUE else None) for tag in tags]
-            return decode_plain(value, tensors), tensors
-        tags, body, cargo = pickle.loads(message.body)
-        sent = self._join_from_ipc(message, cargo)
-        tensors = [rebuild(tag, next(sent) if tag[0] == VALUE else None) for tag in tags]
-        return self.registry.unpack(Payload(body, tensors)), tensors
+        plain = load_plain(message.body)
+        tags, content, transfer = pickle.loads(message.body) if plain is None else plain
+        values = iter(self._received_values(message, transfer))
+        tensors = [rebuild(tag, next(values) if tag[0] == VALUE else None) for tag in tags]
+        if plain is None:
+            return self.registry.unpack(Payload(content, tensors)), tensors
+        return decode_plain(content, tensors), tensors
 
+    def _received_values(self, message: Message, transfer: tuple[Any, ...] | None) -> list[Tensor]:
+        """The tensors of a message whose data was sent, including those in IPC memory."""
+        if self.cuda_ipc is None or transfer is None:
+            return message.tensors
+        return self.cuda_ipc.read(message.tensors, IpcTransfer.from_tuple(transfer), self.connection.receiver)
+
+
+# Plain values are sent without pickling: scalars, plain tensors, and lists, tuples and dictionaries of them. They are
+# encoded with `marshal`; each tensor is replaced by its index, as a complex number, a type that plain values lack.
 
 _SCALARS = frozenset({type(None), bool, int, float, str})
 _MAX_DEPTH, _MAX_LENGTH, _MAX_OBJECTS = 16, 64, 64
-"""Levels, entries of one container, and containers and tensors: beyond that C code is quicker."""
+"""Maximum nesting, entries of one container, and number of containers and tensors. Beyond them, pickling is faster."""
 
 
 class _NotPlain(Exception):
-    """Something is in a value that the short way has no word for."""
+    """A value has to be pickled."""
 
 
 def encode_plain(value: Any) -> tuple[Any, list[Tensor]] | None:
-    """A value with a complex number, of which it holds no others, for each tensor, and the tensors; or None."""
+    """A plain value with its tensors replaced by their indices, and the tensors; None if it is not plain."""
     tensors: list[Tensor] = []
     try:
         return _encode(value, tensors, {}, 0), tensors
@@ -188,15 +184,15 @@ def encode_plain(value: Any) -> tuple[Any, list[Tensor]] | None:
         return None
 
 
-def encode_plain_fields(
-    fields: Sequence[Any], names: Iterable[str], loose: Collection[str]
-) -> tuple[Any, list[Tensor]] | None:
-    """The same for values with names, of which only some may hold anything."""
+def encode_plain_fields(message: PositionalMessage) -> tuple[Any, list[Tensor]] | None:
+    """Like `encode_plain`, for the fields of a message. Only its `USER_FIELDS` are searched."""
     tensors: list[Tensor] = []
     seen: dict[int, Any] = {}
+    user_fields = message.USER_FIELDS
+    named_fields = zip(message.fields(), message.__dict__, strict=False)  # trailing fields may be omitted
     try:
-        pairs = zip(fields, names, strict=False)
-        return tuple([_encode(v, tensors, seen, 1) if name in loose else v for v, name in pairs]), tensors
+        fields = [_encode(value, tensors, seen, 1) if name in user_fields else value for value, name in named_fields]
+        return tuple(fields), tensors
     except _NotPlain:
         return None
 
@@ -206,18 +202,18 @@ def _encode(value: Any, tensors: list[Tensor], seen: dict[int, Any], depth: int)
     if kind in _SCALARS:
         return value
     if kind is Tensor:
-        place = seen.get(id(value))
-        if place is None:
-            if not is_plain_tensor(value):
+        index = seen.get(id(value))
+        if index is None:
+            if not _is_plain_tensor(value):
                 raise _NotPlain
-            place = seen[id(value)] = complex(len(tensors))
+            index = seen[id(value)] = complex(len(tensors))
             tensors.append(value)
-        return place
+        return index
     if kind is tuple:
         if not value:
             return value
         seen.setdefault(id(value))
-    elif (kind is not list and kind is not dict) or id(value) in seen:  # one list in two places stays one
+    elif (kind is not list and kind is not dict) or id(value) in seen:  # marshal would make copies of a shared list
         raise _NotPlain
     else:
         seen[id(value)] = None
@@ -236,18 +232,18 @@ def _encode(value: Any, tensors: list[Tensor], seen: dict[int, Any], depth: int)
     return items if kind is list else tuple(items)
 
 
-def is_plain_tensor(tensor: Tensor) -> bool:
-    """Whether a tensor goes the short way."""
+def _is_plain_tensor(tensor: Tensor) -> bool:
+    """Whether a tensor is sent as its data alone: it is of torch's own class, strided and without attributes."""
     return type(tensor) is Tensor and not tensor.__dict__ and has_strided_data(tensor)
 
 
-def is_trivial(value: Any) -> bool:
-    """Whether there is nothing to look into."""
+def _is_trivial(value: Any) -> bool:
+    """Whether a value holds no other values."""
     return type(value) in _SCALARS or (not value and type(value) in (tuple, list, dict))
 
 
 def decode_plain(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """The value that `to_plain` was given, with these tensors; lists and dictionaries are filled where they are."""
+    """Inverse of `encode_plain`. Lists and dictionaries are filled in place."""
     kind = type(value)
     if kind in _SCALARS:
         return value
@@ -262,10 +258,10 @@ def decode_plain(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def dump_plain(value: Any) -> bytes:
-    """What `to_plain` gave, as bytes that begin like no pickle."""
+    """Encode as bytes that begin differently from a pickle."""
     return b"\0" + marshal.dumps(value)
 
 
 def load_plain(body: bytes) -> Any | None:
-    """What `dumps` was given; None for the bytes of a pickle."""
+    """Inverse of `dump_plain`; None for a pickle."""
     return None if body[:1] != b"\0" else marshal.loads(memoryview(body)[1:])

@@ -26,64 +26,67 @@ def synchronize_stream(device: torch.device | None) -> None:
 class DeviceReceiver:
     """Copies received tensors to a device."""
 
-    def __init__(self, device: torch.device, users: Any = None) -> None:
+    def __init__(self, device: torch.device, consumer_stream: Any = None) -> None:
+        """`consumer_stream` is the stream that uses the tensors, if it differs from the one that copies them."""
         self.device = device
-        self._consumer_stream = users
-        """The stream that uses what lands here, if it is another than the one that brings it."""
-        self.error: Exception | None = None
-        """Out-of-memory error of a copy, raised by `raise_deferred`."""
+        self._consumer_stream = consumer_stream
+        self._deferred_error: Exception | None = None
 
-    def copy_to_device(self, sent: Tensor) -> Tensor:
-        """A tensor of its own; the copy may still be on its way (see `wait_for`).
+    def copy_to_device(self, received: Tensor) -> Tensor:
+        """Copy a tensor to the device, asynchronously.
 
-        Where there is no memory for it a message is taken all the same, and whoever reads it is told.
+        If the device is out of memory, a copy on the host is returned, so that the whole message can be received;
+        `raise_deferred` raises the error.
         """
         try:
-            return self.copy_strict(sent)
+            return self.copy_strict(received)
         except torch.OutOfMemoryError as error:
-            self.error = error
-            return sent.clone()
+            self._deferred_error = error
+            return received.clone()
 
-    def copy_strict(self, sent: Tensor) -> Tensor:
+    def copy_strict(self, received: Tensor) -> Tensor:
         """Like `copy_to_device`, but raises at once if the device is out of memory."""
-        landed = torch.empty_like(sent, device=self.device).copy_(sent, non_blocking=True)
+        copied = torch.empty_like(received, device=self.device).copy_(received, non_blocking=True)
         if self._consumer_stream is not None:
-            landed.record_stream(self._consumer_stream)
-        return landed
+            copied.record_stream(self._consumer_stream)
+        return copied
 
     def raise_deferred(self) -> None:
-        """Raise the error of the last message, if there was one."""
-        trouble, self.error = self.error, None
-        if trouble is not None:
-            raise trouble
+        """Raise the out-of-memory error of the last message, if there was one."""
+        error, self._deferred_error = self._deferred_error, None
+        if error is not None:
+            raise error
 
 
 class CallStreams:
     """Orders the copies of one call with the caller's stream."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        """To be made in the caller's thread, when what is to be sent has been queued; the first device is its own."""
+        """Create it in the caller's thread, after the work that produces the arguments was queued.
+
+        The first device is the caller's.
+        """
         self.device = devices[0]
         self._caller_stream: Any = None
         if self.device.type == "cuda":
             self._caller_stream = torch.cuda.current_stream(self.device)
             self._queued_event = self._caller_stream.record_event()
-        elif torch.cuda.is_initialized():  # arguments may lie on devices of workers
+        elif torch.cuda.is_initialized():  # arguments may be on the workers' devices
             for device in {device for device in devices if device.type == "cuda"}:
                 torch.cuda.current_stream(device).synchronize()
 
     @property
     def on_accelerator(self) -> bool:
-        """Whether the caller's own tensors lie on an accelerator."""
+        """Whether the caller's device is an accelerator."""
         return self._caller_stream is not None
 
     def receiver(self) -> DeviceReceiver | None:
-        """The receiver for replies."""
+        """The receiver for replies; None if they stay on the host."""
         return None if self._caller_stream is None else DeviceReceiver(self.device, self._caller_stream)
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
-        """Let a thread work beside the caller's stream, which waits for it in its turn."""
+        """Run on this thread's side stream, after the queued work of the caller's stream, which waits for the end."""
         if self._caller_stream is None:
             yield
             return
@@ -96,21 +99,21 @@ class CallStreams:
                 self._caller_stream.wait_stream(side)
 
     def record_stream(self, tensors: Iterable[Tensor]) -> None:
-        """Tensors that were made inside `enter` are used by the caller's stream from now on."""
+        """Tell the allocator that the caller's stream uses tensors that were created on a side stream."""
         if self._caller_stream is None:
             return
-        afar = (tensor for tensor in tensors if tensor.device.type != "cpu")
-        for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in afar}.values():
+        on_device = (tensor for tensor in tensors if tensor.device.type != "cpu")
+        for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in on_device}.values():
             tensor.record_stream(self._caller_stream)
 
     def wait_for_caller(self) -> None:
-        """Wait for what the caller's stream has been given since: another replica has something to say."""
+        """Make the side stream wait for the caller's stream, which has produced data for a collective."""
         if self._caller_stream is not None:
             _side_stream(self.device).wait_stream(self._caller_stream)
 
 
 def _side_stream(device: torch.device) -> Any:
-    """This thread's own stream for copies."""
+    """This thread's stream for copies."""
     streams: dict[torch.device, Any] = _thread_state.__dict__.setdefault("streams", {})
     if device not in streams:
         streams[device] = torch.cuda.Stream(device)
@@ -118,11 +121,11 @@ def _side_stream(device: torch.device) -> Any:
 
 
 _MAX_GAP = 64
-"""Bytes at most between neighbours."""
+"""Maximum number of unused bytes between two tensors of a run."""
 
 
 class StagedTensor(NamedTuple):
-    """A tensor of a device, and where in shared memory its values are kept."""
+    """A tensor on a device, and the offset of its values in shared memory."""
 
     offset: int
     tensor: Tensor
@@ -132,69 +135,69 @@ class StagedTensor(NamedTuple):
         return self.offset + self.tensor.nbytes
 
 
-def copy_all_to_host(memory: SharedMemory, pieces: Sequence[StagedTensor]) -> None:
-    """Write tensors' values into shared memory; they are there when this returns."""
-    if not pieces:
+def copy_all_to_host(memory: SharedMemory, staged: Sequence[StagedTensor]) -> None:
+    """Copy tensors from their device to shared memory. Blocks until the copies are complete."""
+    _copy_all(memory, staged, to_host=True)
+
+
+def copy_all_to_device(memory: SharedMemory, staged: Sequence[StagedTensor]) -> None:
+    """Copy tensors from shared memory to their device. Blocks until the copies are complete."""
+    _copy_all(memory, staged, to_host=False)
+
+
+def _copy_all(memory: SharedMemory, staged: Sequence[StagedTensor], *, to_host: bool) -> None:
+    """Copy each run of neighbouring tensors as one block, through a flat tensor on the device."""
+    if not staged:
         return
-    device = pieces[0].tensor.device
+    device = staged[0].tensor.device
     memory.pin(device)
     with torch.no_grad(), set_inference_mode(False):
-        for run in contiguous_runs(pieces):
-            first, last = run[0], run[-1]
-            there = memory.tensor(first.offset, last.end - first.offset)
+        for run in contiguous_runs(staged):
+            start = run[0].offset
+            host = memory.tensor(start, run[-1].end - start)
+            tensors = [item.tensor.detach() for item in run]
             if len(run) == 1:
-                view_like(there, 0, first.tensor).copy_(first.tensor.detach(), non_blocking=True)
+                on_host = view_like(host, 0, tensors[0])
+                target, source = (on_host, tensors[0]) if to_host else (tensors[0], on_host)
+                target.copy_(source, non_blocking=True)
                 continue
-            flat = torch.empty(there.numel(), dtype=torch.uint8, device=device)
-            tensors = [piece.tensor.detach() for piece in run]
-            torch._foreach_copy_([view_like(flat, p.offset - first.offset, p.tensor) for p in run], tensors)
-            there.copy_(flat, non_blocking=True)
+            flat = torch.empty_like(host, device=device) if to_host else host.to(device, non_blocking=True)
+            parts = [view_like(flat, item.offset - start, item.tensor) for item in run]
+            if to_host:
+                torch._foreach_copy_(parts, tensors)
+                host.copy_(flat, non_blocking=True)
+            else:
+                torch._foreach_copy_(tensors, parts)
     synchronize_stream(device)
 
 
-def copy_all_to_device(memory: SharedMemory, pieces: Sequence[StagedTensor]) -> None:
-    """Write what shared memory holds into tensors of a device; it has been read when this returns."""
-    if not pieces:
-        return
-    device = pieces[0].tensor.device
+def fetch_to_device(memory: SharedMemory, slots: Sequence[tuple[int, Tensor]], device: torch.device) -> list[Tensor]:
+    """Copy values from shared memory to new tensors on a device. Blocks until the copies are complete.
+
+    Each slot is an offset and a tensor with the shape and dtype of the values.
+    """
+    fetched: dict[int, Tensor] = {}
     memory.pin(device)
-    with torch.no_grad(), set_inference_mode(False):
-        for run in contiguous_runs(pieces):
-            first, last = run[0], run[-1]
-            there = memory.tensor(first.offset, last.end - first.offset)
-            if len(run) == 1:
-                first.tensor.detach().copy_(view_like(there, 0, first.tensor), non_blocking=True)
-                continue
-            flat = there.to(device, non_blocking=True)
-            tensors = [piece.tensor.detach() for piece in run]
-            torch._foreach_copy_(tensors, [view_like(flat, p.offset - first.offset, p.tensor) for p in run])
+    for run in contiguous_runs([StagedTensor(offset, like) for offset, like in slots]):
+        start = run[0].offset
+        flat = memory.tensor(start, run[-1].end - start).to(device, non_blocking=True)
+        fetched.update((item.offset, view_like(flat, item.offset - start, item.tensor)) for item in run)
     synchronize_stream(device)
-
-
-def fetch_to_device(memory: SharedMemory, places: Sequence[tuple[int, Tensor]], device: torch.device) -> list[Tensor]:
-    """New tensors on a device with what lies at places of shared memory, each in the shape of a tensor there."""
-    found: dict[int, Tensor] = {}
-    memory.pin(device)
-    for run in contiguous_runs([StagedTensor(offset, like) for offset, like in places]):
-        first, last = run[0], run[-1]
-        flat = memory.tensor(first.offset, last.end - first.offset).to(device, non_blocking=True)
-        found.update((p.offset, view_like(flat, p.offset - first.offset, p.tensor)) for p in run)
-    synchronize_stream(device)
-    return [found[offset] if like.numel() else torch.empty_like(like, device=device) for offset, like in places]
+    return [fetched[offset] if like.numel() else torch.empty_like(like, device=device) for offset, like in slots]
 
 
 def view_like(flat: Tensor, offset: int, like: Tensor) -> Tensor:
-    """A part of some bytes, as a tensor like another."""
+    """A part of a byte tensor, viewed with the dtype and shape of another tensor."""
     return flat.narrow(0, offset, like.nbytes).view(like.dtype).view(like.shape)
 
 
-def contiguous_runs(pieces: Sequence[StagedTensor]) -> Iterator[list[StagedTensor]]:
-    """Neighbours in memory that travel together, up to a size; those without numbers stay at home."""
+def contiguous_runs(staged: Sequence[StagedTensor]) -> Iterator[list[StagedTensor]]:
+    """Runs of neighbours in memory, of at most `BUCKET_BYTES`. Empty tensors are left out."""
     run: list[StagedTensor] = []
-    for piece in sorted((p for p in pieces if p.tensor.numel()), key=lambda p: p.offset):
-        if run and (piece.offset - run[-1].end > _MAX_GAP or piece.end - run[0].offset > BUCKET_BYTES):
+    for item in sorted((item for item in staged if item.tensor.numel()), key=lambda item: item.offset):
+        if run and (item.offset - run[-1].end > _MAX_GAP or item.end - run[0].offset > BUCKET_BYTES):
             yield run
             run = []
-        run.append(piece)
+        run.append(item)
     if run:
         yield run

@@ -13,28 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HANDLE_BYTES = 64
-"""Bytes of a handle."""
 ALLOCATION_GRANULARITY = 2 << 20
-"""Memory is taken in pieces of so many bytes."""
+"""Sizes of allocations are multiples of this.
+
+The driver places smaller allocations in a common block of this size, and an IPC handle shares the whole block.
+"""
 _LAZY_ENABLE_PEER_ACCESS = 1
 _HOST_REGISTER_PORTABLE = 1
-_ERROR_TEXTS = {1: "invalid value", 2: "out of memory", 201: "invalid context", 801: "not supported", 999: "unknown"}
 
 
 class DriverError(Exception):
-    """The driver said no; the text says to what, and why."""
+    """A driver call failed."""
 
 
 class IpcHandle(ctypes.Structure):
-    """What another process opens memory by."""
+    """The handle by which another process opens device memory (`CUipcMemHandle`)."""
 
-    _fields_ = (("bytes", ctypes.c_char * HANDLE_BYTES),)
+    _fields_ = (("bytes", ctypes.c_char * 64),)
 
 
 @cache
 def _driver() -> Any:
-    """The driver; None where there is none."""
+    """The driver library; None if there is none."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
         library.cuIpcOpenMemHandle_v2.argtypes = (ctypes.c_void_p, IpcHandle, ctypes.c_uint)
@@ -53,20 +53,16 @@ def _driver() -> Any:
 def _call_driver(name: str, *args: Any) -> None:
     code = int(getattr(_driver(), name)(*args))
     if code:
-        raise DriverError(f"{name}: CUDA error {code} ({_ERROR_TEXTS.get(code, _error_text(code))})")
-
-
-def _error_text(code: int) -> str:
-    text = ctypes.c_char_p()
-    found = _driver().cuGetErrorString(ctypes.c_int(code), ctypes.byref(text)) == 0
-    return text.value.decode() if found and text.value is not None else "no text"
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(ctypes.c_int(code), ctypes.byref(text))
+        raise DriverError(f"{name}: CUDA error {code} ({(text.value or b'unknown').decode()})")
 
 
 @cache
 def _primary_context(ordinal: int) -> ctypes.c_void_p:
-    """The context that torch works in, which is the device's primary one."""
+    """The device's primary context, which torch uses."""
     if _driver() is None:
-        raise DriverError("the driver's library (libcuda.so.1) is not there")
+        raise DriverError("the driver library (libcuda.so.1) was not found")
     torch.cuda.init()
     device, context = ctypes.c_int(), ctypes.c_void_p()
     _call_driver("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
@@ -76,7 +72,7 @@ def _primary_context(ordinal: int) -> ctypes.c_void_p:
 
 @contextmanager
 def _current_context(ordinal: int) -> Iterator[None]:
-    """Make a device's context this thread's own, for the length of a `with` block."""
+    """Make a device's context current in this thread."""
     _call_driver("cuCtxPushCurrent_v2", _primary_context(ordinal))
     try:
         yield
@@ -85,86 +81,75 @@ def _current_context(ordinal: int) -> Iterator[None]:
 
 
 def pin_memory(device: torch.device, address: int, nbytes: int) -> bool:
-    """Whether pages are from now on known to an accelerator, which copies them several times as fast then."""
+    """Page-lock host memory for copies to and from a CUDA device. Returns whether it succeeded."""
     if device.type != "cuda":
         return False
     try:
         with _current_context(device.index or 0):
             _call_driver("cuMemHostRegister_v2", address, nbytes, _HOST_REGISTER_PORTABLE)
-    except DriverError:  # a limit on locked memory: copies work all the same, only slower
+    except DriverError:  # a limit on locked memory: copies are only slower
         return False
     return True
 
 
 def unpin_memory(device: torch.device, address: int) -> None:
-    """Forget pages, whose memory is about to go."""
+    """Undo `pin_memory` before the memory is unmapped."""
     _release(device, "cuMemHostUnregister", address)
 
 
-def _release(device: torch.device, how: str, address: int) -> None:
-    """Give something back, unless the driver does so by itself, or it is that of the process that forked this one."""
+def _release(device: torch.device, function: str, address: int) -> None:
+    """Release memory, except at interpreter exit, when the driver does it, and in a forked child."""
     if not sys.is_finalizing() and os.getpid() == _owner_pid:
         with suppress(DriverError), _current_context(device.index or 0):
-            _call_driver(how, address)
+            _call_driver(function, address)
 
 
 _owner_pid = os.getpid()
 
 
 class DeviceMemory:
-    """A piece of an accelerator's memory that other processes can open; tensors made from it keep it alive."""
+    """CUDA memory that other processes can open by its handle. Tensors made from it keep it alive."""
 
-    def __init__(self, device: torch.device, address: int, nbytes: int, handle: bytes, owns: bool) -> None:
+    def __init__(self, device: torch.device, address: int, nbytes: int, handle: bytes, is_owner: bool) -> None:
         """Use `create` or `open`."""
         self.device, self.nbytes, self.handle = device, nbytes, handle
-        self._address, self._owns = address, owns
+        self._address, self._is_owner = address, is_owner
 
     @classmethod
     def create(cls, nbytes: int, device: torch.device) -> DeviceMemory:
-        """New memory, with whatever was in it; `Refused` where it cannot be had or not be shared.
-
-        The driver cuts smaller pieces out of larger ones, and would share all of such a larger one: so none is smaller.
-        """
+        """Allocate uninitialized memory. Raises `DriverError` if it cannot be allocated or shared."""
         address, handle = ctypes.c_uint64(), IpcHandle()
+        allocated = -(-max(1, nbytes) // ALLOCATION_GRANULARITY) * ALLOCATION_GRANULARITY
         with _current_context(device.index or 0):
-            _call_driver(
-                "cuMemAlloc_v2",
-                ctypes.byref(address),
-                -(-max(1, nbytes) // ALLOCATION_GRANULARITY) * ALLOCATION_GRANULARITY,
-            )
+            _call_driver("cuMemAlloc_v2", ctypes.byref(address), allocated)
             try:
                 _call_driver("cuIpcGetMemHandle", ctypes.byref(handle), address)
             except DriverError:
                 _call_driver("cuMemFree_v2", address)
                 raise
-        return cls(device, int(address.value), max(1, nbytes), bytes(handle), owns=True)
+        return cls(device, int(address.value), max(1, nbytes), bytes(handle), is_owner=True)
 
     @classmethod
     def open(cls, handle: bytes, nbytes: int, device: torch.device) -> DeviceMemory:
-        """The memory of another process."""
-        address = ctypes.c_uint64()
+        """Open memory of another process. Raises `DriverError` if it cannot be opened."""
+        address, opened = ctypes.c_uint64(), IpcHandle.from_buffer_copy(handle)
         with _current_context(device.index or 0):
-            _call_driver(
-                "cuIpcOpenMemHandle_v2",
-                ctypes.byref(address),
-                IpcHandle.from_buffer_copy(handle),
-                _LAZY_ENABLE_PEER_ACCESS,
-            )
-        return cls(device, int(address.value), nbytes, handle, owns=False)
+            _call_driver("cuIpcOpenMemHandle_v2", ctypes.byref(address), opened, _LAZY_ENABLE_PEER_ACCESS)
+        return cls(device, int(address.value), nbytes, handle, is_owner=False)
 
     def tensor(self, offset: int, nbytes: int) -> Tensor:
-        """A part of the memory as bytes, with a storage of exactly that size."""
+        """A part of the memory as a uint8 tensor, with a storage of exactly that size."""
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
         return torch.as_tensor(_CudaArray(self, self._address + offset, nbytes), device=self.device)
 
     def __del__(self) -> None:
         if getattr(self, "_address", 0):
-            _release(self.device, "cuMemFree_v2" if self._owns else "cuIpcCloseMemHandle", self._address)
+            _release(self.device, "cuMemFree_v2" if self._is_owner else "cuIpcCloseMemHandle", self._address)
 
 
 class _CudaArray:
-    """A part of a piece of memory, as torch takes it from others; whoever holds the tensor holds the memory."""
+    """A part of device memory, in the form that `torch.as_tensor` accepts. The tensor keeps the memory alive."""
 
     def __init__(self, memory: DeviceMemory, address: int, nbytes: int) -> None:
         self._memory = memory

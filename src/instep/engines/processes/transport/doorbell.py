@@ -11,54 +11,57 @@ from torch import Tensor
 from instep.engines.processes.transport.shared_memory import SharedMemory
 
 MIN_GRADIENT_BYTES = 256 * 1024
-"""Bytes of a gradient below which adding it up takes no longer than speaking of it."""
+"""Minimum size of a gradient that is signalled. For smaller ones signalling takes longer than adding them."""
 CHUNK_BYTES = 1 << 20
-"""Bytes of a stretch."""
+"""Size of a chunk."""
 _ENTRY_BYTES = 8
-"""Bytes of a number on the board."""
+"""Size of an entry of the ready list."""
 
 
 class GradientChunk(NamedTuple):
     """A part of one tensor's gradient, as it lies in memory."""
 
     tensor_index: int
-    """The tensor's, in the table."""
+    """Index in the tensor table."""
     start: int
-    """In elements."""
+    """First element."""
     stop: int
 
 
 def gradient_chunks(tensors: Iterable[tuple[int, Tensor]]) -> list[GradientChunk]:
-    """The stretches of the larger ones among tensors with their numbers; each is known by its place in the list."""
-    found = []
-    for number, tensor in tensors:
-        count, length = tensor.numel(), max(1, CHUNK_BYTES // tensor.element_size())
-        if count * tensor.element_size() >= MIN_GRADIENT_BYTES:
-            found += [GradientChunk(number, at, min(at + length, count)) for at in range(0, count, length)]
-    return found
+    """Cut the large ones of the given tensors, with their indices, into chunks. Both ends compute the same list."""
+    chunks = []
+    for index, tensor in tensors:
+        numel, length = tensor.numel(), max(1, CHUNK_BYTES // tensor.element_size())
+        if numel * tensor.element_size() >= MIN_GRADIENT_BYTES:
+            chunks += [GradientChunk(index, start, min(start + length, numel)) for start in range(0, numel, length)]
+    return chunks
 
 
-def ready_list_bytes(cut: list[GradientChunk]) -> int:
-    """The bytes of a board for these."""
-    return _ENTRY_BYTES * len(cut)
+def ready_list_bytes(chunks: list[GradientChunk]) -> int:
+    """Size of the ready list for these chunks."""
+    return _ENTRY_BYTES * len(chunks)
 
 
 class Doorbell:
-    """One end of the doorbell. It owns its eventfd; the list of ready chunks follows the gradient slots in memory."""
+    """One end of the doorbell. It owns its eventfd.
 
-    def __init__(self, fd: int, memory: SharedMemory, cut: list[GradientChunk]) -> None:
+    The ready list is at the end of the memory, after the gradient slots. The worker appends the index of each chunk
+    that is ready and increments the eventfd; the parent reads that many entries.
+    """
+
+    def __init__(self, fd: int, memory: SharedMemory, chunks: list[GradientChunk]) -> None:
         self.fd = fd
-        self._chunks = cut
+        self._chunks = chunks
         self.chunks_by_tensor: dict[int, list[GradientChunk]] = {}
-        """By the number of a tensor: its stretches."""
-        for stretch in cut:
-            self.chunks_by_tensor.setdefault(stretch.tensor_index, []).append(stretch)
-        self._ready_list = memory.view()[memory.nbytes - ready_list_bytes(cut) : memory.nbytes].cast("Q")
+        for chunk in chunks:
+            self.chunks_by_tensor.setdefault(chunk.tensor_index, []).append(chunk)
+        self._ready_list = memory.view()[memory.nbytes - ready_list_bytes(chunks) : memory.nbytes].cast("Q")
         self._position = 0
         self.backward_id = 0
-        """The number of the backward that rings; 0 while that is not sure."""
+        """Id of the backward that rings; 0 if an earlier one may still ring."""
         self._unfinished_id = 0
-        """The number of one whose answer was not heard: it may still ring."""
+        """Id of the last backward without a reply: it may still ring."""
 
     def __del__(self) -> None:
         os.close(self.fd)
@@ -67,20 +70,20 @@ class Doorbell:
         """Start a backward."""
         self._position = 0
 
-    def ring(self, place: int) -> None:
+    def ring(self, chunk_index: int) -> None:
         """Signal that a chunk is ready in its slot."""
-        self._ready_list[self._position] = place
+        self._ready_list[self._position] = chunk_index
         self._position += 1
         os.eventfd_write(self.fd, 1)
 
-    def expect(self, number: int, heard: int) -> None:
-        """A backward with a number is going to be asked for; `heard` is what the worker was last heard to work on.
+    def expect(self, backward_id: int, last_received_id: int) -> None:
+        """Prepare for a backward. `last_received_id` is the latest request that the worker has sent a message for.
 
-        One that was interrupted may still ring, until something is heard that the worker was asked for later.
+        A backward that was interrupted may ring until the worker sends a message for a later request.
         """
-        quiet = not self._unfinished_id or self._unfinished_id < heard
-        self._unfinished_id, self.backward_id = number, number if quiet else 0
-        if quiet:
+        is_quiet = not self._unfinished_id or self._unfinished_id < last_received_id
+        self._unfinished_id, self.backward_id = backward_id, backward_id if is_quiet else 0
+        if is_quiet:
             self.poll()
             self.reset()
 
@@ -95,9 +98,9 @@ class Doorbell:
         except BlockingIOError:
             return []
         before, self._position = self._position, self._position + count
-        return [self._chunks[place] for place in self._ready_list[before : self._position]]
+        return [self._chunks[index] for index in self._ready_list[before : self._position]]
 
 
-def make_doorbell(memory: SharedMemory, cut: list[GradientChunk]) -> Doorbell:
+def make_doorbell(memory: SharedMemory, chunks: list[GradientChunk]) -> Doorbell:
     """A new doorbell for the gradient slots in `memory`."""
-    return Doorbell(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), memory, cut)
+    return Doorbell(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), memory, chunks)

@@ -19,22 +19,24 @@ from instep.errors import EngineError
 from instep.runtime.locks import ForkSafeLock
 
 _CGROUP_ROOT, _SELF_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_UNLIMITED = 1 << 60
-"""A limit above this is none; the kernel writes a number near 2**63 for that."""
+_NO_LIMIT = 1 << 60
+"""Larger limits mean none: cgroup v1 reports a number near 2**63."""
 
 
 def available_memory() -> int:
-    """How many bytes can still be had before the system, or the container, begins to end processes."""
-    return min([_free_memory(), *(limit - used for limit, used in _cgroup_limits())])
+    """Bytes that can be allocated before the kernel starts to kill processes of the system or the container."""
+    system = _read_counters(Path("/proc/meminfo"))["MemAvailable"] * 1024
+    return min([system, *(limit - used for limit, used in _cgroup_limits())])
 
 
-def check_available(nbytes: int, what: str) -> None:
-    """Raise where memory of that size cannot be had: taking it all the same would get this process killed."""
-    free = available_memory()
-    if nbytes > free:
+def check_available(nbytes: int, purpose: str) -> None:
+    """Raise `EngineError` if there is not enough memory. Writing to it would get this process killed."""
+    available = available_memory()
+    if nbytes > available:
         raise EngineError(
-            f"{what} needs {_format_bytes(nbytes)} of shared memory, and {_format_bytes(max(0, free))} are free here "
-            f"(the smaller of the system's available memory and the container's limit)."
+            f"{purpose} needs {_format_bytes(nbytes)} of shared memory, but only {_format_bytes(max(0, available))} "
+            f"are available (the smaller of the system's available memory and the container's limit).\n"
+            f"Use smaller batches, fewer replicas or engine='threads', or raise the container's limit."
         )
 
 
@@ -45,17 +47,10 @@ def _format_bytes(nbytes: int) -> str:
     return f"{nbytes:,} bytes"
 
 
-def _free_memory() -> int:
-    for line in Path("/proc/meminfo").read_text("ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _cgroup_limits() -> Iterator[tuple[int, int]]:
-    """The limit of each group around this process that has one, and what the group uses of it.
+    """The memory limit and the usage of each cgroup (v1 or v2) that contains this process and has a limit.
 
-    Pages of files that nobody has looked at lately are not counted as used: the kernel gives them up first.
+    The usage excludes inactive pages of files, which the kernel reclaims first.
     """
     groups = _SELF_CGROUP.read_text("utf-8") if _SELF_CGROUP.exists() else ""
     for line in groups.splitlines():
@@ -65,15 +60,16 @@ def _cgroup_limits() -> Iterator[tuple[int, int]]:
         root = _CGROUP_ROOT / "memory" if controllers else _CGROUP_ROOT
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
         group = PurePosixPath(path)
-        for folder in (group, *group.parents):
-            here = root / str(folder).lstrip("/")
-            limit, used = _read_int(here / names[0]), _read_int(here / names[1])
-            if limit is not None and used is not None and limit < _UNLIMITED:
-                yield limit, used - _inactive_file_bytes(here / "memory.stat")
+        for ancestor in (group, *group.parents):
+            folder = root / str(ancestor).lstrip("/")
+            limit, used = (_read_int(folder / name) for name in names)
+            if limit is not None and used is not None and limit < _NO_LIMIT:
+                counters = _read_counters(folder / "memory.stat")
+                yield limit, used - counters.get("total_inactive_file", counters.get("inactive_file", 0))
 
 
 def _read_int(path: Path) -> int | None:
-    """What a control file says; None where there is no such file, as in many containers, or it says `max`."""
+    """The number in a control file; None if it holds `max` or does not exist, as in many containers."""
     try:
         text = path.read_text("ascii").strip()
     except OSError:
@@ -81,138 +77,113 @@ def _read_int(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _inactive_file_bytes(path: Path) -> int:
-    counts: dict[str, int] = {}
+def _read_counters(path: Path) -> dict[str, int]:
+    """The counters in a kernel file that has a name and a number in each line; empty if it does not exist."""
     try:
-        for line in path.read_text("ascii").splitlines():
-            name, _, count = line.partition(" ")
-            counts[name] = int(count)
+        lines = path.read_text("ascii").splitlines()
     except OSError:
-        return 0
-    return counts.get("total_inactive_file", counts.get("inactive_file", 0))
+        return {}
+    return {name.rstrip(":"): int(number) for name, number, *_ in map(str.split, lines)}
 
 
-class _Mapping(mmap.mmap):
-    """A mapping that owns its file descriptor. Whoever holds a tensor in it holds it, and with the last one it goes."""
+class SharedMemory(mmap.mmap):
+    """Memory that other processes can map. It owns its file descriptor; tensors made from it keep it alive."""
 
     fd: int
+    """The descriptor to send to other processes."""
     address: int
-    pinned: torch.device | None = None
-    """The accelerator that knows the pages."""
+    _pinned_for: torch.device | None = None
+    _can_pin: bool
+    """False after the first attempt, and for private mappings: pinning would copy their pages."""
     _fork_count = -1
-    """How many forks had led to the process in which this came to be shared."""
-    pinnable: bool
-    """Not twice; and never where pages are copied on write, for then this process would have its own from then on."""
+    """The value of the global `_fork_count` when this mapping became shared."""
 
     @classmethod
-    def create(cls, fd: int, nbytes: int, shared: bool) -> _Mapping:
-        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
-        # The descriptor is ours to keep: from 3.13 on, mmap need not keep another.
-        options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-        try:
-            mapping = cls(fd, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, **options)
-        except BaseException:
-            os.close(fd)
-            raise
-        mapping.fd, mapping.pinnable = fd, shared
-        mapping.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        if shared:
-            _shared_mappings[mapping.address] = nbytes, fd
-            mapping._fork_count = _fork_count
-        return mapping
-
-    def is_shared(self) -> bool:
-        """Whether others see what is written here, and did not only before a fork."""
-        return self._fork_count == _fork_count
-
-    def remap_from(self, other: _Mapping) -> None:
-        """Own another one's descriptor, which owns this one's then, and show its memory at this address.
-
-        After an interruption, and where another thread forks meanwhile, it may be called again.
-        """
-        self.fd, other.fd = other.fd, self.fd
-        _shared_mappings[self.address] = len(self), self.fd
-        if not _remap(self.address, len(self), self.fd, mmap.MAP_SHARED):
-            del _shared_mappings[self.address]
-            raise EngineError(f"memory cannot be shared with workers: {os.strerror(ctypes.get_errno())}.")
-        self._fork_count = _fork_count
-
-    def __del__(self) -> None:
-        if hasattr(self, "address"):
-            if self.pinned is not None:
-                unpin_memory(self.pinned, self.address)
-            _shared_mappings.pop(self.address, None)
-            os.close(self.fd)
-
-
-class SharedMemory:
-    """A piece of memory that other processes can map; tensors made from it keep it alive."""
-
-    def __init__(self, mapping: _Mapping, nbytes: int) -> None:
-        self._mapping = mapping
-        self.nbytes = nbytes
-
-    @classmethod
-    def create(cls, nbytes: int, what: str = "a tensor that is shared with the workers") -> SharedMemory:
-        """New memory, all zero. It takes real memory only where it is written to."""
+    def create(cls, nbytes: int, purpose: str = "a tensor that is shared with the workers") -> SharedMemory:
+        """New memory filled with zeros. Pages are allocated when they are first written to."""
         nbytes = max(1, nbytes)
-        check_available(nbytes, what)
+        check_available(nbytes, purpose)
         fd = os.memfd_create("instep", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)
         except BaseException:
             os.close(fd)
             raise
-        return cls(_Mapping.create(fd, nbytes, shared=True), nbytes)
+        return cls.attach(fd, nbytes, writable=True)
 
     @classmethod
     def attach(cls, fd: int, nbytes: int, writable: bool) -> SharedMemory:
-        """The memory behind a descriptor, which is taken over, also where this fails.
+        """Map the memory of a descriptor. Takes ownership of the descriptor, even on failure.
 
-        Memory that is not writable is copied on write: its owner's later writes are seen on pages that were not
-        written here, and what is written here is seen here only.
+        Without `writable` the mapping is private (copy-on-write): writes are visible here only, and later writes of
+        the owner are visible on pages that were not written here.
         """
-        return cls(_Mapping.create(fd, max(1, nbytes), shared=writable), max(1, nbytes))
+        flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE
+        # This object keeps the descriptor: mmap need not duplicate it (from Python 3.13 on).
+        options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+        try:
+            memory = cls(fd, max(1, nbytes), flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, **options)
+        except BaseException:
+            os.close(fd)
+            raise
+        memory.fd, memory._can_pin = fd, writable
+        memory.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        if writable:
+            _shared_mappings[memory.address] = memory.nbytes, fd
+            memory._fork_count = _fork_count
+        return memory
 
     @property
-    def fd(self) -> int:
-        """The descriptor to send; it stays this memory's own."""
-        return self._mapping.fd
+    def nbytes(self) -> int:
+        return len(self)
 
     def tensor(self, offset: int, nbytes: int) -> Tensor:
-        """A part of the memory as bytes, with a storage of exactly that size."""
-        if not nbytes:  # frombuffer refuses to make nothing
+        """A part of the memory as a uint8 tensor, with a storage of exactly that size."""
+        if not nbytes:  # frombuffer requires at least one element
             return torch.empty(0, dtype=torch.uint8, device="cpu")
-        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=offset)
+        return torch.frombuffer(self, dtype=torch.uint8, count=nbytes, offset=offset)
 
     def view(self) -> memoryview:
-        """The memory for Python's own bytes."""
-        return memoryview(self._mapping)
+        """The memory as bytes."""
+        return memoryview(self)
 
     def share(self) -> None:
-        """See to it that others can see what is written here, also in a forked child, where this is a private copy.
+        """Make writes visible to other processes again after a fork, in the child, where the mapping is private.
 
-        There it is put into new memory, once, and at the same address: whoever has a tensor in it keeps it.
+        The child's contents are moved to new shared memory, which is mapped at the same address: existing tensors stay
+        valid. Does nothing if the mapping is already shared. After an interruption it can be called again.
         """
         with _share_lock:
-            if not self._mapping.is_shared():
-                new = SharedMemory.create(self.nbytes, "what a forked child shares with workers of its own")
-                new.view()[:] = self.view()
-                self._mapping.remap_from(new._mapping)
+            if self._fork_count == _fork_count:
+                return
+            new = SharedMemory.create(self.nbytes, "memory that a forked child shares with its own workers")
+            new.view()[:] = self.view()
+            self.fd, new.fd = new.fd, self.fd
+            _shared_mappings[self.address] = self.nbytes, self.fd
+            if not _remap(self.address, self.nbytes, self.fd, mmap.MAP_SHARED):
+                del _shared_mappings[self.address]
+                raise EngineError(f"cannot share memory with workers: mmap: {os.strerror(ctypes.get_errno())}.")
+            self._fork_count = _fork_count
 
     def pin(self, device: torch.device) -> None:
-        """Keep the pages where they are, so that copies to and from an accelerator are fast, where that can be had."""
-        mapping = self._mapping
-        if mapping.pinnable:
-            mapping.pinnable = False
-            mapping.pinned = device if pin_memory(device, mapping.address, self.nbytes) else None
+        """Page-lock the memory, if possible: copies between it and an accelerator are several times as fast."""
+        if self._can_pin:
+            self._can_pin = False
+            self._pinned_for = device if pin_memory(device, self.address, self.nbytes) else None
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            if self._pinned_for is not None:
+                unpin_memory(self._pinned_for, self.address)
+            _shared_mappings.pop(self.address, None)
+            os.close(self.fd)
 
 
 _share_lock = ForkSafeLock()
 _fork_count = 0
-"""How many forks lead from the first process to this one."""
+"""Number of forks between the first process and this one."""
 _shared_mappings: dict[int, tuple[int, int]] = {}
-"""The size and the descriptor of every mapping that others see the writes of, by address."""
+"""Size and descriptor of each shared (not private) mapping, by address."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -222,159 +193,173 @@ _MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-def _remap(address: int, nbytes: int, fd: int, how: int) -> bool:
-    """Whether memory behind a descriptor could be put where other memory was."""
-    mapped = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, how | _MAP_FIXED, fd, 0)
+def _remap(address: int, nbytes: int, fd: int, flags: int) -> bool:
+    """Replace the mapping at an address. Returns whether it succeeded."""
+    mapped = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED, fd, 0)
     return mapped not in (None, _MAP_FAILED)
 
 
 def _make_private_in_child() -> None:
-    """A forked child (a DataLoader's worker) sees its parent's memory, and never writes into it.
+    """Make all mappings private in a forked child (a `DataLoader` worker), so that it cannot write to its parent's.
 
-    It is no snapshot, as a child's other memory is: pages that the child has not written show what the parent writes
-    later, until `share` puts them into memory of the child's own. A copy of all at every fork would cost too much.
+    This is not a snapshot: pages that the child has not written show later writes of the parent, until `share` copies
+    them. Copying everything at each fork would cost too much.
     """
     global _fork_count
-    collects = gc.isenabled()
+    gc_enabled = gc.isenabled()
     gc.disable()  # a finalizer would change the table, and unmap an address that is about to be mapped again
     for address, (nbytes, fd) in _shared_mappings.items():
-        # No room for a private copy: then nothing may be written at all, and a write ends the child, not the truth.
+        # If a private mapping is impossible, make the memory read-only: a write then kills the child.
         if not _remap(address, nbytes, fd, mmap.MAP_PRIVATE) and _libc.mprotect(address, nbytes, mmap.PROT_READ):
             os._exit(70)
     _shared_mappings.clear()
     _fork_count += 1
-    if collects:
+    if gc_enabled:
         gc.enable()
 
 
 os.register_at_fork(after_in_child=_make_private_in_child)
 
 
-class RingLocation(NamedTuple):
-    """Where in which ring a message's data lie."""
-
-    generation: int
-    size: int
-    """Of the whole memory, in bytes."""
-    start: int
-    """Offset in the memory."""
-    end: int
-    """The position in the ring after the data, counted from the ring's beginning and never wrapped."""
-
-
-NO_LOCATION = RingLocation(0, 0, 0, 0)
 ALIGNMENT = 64
-_RING_HEADER_BYTES = 4096
-"""Bytes before the ring."""
-_MIN_RING_BYTES = 1 << 20
-_READ_COUNTER, _ATTACHED_FLAG = 0, 1
 
 
 def align(nbytes: int, to: int = ALIGNMENT) -> int:
-    """So many bytes, or as few more as end where the next thing may begin."""
+    """Round up to a multiple of `to`."""
     return -(-nbytes // to) * to
 
 
+class RingAllocator:
+    """Allocates contiguous blocks in a ring buffer. Positions count all bytes since the start, without wrapping."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.written = self.read = 0
+        """Positions up to which data was written, and up to which the receiver has read."""
+
+    def reserve(self, nbytes: int) -> int | None:
+        """The offset of a block; None if unread data is in the way. `written` is then the position after the block."""
+        start = self.written
+        is_empty = self.read >= start
+        # An empty ring restarts at offset 0, so that the same pages are used, which are mapped and cached.
+        if is_empty or start % self.capacity + nbytes > self.capacity:
+            start = align(start, self.capacity)
+        if is_empty:
+            self.read = start
+        if start + nbytes - self.read > self.capacity:
+            return None
+        self.written = start + align(nbytes)
+        return start % self.capacity
+
+
+class RingLocation(NamedTuple):
+    """Where the data of a message is."""
+
+    generation: int
+    """The number of the ring. A larger ring replaces one that is full."""
+    size: int
+    """Size of the ring's memory."""
+    start: int
+    """Offset of the data in the memory."""
+    end: int
+    """Position in the ring after the data (see `RingAllocator`)."""
+
+
+NO_LOCATION = RingLocation(0, 0, 0, 0)
+_RING_HEADER_BYTES = 4096
+"""Size of the page before the ring. It holds the two 64-bit counters below."""
+_MIN_RING_BYTES = 1 << 20
+_READ_POSITION, _ATTACHED = 0, 1
+"""Indices of the counters, which the receiver writes: its read position, and whether it has mapped the memory."""
+
+
 class _Ring:
-    """A ring of memory after a page with two counters: how far it was read, and whether the receiver has mapped it."""
+    """The memory of a ring buffer."""
 
     def __init__(self, memory: SharedMemory, generation: int) -> None:
         self.memory = memory
         self.generation = generation
-        self.capacity = memory.nbytes - _RING_HEADER_BYTES
         self.counters = memory.view()[:16].cast("Q")
-        self.written = self.restart = 0
-        """The sender's own: how far it has written, and where it began anew when all was read."""
+        self.allocator = RingAllocator(memory.nbytes - _RING_HEADER_BYTES)
+        """Used by the sender."""
 
-    def block(self, place: RingLocation, nbytes: int) -> memoryview:
-        return self.memory.view()[place.start : place.start + nbytes]
-
-    def reserve(self, nbytes: int) -> RingLocation | None:
-        """A place for that many bytes in one piece; None where that would write over what was not read."""
-        read, start = max(self.counters[_READ_COUNTER], self.restart), self.written
-        empty = read >= start
-        # An empty ring begins anew: the same pages again, which are mapped and in the cache.
-        if empty or start % self.capacity + nbytes > self.capacity:
-            start = align(start, self.capacity)
-        if start + nbytes - (start if empty else read) > self.capacity:
-            return None
-        if empty:
-            self.restart = start
-        self.written = start + align(nbytes)
-        return RingLocation(
-            self.generation, self.memory.nbytes, _RING_HEADER_BYTES + start % self.capacity, self.written
-        )
+    def block(self, location: RingLocation, nbytes: int) -> memoryview:
+        return self.memory.view()[location.start : location.start + nbytes]
 
 
 class RingWriter:
-    """The sender's side of a ring, where it writes what is too large for a frame.
+    """The sender's end of a ring buffer.
 
-    Nothing is written over before it was read. Where there is no room a larger ring takes over: the sender never
-    waits for the receiver.
+    Data is never overwritten before it was read. If there is no space, a larger ring takes over: the sender never waits
+    for the receiver.
     """
 
     def __init__(self) -> None:
         self._ring: _Ring | None = None
 
-    def reserve(self, nbytes: int, writer: torch.device | None = None) -> tuple[RingLocation, memoryview]:
-        """A place for that many bytes, taken at once: an interruption later wastes it and harms nothing.
+    def reserve(self, nbytes: int, device: torch.device | None = None) -> tuple[RingLocation, memoryview]:
+        """Reserve a block. If the caller is interrupted later, the block is wasted, which does no harm.
 
-        `writer` is the accelerator that writes into it, if one does.
+        `device` is the accelerator that copies data into the block, if any.
         """
-        ring = self._ring
-        place = ring.reserve(nbytes) if ring is not None else None
-        if ring is None or place is None:
+        ring, offset = self._ring, None
+        if ring is not None:
+            ring.allocator.read = max(ring.allocator.read, ring.counters[_READ_POSITION])
+            offset = ring.allocator.reserve(nbytes)
+        if ring is None or offset is None:
             ring = self._ring = self._grow(ring, nbytes)
-            place = ring.reserve(nbytes)
-            assert place is not None
-        if writer is not None:
-            ring.memory.pin(writer)
-        return place, ring.block(place, nbytes)
+            offset = ring.allocator.reserve(nbytes)
+            assert offset is not None
+        if device is not None:
+            ring.memory.pin(device)
+        start = _RING_HEADER_BYTES + offset
+        location = RingLocation(ring.generation, ring.memory.nbytes, start, ring.allocator.written)
+        return location, ring.block(location, nbytes)
 
     @staticmethod
     def _grow(ring: _Ring | None, nbytes: int) -> _Ring:
-        before, generation = (ring.capacity, ring.generation) if ring is not None else (0, 0)
+        before, generation = (ring.allocator.capacity, ring.generation) if ring is not None else (0, 0)
         capacity = max(_MIN_RING_BYTES, align(nbytes + nbytes // 4, 4096), 2 * before if nbytes <= before else 0)
-        return _Ring(
-            SharedMemory.create(_RING_HEADER_BYTES + capacity, "what is sent to another process"), generation + 1
-        )
+        memory = SharedMemory.create(_RING_HEADER_BYTES + capacity, "data that is sent to another process")
+        return _Ring(memory, generation + 1)
 
     def fd_to_send(self) -> int | None:
-        """The descriptor, to be sent along with every message until the receiver has noted that it has it."""
+        """The descriptor of the ring, which is sent with every message until the receiver has attached it."""
         ring = self._ring
-        return None if ring is None or ring.counters[_ATTACHED_FLAG] else ring.memory.fd
+        return None if ring is None or ring.counters[_ATTACHED] else ring.memory.fd
 
 
 class RingReader:
-    """The receiver's side of a ring."""
+    """The receiver's end of a ring buffer."""
 
     def __init__(self) -> None:
         self._ring: _Ring | None = None
 
-    def attach(self, place: RingLocation, fd: int) -> None:
-        """Take over the descriptor of the ring that a message names; one that is here already is closed."""
+    def attach(self, location: RingLocation, fd: int) -> None:
+        """Attach the ring of a message. Takes ownership of its descriptor."""
         ring = self._ring
-        if ring is not None and place.generation == ring.generation:
+        if ring is not None and location.generation == ring.generation:
             os.close(fd)
         else:
-            ring = self._ring = _Ring(SharedMemory.attach(fd, place.size, writable=True), place.generation)
-        ring.counters[_ATTACHED_FLAG] = 1
+            memory = SharedMemory.attach(fd, location.size, writable=True)
+            ring = self._ring = _Ring(memory, location.generation)
+        ring.counters[_ATTACHED] = 1
 
-    def block(self, place: RingLocation, nbytes: int) -> memoryview:
-        """A message's data; `ValueError` where they lie in memory that is not here, or would not lie in it."""
+    def block(self, location: RingLocation, nbytes: int) -> memoryview:
+        """The data of a message. Raises `ValueError` if the location is not in the attached ring."""
         ring = self._ring
-        if ring is None or (place.generation, place.size) != (ring.generation, ring.memory.nbytes):
-            raise ValueError("it lies in memory that was never handed over")
-        if place.start < _RING_HEADER_BYTES or place.start + nbytes > ring.memory.nbytes:
-            raise ValueError("it would lie outside the memory that was handed over")
-        return ring.block(place, nbytes)
+        if ring is None or (location.generation, location.size) != (ring.generation, ring.memory.nbytes):
+            raise ValueError("its ring buffer was not attached")
+        if location.start < _RING_HEADER_BYTES or location.start + nbytes > ring.memory.nbytes:
+            raise ValueError("its data is outside of the ring buffer")
+        return ring.block(location, nbytes)
 
     def pin(self, device: torch.device) -> None:
-        """An accelerator reads the ring."""
+        """Page-lock the ring for copies to an accelerator."""
         if self._ring is not None:
             self._ring.memory.pin(device)
 
-    def release(self, place: RingLocation) -> None:
-        """All up to this message may be written over: it, and any before it that were lost."""
+    def release(self, location: RingLocation) -> None:
+        """Allow the sender to overwrite this message and all earlier ones."""
         if self._ring is not None:
-            self._ring.counters[_READ_COUNTER] = place.end
+            self._ring.counters[_READ_POSITION] = location.end
