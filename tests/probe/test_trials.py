@@ -31,6 +31,27 @@ def test_zeros_prove_nothing_until_there_are_others(wrap: Any) -> None:
     assert said(model, x)["loss"] == "mean weighted by samples (the probe)"
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        torch.randn(1, 3),
+        instep.Shards([torch.randn(1, 3), torch.randn(0, 3)]),
+        instep.Shards([torch.randn(1, 3), torch.randn(1, 3)]),
+    ],
+    ids=["one sample", "one sample in shards", "two samples in shards"],
+)
+def test_calls_that_cannot_be_tried_do_not_prevent_later_trials(wrap: Any, first: Any) -> None:
+    net = Net(lambda _, h: {"h": h, "loss": h.pow(2).mean()})
+    model, x = wrap(net), torch.randn(5, 3)
+    try:
+        model(first)
+    except instep.MergeError:  # the loss of a batch that came split
+        assert isinstance(first, instep.Shards)
+    assert model.explain(x).trial == "not tried yet"
+    torch.testing.assert_close(model(x)["loss"], net(x)["loss"])
+    assert model.explain(x).trial.startswith("tried on 2 and 3 samples")
+
+
 @both_engines
 def test_what_a_few_samples_do_not_show_is_looked_for_among_more(wrap: Any, engine: str) -> None:
     """Five samples are all right, the next ones are not: a share, and a count."""

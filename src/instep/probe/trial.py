@@ -114,15 +114,12 @@ class Trial:
 
     @property
     def can_run(self) -> bool:
-        """Whether the batch can be split into two parts: it has two samples, and the user has not split it already."""
-        return self.batch_size >= 2 and not any(contains_placement(PreSplit, p) for p in self.plan.placements)
+        """Whether the batch can be split into two parts. A batch that the user has split (`Shards`) cannot."""
+        return not any(contains_placement(PreSplit, placement) for placement in self.plan.placements)
 
     def has_untested_traits(self, record: ProbeRecord) -> bool:
         """Whether this call has traits on which means have not been tested."""
-        return (
-            self.batch_size >= 2
-            and discriminating_window(self.traits, record.seen_traits, self._part_sizes()) is not None
-        )
+        return discriminating_window(self.traits, record.seen_traits, self._part_sizes()) is not None
 
     def run(self, record: ProbeRecord, candidates: Sequence[Any] = ()) -> None:
         """Run the trials and update the record. Raises `MergeError` for outputs that cannot be merged."""

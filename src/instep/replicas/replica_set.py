@@ -22,6 +22,7 @@ from instep.replicas.state.carried import CarriedValue
 from instep.replicas.state.max_norm import is_weight_shared, max_norm_weights, merge_renormed_rows
 from instep.replicas.tensors import ParameterSharing
 from instep.replicas.write_watch import MemoryLayout, WriteDetector
+from instep.runtime.backoff import NEVER, Backoff
 
 
 class ReplicaSet:
@@ -77,8 +78,8 @@ class ReplicaSet:
         self._tracker: ChangeTracker | None = None
         self._prefetched_changes: Changes | None = None
         """What was found by looking ahead of a call."""
-        self._call_count = 0
-        """How many calls were looked at for writes to trainable tensors."""
+        self._value_checks = Backoff(limit=NEVER, calls=1)
+        """When to compare the values of trainable tensors before and after a call."""
         self._saved_values: list[tuple[Tensor, Tensor]] = []
         """Those of the source, with what they held before this call; only now and then."""
 
@@ -111,13 +112,8 @@ class ReplicaSet:
 
         A tensor that an earlier call left on the module is none: what becomes of it is state.
         """
-        number = self._call_count + 1
-        often = number == 1 or self.devices[0].type == "cpu"
-        if (
-            not often
-            or number & self._call_count
-            or self.sharing[0] not in (ParameterSharing.ALIAS, ParameterSharing.SOURCE)
-        ):
+        shares = self.sharing[0] in (ParameterSharing.ALIAS, ParameterSharing.SOURCE)
+        if not shares or not self._value_checks.is_due:
             return []
         return [(source, source.detach().clone()) for source, _ in self.replicas[0].trainable if source.is_leaf]
 
@@ -223,8 +219,12 @@ class ReplicaSet:
         and so on, are checked by value, and undone.
         """
         self.overwritten_parameters = []
-        self._call_count += 1
         before, self._saved_values = self._saved_values, []
+        if before:
+            self._value_checks.record()
+            if self.devices[0].type != "cpu":
+                self._value_checks.stop()
+        self._value_checks.advance()
         if before:
             changed = [pair for pair in before if not tensors_equal(*pair)]
             with torch.no_grad():

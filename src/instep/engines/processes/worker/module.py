@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import is_
@@ -36,6 +37,7 @@ from instep.replicas.object_graph import tensors_equal
 from instep.replicas.replica import Replica, ReplicaResult, TensorPair
 from instep.replicas.replica_set import ReplicaSet
 from instep.replicas.tensors import ReplicaTensors, has_gradients
+from instep.runtime.backoff import NEVER, Backoff
 from instep.runtime.modes import set_inference_mode
 from instep.runtime.rng import GeneratorPairs
 from instep.structure.shapes import is_dense
@@ -54,8 +56,6 @@ class _TensorNumbering:
 
 LARGE_GRADIENT_BYTES = 64 * 1024
 """Gradients of this size are copied to their slots during backward; smaller ones together at the end."""
-CHECKED_CALLS = 3
-"""Consecutive clean calls of a method after which arguments are no longer compared by value."""
 
 
 class _UnguardedTensors(ReplicaTensors):
@@ -92,7 +92,7 @@ class WorkerModule:
             # Blocks that are only read are mapped shared: accelerators copy poorly from copy-on-write mappings.
             self._shared_blocks[number] = SharedMemory.attach(fd, nbytes, writable=number in copied_blocks)
         self._storages: dict[tuple[int, int], Tensor] = {}
-        self._clean_calls: dict[str, int] = {}
+        self._value_checks: dict[str, Backoff] = defaultdict(lambda: Backoff(limit=NEVER, eager=3))
         """Consecutive calls, by method, without a write that left the version counter unchanged."""
         self._staged_by_block: dict[int, list[StagedTensor]] = {}
         """Device copies of tensors in shared memory, by block number."""
@@ -250,15 +250,13 @@ class WorkerModule:
     def watch_arguments(self, method: str, tensors: Sequence[Tensor]) -> Callable[[], dict[int, Tensor]]:
         """Returns a function that gives, after the call, the values of arguments written in place, by number.
 
-        Writes through `.data` do not change the version counter. They are detected by comparing values, until
-        `CHECKED_CALLS` consecutive calls of a method made none.
+        Writes through `.data` do not change the version counter. They are detected by comparing values: in all calls of
+        a method that makes such writes, in others ever more rarely.
         """
         versions = [tensor._version for tensor in tensors]
-        before = (
-            [tensor.detach().clone() for tensor in tensors]
-            if self._clean_calls.get(method, 0) < CHECKED_CALLS
-            else None
-        )
+        checks = self._value_checks[method]
+        checks.advance()
+        before = [tensor.detach().clone() for tensor in tensors] if checks.is_due else None
 
         def written() -> dict[int, Tensor]:
             written_values = {
@@ -269,7 +267,10 @@ class WorkerModule:
                 hidden = {
                     i: t.detach() for i, (t, then) in pairs if i not in written_values and not tensors_equal(t, then)
                 }
-                self._clean_calls[method] = 0 if hidden else self._clean_calls.get(method, 0) + 1
+                if hidden:
+                    del self._value_checks[method]  # compare again in the next call
+                else:
+                    checks.record()
                 written_values |= hidden
             return written_values
 
