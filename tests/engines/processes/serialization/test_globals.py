@@ -23,14 +23,44 @@ args = argparse.Namespace(depth=1)
 mask, table = np.zeros(5000), torch.zeros(3)
 guard = threading.Lock()
 
+EMPTY = argparse.Namespace()
+
 class Scale:
     by = 1
+    steps = [1]
+
+def with_offset():
+    offset = 1
+    def read():
+        return offset
+    def write(value):
+        nonlocal offset
+        offset = value
+    return read, write
+
+read_offset, set_offset = with_offset()
+
+def with_method():
+    shift = 1
+    class Shifted:
+        @property
+        def shift(self):
+            return shift
+        def twice(self):
+            return 2 * shift
+    def write(value):
+        nonlocal shift
+        shift = value
+    return Shifted, write
+
+Shifted, set_shift = with_method()
 
 def helper():
     return ("old", TEMP)
 
 def forward():
-    return TEMP, SETTINGS["scale"][0], args.depth, mask[0].item(), table[0].item(), helper(), Scale.by
+    classes = Scale.by, Scale.steps, Shifted().shift, Shifted().twice(), getattr(EMPTY, "depth", 0), read_offset()
+    return TEMP, SETTINGS["scale"][0], args.depth, mask[0].item(), table[0].item(), helper(), classes
 
 def later():
     return LATER
@@ -49,8 +79,12 @@ CHANGES = {
     "tensor, past its version": "table.data.add_(1)",
     "function redefined": "def helper(): return ('new', TEMP, SETTINGS)",
     "function that needs more": "extra = [1]\ndef helper(): return extra, np.float64(2)",
-    "class redefined": "class Scale: by = 2",
+    "class redefined": "class Scale: by, steps = 2, []",
     "attribute of a class": "Scale.by = 3",
+    "list in a class": "Scale.steps.append(3)",
+    "attribute of an empty object": "EMPTY.depth = 3",
+    "variable of a closure": "set_offset(3)",
+    "variable of a method": "set_shift(3)",
 }
 
 

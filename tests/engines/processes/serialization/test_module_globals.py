@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import instep
-from instep.engines.processes.serialization.module_globals import ModuleGlobals
+from instep.engines.processes.serialization.module_globals import ModuleGlobals, References, SentModuleValues
 from instep.engines.processes.serialization.registry import CodeRegistry
 from instep.engines.select import EngineChoice
 from instep.errors import CannotCross
@@ -252,9 +252,15 @@ def test_auto_falls_back_to_threads(nets: Any, monkeypatch: pytest.MonkeyPatch) 
         torch.testing.assert_close(out, net(x))
 
 
+def references(modules: set[str], names: set[str]) -> References:
+    found = References()
+    found.modules, found.names = modules, names
+    return found
+
+
 def test_unchanged_values_are_compared_without_a_scan(nets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = ModuleGlobals()
-    watched.add([nets.__name__], ["Net"])
+    watched = ModuleGlobals(SentModuleValues())
+    watched.add(references({nets.__name__}, {"Net"}))
     assert watched.changes() is not None
     watched.mark_sent()
     monkeypatch.setattr("instep.engines.processes.serialization.module_globals._Scan", None)
@@ -262,34 +268,84 @@ def test_unchanged_values_are_compared_without_a_scan(nets: Any, monkeypatch: py
 
 
 def test_libraries_are_not_watched() -> None:
-    watched = ModuleGlobals()
-    watched.add(["torch.nn.modules.linear", "json", "numpy"], ["relu", "loads"])
+    watched = ModuleGlobals(SentModuleValues())
+    watched.add(references({"torch.nn.modules.linear", "json", "numpy"}, {"relu", "loads"}))
     assert watched.changes() is None
 
 
 def test_a_value_that_failed_to_be_packed_is_packed_again(nets: Any) -> None:
     registry = CodeRegistry(is_parent=True)
+    watched = ModuleGlobals(registry.sent_module_values)
     registry.pack(nets.Net())
-    assert registry.pack_changed_globals() is not None
+    watched.add(registry.references)
+    assert registry.pack_changed_globals(watched) is not None
     nets.conf.space.inner = types.SimpleNamespace(scale=9.0, lock=threading.Lock())
     for _ in range(2):
         with pytest.raises(CannotCross, match="lock"):
-            registry.pack_changed_globals()
+            registry.pack_changed_globals(watched)
     del nets.conf.space.inner.lock
-    assert registry.pack_changed_globals() is not None
-    assert registry.pack_changed_globals() is None
+    assert registry.pack_changed_globals(watched) is not None
+    assert registry.pack_changed_globals(watched) is None
 
 
 def test_another_module_of_the_same_name_is_watched(nets: Any) -> None:
-    watched = ModuleGlobals()
-    watched.add([nets.__name__], ["Net"])
+    watched = ModuleGlobals(SentModuleValues())
+    watched.add(references({nets.__name__}, {"Net"}))
     watched.changes()
     watched.mark_sent()
     name = nets.conf.__name__
     sys.modules.pop(name)
     again = importlib.import_module(name)
     again.SCALE = 7.0
-    watched.add([name], ["Net"])
+    watched.add(references({name}, {"Net"}))
     found = watched.changes()
     assert found is not None
     assert 7.0 in [update.value for update in found[0]]
+
+
+def test_two_wrappers_that_send_the_same_values(nets: Any) -> None:
+    registry = CodeRegistry(is_parent=True)
+    first, second = (ModuleGlobals(registry.sent_module_values) for _ in range(2))
+    for watched in (first, second):
+        registry.pack(nets.Net())
+        watched.add(registry.references)
+    assert registry.pack_changed_globals(first) is not None
+    assert registry.pack_changed_globals(second) is None, "the worker has the values"
+    nets.conf.SCALE = 9.0
+    assert registry.pack_changed_globals(second) is not None
+    nets.conf.SCALE = 1.5
+    assert registry.pack_changed_globals(first) is not None, "the second wrapper has sent another value"
+    assert registry.pack_changed_globals(second) is None
+
+
+DOUBLED = """
+from torch import nn
+
+class Net(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+"""
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("is_script", [False, True])
+def test_a_replaced_object_is_no_error_for_wrappers_that_do_not_use_it(
+    nets: Any, is_script: bool, tmp_path: Path
+) -> None:
+    name = nets.__name__.replace("nets", "others")
+    (tmp_path / f"{name}.py").write_text(DOUBLED)
+    importlib.invalidate_caches()
+    other = (script(DOUBLED) if is_script else importlib.import_module(name)).Net(4, 2)
+    net, x = nets.Net(), torch.randn(6, 4)
+    with (
+        instep.DataParallel(net, ["cpu"] * 3, engine="processes", probe=False) as model,
+        instep.DataParallel(other, ["cpu"] * 3, engine="processes", probe=False) as unaffected,
+    ):
+        for _ in range(2):
+            torch.testing.assert_close(model(x), net(x))
+            torch.testing.assert_close(unaffected(x), other(x))
+        nets.conf.BUFFER = torch.full((1,), 2.0)
+        with pytest.raises(CannotCross, match="BUFFER was replaced"):
+            model(x)
+        torch.testing.assert_close(unaffected(x), other(x))
+    sys.modules.pop(name, None)

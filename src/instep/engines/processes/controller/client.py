@@ -40,12 +40,13 @@ from instep.engines.processes.messages import (
     TensorTableRequest,
 )
 from instep.engines.processes.serialization.exceptions import unpack_exception
+from instep.engines.processes.serialization.module_globals import ModuleGlobals
 from instep.engines.processes.serialization.registry import Payload
 from instep.engines.processes.transport.channel import SOURCE, Channel, TensorTag, tag_by_value
 from instep.engines.processes.transport.connection import ConnectionClosed, Message, ProtocolError
 from instep.engines.processes.transport.cuda_driver import DeviceMemory, DriverError
 from instep.engines.processes.transport.cuda_ipc import CudaIpcChannel, allocate_shared
-from instep.engines.processes.transport.doorbell import Doorbell, gradient_chunks, make_doorbell, ready_list_bytes
+from instep.engines.processes.transport.doorbell import gradient_chunks, make_doorbell, ready_list_bytes
 from instep.engines.processes.transport.shared_memory import SharedMemory
 from instep.engines.processes.worker.ambient import describe_device
 from instep.engines.processes.worker.module import gradient_slot
@@ -141,8 +142,8 @@ class WorkerClient:
             self._script_environment = folder, list(path), dict(variables), modules
             said = folder, worker_import_path(path, folder), modules_from_cwd(path, folder), dict(os.environ)
             self.channel.send(messages.ENVIRONMENT, 0, said)
-        self.channel.send_changed_globals()
         module_state: RemoteModuleState | None = replica.worker_states.get(self)
+        self.channel.send_changed_globals(None if module_state is None else module_state.module_globals)
         if module_state is None:
             weakref.finalize(replica, self.released.append, ("module", replica.module_id))
         if (
@@ -171,7 +172,7 @@ class WorkerClient:
         news: Any = AttributesRequest(
             [(change.module_index, change.name) for change in replica.pending_attributes], values, more
         )
-        self.channel.send(messages.ATTRIBUTES, replica.module_id, news)
+        self.channel.send(messages.ATTRIBUTES, replica.module_id, news, module_globals=module_state.module_globals)
         module_state.generators += more
 
     def _take_released(self) -> tuple[list[int], list[int]]:
@@ -237,7 +238,10 @@ class WorkerClient:
             replica.private_container_paths,
             generators,
         )
-        self.channel.send(messages.MODULE, replica.module_id, order, describe, label="the module")
+        module_globals = ModuleGlobals(self.channel.registry.sent_module_values)
+        self.channel.send(
+            *(messages.MODULE, replica.module_id, order, describe), label="the module", module_globals=module_globals
+        )
         variables = self.channel.registry.closure_cells
         slots = {number: gradient_slot(replica.gradient_memory, offset, tensors[number]) for number, offset in places}
         table = [source if source.is_leaf else made for source, made in pairs]  # graphs lead to earlier calls
@@ -245,7 +249,19 @@ class WorkerClient:
         memory, at, near = replica.gradient_memory, dict(places), replica.same_device
         staging, loose = listed.staging, listed.unshared
         module_state = RemoteModuleState(
-            table, made, slots, loose, memory, at, staging, near, self.same_device, generators, variables, doorbell
+            table,
+            made,
+            slots,
+            loose,
+            memory,
+            at,
+            staging,
+            near,
+            self.same_device,
+            generators,
+            variables,
+            doorbell,
+            module_globals,
         )
         module_state.staged_offsets = listed.staged_offsets
         return module_state
@@ -259,7 +275,9 @@ class WorkerClient:
                 pass
         return SharedMemory.create(nbytes, "the memory for the gradients of a replica")
 
-    def send_forward(self, request: ForwardRequest) -> tuple[PendingReply, list[Tensor]]:
+    def send_forward(
+        self, request: ForwardRequest, module_state: RemoteModuleState
+    ) -> tuple[PendingReply, list[Tensor]]:
         """Send a forward; also returns the tensors of its arguments, in the order of their indices."""
         pending, ambient = self._new_pending(), request.ambient
         request.released = self._take_released()
@@ -270,7 +288,11 @@ class WorkerClient:
         ):  # another call may fail before it has set them up
             request.ambient = None
         try:
-            tensors = self.channel.send(messages.FORWARD, pending.request_id, request, label="arguments")
+            tensors = self.channel.send(
+                *(messages.FORWARD, pending.request_id, request),
+                label="arguments",
+                module_globals=module_state.module_globals,
+            )
         except BaseException:
             self.requeue_released(request)
             raise
@@ -285,12 +307,12 @@ class WorkerClient:
             [*(("call", n) for n in request.released[0]), *(("module", n) for n in request.released[1])]
         )
 
-    def send_backward(self, request: BackwardRequest, doorbell: Doorbell | None = None) -> PendingReply:
-        """Send a backward, with the current values of the script's globals."""
-        self.channel.send_changed_globals()
+    def send_backward(self, request: BackwardRequest, module_state: RemoteModuleState) -> PendingReply:
+        """Send a backward, with the current values of globals."""
+        self.channel.send_changed_globals(module_state.module_globals)
         pending = self._new_pending()
-        if doorbell is not None:
-            doorbell.expect(pending.request_id, self._last_received_id)
+        if module_state.doorbell is not None:
+            module_state.doorbell.expect(pending.request_id, self._last_received_id)
         self.channel.send(messages.BACKWARD, pending.request_id, request)
         return pending
 

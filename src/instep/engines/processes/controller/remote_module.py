@@ -17,7 +17,8 @@ from instep.engines.processes.controller.shared_parameters import (
     staging_copy_for,
 )
 from instep.engines.processes.messages import TensorLocation, TensorSpec
-from instep.engines.processes.serialization.globals import ValueSnapshot, cell_matches, take_snapshot
+from instep.engines.processes.serialization.globals import ValueSnapshot, read_cell, take_snapshot
+from instep.engines.processes.serialization.module_globals import ModuleGlobals
 from instep.engines.processes.transport.copy_streams import fetch_to_device
 from instep.engines.processes.transport.cuda_driver import DeviceMemory
 from instep.engines.processes.transport.doorbell import Doorbell
@@ -50,10 +51,12 @@ class RemoteModuleState:
     """Whether CUDA IPC was in use when the module was sent."""
     generators: list[torch.Generator]
     """The module's generators, by index."""
-    closure_variables: list[tuple[CellType, ValueSnapshot]]
-    """The variables of closures that went with it, as they were."""
+    closure_cells: list[tuple[CellType, ValueSnapshot]]
+    """Closure cells of functions that the module holds, with snapshots of their contents."""
     doorbell: Doorbell | None
     """Signals large gradients that are in their slots."""
+    module_globals: ModuleGlobals
+    """The user's imported modules that the sent code refers to."""
     staged_offsets: set[int] = field(default_factory=set)
     """Offsets in the staging copy that the worker copies from."""
 
@@ -75,10 +78,9 @@ class RemoteModuleState:
 
     def has_changed(self) -> bool:
         """Whether a tensor's memory or attributes, or a closure variable, changed since the module was sent."""
-        # How weights are read is looked at before every call; of the rest, it is here.
         if list(map(_data_ptr, self._parameters)) != self._data_ptrs or not self._state_layout.is_unchanged():
             return True
-        if not all(cell_matches(cell, before) for cell, before in self.closure_variables):
+        if not all(snapshot.matches(read_cell(cell)) for cell, snapshot in self.closure_cells):
             return True
         return any(map(_attributes_changed, self.tensors, self._tensor_attributes))
 

@@ -152,7 +152,7 @@ class ReplayableCall:
         states = {id(self.module_state.generators[number]): state for number, state in request.generator_states.items()}
         numbered = [(number, states.get(id(source))) for number, source in enumerate(module_state.generators)]
         request.generator_states = {number: state for number, state in numbered if state is not None}
-        pending, _ = client.send_forward(request)
+        pending, _ = client.send_forward(request, module_state)
         _, tensors = client.channel.decode(
             client.wait_reply(pending, self.collectives), reply_rebuilder(self.arguments, module_state.local_tensors)
         )

@@ -1,9 +1,8 @@
-"""Tracks globals, class attributes, closure and context variables that sent code reads, and finds what changed."""
+"""Tracks globals and class attributes that the peer was sent, and finds those that changed."""
 
 from __future__ import annotations
 
 import ctypes
-import enum
 import functools
 import logging
 import types
@@ -17,25 +16,30 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from instep.engines.processes.serialization.by_reference import make_module
+from instep.engines.processes.serialization.by_reference import is_by_reference, make_module
 from instep.engines.processes.serialization.reducers import cell_contents, has_strided_data, is_plain
 
 ABSENT, _UNSENT = object(), object()
+GLOBALS, CLASS = "globals", "class"
+"""Kinds of tracked mappings: a global namespace, the attributes of a class."""
 _MAX_PARTS = 2000
 _MAX_CHECKSUM_BYTES = 2**20
 """Larger tensors are compared by version only."""
 _COMPARED_BY_IDENTITY = (
-    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device),
-    logging.Logger,  # one of its name in every process, which notes for itself what it has been asked
+    *(type, types.ModuleType, types.BuiltinFunctionType, torch.dtype, torch.device),
+    logging.Logger,  # each process has its own, which caches the enabled levels
 )
 _MODULE_ATTRIBUTES = ("__name__", "__package__", "__path__", "__file__")
 _UNTRACKED = {"__dict__", "__weakref__", "__doc__", "__abstractmethods__", "_abc_impl", "__annotations__"}
 _UNTRACKED |= {"__dataclass_fields__", "__dataclass_params__", "__match_args__", "__parameters__", "__slots__"}
-_MUTABLE_TYPES = (dict, list, set, np.ndarray, Tensor)
+_FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property)
+
+TrackerKey = tuple[str, int]
+"""The kind of a tracked mapping, and the id of the namespace or class."""
 
 
 class ValueSnapshot(NamedTuple):
-    """A value and its fingerprint when it was sent. Holding the value keeps its id from being reused."""
+    """A value and its fingerprint when it was sent. Holding the value keeps its `id()` from being reused."""
 
     value: Any
     fingerprint: Any
@@ -57,48 +61,65 @@ def fingerprint_of(value: Any) -> Any:
 
     Containers and objects are traversed up to `_MAX_PARTS` parts. Small tensors and arrays are compared by checksum,
     because writes through ``.data`` and by fused optimizers do not change the version counter. For larger values
-    only assignment to the name is noticed.
+    only assignment to the name is noticed. Of functions and methods, closure variables are compared.
     """
-    if is_plain(value) or isinstance(value, _COMPARED_BY_IDENTITY) or value is ABSENT:
+    if is_plain(value) or value is ABSENT:
         return None
     try:
-        look = _fingerprint(value, [_MAX_PARTS], {})
-        return None if look == (id(value),) and not isinstance(value, _MUTABLE_TYPES) else look
+        fingerprint = _fingerprint(value, [_MAX_PARTS], {})
     except _TooLarge:
         return None
+    return None if fingerprint == id(value) else fingerprint
 
 
 class _TooLarge(Exception):
     """A value has too many parts."""
 
 
-def _fingerprint(value: Any, left: list[int], inside: dict[int, Any]) -> Any:
+def _fingerprint(value: Any, left: list[int], visited: dict[int, Any]) -> Any:
     left[0] -= 1
     if left[0] < 0:
         raise _TooLarge
     if is_plain(value):
         return type(value), value
-    if isinstance(value, _COMPARED_BY_IDENTITY) or id(value) in inside:
+    if isinstance(value, _COMPARED_BY_IDENTITY) or id(value) in visited:
         return id(value)
-    inside[id(value)] = value
+    visited[id(value)] = value
     if isinstance(value, Tensor):
         version = -1 if value.is_inference() else value._version
         return id(value), version, value.requires_grad, _tensor_checksum(value)
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
-            return id(value), tuple(_fingerprint(held, left, inside) for held in value.ravel().tolist())
+            return id(value), tuple(_fingerprint(item, left, visited) for item in value.ravel().tolist())
         return id(value), value.shape, _array_checksum(value)
+    if isinstance(value, _FUNCTIONS):
+        variables = closure_variables(value)
+        return (id(value), *(_fingerprint(item, left, visited) for item in variables)) if variables else id(value)
     parts: list[Any] = [id(value)]
     if isinstance(value, dict):
-        parts += [(_fingerprint(key, left, inside), _fingerprint(held, left, inside)) for key, held in value.items()]
+        parts += [(_fingerprint(key, left, visited), _fingerprint(item, left, visited)) for key, item in value.items()]
     elif isinstance(value, (list, tuple)):
-        parts += [_fingerprint(held, left, inside) for held in value]
+        parts += [_fingerprint(item, left, visited) for item in value]
     elif isinstance(value, (set, frozenset)):
-        parts += [frozenset(_fingerprint(held, left, inside) for held in value)]
+        parts += [frozenset(_fingerprint(item, left, visited) for item in value)]
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
-        parts += [(name, _fingerprint(held, left, inside)) for name, held in attributes.items()]
+        parts += [(name, _fingerprint(item, left, visited)) for name, item in attributes.items()]
+    elif not isinstance(value, (dict, list, set)) and len(parts) == 1:
+        return id(value)
     return tuple(parts)
+
+
+def closure_variables(function: Any) -> list[Any]:
+    """The values of closure variables of a function, method or property that is not imported."""
+    parts = (function.fget, function.fset) if isinstance(function, property) else (function,)
+    values = []
+    for part in parts:
+        inner = getattr(part, "__func__", part)
+        if isinstance(inner, types.FunctionType) and inner.__closure__ and not is_by_reference(inner):
+            cells = zip(inner.__code__.co_freevars, inner.__closure__, strict=True)
+            values += [read_cell(cell) for name, cell in cells if name != "__class__"]
+    return values
 
 
 @functools.lru_cache(maxsize=256)
@@ -108,7 +129,7 @@ def _byte_array(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
 
 
 def _tensor_checksum(tensor: Tensor) -> int | None:
-    """A checksum of a tensor's values, where they lie in one piece and are not too many. No operation is run for it."""
+    """A checksum of the values of a small contiguous CPU tensor. It runs no operation of torch."""
     if tensor.device.type != "cpu" or not has_strided_data(tensor) or not tensor.is_contiguous():
         return None
     if not 0 < tensor.nbytes <= _MAX_CHECKSUM_BYTES:
@@ -117,23 +138,24 @@ def _tensor_checksum(tensor: Tensor) -> int | None:
 
 
 def _array_checksum(array: Any) -> int:
-    bytes_of: Any = np.ascontiguousarray(array).view(np.uint8)
-    return zlib.crc32(bytes_of) if array.size else 0
+    as_bytes: Any = np.ascontiguousarray(array).view(np.uint8)
+    return zlib.crc32(as_bytes) if array.size else 0
 
 
 class ChangeTracker:
-    """The values of some names of one mapping as the peer has them."""
+    """Names of one mapping, with the values that the peer has."""
 
-    def __init__(self, names: Mapping[str, Any], sent: dict[str, ValueSnapshot], include_new: bool) -> None:
-        self._mapping = names
-        self._sent = sent
+    def __init__(self, mapping: Mapping[str, Any], *, include_new: bool = False) -> None:
+        self._mapping = mapping
         self._include_new = include_new
-        self._size = len(names)
+        """Whether names that were never sent count as changed."""
+        self._sent: dict[str, ValueSnapshot] = {}
+        self._size = len(mapping)
         self._fast_check: tuple[tuple[str, ...], tuple[Any, ...], tuple[ValueSnapshot, ...]] | None = None
 
-    def mark_sent(self, news: dict[str, ValueSnapshot]) -> None:
+    def mark_sent(self, snapshots: Mapping[str, ValueSnapshot]) -> None:
         """Record values as sent."""
-        self._sent.update(news)
+        self._sent.update(snapshots)
         self._size = len(self._mapping)
         self._fast_check = None
 
@@ -154,28 +176,62 @@ class ChangeTracker:
         """Names whose values the peer does not have, with the current values."""
         if self._is_unchanged():
             return {}
-        present = {name: self._mapping.get(name, ABSENT) for name in self._sent}
-        news = {name: value for name, value in present.items() if not self._sent[name].matches(value)}
+        current = {name: self._mapping.get(name, ABSENT) for name in self._sent}
+        changed = {name: value for name, value in current.items() if not self._sent[name].matches(value)}
         if self._include_new:
-            news.update((name, self._mapping[name]) for name in self._mapping.keys() - self._sent.keys() - _UNTRACKED)
+            new_names = self._mapping.keys() - self._sent.keys() - _UNTRACKED
+            changed.update((name, self._mapping[name]) for name in new_names)
         self._size = len(self._mapping)
-        return news
+        return changed
 
     def _is_unchanged(self) -> bool:
         """Fast check: the same objects, and the mutable ones have the same fingerprints."""
         if self._fast_check is None:
-            values = tuple(before.value for before in self._sent.values())
-            self._fast_check = (
-                tuple(self._sent),
-                values,
-                tuple(b for b in self._sent.values() if b.fingerprint is not None),
-            )
+            snapshots = self._sent.values()
+            values = tuple(snapshot.value for snapshot in snapshots)
+            mutable = tuple(snapshot for snapshot in snapshots if snapshot.fingerprint is not None)
+            self._fast_check = tuple(self._sent), values, mutable
         names, values, mutable = self._fast_check
         if self._include_new and len(self._mapping) != self._size:
             return False
         if not all(map(is_, map(self._mapping.get, names, repeat(ABSENT)), values)):
             return False
-        return all(before.matches(before.value) for before in mutable)
+        return all(snapshot.matches(snapshot.value) for snapshot in mutable)
+
+
+class SentValues:
+    """Globals and class attributes that the peer was sent."""
+
+    def __init__(self) -> None:
+        self._trackers: dict[TrackerKey, ChangeTracker] = {}
+
+    def track(self, key: TrackerKey, mapping: Mapping[str, Any]) -> None:
+        """Track a mapping, whose values may be sent."""
+        if key not in self._trackers:
+            self._trackers[key] = ChangeTracker(mapping, include_new=key[0] == CLASS)
+
+    def mark_sent(self, key: TrackerKey, values: Mapping[str, ValueSnapshot]) -> None:
+        """Record values as sent."""
+        self._trackers[key].mark_sent(values)
+
+    def is_current(self, key: TrackerKey, name: str) -> bool:
+        """Whether the peer has the current value of a name."""
+        return key in self._trackers and self._trackers[key].is_current(name)
+
+    def changed(self) -> list[tuple[TrackerKey, str, Any]]:
+        """Names whose values the peer does not have, with the current values."""
+        return [(key, *change) for key, tracker in self._trackers.items() for change in tracker.changed().items()]
+
+    def mark_all_unsent(self) -> None:
+        """Record all globals as not sent. Attributes of a class are sent with the class."""
+        for (kind, _), tracker in self._trackers.items():
+            if kind == GLOBALS:
+                tracker.mark_all_unsent()
+
+
+def snapshot_attributes(cls: type) -> dict[str, ValueSnapshot]:
+    """Snapshots of the tracked attributes of a class."""
+    return {name: take_snapshot(value) for name, value in vars(cls).items() if name not in _UNTRACKED}
 
 
 class Namespaces:
@@ -188,15 +244,13 @@ class Namespaces:
         self._modules: dict[int, types.ModuleType] = {}
         self._received: dict[int, ChangeTracker] = {}
         """Values received for the peer's namespaces."""
-        self._trackers: dict[int, ChangeTracker] = {}
-        """Values sent of this process's namespaces."""
 
-    def id_of(self, space: dict[str, Any]) -> int:
+    def id_of(self, namespace: dict[str, Any]) -> int:
         """The id of a namespace; a new one if it has none."""
-        number = self._ids.get(id(space))
+        number = self._ids.get(id(namespace))
         if number is None:
             number = self._sign * (len(self._namespaces) + 1)
-            self._register(number, space)
+            self._register(number, namespace)
         return number
 
     def is_local(self, number: int) -> bool:
@@ -204,167 +258,64 @@ class Namespaces:
         return number * self._sign > 0
 
     def module_attributes(self, number: int) -> dict[str, Any]:
-        """What functions need of the module around them, whatever names they read."""
-        space = self._namespaces[number]
-        return {name: space[name] for name in _MODULE_ATTRIBUTES if name in space}
+        """The attributes that every copy of a namespace has: ``__name__``, ``__file__`` and the like."""
+        namespace = self._namespaces[number]
+        return {name: namespace[name] for name in _MODULE_ATTRIBUTES if name in namespace}
 
-    def is_current(self, number: int, name: str) -> bool:
-        """Whether the peer has the current value of a name."""
-        watch = self._trackers.get(number)
-        return watch is not None and watch.is_current(name)
-
-    def mark_sent(self, news: dict[tuple[int, str], ValueSnapshot]) -> None:
-        """Record values as sent."""
-        for (number, name), value in news.items():
-            watch = self._trackers.get(number)
-            if watch is None:
-                watch = self._trackers[number] = ChangeTracker(self._namespaces[number], {}, include_new=False)
-            watch.mark_sent({name: value})
-
-    def changed(self) -> list[tuple[int, str, Any]]:
-        """Names whose values the peer does not have, with the current values."""
-        return [(number, *news) for number, watch in self._trackers.items() for news in watch.changed().items()]
-
-    def mark_all_unsent(self) -> None:
-        """Record all values as not sent."""
-        for watch in self._trackers.values():
-            watch.mark_all_unsent()
-
-    def receive(self, number: int, news: dict[str, Any]) -> None:
+    def receive(self, number: int, values: Mapping[str, Any]) -> None:
         """Assign received values."""
-        space = self._namespaces[number]
-        for name, value in news.items():
+        namespace = self.get_or_create(number, {})
+        for name, value in values.items():
             if value is ABSENT:
-                space.pop(name, None)
+                namespace.pop(name, None)
             else:
-                space[name] = value
+                namespace[name] = value
 
     def watch_received(self, number: int, names: Iterable[str]) -> None:
         """Track writes of functions in this process to received names."""
-        space = self._namespaces[number]
         if not self.is_local(number):
-            watch = self._received.get(number)
-            if watch is None:
-                watch = self._received[number] = ChangeTracker(space, {}, include_new=False)
-            watch.mark_sent({name: take_snapshot(space.get(name, ABSENT)) for name in names})
+            namespace = self._namespaces[number]
+            tracker = self._received.setdefault(number, ChangeTracker(namespace))
+            tracker.mark_sent({name: take_snapshot(namespace.get(name, ABSENT)) for name in names})
 
     def received_values(self) -> Iterator[tuple[str, Any]]:
-        """The names of the other side's dictionaries that it sent, with their values here."""
-        for number, watch in self._received.items():
-            yield from ((name, self._namespaces[number].get(name)) for name in watch.names())
+        """Received names with their values in this process."""
+        for number, tracker in self._received.items():
+            yield from ((name, self._namespaces[number].get(name)) for name in tracker.names())
 
     def modified(self) -> list[str]:
         """Received names that were written in this process."""
-        return [name for watch in self._received.values() for name in watch.changed()]
+        return [name for tracker in self._received.values() for name in tracker.changed()]
 
-    def get_or_create(self, number: int, about: dict[str, Any]) -> dict[str, Any]:
-        """The dictionary with a number: our own, or the one that stands for it here."""
-        space = self._namespaces.get(number)
-        if space is None:
-            module = self._modules[number] = make_module(str(about.get("__name__", "unknown")), about)
-            space = vars(module)
-            self._register(number, space)
-        return space
+    def get_or_create(self, number: int, attributes: dict[str, Any]) -> dict[str, Any]:
+        """The namespace with an id; a new one, in a module with these attributes, if there is none."""
+        namespace = self._namespaces.get(number)
+        if namespace is None:
+            module = self._modules[number] = make_module(str(attributes.get("__name__", "unknown")), attributes)
+            namespace = vars(module)
+            self._register(number, namespace)
+        return namespace
 
-    def get_module(self, number: int, about: dict[str, Any]) -> types.ModuleType:
-        """The module around the dictionary with a number."""
-        self.get_or_create(number, about)
+    def get_module(self, number: int, attributes: dict[str, Any]) -> types.ModuleType:
+        """The module of the namespace with an id."""
+        self.get_or_create(number, attributes)
         return self._modules[number]
 
     def register_module(self, module: types.ModuleType) -> None:
-        """Remember which module is around a dictionary of ours."""
+        """Register the namespace of a module of this process."""
         self._modules[self.id_of(vars(module))] = module
 
-    def _register(self, number: int, space: dict[str, Any]) -> None:
-        self._ids[id(space)] = number
-        self._namespaces[number] = space
-
-
-def snapshot_attributes(cls: type) -> dict[str, ValueSnapshot]:
-    """The attributes of a class that are watched, as they are now: containers by what they hold, others by identity."""
-    attributes = {name: value for name, value in vars(cls).items() if name not in _UNTRACKED}
-    return {
-        n: take_snapshot(v) if isinstance(v, _MUTABLE_TYPES) else ValueSnapshot(v, None) for n, v in attributes.items()
-    }
-
-
-_SEPARATOR = ":"
-"""Stands between the name of a method and that of a variable."""
-
-
-class ClosureVariables(Mapping[str, Any]):
-    """Closure variables of a class's methods, by method and variable name."""
-
-    def __init__(self, cls: type) -> None:
-        self.cells: dict[str, types.CellType] = {}
-        for name, held in vars(cls).items():
-            for function in _functions_of(held):
-                cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-                self.cells.update((f"{name}{_SEPARATOR}{word}", cell) for word, cell in cells if word != "__class__")
-
-    def __getitem__(self, name: str) -> Any:
-        held = cell_contents(self.cells[name])
-        if not held:
-            raise KeyError(name)
-        return held[0]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.cells)
-
-    def __len__(self) -> int:
-        return len(self.cells)
-
-
-def _functions_of(held: Any) -> Iterator[types.FunctionType]:
-    parts = (held.fget, held.fset, held.fdel) if isinstance(held, property) else (getattr(held, "__func__", held),)
-    return (part for part in parts if isinstance(part, types.FunctionType))
-
-
-def is_closure_name(name: str) -> bool:
-    """Whether this is the name of a variable, and not of an attribute."""
-    return _SEPARATOR in name
-
-
-def set_closure_variable(cls: type, name: str, value: Any) -> None:
-    """Set a variable that methods of a class read."""
-    cell = ClosureVariables(cls).cells.get(name)
-    if cell is not None:
-        if value is ABSENT:
-            del cell.cell_contents
-        else:
-            cell.cell_contents = value
+    def _register(self, number: int, namespace: dict[str, Any]) -> None:
+        self._ids[id(namespace)] = number
+        self._namespaces[number] = namespace
 
 
 def snapshot_cell(cell: types.CellType) -> ValueSnapshot:
-    """A variable as it is now: modules and tensors by identity, other things by what they hold."""
-    value = (*cell_contents(cell), ABSENT)[0]
+    """A snapshot of a cell that is sent with a module. Modules and tensors in it are sent as parts of that module."""
+    value = read_cell(cell)
     return ValueSnapshot(value, None) if isinstance(value, (nn.Module, Tensor)) else take_snapshot(value)
 
 
-def cell_matches(cell: types.CellType, before: ValueSnapshot) -> bool:
-    """Whether a variable is what was sent."""
-    return before.matches((*cell_contents(cell), ABSENT)[0])
-
-
-class ClassTracker:
-    """Attributes of classes sent by value, as the peer has them."""
-
-    def __init__(self) -> None:
-        self._trackers: dict[int, tuple[type, ChangeTracker, ChangeTracker]] = {}
-
-    def mark_sent(self, number: int, cls: type, attributes: dict[str, ValueSnapshot]) -> None:
-        """The other side has been sent a class."""
-        if not issubclass(cls, enum.Enum):
-            variables = ClosureVariables(cls)
-            looks = {name: snapshot_cell(cell) for name, cell in variables.cells.items()}
-            watches = (
-                ChangeTracker(vars(cls), attributes, include_new=True),
-                ChangeTracker(variables, looks, include_new=False),
-            )
-            self._trackers[number] = (cls, *watches)
-
-    def changed(self) -> list[tuple[int, type, dict[str, Any]]]:
-        """The classes with attributes, or variables of methods, that differ from what was sent."""
-        watches = ((number, cls, pair) for number, (cls, *pair) in self._trackers.items())
-        changes = ((number, cls, {**pair[0].changed(), **pair[1].changed()}) for number, cls, pair in watches)
-        return [change for change in changes if change[2]]
+def read_cell(cell: types.CellType) -> Any:
+    """The contents of a closure cell; `ABSENT` if it is empty."""
+    return (*cell_contents(cell), ABSENT)[0]

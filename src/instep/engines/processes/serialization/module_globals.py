@@ -5,6 +5,9 @@ them since: ``conf.args.scale = 2.0``. For each imported module that sent code r
 values that the code names: at first all of them, later those that changed. It looks into dictionaries, namespaces,
 dataclasses, and classes and objects of the user's own. A function, class or other object that was replaced is an
 error, because the worker would use the one that it imported.
+
+Each wrapper watches the modules that its own code refers to (`ModuleGlobals`). What a worker has (`SentModuleValues`)
+is recorded once per connection, because all wrappers use the same modules of the worker.
 """
 
 from __future__ import annotations
@@ -62,12 +65,26 @@ class FunctionName(NamedTuple):
     qualname: str
 
 
+class References:
+    """Modules that sent code refers to, and the names that it uses for globals and attributes."""
+
+    def __init__(self) -> None:
+        self.modules: set[str] = set()
+        self.names: set[str] = set()
+
+    def add(self, other: References) -> None:
+        """Add the references of other code."""
+        self.modules |= other.modules
+        self.names |= other.names
+
+
 class _Entry(NamedTuple):
     value: Any
     digest: bytes | None = None
     """Of a plain value."""
     kind: str = "object"
     """ "value", "namespace" or "object"."""
+    is_sent: bool = True
 
 
 class _Namespace(NamedTuple):
@@ -96,107 +113,148 @@ def _are_unchanged(namespaces: Iterable[_Namespace]) -> bool:
     return True
 
 
-class ModuleGlobals:
+class SentModuleValues:
     """The parent's record of what one worker has of the user's imported modules."""
 
     def __init__(self) -> None:
+        self.entries: dict[Path, _Entry] = {}
+        self.references = References()
+        """References of the script's globals that changed after they were sent. Every wrapper may use them."""
+        self.version = 0
+        """Grows with every change of the record. A wrapper compares all values again if another one has sent some."""
+
+    def add_references(self, references: References) -> None:
+        """Have every wrapper watch the modules that changed globals refer to."""
+        if not (references.modules <= self.references.modules and references.names <= self.references.names):
+            self.references.add(references)
+            self.version += 1
+
+    def mark_all_unsent(self) -> None:
+        """Send all values again: the worker may have none of them."""
+        self.entries = {path: entry._replace(is_sent=False) for path, entry in self.entries.items()}
+        self.version += 1
+
+    def forget(self, module: str) -> None:
+        """Drop the values of a module that the script has removed or replaced."""
+        self.entries = {path: entry for path, entry in self.entries.items() if path[0] != ("module", module)}
+        self.version += 1
+
+
+class ModuleGlobals:
+    """Watches the imported modules that the code of one wrapper refers to."""
+
+    def __init__(self, sent: SentModuleValues) -> None:
+        self._sent = sent
         self._modules: dict[str, types.ModuleType] = {}
         self._names: set[str] = set()
-        """Globals and attributes that code of these modules, or sent code, names."""
-        self._sent: dict[Path, _Entry] = {}
-        self._namespaces: list[_Namespace] = []
-        self._scanned: _Scan | None = None
-        """What `changes` found, until it is sent."""
-        self._resend = False
-        self.has_new_modules = False
+        """Globals and attributes that the sent code, or code of these modules, names."""
+        self._scan = _Scan(set())
+        """The values at the last `mark_sent`."""
+        self._pending: tuple[_Scan, bool] | None = None
+        """The values at the last `changes`, and whether some have to be sent."""
+        self._sent_version = 0
+        """The version of the record at the last `mark_sent`; -1 if modules or names were added since."""
 
-    def add(self, modules: Iterable[str], names: Iterable[str]) -> None:
-        """Watch the modules that a sent value refers to, and those that their code names."""
-        new_modules = {name for name in modules if self._modules.get(name) is not sys.modules.get(name)}
-        for name in new_modules & self._modules.keys():  # the script imported another module under the name
-            self._forget(name)
-        new_names = set(names) - self._names
-        if not new_modules and (not new_names or not self._modules):
-            self._names |= new_names
+    @property
+    def has_new_modules(self) -> bool:
+        """Whether modules were added whose values are not sent yet."""
+        return self._sent_version < 0
+
+    def add(self, references: References) -> None:
+        """Watch the modules that sent code refers to, and those that their code refers to."""
+        modules = {name for name in references.modules if self._is_new(name)}
+        if not modules and (not self._modules or references.names <= self._names):
+            self._names |= references.names
             return
-        self._names |= new_names
-        self.has_new_modules = True
-        waiting = [name for name in sorted(new_modules) if is_user_module(name)]
-        while True:
-            while waiting and len(self._modules) < _MAX_MODULES:
-                name = waiting.pop()
-                module = sys.modules.get(name)
-                if name not in self._modules and isinstance(module, types.ModuleType):
-                    self._modules[name] = module
-                    for function in _functions_in(module):
-                        self._names |= attribute_names(function.__code__)
-            known = len(self._names)
-            found: set[str] = set()
-            for value in [value for module in self._modules.values() for value in self._named_values(module)]:
-                if isinstance(value, (types.ModuleType, types.FunctionType)):
-                    found.add(value.__name__ if isinstance(value, types.ModuleType) else str(value.__module__))
-                    continue
-                for cls in (value if isinstance(value, type) else type(value)).__mro__:
-                    if is_user_module(str(cls.__module__)):
-                        found.add(str(cls.__module__))
-                        self._names.add(cls.__name__)
-            waiting = sorted(name for name in found - self._modules.keys() if is_user_module(name))
-            if (not waiting and len(self._names) == known) or len(self._modules) >= _MAX_MODULES:
-                return
+        self._names |= references.names
+        self._sent_version = -1
+        size = (-1, -1)
+        while size != (len(self._modules), len(self._names)) and len(self._modules) < _MAX_MODULES:
+            size = len(self._modules), len(self._names)
+            for name in modules:
+                self._watch(name)
+            modules = {name for name in self._referenced_modules() if self._is_new(name)}
 
-    def _named_values(self, module: types.ModuleType) -> list[Any]:
-        return [value for name, value in list(vars(module).items()) if name in self._names]
+    def _is_new(self, name: str) -> bool:
+        return self._modules.get(name) is not sys.modules.get(name) and is_user_module(name)
+
+    def _watch(self, name: str) -> None:
+        if name in self._modules:  # the script imported another module under the name
+            self._sent.forget(name)
+        module = self._modules[name] = sys.modules[name]
+        for function in _functions_in(module):
+            self._names |= attribute_names(function.__code__)
+
+    def _referenced_modules(self) -> set[str]:
+        """The modules that watched values come from. The names of their classes are watched, too."""
+        found: set[str] = set()
+        for module in self._modules.values():
+            for value in [value for name, value in list(vars(module).items()) if name in self._names]:
+                if isinstance(value, types.ModuleType):
+                    found.add(value.__name__)
+                elif isinstance(value, types.FunctionType):
+                    found.add(str(value.__module__))
+                else:
+                    classes = (value if isinstance(value, type) else type(value)).__mro__
+                    user_classes = [cls for cls in classes if is_user_module(str(cls.__module__))]
+                    found.update(cls.__module__ for cls in user_classes)
+                    self._names.update(cls.__name__ for cls in user_classes)
+        return found
 
     def changes(self) -> tuple[list[Update], list[FunctionName]] | None:
         """What to send; None if nothing changed. `CannotCross` if an object that cannot be sent was replaced."""
-        if not self._resend and not self.has_new_modules and _are_unchanged(self._namespaces):
+        if self._sent_version == self._sent.version and _are_unchanged(self._scan.namespaces):
             return None
-        gone = [name for name, module in self._modules.items() if sys.modules.get(name) is not module]
-        for name in gone:  # the script has removed or replaced the module: nothing refers to this one by name
-            self._forget(name)
+        self.add(self._sent.references)
+        for name in [name for name, module in self._modules.items() if sys.modules.get(name) is not module]:
+            del self._modules[name]  # the script has removed it
+            self._sent.forget(name)
         scan = _Scan(self._names)
         for name, module in self._modules.items():
             scan.visit((("module", name),), vars(module), is_dict=False)
-        updates = list(self._updates(scan.entries))
-        first = {path: entry for path, entry in scan.entries.items() if self._resend or path not in self._sent}
-        functions = list(_function_names(first)) if self._resend or self.has_new_modules else []
-        self._scanned = scan
+        updates = [*self._new_values(scan.entries), *self._deleted_values(scan.entries)]
+        functions = list(_function_names({path: e for path, e in scan.entries.items() if not self._has(path)}))
+        self._pending = scan, bool(updates or functions)
         if not updates and not functions:
             self.mark_sent()
             return None
         return updates, functions
 
-    def _forget(self, name: str) -> None:
-        """Stop watching a module; another one of the same name is sent anew."""
-        del self._modules[name]
-        self._sent = {path: entry for path, entry in self._sent.items() if path[0] != ("module", name)}
-
     def mark_sent(self) -> None:
         """Record the result of the last `changes` as sent."""
-        if self._scanned is not None:
-            self._sent, self._namespaces = self._scanned.entries, self._scanned.namespaces
-            self._scanned, self._resend, self.has_new_modules = None, False, False
+        if self._pending is None:
+            return
+        before, (self._scan, has_changes), self._pending = self._scan, self._pending, None
+        for path in before.entries.keys() - self._scan.entries.keys():
+            self._sent.entries.pop(path, None)
+        self._sent.entries.update(self._scan.entries)
+        self._sent.version += has_changes
+        self._sent_version = self._sent.version
 
-    def mark_all_unsent(self) -> None:
-        """Send all values again: the worker may have none of them."""
-        self._resend = bool(self._modules)
+    def _has(self, path: Path) -> bool:
+        entry = self._sent.entries.get(path)
+        return entry is not None and entry.is_sent
 
-    def _updates(self, entries: dict[Path, _Entry]) -> Iterator[Update]:
-        replaced: set[Path] = set()
+    def _new_values(self, entries: dict[Path, _Entry]) -> Iterator[Update]:
+        sent_whole: set[Path] = set()
         for path, entry in entries.items():
-            before = self._sent.get(path)
-            if path[:-1] in replaced:
-                replaced.add(path)  # a namespace was sent whole
+            before = self._sent.entries.get(path)
+            if path[:-1] in sent_whole:
+                sent_whole.add(path)
             elif entry.kind == "value":
-                if self._resend or before is None or not _same_value(before, entry):
+                if before is None or not before.is_sent or not _same_value(before, entry):
                     yield Update(path, entry.value, in_place=before is not None and before.value is entry.value)
             elif before is not None and before.value is not entry.value and before.value is not None:
                 if entry.kind != "namespace" or isinstance(entry.value, type):
                     raise _replaced_error(path, before.value, entry.value)
-                replaced.add(path)
+                sent_whole.add(path)
                 yield Update(path, entry.value)
-        for path, before in self._sent.items():
-            if path not in entries and before.kind == "value" and _parent_is_kept(path, entries, self._sent):
+
+    def _deleted_values(self, entries: dict[Path, _Entry]) -> Iterator[Update]:
+        before = self._scan.entries
+        for path, entry in before.items():
+            is_watched = path[0][1] in self._modules
+            if is_watched and path not in entries and entry.kind == "value" and _parent_is_kept(path, entries, before):
                 yield Update(path, None, exists=False)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copyreg
+import enum
 import importlib
 import io
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import Context, ContextVar
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Protocol
@@ -30,12 +31,17 @@ from instep.engines.processes.serialization.by_reference import (
 )
 from instep.engines.processes.serialization.globals import (
     ABSENT,
+    CLASS,
+    GLOBALS,
     Namespaces,
+    SentValues,
+    TrackerKey,
     ValueSnapshot,
     snapshot_attributes,
     snapshot_cell,
     take_snapshot,
 )
+from instep.engines.processes.serialization.module_globals import References
 from instep.engines.processes.serialization.reducers import (
     cell_contents,
     has_strided_data,
@@ -49,7 +55,7 @@ _MAX_INLINE_BYTES = 4096
 
 
 class UnpicklerMethod:
-    """A word in a pickle that the unpickler of the other side answers with one of its own methods."""
+    """A name in a pickle that stands for a method of the receiver's `Unpickler`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -58,7 +64,7 @@ class UnpicklerMethod:
         return self.name
 
     def __call__(self, *_: Any) -> Any:
-        raise CannotCross("this was written for the other side of a line and means nothing elsewhere")
+        raise CannotCross(f"{self.name} can only be called by the unpickler of another process")
 
 
 KNOWN = UnpicklerMethod("KNOWN")
@@ -71,14 +77,15 @@ VARIABLE = UnpicklerMethod("VARIABLE")
 MODULE = UnpicklerMethod("MODULE")
 FILL_MODULE = UnpicklerMethod("FILL_MODULE")
 DELETED = UnpicklerMethod("DELETED")
-"""Stands for the value of a name that is no longer there."""
+"""The value of a name that was deleted."""
 
 
 class Registry(Protocol):
-    """What a side knows: the numbered functions and classes, and the globals."""
+    """The definitions and globals that one end of a connection has sent and received."""
 
     is_parent: bool
     namespaces: Namespaces
+    sent_values: SentValues
     unsendable: dict[tuple[int, str], str]
 
     def id_of(self, thing: Any) -> int | None: ...
@@ -90,32 +97,31 @@ class Registry(Protocol):
 
 
 class _PicklerBase:
-    """How one value is pickled. What it defines counts as sent only when the whole has been pickled."""
+    """Pickles one value. Its definitions count as sent only when the whole value has been pickled."""
 
     dispatch_table: Any
 
-    def __init__(self, register: Registry) -> None:
+    def __init__(self, registry: Registry) -> None:
         self.file = io.BytesIO()
         self.dispatch_table = _dispatch_table(len(copyreg.dispatch_table))
         self.buffers: list[Tensor] = []
-        # Not a method of this object, which would hold itself then, and all that it has packed.
-        keep_buffer = partial(_store_buffer, self.buffers)
-        super().__init__(self.file, protocol=5, buffer_callback=keep_buffer)  # type: ignore[call-arg]
-        self.registry = register
+        # Not a bound method, which would make a reference cycle that holds all pickled tensors.
+        buffer_callback = partial(_store_buffer, self.buffers)
+        super().__init__(self.file, protocol=5, buffer_callback=buffer_callback)  # type: ignore[call-arg]
+        self.registry = registry
         self.tensors: list[Tensor] = []
-        self.imported_modules: set[str] = set()
-        """Modules that the receiver imports to rebuild the value."""
-        self.attribute_names: set[str] = set()
-        """Globals and attributes that the value names: code sent by value, and what goes by reference."""
+        self.references = References()
+        self.known: set[Any] = set()
+        """What the value refers to and the peer already has: ids of definitions, and globals by key and name."""
         self.definitions: dict[int, Any] = {}
-        self.class_attributes: dict[int, dict[str, ValueSnapshot]] = {}
-        self.sent_globals: dict[tuple[int, str], ValueSnapshot] = {}
+        self.snapshots: dict[TrackerKey, tuple[Mapping[str, Any], dict[str, ValueSnapshot]]] = {}
+        """Tracked values in the pickle: the mapping that holds them, and their snapshots."""
         self._described_namespaces: set[int] = set()
-        self._cells: dict[int, Any] = {}
-        self.closure_cells: list[tuple[types.CellType, ValueSnapshot]] = []
+        self.closure_cells: dict[int, tuple[types.CellType, ValueSnapshot]] = {}
+        """Closure cells in the pickle by `id()`, with snapshots of their contents."""
 
     def reducer_override(self, thing: Any) -> Any:
-        """How anything but plain values and containers is written; the pickle module asks this first."""
+        """Reduce anything but plain values and containers. The pickle module asks this first."""
         kind = type(thing)
         if issubclass(kind, Tensor):
             return self._reduce_tensor(thing)
@@ -125,69 +131,79 @@ class _PicklerBase:
             return self._reduce_function(thing)
         if kind is ContextVar:
             return self._reduce_context_var(thing)
-        if kind is types.CellType and id(thing) in self._cells:
-            return types.CellType, ()  # what is in it goes with the function
+        if kind is types.CellType and id(thing) in self.closure_cells:
+            return types.CellType, ()  # its contents are part of the state of a function
         if issubclass(kind, types.ModuleType):
             return self._reduce_module(thing)
         reducer = reducer_for(kind)
         return NotImplemented if reducer is None else reducer(thing)
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
-        kind = type(tensor)
         if not has_strided_data(tensor):
             with_graph = tensor.requires_grad and is_jagged(tensor)
             return (make_jagged, jagged_components(tensor)) if with_graph else NotImplemented
-        place = len(self.tensors)
+        index = len(self.tensors)
         self.tensors.append(tensor)
-        own = None if kind is Tensor or kind is nn.Parameter else kind
+        subclass = None if type(tensor) in (Tensor, nn.Parameter) else type(tensor)
         parameter = tensor.requires_grad if isinstance(tensor, nn.Parameter) else None
-        needs = parameter is None and tensor.requires_grad
-        args: tuple[Any, ...] = (place,) if own is None and parameter is None else (place, parameter, own)
-        if needs:
-            args = (place, parameter, own, needs)
+        needs_grad = parameter is None and tensor.requires_grad
+        args: tuple[Any, ...] = (index,)
+        if needs_grad or subclass is not None or parameter is not None:
+            args = (index, parameter, subclass, needs_grad)
         attributes = tensor.__dict__
         return (TENSOR, args, dict(attributes), None, None, set_attributes) if attributes else (TENSOR, args)
 
-    def _reduce_class(self, cls: type) -> Any:
-        number = self.registry.id_of(cls)
-        if number is not None and self.registry.peer_has(number):
-            return KNOWN, (number,)
-        if is_by_reference(cls):
-            self.imported_modules.add(cls.__module__)
-            self.attribute_names.add(cls.__name__)
-            return NotImplemented
-        plain = cloudpickle.Pickler.reducer_override(self, cls)
-        if plain is not NotImplemented and len(plain) < 6:  # a type without a name of its own, such as None's
-            return plain
+    def _reduce_known(self, thing: Any) -> tuple[Any, ...] | None:
+        """The reduced form of a definition that the peer has; None if it has not."""
+        number = self.registry.id_of(thing)
+        if number is None or not self.registry.peer_has(number):
+            return None
+        self.known.add(number)
+        return KNOWN, (number,)
+
+    def _assign_id(self, thing: Any) -> int:
+        """Give a definition an id, or the one that it has already."""
+        number = self.registry.id_of(thing)
         number = self.registry.new_id() if number is None else number
-        self.definitions[number] = cls
-        self.class_attributes[number] = snapshot_attributes(cls)
+        self.definitions[number] = thing
+        return number
+
+    def _reduce_class(self, cls: type) -> Any:
+        known = self._reduce_known(cls)
+        if known is not None:
+            return known
+        if is_by_reference(cls):
+            self.references.modules.add(cls.__module__)
+            self.references.names.add(cls.__name__)
+            return NotImplemented
+        reduced = cloudpickle.Pickler.reducer_override(self, cls)
+        if reduced is not NotImplemented and len(reduced) < 6:  # a type without a name, such as None's
+            return reduced
+        number = self._assign_id(cls)
+        if not issubclass(cls, enum.Enum):  # its members cannot be assigned
+            self.snapshots[CLASS, number] = vars(cls), snapshot_attributes(cls)
         make, args, contents, fill = reduce_class(cls)
         return DEFINE, (number, make, args), (fill, contents), None, None, FILL
 
     def _reduce_function(self, function: types.FunctionType) -> Any:
         number = self.registry.id_of(function)
-        there = number is not None and self.registry.peer_has(number)
-        if number is not None and there and (self.registry.is_from_peer(number) or is_immutable_function(function)):
-            return KNOWN, (number,)
+        if number is not None and (self.registry.is_from_peer(number) or is_immutable_function(function)):
+            known = self._reduce_known(function)
+            if known is not None:
+                return known
         if is_by_reference(function):
-            self.imported_modules.add(function.__module__)
-            self.attribute_names.add(function.__name__)
+            self.references.modules.add(function.__module__)
+            self.references.names.add(function.__name__)
             return NotImplemented
-        if "<" in function.__qualname__:  # made anew whenever the code around it runs: there would be no end of them
-            number = 0
-        else:
-            number = self.registry.new_id() if number is None else number
-            self.definitions[number] = function
-        space, about, values = self._collect_globals(function.__globals__, global_names(function.__code__))
-        self.attribute_names |= attribute_names(function.__code__)
+        # Functions without a name of their own are made again and again: they get no id.
+        number = 0 if "<" in function.__qualname__ else self._assign_id(function)
+        names = global_names(function.__code__)
+        namespace, module_attributes, values = self._collect_globals(function.__globals__, names)
+        self.references.names |= attribute_names(function.__code__)
         cells = function.__closure__ or ()
-        inside = []
-        for cell in cells:
-            if id(cell) not in self._cells:
-                self._cells[id(cell)] = cell
-                inside.append((cell, cell_contents(cell)))
-                self.closure_cells.append((cell, snapshot_cell(cell)))
+        new_cells = [cell for cell in cells if id(cell) not in self.closure_cells]
+        self.closure_cells.update((id(cell), (cell, snapshot_cell(cell))) for cell in new_cells)
+        filled_cells = [(cell, cell_contents(cell)) for cell in new_cells]
         slots = {
             "__name__": function.__name__,
             "__qualname__": function.__qualname__,
@@ -197,64 +213,68 @@ class _PicklerBase:
             "__kwdefaults__": function.__kwdefaults__,
             "__annotations__": function.__annotations__,
         }
-        held = [function.__globals__.get(name) for name in global_names(function.__code__)]
-        imports = submodules_used(function.__code__, [*held, *(value[0] for _, value in inside if value)])
-        state = (slots, function.__dict__, inside, space, values, imports)
-        args = (number, function.__code__, space, about, cells)
+        used_values = [function.__globals__.get(name) for name in names]
+        used_values += [contents[0] for _, contents in filled_cells if contents]
+        imports = submodules_used(function.__code__, used_values)
+        state = (slots, function.__dict__, filled_cells, namespace, values, imports)
+        args = (number, function.__code__, namespace, module_attributes, cells)
         return FUNCTION, args, state, None, None, FILL_FUNCTION
 
     def _reduce_context_var(self, variable: ContextVar[Any]) -> Any:
-        number = self.registry.id_of(variable)
-        if number is not None and self.registry.peer_has(number):
-            return KNOWN, (number,)
-        place = locate_context_var(variable)
-        if place is not None:
-            return context_var_at, place
-        number = self.registry.new_id() if number is None else number
-        self.definitions[number] = variable
+        known = self._reduce_known(variable)
+        if known is not None:
+            return known
+        location = locate_context_var(variable)
+        if location is not None:
+            return context_var_at, location
         try:
             default = [Context().run(variable.get)]
         except LookupError:
             default = []
-        return VARIABLE, (number, variable.name, default)
+        return VARIABLE, (self._assign_id(variable), variable.name, default)
 
     def _collect_globals(
-        self, space: dict[str, Any], names: Iterable[str]
+        self, namespace: dict[str, Any], names: Iterable[str]
     ) -> tuple[int | str, dict[str, Any], dict[str, Any]]:
-        """The number of a dictionary of globals, what goes along with it, and the values of names not sent before.
+        """The id of a namespace, the attributes of its module, and the values that the peer lacks.
 
-        The globals of a module that the other side can import go by its name: they are there.
+        A module that the peer can import is sent by name, without values.
         """
-        name = str(space.get("__name__"))
-        if getattr(sys.modules.get(name), "__dict__", None) is space and is_importable(name):
-            self.imported_modules.add(name)
-            return name, {}, {}
-        spaces = self.registry.namespaces
-        number = spaces.id_of(space)
-        if not spaces.is_local(number):
+        module_name = str(namespace.get("__name__"))
+        if getattr(sys.modules.get(module_name), "__dict__", None) is namespace and is_importable(module_name):
+            self.references.modules.add(module_name)
+            return module_name, {}, {}
+        namespaces = self.registry.namespaces
+        number = namespaces.id_of(namespace)
+        if not namespaces.is_local(number):
             return number, {}, {}
-        about = {} if number in self._described_namespaces else spaces.module_attributes(number)
+        attributes = {} if number in self._described_namespaces else namespaces.module_attributes(number)
         self._described_namespaces.add(number)
+        key = GLOBALS, number
+        _, snapshots = self.snapshots.setdefault(key, (namespace, {}))
         values = {}
         for name in names:
-            if (number, name) in self.sent_globals or spaces.is_current(number, name):
+            if name in snapshots:
                 continue
-            self.sent_globals[number, name] = take_snapshot(space.get(name, ABSENT))
-            if name in space:
+            if self.registry.sent_values.is_current(key, name):
+                self.known.add((key, name))
+                continue
+            snapshots[name] = take_snapshot(namespace.get(name, ABSENT))
+            if name in namespace:
                 reason = self.registry.unsendable.get((number, name))
-                values[name] = space[name] if reason is None else Unsendable(reason)
-        return number, about, values
+                values[name] = namespace[name] if reason is None else Unsendable(reason)
+        return number, attributes, values
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
         if sys.modules.get(module.__name__) is module and is_importable(module.__name__):
-            self.imported_modules.add(module.__name__)
+            self.references.modules.add(module.__name__)
             return importlib.import_module, (module.__name__,)
         if type(module) is not types.ModuleType:
             return NotImplemented
         self.registry.namespaces.register_module(module)
         names = tuple(name for name in vars(module) if not name.startswith("__"))
-        space, about, values = self._collect_globals(vars(module), names)
-        return MODULE, (space, about), values, None, None, FILL_MODULE
+        namespace, attributes, values = self._collect_globals(vars(module), names)
+        return MODULE, (namespace, attributes), values, None, None, FILL_MODULE
 
 
 def _store_buffer(buffers: list[Tensor], buffer: pickle.PickleBuffer) -> bool:
@@ -272,12 +292,12 @@ class Pickler(_PicklerBase, pickle.Pickler):
 
 @lru_cache(maxsize=1)
 def _dispatch_table(_: int) -> dict[type, Any]:
-    """cloudpickle's table in one piece: looking in one after another takes as long as pickling a small object."""
+    """cloudpickle's chain of tables as one dictionary. Searching the chain takes as long as pickling a small object."""
     return dict(cloudpickle.Pickler.dispatch_table)
 
 
 class Unpickler(pickle.Unpickler):
-    """Rebuilds one value. What it defines counts as known only when the whole has been rebuilt."""
+    """Rebuilds one value. Its definitions are registered only when the whole value has been rebuilt."""
 
     _METHODS: ClassVar = {
         "KNOWN": "_known",
@@ -291,20 +311,20 @@ class Unpickler(pickle.Unpickler):
         "FILL_MODULE": "_fill_module",
     }
 
-    def __init__(self, register: Registry, file: io.BytesIO, tensors: list[Tensor], buffers: list[Any]) -> None:
+    def __init__(self, registry: Registry, file: io.BytesIO, tensors: list[Tensor], buffers: list[Any]) -> None:
         super().__init__(file, buffers=buffers)
-        self.registry = register
+        self.registry = registry
         self.tensors = tensors
         self.definitions: dict[int, Any] = {}
         self.received_globals: list[tuple[int, list[str]]] = []
         self.requiring_grad: list[Tensor] = []
-        """In a worker: tensors that need a gradient where they come from."""
+        """Worker only: tensors that require grad in the parent."""
         self.closure_values: list[Any] = []
-        """In a worker: what variables of closures hold."""
+        """Worker only: contents of closure cells."""
         self._existing: set[int] = set()
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name in the pickle stands for."""
+        """The object or the unpickler method with a name."""
         if module == __name__ and name in self._METHODS:
             return getattr(self, self._METHODS[name])
         return super().find_class(module, name)
@@ -313,24 +333,24 @@ class Unpickler(pickle.Unpickler):
         return self.definitions[number] if number in self.definitions else self.registry.get_object(number)
 
     def _tensor(
-        self, place: int, parameter: bool | None = None, kind: type | None = None, needs: bool = False
+        self, index: int, parameter: bool | None = None, subclass: type | None = None, needs_grad: bool = False
     ) -> Tensor:
-        made = self.tensors[place]
-        if parameter is not None and not isinstance(made, kind or nn.Parameter):
-            made = torch.Tensor._make_subclass(kind or nn.Parameter, made.detach(), parameter)
-        elif kind is not None and not isinstance(made, kind):
-            made = made.as_subclass(kind)
-        if (needs or parameter) and not self.registry.is_parent:
-            self.requiring_grad.append(made.requires_grad_())  # it may have been sent without
-        return made
+        tensor = self.tensors[index]
+        if parameter is not None and not isinstance(tensor, subclass or nn.Parameter):
+            tensor = torch.Tensor._make_subclass(subclass or nn.Parameter, tensor.detach(), parameter)
+        elif subclass is not None and not isinstance(tensor, subclass):
+            tensor = tensor.as_subclass(subclass)
+        if (needs_grad or parameter) and not self.registry.is_parent:
+            self.requiring_grad.append(tensor.requires_grad_())  # it may have been sent without
+        return tensor
 
-    def _define(self, number: int, make: Callable[..., type], args: tuple[Any, ...]) -> type:
-        if self.registry.has(number):  # it was defined before: what is here is the one that counts
-            known: type = self.registry.get_object(number)
+    def _define(self, number: int, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if self.registry.has(number):  # it was sent before: the object of the first definition stays
+            known = self.registry.get_object(number)
             self._existing.add(id(known))
             return known
-        made = self.definitions[number] = make(*args)
-        return made
+        created = self.definitions[number] = make(*args)
+        return created
 
     def _fill(self, cls: type, state: tuple[Callable[[type, Any], Any], Any]) -> None:
         if id(cls) not in self._existing:
@@ -338,28 +358,33 @@ class Unpickler(pickle.Unpickler):
             fill(cls, contents)
 
     def _function(
-        self, number: int, code: types.CodeType, space: int | str, about: dict[str, Any], cells: tuple[Any, ...]
+        self,
+        number: int,
+        code: types.CodeType,
+        namespace: int | str,
+        attributes: dict[str, Any],
+        cells: tuple[Any, ...],
     ) -> types.FunctionType:
-        if isinstance(space, str):
-            names = vars(importlib.import_module(space))
+        if isinstance(namespace, str):
+            names = vars(importlib.import_module(namespace))
         else:
-            names = self.registry.namespaces.get_or_create(space, about)
-        made = types.FunctionType(code, names, code.co_name, None, cells or None)
+            names = self.registry.namespaces.get_or_create(namespace, attributes)
+        function = types.FunctionType(code, names, code.co_name, None, cells or None)
         if number:
-            self.definitions[number] = made
-        return made
+            self.definitions[number] = function
+        return function
 
     def _fill_function(self, function: types.FunctionType, state: tuple[Any, ...]) -> None:
-        slots, attributes, inside, space, values, imports = state
+        slots, attributes, filled_cells, namespace, values, imports = state
         for name in imports:
             importlib.import_module(name)
         if values:
-            self._receive_globals(space, values)
-        for cell, held in inside:
-            if held:
-                cell.cell_contents = held[0]
+            self._receive_globals(namespace, values)
+        for cell, contents in filled_cells:
+            if contents:
+                cell.cell_contents = contents[0]
                 if not self.registry.is_parent:
-                    self.closure_values.append(held[0])
+                    self.closure_values.append(contents[0])
         for name, value in slots.items():
             setattr(function, name, value)
         function.__dict__.update(attributes)
@@ -368,19 +393,19 @@ class Unpickler(pickle.Unpickler):
         if self.registry.has(number):
             known: ContextVar[Any] = self.registry.get_object(number)
             return known
-        made: ContextVar[Any] = ContextVar(name, default=default[0]) if default else ContextVar(name)
-        self.definitions[number] = made
-        return made
+        variable: ContextVar[Any] = ContextVar(name, default=default[0]) if default else ContextVar(name)
+        self.definitions[number] = variable
+        return variable
 
-    def _module(self, space: int, about: dict[str, Any]) -> types.ModuleType:
-        return self.registry.namespaces.get_module(space, about)
+    def _module(self, namespace: int, attributes: dict[str, Any]) -> types.ModuleType:
+        return self.registry.namespaces.get_module(namespace, attributes)
 
     def _fill_module(self, module: types.ModuleType, values: dict[str, Any]) -> None:
         self._receive_globals(self.registry.namespaces.id_of(vars(module)), values)
 
-    def _receive_globals(self, space: int, values: dict[str, Any]) -> None:
-        self.registry.namespaces.receive(space, values)
-        self.received_globals.append((space, list(values)))
+    def _receive_globals(self, namespace: int, values: dict[str, Any]) -> None:
+        self.registry.namespaces.receive(namespace, values)
+        self.received_globals.append((namespace, list(values)))
 
 
 class Unsendable:

@@ -18,15 +18,19 @@ from instep.engines.processes.serialization.by_reference import locate_context_v
 from instep.engines.processes.serialization.diagnose import UnpicklableObject, cannot_cross_error, find_unpicklable
 from instep.engines.processes.serialization.globals import (
     ABSENT,
-    ClassTracker,
+    CLASS,
     Namespaces,
+    SentValues,
+    TrackerKey,
     ValueSnapshot,
-    is_closure_name,
-    set_closure_variable,
-    snapshot_attributes,
     take_snapshot,
 )
-from instep.engines.processes.serialization.module_globals import ModuleGlobals, apply_updates
+from instep.engines.processes.serialization.module_globals import (
+    ModuleGlobals,
+    References,
+    SentModuleValues,
+    apply_updates,
+)
 from instep.engines.processes.serialization.pickler import DELETED, Pickler, Unpickler, Unsendable
 from instep.errors import CannotCross, EngineError
 
@@ -55,10 +59,15 @@ class CodeRegistry:
         self._objects: dict[int, Any] = {}
         self._known_to_peer: set[int] = set()
         self._id_counter = itertools.count(1)
-        self._class_tracker = ClassTracker()
         self.namespaces = Namespaces(self._sign)
-        self._module_globals = ModuleGlobals()
+        self.sent_values = SentValues()
+        self.sent_module_values = SentModuleValues()
+        self._references: dict[Any, References] = {}
+        """References of the value that a definition, or a global of the script, was first sent with."""
+        self.references = References()
+        """Modules and names that the last packed value refers to."""
         self.unsendable: dict[tuple[int, str], str] = {}
+        """Why a global cannot be sent, by namespace and name."""
         self.closure_cells: list[tuple[types.CellType, ValueSnapshot]] = []
         """Closure cells in the last packed value, with snapshots of their contents."""
         self.requiring_grad: list[Tensor] = []
@@ -72,7 +81,7 @@ class CodeRegistry:
         A class may define how paths through its attributes start: ``PATHS = {"kwargs": "argument "}``.
         """
         with self._lock:
-            return self._commit(self._pickle(value, label))
+            return self._commit_value(self._pickle(value, label))
 
     def pack_fields(self, order: PositionalMessage, label: str = "") -> Payload:
         """Pickle the field values of a message."""
@@ -81,7 +90,7 @@ class CodeRegistry:
             if failure is not None:
                 self._pickle(order, label)  # raises with the path, or marks globals as unsendable
                 packer = self._pickle(order.fields(), label)
-            return self._commit(packer)
+            return self._commit_value(packer)
 
     def can_pack(self, value: Any) -> bool:
         """Whether a value can be pickled. Records nothing."""
@@ -115,72 +124,67 @@ class CodeRegistry:
                 self.namespaces.watch_received(space, names_received)
             return value
 
-    def pack_changed_globals(self, *, modules_only: bool = False) -> Payload | None:
+    def pack_changed_globals(
+        self, module_globals: ModuleGlobals | None = None, *, modules_only: bool = False
+    ) -> Payload | None:
         """Parent only: pickle the globals and class attributes that changed since they were sent; None if none did.
 
-        `modules_only` leaves out the script's own globals and classes.
+        `module_globals` are the imported modules to look at. `modules_only` leaves out the script's own values.
         """
         with self._lock:
-            names = [] if modules_only else self.namespaces.changed()
-            classes = [] if modules_only else self._class_tracker.changed()
-            module_values = self._module_globals.changes()
-            if not names and not classes and module_values is None:
+            changes = [] if modules_only else self.sent_values.changed()
+            module_updates = None if module_globals is None else module_globals.changes()
+            if not changes and module_updates is None:
                 return None
-            snapshots = {(number, name): take_snapshot(value) for number, name, value in names}
-            looks = {number: snapshot_attributes(cls) for number, cls, _ in classes}
-            news = [
-                (cls, {name: _encode_absent(value) for name, value in changed.items()}) for _, cls, changed in classes
-            ]
-            for number, name, _ in names:
-                self.unsendable.pop((number, name), None)
-            values = [(number, name, _encode_absent(value)) for number, name, value in names]
-            packer, failure = self._try_pickle((values, news, module_values))
+            snapshots = [(key, {name: take_snapshot(value)}) for key, name, value in changes]
+            for key, name, _ in changes:
+                self.unsendable.pop((key[1], name), None)
+            packer, failure = self._try_pickle((self._encode(changes), module_updates))
             if failure is not None:
-                values = [
-                    (number, name, self._value_or_stand_in(number, name, value)) for number, name, value in values
-                ]
-                packer = self._pickle((values, news, module_values), "what changed in the script")
-            packer.sent_globals.update(snapshots)
-            packer.class_attributes.update(looks)
-            packer.definitions.update((number, cls) for number, cls, _ in classes)
-            self._module_globals.mark_sent()
-            return self._commit(packer)
+                changes = [(key, name, self._value_or_stand_in(key, name, value)) for key, name, value in changes]
+                packer = self._pickle((self._encode(changes), module_updates), "what changed in the script")
+            payload = self._commit(packer)
+            for key, values in snapshots:
+                self.sent_values.mark_sent(key, values)
+            if module_globals is not None:
+                module_globals.mark_sent()
+            if changes:
+                self.sent_module_values.add_references(packer.references)
+            return payload
 
-    @property
-    def has_new_modules(self) -> bool:
-        """Whether a packed value refers to user modules whose values were not sent yet."""
-        return self._module_globals.has_new_modules
+    def _encode(self, changes: list[tuple[TrackerKey, str, Any]]) -> list[tuple[int | type, str, Any]]:
+        """Changed values as they are pickled: with the id of the namespace, or with the class."""
+        return [
+            (self.get_object(number) if kind == CLASS else number, name, DELETED if value is ABSENT else value)
+            for (kind, number), name, value in changes
+        ]
 
-    def _value_or_stand_in(self, number: int, name: str, value: Any) -> Any:
-        """The value of a global; an `Unsendable` if it cannot be pickled."""
-        failure = self._try_pickle(value)[1]
-        if failure is None:
+    def _value_or_stand_in(self, key: TrackerKey, name: str, value: Any) -> Any:
+        """A value; an `Unsendable` if it is a global that cannot be pickled."""
+        failure = self._pickling_error(value)
+        if failure is None or key[0] == CLASS or value is ABSENT:
             return value
         culprit = find_unpicklable(value, self._pickling_error)
         if culprit is not None and culprit.global_step is not None:
-            return value  # what it needs in its turn is left out
+            return value  # the global that it reads is left out
         described = culprit.describe(f"global {name!r}") if culprit is not None else f"global {name!r}"
-        itself = culprit is None or not culprit.path
-        reason = self.unsendable[number, name] = str(cannot_cross_error(described, failure, is_global=itself))
+        is_global = culprit is None or not culprit.path
+        reason = self.unsendable[key[1], name] = str(cannot_cross_error(described, failure, is_global=is_global))
         return Unsendable(reason)
 
     def apply_globals(self, body: bytes, tensors: list[Tensor]) -> None:
         """Worker only: assign the values that `pack_changed_globals` packed in the parent."""
-        names, classes, module_values = self.unpack(Payload(body, tensors))
-        for number, name, value in names:
-            self.namespaces.get_or_create(number, {})
-            self.namespaces.receive(number, {name: ABSENT if value is DELETED else value})
-            self.namespaces.watch_received(number, [name])
-        for cls, news in classes:
-            for name, value in news.items():
-                if is_closure_name(name):
-                    set_closure_variable(cls, name, ABSENT if value is DELETED else value)
-                elif value is not DELETED:
-                    setattr(cls, name, value)
-                elif name in vars(cls):
-                    delattr(cls, name)
-        if module_values is not None:
-            apply_updates(*module_values)
+        changes, module_updates = self.unpack(Payload(body, tensors))
+        for owner, name, value in changes:
+            if isinstance(owner, int):
+                self.namespaces.receive(owner, {name: ABSENT if value is DELETED else value})
+                self.namespaces.watch_received(owner, [name])
+            elif value is not DELETED:
+                setattr(owner, name, value)
+            elif name in vars(owner):
+                delattr(owner, name)
+        if module_updates is not None:
+            apply_updates(*module_updates)
 
     def modified_globals(self) -> list[str]:
         """Worker only: the script's globals that functions here assigned or changed in place."""
@@ -191,8 +195,8 @@ class CodeRegistry:
         """Send definitions and globals again, because the peer may have failed to unpack them. Ids stay valid."""
         with self._lock:
             self._known_to_peer -= {number for number in self._known_to_peer if not self.is_from_peer(number)}
-            self.namespaces.mark_all_unsent()
-            self._module_globals.mark_all_unsent()
+            self.sent_values.mark_all_unsent()
+            self.sent_module_values.mark_all_unsent()
 
     def id_of(self, thing: Any) -> int | None:
         """The id of a function or class that was sent or received; None if it was not."""
@@ -227,17 +231,24 @@ class CodeRegistry:
         self._ids[id(thing)] = number
         self._objects[number] = thing
 
+    def _commit_value(self, packer: Pickler) -> Payload:
+        payload = self._commit(packer)
+        self.closure_cells, self.references = list(packer.closure_cells.values()), packer.references
+        return payload
+
     def _commit(self, packer: Pickler) -> Payload:
         """Record what was pickled as sent."""
         for number, thing in packer.definitions.items():
             self._register(number, thing)
             self._known_to_peer.add(number)
-            if self.is_parent and number in packer.class_attributes:
-                self._class_tracker.mark_sent(number, thing, packer.class_attributes[number])
         if self.is_parent:
-            self.namespaces.mark_sent(packer.sent_globals)
-            self._module_globals.add(packer.imported_modules, packer.attribute_names)
-        self.closure_cells = packer.closure_cells
+            for known in packer.known & self._references.keys():
+                packer.references.add(self._references[known])
+            self._references.update(dict.fromkeys(packer.definitions, packer.references))
+            for key, (mapping, snapshots) in packer.snapshots.items():
+                self.sent_values.track(key, mapping)
+                self.sent_values.mark_sent(key, snapshots)
+                self._references.update(((key, name), packer.references) for name in snapshots)
         body = _BUFFER_COUNT.pack(len(packer.buffers)) + packer.file.getvalue()
         return Payload(body, [*packer.tensors, *packer.buffers])
 
@@ -285,10 +296,6 @@ def _dump(packer: Pickler, value: Any) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _encode_absent(value: Any) -> Any:
-    return DELETED if value is ABSENT else value
 
 
 _PROCESS_LOCAL_PACKAGES = frozenset({"IPython", "ipykernel", "numpy", "torch", "tornado", "traitlets"})

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from instep.engines.processes.messages import GLOBALS, PositionalMessage
+from instep.engines.processes.serialization.module_globals import ModuleGlobals
 from instep.engines.processes.serialization.reducers import has_strided_data
 from instep.engines.processes.serialization.registry import CodeRegistry, Payload
 from instep.engines.processes.transport.connection import Connection, Message
@@ -79,10 +80,12 @@ class Channel:
         *,
         fds: Sequence[int] = (),
         label: str = "",
+        module_globals: ModuleGlobals | None = None,
     ) -> list[Tensor]:
         """Send a value. Returns its tensors in the order in which the receiver gets them.
 
-        A `PositionalMessage` is received as the tuple of its fields. `label` names the value in errors.
+        A `PositionalMessage` is received as the tuple of its fields. `label` names the value in errors. Modules that
+        the value refers to are added to `module_globals`, and their values are sent before.
         """
         is_positional = isinstance(value, PositionalMessage)
         plain = encode_plain_fields(value) if is_positional else encode_plain(value)
@@ -94,23 +97,28 @@ class Channel:
         payload = self.registry.pack_fields(value, label) if is_positional else self.registry.pack(value, label)
         try:
             tags, inline, transfer = self._prepare_tensors(payload.tensors, get_tag)
-            if self.registry.has_new_modules:
-                self.send_changed_globals(modules_only=True)
+            if module_globals is not None:
+                module_globals.add(self.registry.references)
+                if module_globals.has_new_modules:
+                    self.send_changed_globals(module_globals, modules_only=True)
             self.connection.send(kind, call_id, pickle.dumps((tags, payload.body, transfer), 5), inline, fds)
         except BaseException:
             self.registry.mark_all_unsent()  # the peer did not get what was packed
             raise
         return payload.tensors
 
-    def send_changed_globals(self, *, modules_only: bool = False) -> None:
+    def send_changed_globals(self, module_globals: ModuleGlobals | None = None, *, modules_only: bool = False) -> None:
         """Send the globals that changed since they were sent, of the script and of the user's imported modules."""
-        payload = self.registry.pack_changed_globals(modules_only=modules_only)
-        if payload is not None:
-            try:
-                self.connection.send(GLOBALS, 0, payload.body, [tensor.detach() for tensor in payload.tensors])
-            except BaseException:
-                self.registry.mark_all_unsent()  # the worker did not get it
-                raise
+        payload = self.registry.pack_changed_globals(module_globals, modules_only=modules_only)
+        if payload is None:
+            return
+        try:
+            self.connection.send(GLOBALS, 0, payload.body, [tensor.detach() for tensor in payload.tensors])
+        except BaseException:
+            self.registry.mark_all_unsent()  # the worker did not get it
+            raise
+        if module_globals is not None and not modules_only:  # changed globals may refer to further modules
+            self.send_changed_globals(module_globals, modules_only=True)
 
     def _prepare_tensors(
         self, tensors: Sequence[Tensor], get_tag: TagFunction
