@@ -225,10 +225,6 @@ def test_a_global_that_forward_changes_in_a_worker(engine: str, writer: str, nam
     assert_fails(CannotCross, words, Net(script[writer]), torch.randn(5, 3), engine=engine)
 
 
-def encoding(y: Tensor) -> Any:
-    return pytest.importorskip("transformers").BatchEncoding({"ids": y, "scale": y.sum()})
-
-
 def cache(y: Tensor, *, lengths: int = 1, sizes: int = 1) -> Any:
     """A cache whose length is another one for another number of samples, or that holds two batches."""
     made = pytest.importorskip("transformers").DynamicCache()
@@ -261,14 +257,13 @@ def graphs(y: Tensor, **more: Tensor) -> Any:
     return made
 
 
-QUANTIZED = "a quantized QuantizedCache (layers.0._quantized_keys) is neither split nor joined; use a DynamicCache"
+QUANTIZED = "a quantized QuantizedCache (layers.0._quantized_keys) can be neither split nor merged; use a DynamicCache"
 TWO_SIZES = [
     "a DynamicCache holds batches of different sizes (5 samples in layers.0.keys, 4 samples in layers.1.keys)",
-    "fill every layer with the same samples, or take the same ones out of every layer",
+    "fill every layer with the same samples, or select the same ones from every layer",
 ]
 
 UNJOINED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "an encoding": (encoding, ") and does not follow the batch"),
     "a cache": (
         lambda y: cache(y, lengths=2),
         "pad the inputs to one length, or leave the cache out of the outputs",

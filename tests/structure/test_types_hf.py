@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import instep
 from instep.errors import MergeError, StructureError
 from instep.structure import types_hf, types_torch
 from instep.structure.tree import map_tensors, tensors_in
@@ -56,48 +57,37 @@ def tokenizer() -> Any:
 TEXTS = ["a", "a b", "c d a", "b", "d d d d", "a c", "c"]
 
 
-@sizes_of_seven
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
 @pytest.mark.parametrize("tensors", ["pt", "np", None])
-def test_encodings_round_trip_with_what_the_tokenizer_knows(
-    tokenizer: Any, tensors: str | None, sizes: tuple[int, ...]
-) -> None:
+def test_encodings_round_trip_with_their_tokens(tokenizer: Any, tensors: str | None, parts: int) -> None:
     value = tokenizer(TEXTS, padding=True, return_tensors=tensors)
-    kind = kind_for(value)
-    assert kind.size(value) == 7
-    parts = kind.split(value, sizes)
+    split = instep.split(value, parts)
     start = 0
-    for part, size in zip(parts, sizes, strict=True):
+    for part, size in zip(split, split.sizes, strict=True):
         assert type(part) is type(value)
-        assert kind.size(part) == size
         assert part.n_sequences == value.n_sequences
         assert [part.tokens(i) for i in range(size)] == [value.tokens(start + i) for i in range(size)]
         start += size
-    merged = kind.merge(parts)
+    merged = instep.merge(split)
     assert_same(merged.data, value.data)
     assert merged.encodings == value.encodings
     assert merged.n_sequences == value.n_sequences
 
 
-def test_an_encoding_of_one_text_without_tensors_is_not_a_batch(tokenizer: Any) -> None:
-    value = tokenizer("a b c")
-    assert kind_for(value).size(value) is None
-
-
-def test_items_of_an_encoding_that_belong_to_no_sample_stay_whole(tokenizer: Any) -> None:
+def test_items_of_an_encoding_follow_the_rules_of_dictionaries(tokenizer: Any) -> None:
     value = tokenizer(TEXTS, padding=True, return_tensors="pt")
     value["scale"], value["bias"], value["name"] = torch.tensor(2.0), torch.zeros(1, 4), "texts"
     value["labels"] = [f"label {i}" for i in range(7)]
     value["targets"], value["sizes"] = list(range(7)), [224, 224]
-    kind = kind_for(value)
-    parts = kind.split(value, (3, 4))
+    parts = instep.split(value, 2)
     assert parts[1]["scale"] is value["scale"]
     assert parts[1]["bias"] is value["bias"]
-    assert parts[1]["labels"] == value["labels"][3:]
-    assert (parts[1]["targets"], parts[1]["sizes"]) == ([3, 4, 5, 6], [224, 224])
-    assert_same(kind.merge(parts).data, value.data)
+    assert parts[1]["labels"] == value["labels"][4:]
+    assert (parts[1]["targets"], parts[1]["sizes"]) == ([4, 5, 6], [224, 224])
+    assert_same(instep.merge(parts).data, value.data)
     value["pixel_values"] = torch.zeros(2, 3)
     with pytest.raises(StructureError, match="pixel_values"):
-        kind.size(value)
+        instep.split(value, 2)
 
 
 def test_mapping_an_encoding_leaves_it_alone(tokenizer: Any) -> None:
@@ -302,17 +292,17 @@ UNJOINABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "keys": (
         {"table": {"a": 1}},
         {"table": {"b": 1}},
-        r"^HandMade\.table has different keys in the parts: \[\['a'\], \['b'\]\]$",
+        r"^HandMade\.table\.a is in the cache of part 0 and not in that of part 1$",
     ),
     "attributes": (
         {},
         {"state": torch.zeros(2, 1, 3)},
-        r"^HandMade has different attributes in the parts: \[\['keys'\], \['keys', 'state'\]\]$",
+        r"^HandMade\.state is in the cache of part 1 and not in that of part 0$",
     ),
     "lengths of lists": (
         {"layers": [{"seen": [1, 2]}]},
         {"layers": [{"seen": [1]}]},
-        r"^HandMade\.layers\.0\.seen has different lengths in the parts: \[2, 1\]$",
+        r"^HandMade\.layers\.0\.seen\.1 is in the cache of part 0 and not in that of part 1$",
     ),
     "counters": (
         {"count": torch.tensor(3)},
@@ -333,7 +323,7 @@ UNJOINABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "quantized": (
         {"_quantized_keys": torch.zeros(2, 1, 3)},
         {"_quantized_keys": torch.zeros(2, 1, 3)},
-        r"^a quantized HandMade \(_quantized_keys\) is neither split nor joined; use a DynamicCache instead$",
+        r"^a quantized HandMade \(_quantized_keys\) can be neither split nor merged; use a DynamicCache$",
     ),
 }
 
@@ -356,16 +346,7 @@ def test_a_cache_of_batches_of_different_sizes_is_not_split() -> None:
 
 def test_a_quantized_cache_is_not_split() -> None:
     value = hand_made(_quantized_values=torch.zeros(2, 1, 3))
-    with pytest.raises(StructureError, match=r"a quantized HandMade \(_quantized_values\) is neither split nor joined"):
+    with pytest.raises(
+        StructureError, match=r"a quantized HandMade \(_quantized_values\) can be neither split nor merged"
+    ):
         kind_for(value).split(value, (1, 1))
-
-
-def test_encodings_that_do_not_fit_each_other(tokenizer: Any) -> None:
-    kind = kind_for(tokenizer(TEXTS))
-    one, other = (tokenizer(TEXTS[:3], padding=True, return_tensors="pt") for _ in range(2))
-    one["scale"], other["scale"] = torch.tensor(2.0), torch.tensor(3.0)
-    with pytest.raises(MergeError, match=r"^`scale` differs between the parts \(2.0 and 3.0\) and does not follow"):
-        kind.merge([one, other])
-    del one["scale"]
-    with pytest.raises(MergeError, match=r"^the items of the parts differ: \[\['input_ids'.*\], \[.*'scale'\]\]$"):
-        kind.merge([one, other])

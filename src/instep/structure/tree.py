@@ -126,10 +126,6 @@ def _flatten_mapping(value: Any) -> Node:
 
     def unflatten(children: Sequence[Any]) -> Any:
         items = dict(zip(keys, children, strict=True))
-        if isinstance(value, UserDict):
-            new = copy.copy(value)
-            new.data = items
-            return new
         if isinstance(value, MutableMapping) and hasattr(value, "__dict__"):
             new = _copy_with_containers(value)
             for key, child in items.items():
@@ -139,6 +135,25 @@ def _flatten_mapping(value: Any) -> Node:
         return cls(items)
 
     return Node(keys, tuple(value[key] for key in keys), unflatten)
+
+
+def _flatten_user_dict(value: Any) -> Node:
+    """Flatten a `UserDict`. In a Hugging Face `BatchEncoding`, `_encodings` has one entry per sample too."""
+    keys, children = tuple(value.data), tuple(value.data.values())
+    encodings = getattr(value, "_encodings", None)
+
+    def unflatten(children: Sequence[Any]) -> Any:
+        new = copy.copy(value)
+        new.data = dict(zip(keys, children, strict=False))
+        if encodings is not None:
+            new._encodings = children[-1]
+        return new
+
+    return (
+        Node(keys, children, unflatten)
+        if encodings is None
+        else Node((*keys, "_encodings"), (*children, encodings), unflatten)
+    )
 
 
 def _copy_with_containers(value: Any) -> Any:
@@ -274,6 +289,7 @@ def _flatten_fn_for(cls: type) -> FlattenFn | None:
         (list, _flatten_list),
         (tuple, _flatten_tuple),
         (dict, _flatten_dict),
+        (UserDict, _flatten_user_dict),
         (Mapping, _flatten_mapping),
     ):
         if issubclass(cls, parent):

@@ -22,43 +22,41 @@ def _shard_starts(sizes: Sequence[int]) -> Iterator[int]:
     return accumulate(sizes[:-1], initial=0)
 
 
-# Packed sequences. A part is what packing those samples alone would have given, and the joined value what packing all
-# of them would have given: `torch.sort` is not stable, so samples of one length keep the order that torch gives them
-# only if the same call sorts the same lengths again.
+# Packed sequences. Every part, and the merged value, is what `pack_padded_sequence` gives for the same samples. Samples
+# of equal length have the order of `torch.sort`, which is not stable, so the lengths are sorted again by the same call.
 
 
 def _packed_size(packed: PackedSequence) -> int:
-    """The number of samples; read, where nothing else says it, from metadata that torch keeps on the host."""
+    """The number of samples. Does not synchronize: `batch_sizes` is on the CPU."""
     if packed.sorted_indices is not None:
         return int(packed.sorted_indices.shape[0])
     return int(packed.batch_sizes[0]) if len(packed.batch_sizes) else 0
 
 
 def _packed_positions(packed: PackedSequence) -> tuple[Tensor, Tensor]:
-    """Where the data of each sample lies at each step, `[steps, samples]`, and each sample's length, on the CPU.
+    """The row of `data` for each step and sample, `[steps, samples]`, and the length of each sample, on the CPU.
 
-    The order of the samples is data: reading it waits for the device when it is not on the CPU, because the sizes
-    of the parts depend on it.
+    Reading the order of the samples synchronizes with their device.
     """
     steps = packed.batch_sizes
     if packed.unsorted_indices is None:
         rank = torch.arange(_packed_size(packed))
     else:
         rank = packed.unsorted_indices.cpu()
-    firsts = steps.cumsum(0) - steps
+    step_starts = steps.cumsum(0) - steps
     lengths = (steps[:, None] > rank).sum(0)
-    return firsts[:, None] + rank, lengths
+    return step_starts[:, None] + rank, lengths
 
 
-def _pack(cls: type, data: Tensor, positions: Tensor, lengths: Tensor, indexed: bool) -> PackedSequence:
-    """The samples found at these positions of `data`, packed; with indices if asked for or if they are out of order."""
+def _pack(cls: type, data: Tensor, positions: Tensor, lengths: Tensor, sort: bool) -> PackedSequence:
+    """Pack the samples at these positions of `data`, sorted if `sort` or if their lengths are not in order."""
     order = None
-    if indexed or bool((lengths[1:] > lengths[:-1]).any()):
+    if sort or bool((lengths[1:] > lengths[:-1]).any()):
         lengths, order = torch.sort(lengths, descending=True)
         positions = positions[:, order]
-    alive = torch.arange(positions.shape[0])[:, None] < lengths
-    batch_sizes = alive.sum(1)
-    rows = positions[alive].to(data.device)
+    is_valid = torch.arange(positions.shape[0])[:, None] < lengths
+    batch_sizes = is_valid.sum(1)
+    rows = positions[is_valid].to(data.device)
     order = None if order is None else order.to(data.device)
     packed: PackedSequence = cls(
         data.index_select(0, rows), batch_sizes[batch_sizes > 0], order, invert_permutation(order)
@@ -70,9 +68,9 @@ def _split_packed(packed: PackedSequence, sizes: Sequence[int]) -> list[PackedSe
     if len(sizes) == 1:
         return [packed]
     positions, lengths = _packed_positions(packed)
-    indexed = packed.unsorted_indices is not None
+    sort = packed.unsorted_indices is not None
     return [
-        _pack(type(packed), packed.data, positions[:, start : start + size], lengths[start : start + size], indexed)
+        _pack(type(packed), packed.data, positions[:, start : start + size], lengths[start : start + size], sort)
         for start, size in zip(_shard_starts(sizes), sizes, strict=True)
     ]
 
@@ -97,14 +95,10 @@ def _merge_packed(parts: Sequence[PackedSequence]) -> PackedSequence:
 
 
 def _map_packed(fn: TensorFn, packed: PackedSequence) -> PackedSequence:
-    # `batch_sizes` is metadata that torch keeps on the CPU: it is not one of the tensors.
-    order, back = packed.sorted_indices, packed.unsorted_indices
-    return type(packed)(
-        fn(packed.data),
-        packed.batch_sizes,
-        None if order is None else fn(order),
-        None if back is None else fn(back),
-    )
+    # `batch_sizes` has to stay on the CPU.
+    data = fn(packed.data)
+    indices = [None if tensor is None else fn(tensor) for tensor in (packed.sorted_indices, packed.unsorted_indices)]
+    return type(packed)(data, packed.batch_sizes, *indices)
 
 
 def _move_packed(packed: PackedSequence, device: Any) -> PackedSequence:
@@ -114,7 +108,7 @@ def _move_packed(packed: PackedSequence, device: Any) -> PackedSequence:
 PACKED_SEQUENCE = TypeHandler(_packed_size, _split_packed, _merge_packed, _map_packed, _move_packed)
 
 
-# Nested tensors of the strided layout: their sizes live on the CPU, so unbinding them reads nothing from a device.
+# Nested tensors of strided layout. Their sizes are on the CPU, so `unbind` does not synchronize.
 
 
 def _split_nested_strided(value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -129,14 +123,14 @@ def _merge_nested_strided(parts: Sequence[Tensor]) -> Tensor:
     return torch.nested.as_nested_tensor([row for part in parts for row in part.unbind()], layout=torch.strided)
 
 
-# Nested tensors of the jagged layout. Two of them can be added only if they have the same *ragged size*, an identity
-# that torch gives to an offsets tensor. So that `x * mask` still works on the parts, and `merged + x` on the whole,
-# the offsets handed out are remembered by that identity.
+# Nested tensors of jagged layout. Torch adds two of them only if they have the same ragged size, an id that torch gives
+# to each offsets tensor. The offsets of parts and merged tensors are cached by that id, so that `x * mask` works on the
+# parts and `merged + x` on the whole.
 
 
 @functools.lru_cache(maxsize=256)
 def _offsets_cache(*_key: Hashable) -> list[Any]:
-    """The place of the last few values by key, empty at first; a value that was pushed out is only made again."""
+    """A cell for the value of a key: a list that is empty until the value is computed."""
     return []
 
 
@@ -146,14 +140,14 @@ def _ragged_dim(value: Tensor) -> int:
 
 
 def _ragged_size_id(value: Tensor) -> int:
-    """The identity of the ragged size: equal for the tensors that torch lets one compute together."""
+    """The id of the ragged size. Torch computes with two jagged tensors only if their ids are equal."""
     size: Any = value.shape[_ragged_dim(value)]
     return int(size.node.nested_int())
 
 
 def _build_jagged(values: Tensor, offsets: Tensor, ragged_dim: int) -> Tensor:
     if torch.is_inference_mode_enabled():
-        # Torch refuses to build one there around tensors that were made outside.
+        # Torch cannot build one in inference mode from tensors that were created outside of it.
         with set_inference_mode(False), torch.no_grad():
             return _build_jagged(values, offsets, ragged_dim)
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged_dim)
@@ -163,18 +157,17 @@ def _split_nested_jagged(value: Any, sizes: Sequence[int]) -> list[Tensor]:
     if value.lengths() is not None:
         value = value.contiguous()
     dim, values, offsets = _ragged_dim(value), value.values(), value.offsets()
-    known = _offsets_cache("cut", _ragged_size_id(value), offsets.device, tuple(sizes))
-    if not known:
-        firsts = [*_shard_starts(sizes), sum(sizes)]
-        # The rows of a part are as many as its offsets say: on a device, this waits for it.
-        rows = offsets.tolist()
-        with set_inference_mode(False):  # remembered, and perhaps met again in training
-            parts_offsets = [offsets[a : b + 1] - rows[a] for a, b in pairwise(firsts)]
-        known.append(([rows[first] for first in firsts], parts_offsets))
-    cuts, parts_offsets = known[0]
+    cached = _offsets_cache("split", _ragged_size_id(value), offsets.device, tuple(sizes))
+    if not cached:
+        starts = [*_shard_starts(sizes), sum(sizes)]
+        rows = offsets.tolist()  # synchronizes with the device
+        with set_inference_mode(False):  # the cached offsets may be used in training later
+            part_offsets = [offsets[start : stop + 1] - rows[start] for start, stop in pairwise(starts)]
+        cached.append(([rows[start] for start in starts], part_offsets))
+    row_bounds, part_offsets = cached[0]
     parts = [
         _build_jagged(values.narrow(dim - 1, start, stop - start), part, dim)
-        for (start, stop), part in zip(pairwise(cuts), parts_offsets, strict=True)
+        for (start, stop), part in zip(pairwise(row_bounds), part_offsets, strict=True)
     ]
     whole = _offsets_cache("whole", *(_ragged_size_id(part) for part in parts))
     if not whole:
@@ -186,19 +179,19 @@ def _merge_nested_jagged(parts: Sequence[Any]) -> Tensor:
     parts = [part if part.lengths() is None else part.contiguous() for part in parts]
     dim = _ragged_dim(parts[0])
     if any(_ragged_dim(part) != dim for part in parts):
-        raise MergeError(f"jagged tensors that are ragged in dims {[_ragged_dim(part) for part in parts]}")
+        raise MergeError(f"the parts are ragged in different dims: {[_ragged_dim(part) for part in parts]}")
     values = torch.cat([part.values() for part in parts], dim - 1)
     whole = _offsets_cache("whole", *(_ragged_size_id(part) for part in parts))
     if not whole:
         shifts = _shard_starts([part.values().shape[dim - 1] for part in parts])
         with set_inference_mode(False):
-            pieces = [part.offsets()[1:] + shift for part, shift in zip(parts, shifts, strict=True)]
-            whole.append(torch.cat([parts[0].offsets()[:1], *pieces]))
+            shifted = [part.offsets()[1:] + shift for part, shift in zip(parts, shifts, strict=True)]
+            whole.append(torch.cat([parts[0].offsets()[:1], *shifted]))
     return _build_jagged(values, _offsets_to(whole[0], values.device, values.shape[dim - 1]), dim)
 
 
 def _offsets_to(offsets: Tensor, device: torch.device, rows: int) -> Tensor:
-    """The same offsets on another device; moved inside a nested tensor, so that torch keeps their ragged size."""
+    """Move offsets to another device, inside a nested tensor so that torch keeps their ragged size."""
     if offsets.device == device:
         return offsets
     carrier: Any = _build_jagged(torch.empty(rows, 0, device=offsets.device), offsets, 1)
@@ -206,104 +199,51 @@ def _offsets_to(offsets: Tensor, device: torch.device, rows: int) -> Tensor:
     return moved
 
 
-# Sparse COO tensors. Torch's cuts of them are not differentiable when they are not coalesced; these two are each
-# other's derivative, whatever the layout of the gradient.
-
-
-def _narrow_rows(value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    if value.layout is torch.strided:
-        return [value.narrow(0, start, size) for start, size in zip(_shard_starts(sizes), sizes, strict=True)]
-    indices, values, coalesced = value._indices(), value._values(), value.is_coalesced()
-    shapes = [(size, *value.shape[1:]) for size in sizes]
-    return [
-        _build_coo(_shift_rows(indices[:, here], -start), values[here], shape, coalesced)
-        for start, here, shape in zip(
-            _shard_starts(sizes), _entries_by_shard(indices[0], sizes, coalesced), shapes, strict=True
-        )
-    ]
-
-
-def _entries_by_shard(rows: Tensor, sizes: Sequence[int], in_order: bool) -> list[Any]:
-    """Which entries belong to each part. How many they are is data: on a device, this waits for it."""
-    starts = [*_shard_starts(sizes), sum(sizes)]
-    if in_order:
-        cuts = torch.searchsorted(rows.contiguous(), torch.tensor(starts, device=rows.device)).tolist()
-        return [slice(low, high) for low, high in pairwise(cuts)]
-    return [((rows >= low) & (rows < high)).nonzero().squeeze(1) for low, high in pairwise(starts)]
-
-
-def _cat_rows(parts: Sequence[Tensor]) -> Tensor:
-    if any(part.layout is torch.strided for part in parts):
-        return torch.cat([part if part.layout is torch.strided else part.to_dense() for part in parts])
-    sizes = [part.shape[0] for part in parts]
-    indices = [_shift_rows(part._indices(), start) for start, part in zip(_shard_starts(sizes), parts, strict=True)]
-    return _build_coo(
-        torch.cat(indices, 1),
-        torch.cat([part._values() for part in parts]),
-        (sum(sizes), *parts[0].shape[1:]),
-        all(part.is_coalesced() for part in parts),
-    )
-
-
-def _shift_rows(indices: Tensor, by: int) -> Tensor:
-    return torch.cat([indices[:1] + by, indices[1:]]) if by else indices
-
-
-def _build_coo(indices: Tensor, values: Tensor, shape: tuple[int, ...], coalesced: bool) -> Tensor:
-    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
-
-
-class _SplitSparse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, sizes: Sequence[int]) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.dtype, ctx.device = value.dtype, value.device
-        ctx.shapes = [(size, *value.shape[1:]) for size in sizes]
-        return tuple(_narrow_rows(value, sizes))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        if all(grad is None for grad in grads):
-            return None, None
-        full = [
-            torch.zeros(shape, dtype=ctx.dtype, device=ctx.device, layout=torch.sparse_coo) if grad is None else grad
-            for grad, shape in zip(grads, ctx.shapes, strict=True)
-        ]
-        return _merge_sparse(full), None
-
-
-class _CatSparse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Any:
-        ctx.sizes = [part.shape[0] for part in parts]
-        return _cat_rows(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return tuple(_split_sparse(grads[0], ctx.sizes))
+# Sparse COO tensors. The values of a coalesced tensor are differentiable; those of an uncoalesced one are not.
 
 
 def _split_sparse(value: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    return list(_SplitSparse.apply(value, tuple(sizes)))  # type: ignore[no-untyped-call]
+    value = value.coalesce()
+    indices, values = value.indices(), value.values()
+    starts = [*_shard_starts(sizes), sum(sizes)]
+    # Reading the number of entries of each part synchronizes with the device.
+    bounds = torch.searchsorted(indices[0].contiguous(), torch.tensor(starts, device=indices.device)).tolist()
+    return [
+        _build_coo(_shift_rows(indices[:, low:high], -start), values[low:high], (size, *value.shape[1:]))
+        for (low, high), start, size in zip(pairwise(bounds), starts, sizes, strict=False)
+    ]
 
 
 def _merge_sparse(parts: Sequence[Tensor]) -> Tensor:
     if len({part.shape[1:] for part in parts}) > 1:
-        # Where no size was given, torch took the greatest index for it: that of the whole is not known to be that.
+        # If `size` is left out, torch infers it from the largest index, which differs between parts.
         raise MergeError(
-            f"sparse tensors of shapes {[list(part.shape) for part in parts]} differ beside the batch; give each the "
-            "size of the whole: `torch.sparse_coo_tensor(indices, values, size)`"
+            f"sparse tensors of shapes {[list(part.shape) for part in parts]} differ in other dims than the batch; "
+            "give each its size: `torch.sparse_coo_tensor(indices, values, size)`"
         )
-    joined: Tensor = _CatSparse.apply(*parts)  # type: ignore[no-untyped-call]
-    return joined
+    if any(part.requires_grad for part in parts):
+        parts = [part.coalesce() for part in parts]
+    coalesced = all(part.is_coalesced() for part in parts)
+    sizes = [part.shape[0] for part in parts]
+    indices = [_shift_rows(part._indices(), start) for start, part in zip(_shard_starts(sizes), parts, strict=True)]
+    values = torch.cat([part.values() if coalesced else part._values() for part in parts])
+    return _build_coo(torch.cat(indices, 1), values, (sum(sizes), *parts[0].shape[1:]), coalesced)
+
+
+def _shift_rows(indices: Tensor, offset: int) -> Tensor:
+    return torch.cat([indices[:1] + offset, indices[1:]])
+
+
+def _build_coo(indices: Tensor, values: Tensor, shape: tuple[int, ...], coalesced: bool = True) -> Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
 
 
 def _raise_split_unsupported(value: Tensor, _sizes: Sequence[int]) -> Any:
-    raise StructureError(f"a tensor of layout {value.layout} is not split; write `value.to_sparse_coo()`")
+    raise StructureError(f"a tensor of layout {value.layout} cannot be split; write `value.to_sparse_coo()`")
 
 
 def _raise_merge_unsupported(parts: Sequence[Tensor]) -> Any:
-    raise MergeError(f"tensors of layout {parts[0].layout} are not joined; write `value.to_sparse_coo()`")
+    raise MergeError(f"tensors of layout {parts[0].layout} cannot be merged; write `value.to_sparse_coo()`")
 
 
 def _num_rows(value: Tensor) -> int | None:
@@ -323,7 +263,7 @@ _COMPRESSED_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, tor
 
 
 def tensor_handler(value: Tensor) -> TypeHandler | None:
-    """The kind of a nested or sparse tensor; None for an ordinary one."""
+    """The handler of a nested or sparse tensor; None for a dense one."""
     layout = value.layout
     if layout is torch.strided:
         return NESTED_STRIDED if value.is_nested else None
@@ -342,6 +282,6 @@ def handler_for(value: Any) -> TypeHandler | None:
 
 
 def register_torch_types() -> None:
-    """Teach the structure layer torch's own types."""
+    """Register the handlers of torch's own types."""
     add_handler(PackedSequence, PACKED_SEQUENCE)
     add_handler(Distribution, DISTRIBUTION)
