@@ -26,7 +26,7 @@ test: $(DEV) $(if $(TORCH),,lint types) ## lint, types, and every test that is n
 	@$(PYTEST) -m "not slow"
 
 test-all: $(DEV) $(if $(TORCH),,lint types) ## lint, types, and every test
-	@$(PYTEST)
+	@$(PYTEST) --hypothesis-profile=thorough
 
 lint: $(DEV) ## check style and format
 	@$(BIN)/ruff check .

@@ -48,8 +48,9 @@ class TorchRandom:
 
 TORCH_RANDOM = TorchRandom()
 hypothesis.register_random(TORCH_RANDOM)
-hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
-hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("dev", deadline=None, max_examples=25)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=100)  # make test-all
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 

@@ -29,6 +29,7 @@ model.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are those of glibc")
 def test_steps_ask_for_no_new_pages() -> None:
     """Gradients of 4 MB, a thousand pages, are freed and made again in each of them.

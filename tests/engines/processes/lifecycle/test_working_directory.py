@@ -181,7 +181,7 @@ def test_it():
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+@pytest.mark.parametrize("mode", [pytest.param("prepend", marks=pytest.mark.slow), "importlib"])
 def test_pytest_in_both_import_modes(tmp_path: Path, mode: str) -> None:
     (tmp_path / "test_net.py").write_text(TEST)
     options = ("-q", "-p", "no:cacheprovider", f"--import-mode={mode}")
