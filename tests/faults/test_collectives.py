@@ -1,4 +1,4 @@
-"""Replicas of worker processes that meet, and what goes wrong on the way there: deaths, delays, interruptions."""
+"""Deaths, delays and interruptions of worker processes in calls with collectives."""
 
 from __future__ import annotations
 
@@ -28,50 +28,50 @@ def worker_of(model: instep.DataParallel, index: int) -> WorkerProcess:
 
 
 class InBackward(torch.autograd.Function):
-    """Passes a tensor on, and does something when its gradient comes by."""
+    """The identity; calls a function in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, deed: Any) -> Tensor:
-        ctx.deed = deed
+    def forward(ctx: Any, x: Tensor, action: Any) -> Tensor:
+        ctx.action = action
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        ctx.deed()
+        ctx.action()
         return gradient, None
 
 
 class Deep(nn.Module):
-    """Meets three times, and its weights are large enough for their gradients to be rung for."""
+    """Three collectives, and weights large enough for their gradients to be signalled by the doorbell."""
 
     def __init__(self, mark: Path) -> None:
         super().__init__()
         self.a, self.b, self.c = (nn.Linear(300, 300) for _ in range(3))
         self.mark = mark
-        """Holds the id of a worker that is to die in the backward."""
+        """Holds the pid of a worker to kill in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = InBackward.apply(self.a(x), self.after_the_last_meeting)
+        x = InBackward.apply(self.a(x), self.after_last_collective)
         x = x - instep.all_reduce(x.mean(0), "mean")
-        x = InBackward.apply(x, self.before_the_last_meeting)
+        x = InBackward.apply(x, self.before_last_collective)
         x = torch.tanh(self.b(x))
         x = x - instep.all_reduce(x.mean(0), "mean")
         x = torch.tanh(self.c(x))
         return x - instep.all_reduce(x.mean(0), "mean")
 
-    def before_the_last_meeting(self) -> None:
+    def before_last_collective(self) -> None:
         if self.mark.exists() and instep.replica().index == 0:
-            time.sleep(0.7)  # the others are there
+            time.sleep(0.7)  # until the others have reached it
             os.kill(int(self.mark.read_text()), signal.SIGKILL)
             time.sleep(0.2)
 
-    def after_the_last_meeting(self) -> None:
+    def after_last_collective(self) -> None:
         if self.mark.exists() and instep.replica().index == 2:
             time.sleep(2)
 
 
-def test_a_death_at_a_meeting_of_a_backward_changes_no_bit(wrap: Any, tmp_path: Path) -> None:
-    """What the dead worker rang for is not taken for what lies in its successor's slots."""
+def test_a_death_in_a_backward_collective_changes_no_gradient(wrap: Any, tmp_path: Path) -> None:
+    """Chunks that the dead worker signalled must not be read from its successor's slots."""
     net = Deep(tmp_path / "mark")
     model = wrap(net, 3, engine="processes", probe=False)
     x = torch.randn(12, 300)
@@ -90,7 +90,7 @@ def test_a_death_at_a_meeting_of_a_backward_changes_no_bit(wrap: Any, tmp_path: 
 
 
 class Timed(nn.Module):
-    """Each replica takes its time before the first meeting and before the second."""
+    """Sleeps before its two collectives, differently in each replica."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Timed(nn.Module):
             time.sleep(seconds.get(index, 0))
             try:
                 y = y - instep.all_reduce(y.mean(0), "mean")
-            except instep.CollectiveError:  # some would rather go on
+            except instep.CollectiveError:  # as some programs do
                 continue
         return y
 
@@ -118,8 +118,8 @@ def check(model: instep.DataParallel, x: Tensor) -> None:
     torch.testing.assert_close(model(x), y - y.mean(0), rtol=1e-4, atol=1e-5)
 
 
-def test_one_death_is_one_death(wrap: Any) -> None:
-    """Whoever hears another worker meanwhile does not take that one for dead."""
+def test_only_the_dead_worker_is_replaced(wrap: Any) -> None:
+    """The thread that receives for several workers must not confuse them."""
     net = Timed()
     model = wrap(net, 3, engine="processes", probe=False)
     x = torch.randn(7, 4)
@@ -133,16 +133,16 @@ def test_one_death_is_one_death(wrap: Any) -> None:
     assert after[1] != before[1]
 
 
-def test_a_worker_that_waits_for_another_is_not_stuck(wrap: Any) -> None:
+def test_waiting_for_another_replica_does_not_count_as_stuck(wrap: Any) -> None:
     net = Timed()
     model = wrap(net, 3, engine="processes", probe=False, timeout=2)
     x = torch.randn(7, 4)
     check(model, x)
-    net.first, net.second = {2: 0.9}, {1: 0.9, 2: 0.9}  # for the first worker 1.8 s from meeting to meeting
+    net.first, net.second = {2: 0.9}, {1: 0.9, 2: 0.9}  # worker 1 waits 1.8 s between collectives
     check(model, x)
 
 
-def test_a_forward_that_bears_a_failed_meeting_does_not_keep_the_worker(wrap: Any) -> None:
+def test_a_forward_that_catches_collective_errors_does_not_block_the_worker(wrap: Any) -> None:
     net = Timed()
     model = wrap(net, 3, engine="processes", probe=False)
     x = torch.randn(7, 4)
@@ -158,7 +158,7 @@ def test_a_forward_that_bears_a_failed_meeting_does_not_keep_the_worker(wrap: An
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_an_interruption_while_workers_are_asked(wrap: Any, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+def test_an_interruption_while_requests_are_sent(wrap: Any, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
     model = wrap(net, 3, engine="processes", probe=False)
     x = torch.randn(7, 4).double()
@@ -172,7 +172,7 @@ def test_an_interruption_while_workers_are_asked(wrap: Any, monkeypatch: pytest.
                 raise KeyboardInterrupt
 
     monkeypatch.setattr(engine_module, "RetryingRequest", Interrupted)
-    with pytest.raises(KeyboardInterrupt) as kept:  # as a prompt keeps it
+    with pytest.raises(KeyboardInterrupt) as kept:  # as an interactive prompt keeps it
         model(x)
     monkeypatch.undo()
     start = time.monotonic()

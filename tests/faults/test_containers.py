@@ -1,4 +1,4 @@
-"""A worker that dies between a forward and its backward, where containers of the module have changed meanwhile."""
+"""A worker dies between forward and backward, and containers of the module have changed meanwhile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .test_deaths import pids, wrap
 
 
 class Counts(nn.Module):
-    """Scales by how often it was called, which it keeps in several ways, and the last of which leads to a graph."""
+    """Scales by its number of calls, counted in several kinds of containers; keeps the last output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ Between = Callable[[Counts], Any]
 
 
 def gradients(kill: bool, between: Between) -> Iterator[Tensor]:
-    """Those of three calls, of which the last two wait for each other's backward."""
+    """Gradients of three calls; the last two run forward before either backward."""
     torch.manual_seed(0)
     net, x = Counts(), torch.randn(6, 4)
     with wrap(net, restarts=10) as model:
@@ -74,7 +74,7 @@ def _clear(net: Counts) -> None:
 
 
 @pytest.mark.parametrize("between", [lambda net: None, _clear], ids=["by forward alone", "by the script too"])
-def test_the_step_is_run_again_with_what_was_in_them(between: Between) -> None:
+def test_the_replayed_step_sees_the_original_containers(between: Between) -> None:
     undisturbed, disturbed = (list(gradients(kill, between)) for kill in (False, True))
     assert len(undisturbed) == 4
     for mine, theirs in zip(disturbed, undisturbed, strict=True):
@@ -82,7 +82,7 @@ def test_the_step_is_run_again_with_what_was_in_them(between: Between) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_graphs_in_a_container_do_not_keep_earlier_calls(packed: bool) -> None:
+def test_graphs_in_a_container_do_not_keep_earlier_calls_alive(packed: bool) -> None:
     class Keeps(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Workers that die, raise, hang or are interrupted: the step is run again exactly, or the error says what happened."""
+"""Workers that die, raise, hang or are interrupted: the step is replayed exactly, or an error explains why not."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from ..all_features import Net
 
 
 class Fails(nn.Module):
-    """Does in a worker what it is told to, at a certain value of a sample."""
+    """Calls a function in forward or backward if a sample has a certain value."""
 
-    def __init__(self, deed: Callable[[], None]) -> None:
+    def __init__(self, action: Callable[[], None]) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3)
-        self.deed = deed
+        self.action = action
 
     def forward(self, x: Tensor) -> Tensor:
         if x.detach().max() > 100:
-            self.deed()
+            self.action()
         y: Tensor = self.layer(x)
         if x.detach().min() < -100:
-            y.register_hook(lambda _: self.deed())
+            y.register_hook(lambda _: self.action())
         return y
 
 
@@ -49,7 +49,7 @@ def pids(model: instep.DataParallel) -> list[int]:
 
 
 def batch(value: float = 0.0) -> Tensor:
-    """Six samples; the last one, which the last replica gets, holds a value."""
+    """Six samples. The last one, for the last replica, has the given value."""
     x = torch.randn(6, 4)
     x[-1, 0] = value or x[-1, 0]
     return x
@@ -92,7 +92,7 @@ PHASES = ["forward", "between", "backward", "idle", "none"]
         pytest.param(random.Random(1).choices(PHASES, k=9), id="random", marks=pytest.mark.slow),
     ],
 )
-def test_kills_do_not_change_a_single_bit(phases: list[str]) -> None:
+def test_kills_do_not_change_results(phases: list[str]) -> None:
     undisturbed = train(iter(lambda: "none", ""), len(phases))
     disturbed = train(iter(phases), len(phases))
     assert disturbed.steps == undisturbed.steps
@@ -100,7 +100,7 @@ def test_kills_do_not_change_a_single_bit(phases: list[str]) -> None:
         assert torch.equal(mine, theirs), name
 
 
-def test_too_many_deaths_are_a_failure_that_says_what_happened() -> None:
+def test_too_many_deaths_raise_worker_failure() -> None:
     net = Fails(lambda: os.kill(os.getpid(), signal.SIGKILL))
     before = {name: value.clone() for name, value in net.state_dict().items()}
     with wrap(net, restarts=1) as model:
@@ -108,7 +108,7 @@ def test_too_many_deaths_are_a_failure_that_says_what_happened() -> None:
         start = time.monotonic()
         with pytest.raises(WorkerFailure, match=r"replica 1 on cpu[\s\S]*SIGKILL[\s\S]*memory"):
             model(batch(200))
-        assert time.monotonic() - start < 30  # two workers came up meanwhile
+        assert time.monotonic() - start < 30  # two workers were started meanwhile
         x = batch()
         torch.testing.assert_close(model(x), net(x))
     for name, value in net.state_dict().items():
@@ -120,18 +120,18 @@ def _add(net: nn.Linear) -> None:
         net.weight.add_(1)
 
 
-def _add_past_the_version(net: nn.Linear) -> None:
+def _add_without_version(net: nn.Linear) -> None:
     net.weight.data.add_(1)
 
 
 def _step(net: nn.Linear) -> None:
     net.weight.grad = torch.ones_like(net.weight)
-    torch.optim.SGD(net.parameters(), 0.5, fused=True).step()  # moves no version either
+    torch.optim.SGD(net.parameters(), 0.5, fused=True).step()  # does not increase the version either
     net.weight.grad = None
 
 
-@pytest.mark.parametrize("change", [_add, _add_past_the_version, _step])
-def test_a_death_after_the_weights_have_changed_is_a_failure(change: Callable[[nn.Linear], None]) -> None:
+@pytest.mark.parametrize("change", [_add, _add_without_version, _step])
+def test_a_death_after_the_weights_have_changed_is_an_error(change: Callable[[nn.Linear], None]) -> None:
     net = nn.Linear(4, 3)
     with wrap(net) as model:
         out = model(batch())
@@ -178,7 +178,7 @@ def _hang() -> None:
         time.sleep(1000)
 
 
-def test_a_worker_that_hangs_is_named_with_its_stack_and_given_up() -> None:
+def test_a_hanging_worker_is_reported_with_its_stack_and_killed() -> None:
     with wrap(Fails(_hang), timeout=2) as model, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         model(batch())
@@ -197,7 +197,7 @@ def _write(layer: nn.Linear) -> None:
 
 
 @pytest.mark.usefixtures("workers")
-def test_a_parameter_written_by_a_worker_stays_what_it_was() -> None:
+def test_a_parameter_written_by_a_worker_is_unchanged() -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -221,7 +221,7 @@ def test_a_parameter_written_by_a_worker_stays_what_it_was() -> None:
 
 
 @pytest.mark.usefixtures("workers")
-def test_an_output_that_cannot_cross_is_named() -> None:
+def test_an_output_that_cannot_be_pickled_is_named() -> None:
     class Locked(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return {"x": x, "lock": threading.Lock()}
@@ -231,7 +231,7 @@ def test_an_output_that_cannot_cross_is_named() -> None:
 
 
 @pytest.mark.usefixtures("workers")
-def test_an_interruption_comes_at_once_and_the_next_call_gives_its_own_answer() -> None:
+def test_an_interruption_is_raised_at_once_and_later_calls_are_correct() -> None:
     class Slow(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -258,7 +258,7 @@ def test_an_interruption_comes_at_once_and_the_next_call_gives_its_own_answer() 
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("slow", [(0, 1), (1, 2)])
-def test_an_interruption_waits_for_no_other_replica(slow: tuple[int, ...]) -> None:
+def test_an_interruption_does_not_wait_for_other_replicas(slow: tuple[int, ...]) -> None:
     class Slow(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -286,19 +286,19 @@ def test_an_interruption_waits_for_no_other_replica(slow: tuple[int, ...]) -> No
 
 
 @pytest.mark.usefixtures("workers")
-def test_garbage_on_the_line_is_no_answer() -> None:
+def test_a_worker_that_receives_garbage_is_replaced() -> None:
     net = nn.Linear(4, 3)
     with wrap(net, restarts=5) as model:
         model(batch())
         engine: Any = model._instep_engine
         worker = engine._pool.get(1)
-        worker.connection._sock.send(b"no frame of ours")
+        worker.connection._sock.send(b"not a frame")
         x = batch()
         torch.testing.assert_close(model(x), net(x))
 
 
 @pytest.mark.usefixtures("workers")
-def test_no_memory_is_said_before_anything_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_shared_memory_is_an_error_before_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instep.engines.processes.transport.shared_memory.available_memory", lambda: 1000)
     with wrap(nn.Linear(400, 300)) as model, pytest.raises(instep.EngineError, match=r"shared memory"):
         model(torch.randn(6, 400))

@@ -1,4 +1,4 @@
-"""Exceptions of every kind that workers raise: they arrive as they are, and the next call works."""
+"""Exceptions that workers raise reach the caller unchanged, and the next call works."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from instep.runtime.process_role import inside_worker
 
 
 class Coded(Exception):
-    """Cannot be made from its arguments."""
+    """Cannot be constructed from its `args`."""
 
     def __init__(self, text: str, *, code: int) -> None:
         super().__init__(text)
@@ -27,7 +27,7 @@ class Coded(Exception):
 
 
 class Mute(Exception):
-    """Has no text."""
+    """`str` of it raises."""
 
     def __str__(self) -> str:
         raise ValueError("it has none")
@@ -36,7 +36,7 @@ class Mute(Exception):
 
 
 class Locked(Exception):
-    """Holds what cannot be sent."""
+    """Holds an object that cannot be pickled."""
 
     def __init__(self) -> None:
         super().__init__("locked", threading.Lock())
@@ -104,65 +104,67 @@ CASES: list[tuple[Callable[[], None], type[BaseException], Callable[[Any], bool]
 
 
 class Raises(nn.Module):
-    """Does what it is told to where a gradient comes by, or at once."""
+    """Calls a function in forward or backward of workers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3)
-        self.deed: Callable[[], None] | None = None
+        self.action: Callable[[], None] | None = None
         self.backward = False
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x)
-        if self.deed is not None and inside_worker():
+        if self.action is not None and inside_worker():
             if not self.backward:
-                self.deed()
-            y.register_hook(lambda _: self.deed and self.deed())
+                self.action()
+            y.register_hook(lambda _: self.action and self.action())
         return y
 
 
 class Slow(nn.Module):
-    """One replica takes long, and another one fails at once."""
+    """One replica is slow, and another one fails at once."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3)
-        self.deeds: dict[int, str] = {}
+        self.actions: dict[int, str] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        deed = self.deeds.get(instep.replica().index)
-        if deed == "sleep":
+        action = self.actions.get(instep.replica().index)
+        if action == "sleep":
             time.sleep(3)
-        elif deed == "fail":
+        elif action == "fail":
             raise KeyError("no luck")
         y: Tensor = self.layer(x)
         return y
 
 
-def fail_at_once(model: instep.DataParallel, x: Tensor, deeds: dict[int, str]) -> float:
-    """A call that works, and one that fails and does not wait for whoever takes long; says when that one began."""
+def fail_at_once(model: instep.DataParallel, x: Tensor, actions: dict[int, str]) -> float:
+    """Run a call that works and one that fails without waiting for slow replicas. Returns when the second began."""
     model(x).sum().backward()
-    model.module.deeds = deeds
+    model.module.actions = actions
     start = time.monotonic()
     with pytest.raises(KeyError, match="no luck"):
         model(x)
     assert time.monotonic() - start < 2
-    model.module.deeds = {}
+    model.module.actions = {}
     return start
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("deeds", [{1: "sleep", 2: "fail"}, {1: "fail", 2: "sleep"}, {0: "fail", 1: "sleep"}], ids=str)
-def test_an_exception_does_not_wait_for_a_worker_that_takes_long(wrap: Any, deeds: dict[int, str]) -> None:
+@pytest.mark.parametrize(
+    "actions", [{1: "sleep", 2: "fail"}, {1: "fail", 2: "sleep"}, {0: "fail", 1: "sleep"}], ids=str
+)
+def test_an_exception_does_not_wait_for_slow_workers(wrap: Any, actions: dict[int, str]) -> None:
     net = Slow()
     model = wrap(net, 3, engine="processes", hooks="per_replica", probe=False)
     x = torch.randn(7, 4)
-    fail_at_once(model, x, deeds)
+    fail_at_once(model, x, actions)
     torch.testing.assert_close(model(x), net(x))
 
 
 class Late(Slow):
-    """The same, and what takes long comes to meet the others after that."""
+    """Like `Slow`, with a collective at the end."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x)
@@ -170,12 +172,12 @@ class Late(Slow):
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("deeds", [{1: "sleep", 2: "fail"}, {0: "fail", 1: "sleep"}], ids=str)
-def test_a_worker_that_comes_late_to_a_meeting_finds_nobody_there(wrap: Any, deeds: dict[int, str]) -> None:
+@pytest.mark.parametrize("actions", [{1: "sleep", 2: "fail"}, {0: "fail", 1: "sleep"}], ids=str)
+def test_a_worker_that_is_late_at_a_collective_after_a_failure(wrap: Any, actions: dict[int, str]) -> None:
     net = Late()
     model = wrap(net, 3, engine="processes", probe=False)
     x = torch.randn(6, 4)
-    start = fail_at_once(model, x, deeds)
+    start = fail_at_once(model, x, actions)
     for _ in range(2):
         torch.testing.assert_close(model(x), net.layer(x) - net.layer(x).mean(0))
     assert time.monotonic() - start < 8
@@ -183,41 +185,41 @@ def test_a_worker_that_comes_late_to_a_meeting_finds_nobody_there(wrap: Any, dee
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_an_exception_arrives_as_it_is(wrap: Any, backward: bool) -> None:
+def test_exceptions_are_received_unchanged(wrap: Any, backward: bool) -> None:
     net = Raises()
     model = wrap(net, 2, engine="processes", hooks="per_replica", probe=False)
     model(torch.randn(6, 4)).sum().backward()
-    for deed, kind, is_whole in CASES:
-        net.deed, net.backward = deed, backward
+    for action, kind, is_whole in CASES:
+        net.action, net.backward = action, backward
         before = {name: value.clone() for name, value in net.state_dict().items()}
         net.zero_grad()
         start = time.monotonic()
         with pytest.raises(kind) as caught:
             model(torch.randn(6, 4)).sum().backward()
-        assert time.monotonic() - start < 5  # on a machine that others use too
+        assert time.monotonic() - start < 5  # on a busy machine
         assert type(caught.value) is kind
-        assert is_whole(caught.value), deed
+        assert is_whole(caught.value), action
         notes = "\n".join(getattr(caught.value, "__notes__", ()))
         if sys.version_info >= (3, 11):
             assert "raised in replica 1 on cpu" in notes
-            assert f"in {deed.__name__}" in notes
+            assert f"in {action.__name__}" in notes
         assert all(parameter.grad is None for parameter in net.parameters())
         assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-        net.deed = None
+        net.action = None
         x = torch.randn(6, 4)
         torch.testing.assert_close(model(x), net(x))
 
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="there are no groups of exceptions")
-def test_a_group_of_exceptions_arrives_as_it_is(wrap: Any) -> None:
+def test_exception_groups_are_received_unchanged(wrap: Any) -> None:
     group: Any = getattr(builtins, "ExceptionGroup", None)
 
     def fail() -> None:
         raise group("several", [ValueError("a"), Coded("b", code=2), group("more", [KeyError(1)])])
 
     net = Raises()
-    net.deed = fail
+    net.action = fail
     model = wrap(net, 2, engine="processes", hooks="per_replica", probe=False)
     with pytest.raises(group, match="several") as caught:
         model(torch.randn(6, 4))

@@ -1,7 +1,7 @@
-"""Every fault but kills, in each replica, in forward and backward: it says what it is, and then the training goes on.
+"""Every fault except kills, in each replica, in forward and backward: the error is clear, and training can continue.
 
-One training run meets all of them, each at a step of its own. A step that failed is taken again, and at the end every
-weight is, bit for bit, that of a run which nothing disturbed.
+One training run has all faults, each in a different step. A step that failed is repeated. At the end every weight is
+bitwise equal to that of a run without faults.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from instep.errors import WorkerFailure
 
 REPLICAS = 3
 ERRORS: dict[str, tuple[type[BaseException], str] | None] = {
-    "garbage": None,  # the step is run again by itself, as after a kill
+    "garbage": None,  # the step is replayed, as after a kill
     "raise": (ZeroDivisionError, "no luck"),
     "hang": (WorkerFailure, "has not replied"),
     "interrupt": (KeyboardInterrupt, ".*"),
@@ -38,21 +38,21 @@ IN_FORWARD = {"unpicklable", "write"}
 
 
 class Fault(NamedTuple):
-    """What goes wrong, in which replica, and when."""
+    """A kind of fault, the replica that has it, and the phase."""
 
     kind: str
     replica: int
     phase: str
 
     def file(self, folder: Path) -> Path:
-        """What has the fault happen, once."""
+        """The file that triggers the fault once."""
         return folder / f"{self.kind}-{self.replica}-{self.phase}"
 
 
 def faults() -> list[Fault]:
-    """Each kind in each replica and phase that it can be in; which step each one comes at is drawn.
+    """Each kind in each possible replica and phase, in random order.
 
-    Those that cost a worker are in one replica in forward and in another one in backward: to start one takes long.
+    Faults that end a worker happen in one replica per phase only, because starting a worker is slow.
     """
     every = [
         Fault(kind, replica, phase)
@@ -66,15 +66,15 @@ def faults() -> list[Fault]:
 
 
 def send_garbage() -> None:
-    """Into every socket of this process, one of which is a worker's line."""
+    """Write garbage into every socket of this process, including a worker's connection."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the folder's own descriptor, or a side that is only read
+        with contextlib.suppress(OSError):  # the descriptor of the listed directory, or a read-only socket
             if stat.S_ISSOCK(os.stat(int(name)).st_mode):
-                os.write(int(name), b"no frame of ours")
+                os.write(int(name), b"not a frame")
 
 
 class Faulty(nn.Module):
-    """Draws and weights; a replica that finds its fault in the folder has it."""
+    """A module with dropout. A replica that finds the file of its fault has that fault."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -84,9 +84,9 @@ class Faulty(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Any]:
         replica = instep.replica().index
         h = self.drop(torch.tanh(self.first(x)))
-        self.meet(replica, "forward")
+        self.trigger(replica, "forward")
         if h.requires_grad:
-            h.register_hook(lambda _: self.meet(replica, "backward"))
+            h.register_hook(lambda _: self.trigger(replica, "backward"))
         out = self.last(h)
         return {"out": out, "extra": threading.Lock() if self.has("unpicklable", replica, "forward") else None}
 
@@ -97,7 +97,7 @@ class Faulty(nn.Module):
             return False
         return True
 
-    def meet(self, replica: int, phase: str) -> None:
+    def trigger(self, replica: int, phase: str) -> None:
         if self.has("garbage", replica, phase):
             send_garbage()
         if self.has("raise", replica, phase):
@@ -105,9 +105,9 @@ class Faulty(nn.Module):
         if self.has("hang", replica, phase):
             time.sleep(1000)
         if self.has("interrupt", replica, phase):
-            time.sleep(0.1 if replica else 0)  # the caller waits by then: in a finalizer Python loses an interruption
+            time.sleep(0.1 if replica else 0)  # until the caller waits: Python ignores interruptions in finalizers
             os.kill(os.getppid() if replica else os.getpid(), signal.SIGINT)
-            time.sleep(0.3)  # it arrives meanwhile
+            time.sleep(0.3)  # until it arrives
         if self.has("write", replica, phase):
             with torch.no_grad():
                 self.last.weight.mul_(0.5)
@@ -135,7 +135,7 @@ def train(folder: Path, plan: list[Fault | None]) -> Faulty:
 
 
 def fail(model: Any, optimizer: torch.optim.Optimizer, step: int, fault: Fault) -> None:
-    """A step with a fault in it, which leaves every weight as it was if it is an error."""
+    """Run a step with a fault. If it is an error, no weight may change."""
     fault.file(model.folder).touch()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     error = ERRORS[fault.kind]
@@ -145,18 +145,18 @@ def fail(model: Any, optimizer: torch.optim.Optimizer, step: int, fault: Fault) 
         with pytest.raises(error[0], match=error[1]) as caught:
             take_step(model, optimizer, step)
         if fault.kind not in ("interrupt", "unpicklable", "write"):
-            said = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", ()))
-            assert f"replica {fault.replica}" in said, fault
+            message = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", ()))
+            assert f"replica {fault.replica}" in message, fault
         for name, value in model.state_dict().items():
             assert torch.equal(value, before[name]), (fault, name)
-    assert not fault.file(model.folder).exists(), f"{fault} was not met"
+    assert not fault.file(model.folder).exists(), f"{fault} did not happen"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:.*has not replied:UserWarning")
 @pytest.mark.usefixtures("workers", "one_core")
-def test_a_run_that_meets_every_fault_ends_as_one_that_meets_none(tmp_path: Path) -> None:
+def test_training_with_faults_gives_the_same_weights(tmp_path: Path) -> None:
     plan = [None, *faults(), None]
     disturbed, undisturbed = train(tmp_path, plan), train(tmp_path, [None] * len(plan))
     for (name, mine), theirs in zip(disturbed.state_dict().items(), undisturbed.state_dict().values(), strict=True):
@@ -164,7 +164,7 @@ def test_a_run_that_meets_every_fault_ends_as_one_that_meets_none(tmp_path: Path
 
 
 @pytest.mark.usefixtures("workers")
-def test_garbage_where_none_may_end_is_a_failure_that_names_it(tmp_path: Path) -> None:
+def test_garbage_without_restarts_raises_worker_failure(tmp_path: Path) -> None:
     net = Faulty(tmp_path).double()
     options: dict[str, Any] = {"hooks": "per_replica", "restarts": 0, "merge": {"extra": "first"}}
     with instep.DataParallel(net, ["cpu"] * 2, engine="processes", **options) as model:

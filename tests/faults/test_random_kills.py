@@ -1,4 +1,4 @@
-"""Fifty workers killed over a training run, at chosen points of chosen steps: not one bit of the result is another."""
+"""Fifty workers are killed during training, at random points; the result is bitwise equal."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ import instep
 from instep.runtime.process_role import inside_worker
 
 IN_WORKER = ("before", "middle", "after", "backward")
-"""Points at which a worker ends itself: in forward before, between and after meetings, and in backward."""
+"""Points at which a worker kills itself: in forward before, between and after collectives, and in backward."""
 FROM_OUTSIDE = ("idle", "between", "starting")
-"""Before a call, between its forward and its backward, and before a call and then as successors come up."""
+"""Before a call; between forward and backward; before a call and while successors start."""
 
 Deaths = dict[int, list[tuple[int, str, int]]]
-"""By step: which replicas die, at which point, and how many times in a row."""
+"""By step: the replica, the point, and the number of kills in a row."""
 
 
 class Doomed(nn.Module):
-    """Weights, draws, statistics and counters; a worker that finds its name in the folder ends itself there."""
+    """A module with dropout, batch norm and counters. A worker that finds its file kills itself at that point."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -61,9 +61,9 @@ class Doomed(nn.Module):
 
 
 def choose(replicas: int, kills: int, seed: int) -> Deaths:
-    """So many kills at random: who dies where, one replica or all of them, and how many successors on their way up.
+    """Choose random points and replicas for a number of kills.
 
-    Those that do not come up cost little time, and those that do come up together.
+    Many of them hit workers that are starting, and many hit all workers at once: both cost little time.
     """
     draw, deaths, step = random.Random(seed), Deaths(), 0
     while kills:
@@ -79,7 +79,7 @@ def choose(replicas: int, kills: int, seed: int) -> Deaths:
 
 
 class Killer:
-    """Kills workers of a wrapper as it was told, and counts."""
+    """Kills the workers of a wrapper as planned, and counts the kills."""
 
     def __init__(self, model: instep.DataParallel, folder: Path, deaths: Deaths) -> None:
         self._pool = model._instep_engine._pool  # type: ignore[union-attr]
@@ -105,7 +105,7 @@ class Killer:
     def after(self) -> None:
         for thread in self._threads:
             thread.join()
-        assert not list(self._folder.iterdir()), "a worker did not come to where it was to end"
+        assert not list(self._folder.iterdir()), "a worker did not reach its point"
 
     def _kill(self, replica: int) -> int:
         pid: int = self._pool.get(replica).pid
@@ -114,10 +114,10 @@ class Killer:
         return pid
 
     def _kill_next(self, replica: int, pid: int, times: int) -> None:
-        """Kill successors, each a moment after it was started."""
+        """Kill successors, each shortly after its start."""
         known, deadline = {pid}, time.monotonic() + 60
         while times and time.monotonic() < deadline:
-            worker: Any = self._pool._held.get(replica)
+            worker: Any = self._pool._acquired.get(replica)
             if worker is not None and worker.pid not in known and not worker.ready:
                 known.add(worker.pid)
                 time.sleep(0.05)
@@ -150,7 +150,7 @@ def train(replicas: int, steps: int, folder: Path, deaths: Deaths) -> tuple[Doom
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("workers", "one_core")
 @pytest.mark.parametrize(("replicas", "kills", "seed"), [(2, 15, 389), (3, 35, 303)])
-def test_kills_do_not_change_a_single_bit(replicas: int, kills: int, seed: int, tmp_path: Path) -> None:
+def test_kills_do_not_change_results(replicas: int, kills: int, seed: int, tmp_path: Path) -> None:
     deaths = choose(replicas, kills, seed)
     assert {point for doomed in deaths.values() for _, point, _ in doomed} == {*IN_WORKER, *FROM_OUTSIDE}
     steps = max(deaths) + 2

@@ -66,7 +66,7 @@ def run() -> None:
                 worker = hands.get(1)
                 assert ask(worker)
             else:
-                worker = WorkerProcess.start("replica 1 on cpu")
+                worker = WorkerProcess("replica 1 on cpu")
             assert worker.pid != mine.pid
             os.write(write, b"%d" % worker.pid)
             os.close(write)

@@ -22,7 +22,7 @@ from instep.engines.processes.controller import nccl_manager
 from instep.engines.processes.lifecycle.pool import WorkerPool
 from instep.engines.processes.messages import JoinGroupRequest
 from instep.engines.processes.nccl import group
-from instep.engines.processes.nccl.group import NCCL_ENVIRONMENT, EnvironmentOverride, GroupAborted, NcclGroup
+from instep.engines.processes.nccl.group import NCCL_ENVIRONMENT, GroupAborted, NcclGroup, override_environment
 from instep.errors import WorkerFailure
 from instep.runtime.process_role import inside_worker
 
@@ -268,14 +268,14 @@ def test_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_RAS_ENABLE", raising=False)
     monkeypatch.setenv("NCCL_COMM_ID", "there")
     before = dict(os.environ)
-    one = EnvironmentOverride(NCCL_ENVIRONMENT)
-    two = EnvironmentOverride(NCCL_ENVIRONMENT)
+    one, two = override_environment(NCCL_ENVIRONMENT), override_environment(NCCL_ENVIRONMENT)
+    one.__enter__()
+    two.__enter__()
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
     assert "NCCL_COMM_ID" not in os.environ
-    one.restore()
+    one.__exit__(None, None, None)
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
-    two.restore()
-    two.restore()
+    two.__exit__(None, None, None)
     assert dict(os.environ) == before
 
 

@@ -1,4 +1,4 @@
-"""Calls in inference mode and under autocast, for which the caller's thread hears the workers as for any other."""
+"""The caller's modes and settings in workers: inference mode, autocast, anomaly mode, warning filters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def wrap(net: nn.Module, count: int = 3, **options: Any) -> instep.DataParallel:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, bfloat16])
-def test_no_thread_is_started_for_them(mode: Callable[[], AbstractContextManager[Any]]) -> None:
+def test_grad_modes_and_autocast_start_no_threads(mode: Callable[[], AbstractContextManager[Any]]) -> None:
     before = set(threading.enumerate())
     net, x = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.randn(7, 4)
     expected = copy.deepcopy(net)
@@ -42,7 +42,7 @@ def test_no_thread_is_started_for_them(mode: Callable[[], AbstractContextManager
         assert not [thread.name for thread in new if thread.name.startswith("instep-cpu")]
 
 
-def test_nor_where_something_was_compiled() -> None:
+def test_compiled_functions_start_no_threads() -> None:
     net, x = nn.Linear(4, 3), torch.randn(7, 4)
     with wrap(net) as model:
         torch.testing.assert_close(model(x), torch.compile(net, backend="eager")(x))
@@ -54,7 +54,7 @@ def test_nor_where_something_was_compiled() -> None:
 
 
 class Counts(nn.Module):
-    """Writes to its state in every way, and sets something new."""
+    """Writes to a buffer in place, sets another, and updates batch norm statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Counts(nn.Module):
         return y
 
 
-def test_state_that_is_written_in_inference_mode_is_what_it_was_before() -> None:
+def test_state_written_in_inference_mode_can_be_trained_later() -> None:
     net = Counts()
     plain = copy.deepcopy(net)
     with wrap(net, state={"seen": "sum"}) as model:
@@ -92,8 +92,8 @@ class Recomputed(nn.Linear):
 
 
 @pytest.mark.parametrize("layer", [nn.Linear, Recomputed])
-def test_weights_that_change_inside_of_one_autocast_block(layer: type[nn.Linear]) -> None:
-    """No replica goes on with weights that were cast before, in a forward or in a backward."""
+def test_weights_that_change_inside_an_autocast_block(layer: type[nn.Linear]) -> None:
+    """No replica uses weights from the autocast cache, in forward or backward."""
     net, x = layer(4, 3), torch.randn(9, 4)
     with wrap(net, probe=False) as model, bfloat16():
         before = model(x)
@@ -105,7 +105,7 @@ def test_weights_that_change_inside_of_one_autocast_block(layer: type[nn.Linear]
 
 
 class Slow(nn.Module):
-    """Takes its time on the last replica."""
+    """Slow in workers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def test_an_interruption_in_inference_mode() -> None:
 
 
 class Meets(nn.Module):
-    """The other replica waits for the first, which takes its time."""
+    """Replica 1 waits at a collective for replica 0, which is slow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,8 +150,8 @@ class Meets(nn.Module):
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_what_comes_for_later_while_a_worker_waits_in_inference_mode(known: bool) -> None:
-    """Another thread trains meanwhile: its arguments, and its module, are no tensors of inference mode."""
+def test_messages_received_while_a_worker_waits_in_inference_mode(known: bool) -> None:
+    """Another thread trains meanwhile. Its arguments and module must not become inference tensors."""
     x, waits, learns = torch.randn(6, 4), Meets(), Counts().float()
     with wrap(waits, 2, probe=False) as one, wrap(learns, 2, probe=False, state={"seen": "sum"}) as other:
         if known:
@@ -172,7 +172,7 @@ def test_what_comes_for_later_while_a_worker_waits_in_inference_mode(known: bool
 
 
 class Roots(nn.Module):
-    """Has no gradient at a sample of more than 50, and says whether anomalies are looked for, and how."""
+    """Has a NaN gradient at samples above 50, and returns the anomaly mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Roots(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-def test_anomalies_are_looked_for_in_workers_too() -> None:
+def test_anomaly_mode_is_active_in_workers() -> None:
     x = torch.ones(5, 4)
     x[-1] = 60
     with wrap(Roots()) as model:
@@ -220,7 +220,7 @@ class Warns(nn.Module):
         return y
 
 
-def test_warnings_of_workers_go_by_the_callers_filters(capfd: pytest.CaptureFixture[str]) -> None:
+def test_warnings_of_workers_follow_the_callers_filters(capfd: pytest.CaptureFixture[str]) -> None:
     x = torch.randn(5, 4)
     with wrap(Warns(), 2) as model, warnings.catch_warnings():
         for action, message, shown in [("always", "look", True), ("ignore", "LOOK", False), ("always", "", True)]:
@@ -237,7 +237,7 @@ def test_warnings_of_workers_go_by_the_callers_filters(capfd: pytest.CaptureFixt
         assert "look out" not in capfd.readouterr().err
 
 
-def test_the_filters_that_python_begins_with_stay_the_same() -> None:
+def test_default_warning_filters_are_restored() -> None:
     code = (
         "import warnings; from instep.runtime.warning_filters import *; before = get_warning_filters();"
         "warnings.simplefilter('error'); set_warning_filters(before); assert get_warning_filters()[0] == before[0];"

@@ -1,4 +1,4 @@
-"""Scripts that end in the middle of a call while a DataLoader's forked workers hold what they inherited."""
+"""Scripts that end during a call, while forked `DataLoader` workers hold inherited descriptors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from ..exit_scripts import SECONDS, there
 
 FROM_TORCH = ("pymp-", "torch_")
-"""What DataLoader itself leaves behind when a script is killed."""
+"""Prefixes of files that `DataLoader` itself leaves when a script is killed."""
 
 SCRIPT = """
 import os, signal, sys, threading, time
@@ -52,7 +52,7 @@ model(x)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm to look at")
-def test_nothing_is_left_of_a_script_that_ends_in_a_call(tmp_path: Path) -> None:
+def test_a_script_that_ends_in_a_call_leaves_nothing(tmp_path: Path) -> None:
     ways = {"error": signal.SIGUSR2, "exit": signal.SIGUSR2, "term": signal.SIGTERM, "kill": signal.SIGKILL}
     shared = set(os.listdir("/dev/shm"))
     environment = os.environ | {
@@ -94,6 +94,6 @@ def test_nothing_is_left_of_a_script_that_ends_in_a_call(tmp_path: Path) -> None
         for process in scripts.values():
             process.kill()
             process.communicate()
-        for pid in loaders:  # torch's own go by themselves, some seconds later
+        for pid in loaders:  # they would exit by themselves some seconds later
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

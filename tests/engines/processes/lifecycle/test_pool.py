@@ -1,4 +1,4 @@
-"""Worker processes: they come up in isolation, print through this process, and never outlive it."""
+"""Worker processes start isolated, print through this process, and end with it."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 
 @pytest.fixture(scope="module")
 def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
-    """Three workers, started in a folder where files have the names of modules of the standard library and others."""
+    """Three workers, started in a directory with files named like installed modules."""
     folder = tmp_path_factory.mktemp("folder")
     for name in ("random", "numpy", "torch", "typing_extensions", "cloudpickle", "sympy"):
         (folder / f"{name}.py").write_text("raise SystemExit('hijacked')")
     (folder / "lies_in_the_working_folder.py").write_text("")
-    pool.stop_all()  # those of other tests run another main
-    held = WorkerPool([CPU] * 4)
+    pool.stop_all()  # workers of other tests have another entry point
+    workers = WorkerPool([CPU] * 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "ENTRY_POINT", "entry_points:obey")
         patch.setattr(sys, "path", ["", *sys.path, str(HERE)])
         patch.chdir(folder)
         for index in range(1, 4):
-            held.get(index)
-    yield held
-    held.close()
+            workers.get(index)
+    yield workers
+    workers.close()
 
 
 def ask(worker: WorkerProcess, kind: str, body: bytes = b"", *tensors: torch.Tensor) -> Message:
@@ -57,7 +57,7 @@ def ask(worker: WorkerProcess, kind: str, body: bytes = b"", *tensors: torch.Ten
     return message
 
 
-def test_a_worker_answers_and_ctrl_c_is_none_of_its_business(team: WorkerPool) -> None:
+def test_a_worker_replies_and_ignores_ctrl_c(team: WorkerPool) -> None:
     worker = team.get(1)
     assert worker.name == "replica 1 on cpu"
     assert worker.is_alive()
@@ -67,7 +67,7 @@ def test_a_worker_answers_and_ctrl_c_is_none_of_its_business(team: WorkerPool) -
     assert torch.equal(answer.tensors[0], torch.arange(3000))
 
 
-def test_it_comes_up_in_isolation(team: WorkerPool, tmp_path: Path) -> None:
+def test_a_worker_starts_isolated(team: WorkerPool, tmp_path: Path) -> None:
     worker = team.get(1)
     report = json.loads(ask(worker, "report").body)
     assert Path(report["random"]).parent == Path(os.__file__).parent
@@ -82,7 +82,7 @@ def test_it_comes_up_in_isolation(team: WorkerPool, tmp_path: Path) -> None:
     assert not inside_worker()
 
 
-def test_the_path_keeps_its_order_and_the_working_folder_comes_last() -> None:
+def test_the_working_directory_comes_last_in_the_import_path() -> None:
     library = str(Path(os.__file__).parent)
     path = ["", "/a", library, f"{library}/lib-dynload", "/site", "src", ""]
     wanted = ["/a", library, f"{library}/lib-dynload", "/site", "/here", "/here/src"]
@@ -90,7 +90,7 @@ def test_the_path_keeps_its_order_and_the_working_folder_comes_last() -> None:
     assert launch.worker_import_path(["/a", library], "/here") == ["/a", library]
 
 
-def test_what_was_imported_from_the_working_folder_is_found_there(
+def test_modules_imported_from_the_working_directory_are_found_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sympy.py").write_text("mine = True")  # the name of something that is installed
@@ -113,9 +113,7 @@ def test_what_was_imported_from_the_working_folder_is_found_there(
     assert launch.modules_from_cwd(sys.path[1:], str(tmp_path)) == {}
 
 
-def test_what_it_prints_before_its_answer_is_shown_before_it(
-    team: WorkerPool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_before_a_reply_is_printed_before_it(team: WorkerPool, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = team.get(1), team.get(2)
     for turn in range(5):
         ask(first, "say", f"line {turn}\nnot a whole one".encode())
@@ -132,7 +130,7 @@ def test_what_it_prints_before_its_answer_is_shown_before_it(
         assert sorted(shown.err.splitlines()) == [f"[replica {n} on cpu] and more" for n in (1, 2)]
 
 
-def test_what_it_prints_comes_while_it_works(team: WorkerPool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_is_printed_while_the_worker_runs(team: WorkerPool, capsys: pytest.CaptureFixture[str]) -> None:
     worker = team.get(1)
     text = "".join(f"{number}\n" for number in range(40_000))  # more than a pipe holds
     worker.connection.send("say", 1, text.encode())
@@ -144,7 +142,7 @@ def test_what_it_prints_comes_while_it_works(team: WorkerPool, capsys: pytest.Ca
     assert worker.connection.receive(10) is not None
 
 
-def test_wrappers_share_workers_until_the_last_gives_them_back(team: WorkerPool) -> None:
+def test_pools_share_workers_until_the_last_is_closed(team: WorkerPool) -> None:
     other = WorkerPool([torch.device("meta"), CPU, CPU])
     assert other.get(2) is team.get(2)
     assert other.get(1) is team.get(1)
@@ -156,12 +154,12 @@ def test_wrappers_share_workers_until_the_last_gives_them_back(team: WorkerPool)
         team.get(0)
 
 
-def test_a_forked_child_leaves_the_workers_alone(team: WorkerPool) -> None:
+def test_a_forked_child_does_not_affect_the_workers(team: WorkerPool) -> None:
     worker = team.get(1)
     ask(worker, "echo", b"", torch.zeros(10_000))
     ring = worker.connection._ring_writer._ring
     assert ring is not None
-    messages_lie_in = os.fstat(ring.memory.fd).st_ino
+    ring_inode = os.fstat(ring.memory.fd).st_ino
     del ring
     child = os.fork()
     if not child:
@@ -176,13 +174,13 @@ def test_a_forked_child_leaves_the_workers_alone(team: WorkerPool) -> None:
                 with pytest.raises(EngineError, match="forked"):
                     use()
             output.flush_output()
-            worker.stop()
+            worker.request_stop()
             worker.kill()
             team.close()
             pool.stop_all()
             descriptors = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
-            held = {os.stat(fd).st_ino for fd in descriptors if os.path.exists(fd)}
-            assert messages_lie_in not in held
+            inodes = {os.stat(fd).st_ino for fd in descriptors if os.path.exists(fd)}
+            assert ring_inode not in inodes
             status = 0
         except BaseException:
             traceback.print_exc()
@@ -192,7 +190,7 @@ def test_a_forked_child_leaves_the_workers_alone(team: WorkerPool) -> None:
     assert ask(worker, "echo", b"still there").body == b"still there"
 
 
-def test_where_a_stuck_worker_stands(team: WorkerPool) -> None:
+def test_python_stacks_of_a_stuck_worker(team: WorkerPool) -> None:
     worker = team.get(1)
     assert "in receive" in worker.python_stacks()
     stuck = team.get(2)
@@ -201,26 +199,26 @@ def test_where_a_stuck_worker_stands(team: WorkerPool) -> None:
     for _ in range(2):
         assert "in hang" in stuck.python_stacks()
     began = time.monotonic()
-    stuck.stop()
+    pool.stop_workers([stuck])
     assert time.monotonic() - began < 2.5
     assert stuck.exit_reason() == "killed by this process"
 
 
-def test_what_a_worker_died_of(team: WorkerPool) -> None:
+def test_exit_reason_of_a_crashed_worker(team: WorkerPool) -> None:
     worker = team.get(3)
     worker.connection.send("crash")
     for _ in range(2):
         with pytest.raises(ConnectionClosed):
             worker.connection.receive(20)
-    words = worker.exit_reason()
-    assert words.startswith("segmentation fault (SIGSEGV), at:\n")
-    assert "entry_points.py" in words
-    assert "in crash" in words
+    reason = worker.exit_reason()
+    assert reason.startswith("segmentation fault (SIGSEGV), at:\n")
+    assert "entry_points.py" in reason
+    assert "in crash" in reason
     assert not worker.is_alive()
     assert "has exited: segmentation fault" in worker.python_stacks()
 
 
-def test_a_dead_worker_is_replaced_for_all(team: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_worker_is_replaced_for_all_pools(team: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "ENTRY_POINT", "entry_points:obey")
     monkeypatch.setattr(sys, "path", [*sys.path, str(HERE)])
     other = WorkerPool([CPU] * 2)
@@ -228,20 +226,22 @@ def test_a_dead_worker_is_replaced_for_all(team: WorkerPool, monkeypatch: pytest
     assert other.get(1) is old
     os.kill(old.pid, signal.SIGKILL)
     assert "out-of-memory killer" in old.exit_reason()
-    new = team.replace(1)
+    team.kill(1)
+    new = team.get(1)
     assert new is not old
     assert ask(new, "echo", b"new").body == b"new"
-    assert other.replace(1) is new  # it knew only the old one
+    other.kill(1)  # it still holds the dead worker, not the new one
+    assert other.get(1) is new
     assert team.get(1) is new
     team.close()
     other.close()
     assert not process.running_workers()
 
 
-def test_a_worker_that_does_not_come_up_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The package itself cannot be imported: that fails before torch is, which keeps this quick.
+def test_a_failed_start_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    # instep cannot be imported. That fails before torch is imported, which keeps this test fast.
     monkeypatch.setattr(process, "_PACKAGE_INIT", HERE / "nowhere" / "__init__.py")
-    worker = WorkerProcess.start("replica 1 on cpu")
+    worker = WorkerProcess("replica 1 on cpu")
     with pytest.raises(
         ConnectionClosed, match=r"(?s)did not start: exited with status 1 after printing:.*No such file"
     ):
@@ -250,14 +250,13 @@ def test_a_worker_that_does_not_come_up_says_why(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("timeout", [1.0, float("inf")])
-def test_a_worker_that_is_stuck_on_its_way_up_is_spoken_of(monkeypatch: pytest.MonkeyPatch, timeout: float) -> None:
+def test_a_worker_that_hangs_at_start_times_out(monkeypatch: pytest.MonkeyPatch, timeout: float) -> None:
     def start(name: str) -> WorkerProcess:
-        worker = begin(name)
+        worker = WorkerProcess(name)
         os.kill(worker.pid, signal.SIGSTOP)
         return worker
 
-    begin = WorkerProcess.start
-    monkeypatch.setattr(WorkerProcess, "start", start)
+    monkeypatch.setattr(pool, "WorkerProcess", start)
     monkeypatch.setattr(pool, "_workers", {})
     for name, seconds in {
         "MIN_START_SECONDS": 0.5,
@@ -281,14 +280,14 @@ def test_a_worker_that_is_stuck_on_its_way_up_is_spoken_of(monkeypatch: pytest.M
     team.close()
 
 
-def test_starting_and_stopping_leaves_nothing_behind() -> None:
+def test_starting_and_stopping_leaks_nothing() -> None:
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))
 
     before = count()
     for _ in range(50):
-        worker = WorkerProcess.start("replica 1 on cpu")
-        worker.stop()
+        worker = WorkerProcess("replica 1 on cpu")
+        pool.stop_workers([worker])
     assert count() == before
     assert not process.running_workers()
 
@@ -297,14 +296,14 @@ def start_with_descriptors_below(limit: int) -> WorkerProcess | EngineError:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
-        return WorkerProcess.start("replica 1 on cpu")
+        return WorkerProcess("replica 1 on cpu")
     except EngineError as error:
         return error
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_where_there_are_too_few_descriptors_it_is_said_and_none_is_kept() -> None:
+def test_too_few_file_descriptors_is_an_error_without_leaks() -> None:
     before = os.listdir("/proc/self/fd")
     first = next(fd for fd in itertools.count() if str(fd) not in before)
     for limit in itertools.count(first):
@@ -319,7 +318,7 @@ def test_where_there_are_too_few_descriptors_it_is_said_and_none_is_kept() -> No
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_however_a_script_ends_no_worker_is_left() -> None:
+def test_workers_end_with_the_script() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(HERE)])}
     script = subprocess.run(
         [sys.executable, HERE / "exit_scripts.py"],
@@ -345,33 +344,33 @@ def test_however_a_script_ends_no_worker_is_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quiet", "terminal", "said"),
+    ("quiet", "terminal", "printed"),
     [
         (None, True, "instep: starting 3 worker processes (importing torch)\n"),
         ("1", True, ""),
         (None, False, ""),
     ],
 )
-def test_a_start_that_takes_long_is_shown_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quiet: str | None, terminal: bool, said: str
+def test_a_slow_start_prints_one_notice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quiet: str | None, terminal: bool, printed: str
 ) -> None:
     class Slow:
-        """Comes up when it is asked again."""
+        """A worker that is ready at the second wait."""
 
         def __init__(self) -> None:
-            self.asked: list[float] = []
+            self.waits: list[float] = []
 
         def wait_ready(self, deadline: float) -> bool:
-            self.asked.append(deadline - time.monotonic())
-            return len(self.asked) > 1
+            self.waits.append(deadline - time.monotonic())
+            return len(self.waits) > 1
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     monkeypatch.setenv("INSTEP_QUIET", quiet) if quiet else monkeypatch.delenv("INSTEP_QUIET", raising=False)
     team, slow = WorkerPool([CPU] * 4), [Slow(), Slow()]
     for worker in slow:
         team._wait_ready(worker, 10.0)  # type: ignore[arg-type]
-    assert capsys.readouterr().err == said
-    assert all(worker.asked[0] < 2 for worker in slow)
+    assert capsys.readouterr().err == printed
+    assert all(worker.waits[0] < 2 for worker in slow)
 
 
 def test_all_workers_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,19 +381,19 @@ def test_all_workers_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     team.close()
 
 
-def test_whoever_is_dropped_uses_nothing_and_its_workers_end_when_another_is_closed(
+def test_workers_of_a_freed_pool_end_when_another_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pool, "_workers", {})  # others may hold those that there are
+    monkeypatch.setattr(pool, "_workers", {})  # other tests may use the existing workers
     monkeypatch.setattr(WorkerPool, "_wait_ready", lambda *_: None)
     first, dropped, last = WorkerPool([CPU] * 2), WorkerPool([CPU] * 4), WorkerPool([CPU] * 3)
     workers = [dropped.get(index) for index in (1, 2, 3)]
     assert first.get(1) is workers[0]
     del dropped
     assert all(worker.is_alive() for worker in workers)
-    assert [last.get(index) for index in (1, 2)] == workers[:2]  # they have stayed for the next one
+    assert [last.get(index) for index in (1, 2)] == workers[:2]  # they are available to other pools
     first.close()
     assert [worker.is_alive() for worker in workers] == [True, True, False]
     del last
-    WorkerPool([CPU] * 2).close()  # it has used none
+    WorkerPool([CPU] * 2).close()  # it had no workers
     assert not any(worker.is_alive() for worker in workers)

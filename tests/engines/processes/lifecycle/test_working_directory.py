@@ -1,4 +1,4 @@
-"""The engine works from wherever code runs, and nobody else can reach it."""
+"""The engine works in scripts, at prompts and under pytest, and opens no reachable sockets."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("t
 listening = [line for table in tables for line in table]
 assert not [line for line in listening if line.split()[9] in held], listening
 named = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-held = sockets_of(worker)  # ours have no name to join by; CUDA's driver has one of its own
+held = sockets_of(worker)  # ours have no name to connect to; the CUDA driver has one
 assert not [words for words in named if words[6] in held and len(words) > 7 and "@cuda" not in words[7]], named
 assert not [name for name in os.listdir("/dev/shm") if "instep" in name]
 """
@@ -99,18 +99,17 @@ def run(folder: Path, *command: str, code: str = "") -> str:
 
 
 @pytest.mark.timeout(120)
-def test_a_script_without_a_main_guard_beside_loaders_and_groups(tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT + DATA_LOADER + DISTRIBUTED + SOCKETS + END)
     assert "all well" in run(tmp_path, str(script))
 
 
 @pytest.mark.timeout(120)
-def test_a_command_and_a_prompt(tmp_path: Path) -> None:
+def test_command_string_and_interactive_prompt(tmp_path: Path) -> None:
     assert "all well" in run(tmp_path, "-c", SCRIPT + END)
-    lines = "\n".join(
-        f"exec({block!r})" for block in (textwrap.dedent(SCRIPT), END)
-    )  # a prompt takes one statement at a time
+    # A prompt reads one statement at a time.
+    lines = "\n".join(f"exec({block!r})" for block in (textwrap.dedent(SCRIPT), END))
     assert "all well" in run(tmp_path, "-i", code=lines + "\n")
 
 
@@ -145,7 +144,7 @@ print("all well")
 
 
 @pytest.mark.timeout(120)
-def test_a_breakpoint_stops_the_first_replica_alone(tmp_path: Path) -> None:
+def test_a_breakpoint_stops_only_replica_0(tmp_path: Path) -> None:
     script = tmp_path / "debug.py"
     script.write_text(BREAKPOINT)
     shown = run(tmp_path, str(script), code="c\n" * 20)  # the probe stops there too
@@ -155,7 +154,7 @@ def test_a_breakpoint_stops_the_first_replica_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_breakpoints_that_were_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_breakpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONBREAKPOINT", "0")
     script = tmp_path / "debug.py"
     script.write_text(BREAKPOINT)

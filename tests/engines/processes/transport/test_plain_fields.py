@@ -1,4 +1,4 @@
-"""The short way for messages of plain values: exactly what the long way brings, or not taken."""
+"""Encoding of plain values without pickle."""
 
 from __future__ import annotations
 
@@ -43,31 +43,31 @@ def same(one: Any, other: Any) -> bool:
 
 
 @given(VALUES)
-def test_what_goes_comes_back(value: Any) -> None:
-    short = encode_plain(value)
-    assert short is not None
-    plain, tensors = short
+def test_plain_values_round_trip(value: Any) -> None:
+    encoded = encode_plain(value)
+    assert encoded is not None
+    plain, tensors = encoded
     assert same(decode_plain(load_plain(dump_plain(plain)), tensors), value)
 
 
-def test_one_tensor_in_two_places_stays_one() -> None:
+def test_a_tensor_in_two_places_is_sent_once() -> None:
     tensor = torch.ones(2)
-    short = encode_plain({"a": tensor, "b": [tensor]})
-    assert short is not None
-    assert short[1] == [tensor]
-    made = decode_plain(load_plain(dump_plain(short[0])), [tensor])
-    assert made["a"] is made["b"][0]
+    encoded = encode_plain({"a": tensor, "b": [tensor]})
+    assert encoded is not None
+    assert encoded[1] == [tensor]
+    decoded = decode_plain(load_plain(dump_plain(encoded[0])), [tensor])
+    assert decoded["a"] is decoded["b"][0]
 
 
-def test_signs_and_infinities_stay() -> None:
-    short = encode_plain([-0.0, math.inf, math.nan, 2**70, "\ud800", True, 1])
-    assert short is not None
-    made = decode_plain(load_plain(dump_plain(short[0])), [])
-    assert math.copysign(1, made[0]) == -1
-    assert made[1] == math.inf
-    assert math.isnan(made[2])
-    assert made[3:] == [2**70, "\ud800", True, 1]
-    assert type(made[5]) is bool
+def test_special_numbers_round_trip() -> None:
+    encoded = encode_plain([-0.0, math.inf, math.nan, 2**70, "\ud800", True, 1])
+    assert encoded is not None
+    decoded = decode_plain(load_plain(dump_plain(encoded[0])), [])
+    assert math.copysign(1, decoded[0]) == -1
+    assert decoded[1] == math.inf
+    assert math.isnan(decoded[2])
+    assert decoded[3:] == [2**70, "\ud800", True, 1]
+    assert type(decoded[5]) is bool
 
 
 def a_cycle() -> list[Any]:
@@ -110,16 +110,16 @@ TWICE: list[int] = [1]
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_the_short_way_has_no_word_for(value: Any) -> None:
+def test_other_values_are_not_plain(value: Any) -> None:
     assert encode_plain([value]) is None
 
 
-def test_a_pickle_is_told_apart() -> None:
+def test_a_pickle_is_not_decoded_as_plain() -> None:
     assert load_plain(b"\x80\x05N.") is None
 
 
 class Named(dict[str, Any]):
-    """An output that goes the long way."""
+    """A class whose instances are pickled."""
 
 
 class Net(nn.Module):
@@ -133,8 +133,8 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [dict, Named])
-def test_a_step_leaves_nothing_that_only_the_collector_finds(kind: type) -> None:
-    """Tensors in it would keep their memory until then, and the next step would need more."""
+def test_a_step_leaves_no_reference_cycles(kind: type) -> None:
+    """Tensors in a cycle would keep their memory until the garbage collector runs."""
     with instep.DataParallel(Net(kind), ["cpu"] * 2, engine="processes") as model:
         x, names = torch.randn(5, 3), [Named(n=i) for i in range(5)] if kind is Named else list("abcde")
         for _ in range(3):
@@ -151,7 +151,7 @@ def test_a_step_leaves_nothing_that_only_the_collector_finds(kind: type) -> None
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("fails", [False, True], ids=["", "after-a-failure"])
-def test_graphs_that_are_kept_do_not_send_a_call_the_long_way(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def test_calls_are_plain_while_graphs_are_retained(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     net = nn.Linear(4, 3)
     with instep.DataParallel(net, ["cpu"] * 2, engine="processes") as model:
         kept = [model(torch.randn(6, 4)) for _ in range(2)]
@@ -168,7 +168,7 @@ def test_graphs_that_are_kept_do_not_send_a_call_the_long_way(monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("workers")
-def test_many_weights_do_not_send_a_call_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_modules_with_many_parameters_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(50)))
     with instep.DataParallel(net, ["cpu"] * 2, engine="processes") as model:
         x = torch.randn(6, 3)
@@ -181,7 +181,7 @@ def test_many_weights_do_not_send_a_call_the_long_way(monkeypatch: pytest.Monkey
 
 
 class Name(str, enum.Enum):
-    """The names of methods, as some write them."""
+    """Method names as an enum."""
 
     ENCODE = "encode"
 
@@ -193,7 +193,7 @@ class Encodes(nn.Linear):
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("name", [Name.ENCODE, np.str_("encode")])
-def test_a_method_by_a_name_of_another_class(name: str) -> None:
+def test_method_names_of_str_subclasses(name: str) -> None:
     net, x = Encodes(3, 2), torch.randn(5, 3)
     with instep.DataParallel(net, ["cpu"] * 2, engine="processes") as model:
         for _ in range(3):

@@ -22,14 +22,13 @@ from instep.engines.processes.controller.remote_replica import RemoteReplica
 from instep.engines.processes.controller.rendezvous import CollectiveLog, error_result
 from instep.engines.processes.controller.replies import RUNNING, ReplyGenerator, run_to_end, wrap_stop_iteration
 from instep.engines.processes.controller.shared_parameters import pack_offsets
-from instep.engines.processes.lifecycle.launch import modules_from_cwd, worker_import_path
+from instep.engines.processes.lifecycle.launch import modules_from_cwd, script_environment, worker_import_path
 from instep.engines.processes.lifecycle.process import WorkerProcess
 from instep.engines.processes.lifecycle.watchdog import (
     HANDOFF_SECONDS,
     POLL_SECONDS,
     PendingReply,
     ReplyWatchdog,
-    script_environment,
 )
 from instep.engines.processes.messages import (
     AttributesRequest,

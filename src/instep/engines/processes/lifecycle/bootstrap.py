@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 
@@ -85,8 +86,7 @@ def _start_server(config: dict[str, Any], sock: socket.socket) -> None:
     launch: Any = importlib.import_module("instep.engines.processes.lifecycle.launch")
     launch.CwdModuleFinder.locations.update(config["cwd_modules"])
     sys.meta_path.insert(0, launch.CwdModuleFinder)
-    watchdog: Any = importlib.import_module("instep.engines.processes.lifecycle.watchdog")
-    sys.breakpointhook = watchdog.skip_breakpoint
+    sys.breakpointhook = skip_breakpoint
     process_role: Any = importlib.import_module("instep.runtime.process_role")
     process_role.mark_worker()
     transport: Any = importlib.import_module("instep.engines.processes.transport.connection")
@@ -119,3 +119,17 @@ def flush_streams() -> None:
             stream.flush()
         except (AttributeError, ValueError, OSError):  # no stream, or it is closed: the output is lost
             continue
+
+
+def skip_breakpoint(*_: Any, **__: Any) -> None:
+    """The `sys.breakpointhook` of workers: continue, and print a notice once unless breakpoints are disabled."""
+    if os.environ.get("PYTHONBREAKPOINT") != "0":
+        _print_breakpoint_notice()
+
+
+@cache
+def _print_breakpoint_notice() -> None:
+    sys.stderr.write(
+        "breakpoint() is ignored in a worker process, which has no terminal; it stops in replica 0 only. "
+        "To stop in every replica: DataParallel(..., engine='serial').\n"
+    )

@@ -104,6 +104,18 @@ class CwdModuleFinder:
         return None if directory is None else PathFinder.find_spec(name, [directory], target)
 
 
+def script_environment() -> tuple[str, list[str], Any, int]:
+    """The script's working directory, import path, environment and number of imported modules, to detect changes.
+
+    The environment is not decoded, which is faster to compare.
+    """
+    try:
+        cwd = os.getcwd()
+    except OSError:  # it was removed
+        cwd = os.sep
+    return cwd, sys.path, getattr(os.environ, "_data", os.environ), len(sys.modules)
+
+
 def apply_script_environment(cwd: str, path: list[str], locations: dict[str, str], variables: dict[str, str]) -> None:
     """Adopt the script's working directory, import path, modules of the working directory and environment variables.
 

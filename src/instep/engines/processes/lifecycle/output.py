@@ -7,7 +7,7 @@ import select
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from instep.runtime.locks import ForkSafeLock
@@ -26,14 +26,14 @@ class WorkerOutput:
         self._lock = threading.Lock()
         self._streams: dict[int, tuple[str, bytearray]] = {}
         self.write_ends: list[int] = []
-        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._stderr_tail: deque[str] = deque(maxlen=_TAIL_LINES)
         try:
             for target in ("stdout", "stderr"):
                 read, write = os.pipe()
                 os.set_blocking(read, False)
                 self._streams[read] = target, bytearray()
                 self.write_ends.append(write)
-            _register(self, list(self._streams))
+            _register(self, self._streams)
         except BaseException:
             self.close()
             raise
@@ -70,7 +70,7 @@ class WorkerOutput:
         if not lines[-1]:
             lines.pop()
         if target == "stderr":
-            self._tail.extend(lines)
+            self._stderr_tail.extend(lines)
         stream = getattr(sys, target)
         # The caller's stream may be None, closed, or any object. An error must not end the thread that reads the pipes:
         # a worker blocks when its pipe is full.
@@ -78,15 +78,15 @@ class WorkerOutput:
             stream.write("".join(f"[{self._get_name()}] {line}\n" for line in lines))
             stream.flush()
 
-    def tail(self) -> str:
+    def stderr_tail(self) -> str:
         """The last lines of the worker's stderr."""
-        return "\n".join(self._tail)
+        return "\n".join(self._stderr_tail)
 
     def close(self) -> None:
         """Print the rest and close the pipes."""
         self.close_write_ends()
         self.drain(partial=True)
-        _unregister(self, list(self._streams))
+        _unregister(self, self._streams)
         with self._lock:  # the output thread may still be reading
             self.close_pipes()
 
@@ -137,7 +137,7 @@ _output_thread: _OutputThread | None = None
 
 
 def _reset_in_child() -> None:
-    """A forked child has no output thread, and the workers belong to its parent."""
+    """Forget workers and the output thread in a forked child. The workers belong to its parent."""
     global _output_thread
     _outputs_by_fd.clear()
     _unfinished_fds.clear()
@@ -150,7 +150,7 @@ _lock = ForkSafeLock()
 os.register_at_fork(after_in_child=_reset_in_child)
 
 
-def _register(output: WorkerOutput, fds: list[int]) -> None:
+def _register(output: WorkerOutput, fds: Iterable[int]) -> None:
     global _output_thread
     with _lock:
         if _output_thread is None:
@@ -167,7 +167,7 @@ def _unregister_fd(fd: int) -> None:
         _output_thread.epoll.unregister(fd)  # type: ignore[union-attr]
 
 
-def _unregister(output: WorkerOutput, fds: list[int]) -> None:
+def _unregister(output: WorkerOutput, fds: Iterable[int]) -> None:
     """Remove pipes. The output thread ends with the last one."""
     global _output_thread
     with _lock:

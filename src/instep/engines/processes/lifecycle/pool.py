@@ -58,7 +58,8 @@ class WorkerPool:
         for device in map(str, self._devices[1:]):
             self._keys.append((device, seen[device]))
             seen[device] += 1
-        self._held: dict[int, WorkerProcess] = {}
+        self._acquired: dict[int, WorkerProcess] = {}
+        """The worker that `get` returned last, by replica."""
         self._closed = self._announced = False
 
     def get(self, index: int, timeout: float = MIN_START_SECONDS) -> WorkerProcess:
@@ -80,17 +81,12 @@ class WorkerPool:
 
     def last_worker(self, index: int) -> WorkerProcess | None:
         """The worker that `get` returned last."""
-        return self._held.get(index)
-
-    def replace(self, index: int) -> WorkerProcess:
-        """Kill the worker that `get` returned last and start a new one."""
-        self.kill(index)
-        return self.get(index)
+        return self._acquired.get(index)
 
     def kill(self, index: int) -> None:
         """Kill the worker that `get` returned last, or that did not start. The next `get` starts another."""
         with _lock:
-            old = self._held.pop(index, None)
+            old = self._acquired.pop(index, None)
             if old is not None and _workers.get(self._keys[index - 1]) is old:
                 del _workers[self._keys[index - 1]]
         if old is not None:
@@ -100,15 +96,15 @@ class WorkerPool:
         """Release the workers and stop all unused ones, including those of garbage-collected pools."""
         with _lock:
             self._closed = True
-            released = {worker for worker in self._held.values() if worker.is_owned()}  # none after a fork
-            self._held.clear()
+            released = {worker for worker in self._acquired.values() if worker.is_owned()}  # none after a fork
+            self._acquired.clear()
             for worker in released:
                 worker.users.discard(self)
             current = set(_workers.values())
             unused = [worker for worker in released | current if not worker.users or worker not in current]
             for key in [key for key, worker in _workers.items() if worker in unused]:
                 del _workers[key]
-        _stop_workers(unused)
+        stop_workers(unused)
 
     def _acquire(self, index: int) -> WorkerProcess:
         """The worker of a replica, started if necessary but not awaited. The caller holds the lock."""
@@ -119,9 +115,9 @@ class WorkerPool:
         key = self._keys[index - 1]
         worker = _workers.get(key)
         if worker is None:
-            worker = _workers[key] = WorkerProcess.start(self._worker_name(index))
-        if self._held.get(index) is not worker:
-            self._held[index] = worker
+            worker = _workers[key] = WorkerProcess(self._worker_name(index))
+        if self._acquired.get(index) is not worker:
+            self._acquired[index] = worker
             worker.users.add(self)
         return worker
 
@@ -155,7 +151,7 @@ def _is_interactive() -> bool:
     return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
 
 
-def _stop_workers(workers: Sequence[WorkerProcess]) -> None:
+def stop_workers(workers: Sequence[WorkerProcess]) -> None:
     """Ask workers to stop, and kill those that have not stopped shortly after."""
     deadline = time.monotonic() + _STOP_SECONDS
     for worker in workers:
@@ -169,7 +165,7 @@ def stop_all() -> None:
     """Stop every worker of this process. Wrappers start new ones at their next call."""
     with _lock:
         _workers.clear()
-    _stop_workers(running_workers())
+    stop_workers(running_workers())
 
 
 atexit.register(stop_all)

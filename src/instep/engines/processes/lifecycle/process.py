@@ -35,12 +35,14 @@ _ALLOCATOR_ENVIRONMENT = {
 For larger blocks torch requests huge pages. Variables that the user has set take precedence.
 """
 _PACKAGE_INIT = Path(__file__).parents[3] / "__init__.py"
-_STOP_SECONDS = 1.0
+_EXIT_SECONDS = 1.0
+"""Seconds in which a worker that closed its connection is expected to exit."""
 _STACK_SECONDS = 2.0
 _REAP_SECONDS = 5.0
 _POLL_SECONDS = 0.005
 
-_SIGNAL_DESCRIPTIONS = {
+_SIGNAL_DESCRIPTIONS: dict[int, str] = {
+    **{number: f"killed by {number.name}" for number in signal.Signals},
     signal.SIGKILL: "killed by SIGKILL, which is usually the kernel's or a container's out-of-memory killer",
     signal.SIGSEGV: "segmentation fault (SIGSEGV)",
     signal.SIGBUS: "bus error (SIGBUS), which usually means that shared memory ran out",
@@ -59,8 +61,8 @@ _pending_reap: list[subprocess.Popen[bytes]] = []
 class WorkerProcess:
     """A worker process and the connection to it. Only the process that started it may use it."""
 
-    def __init__(self, name: str, main: str) -> None:
-        """Use `WorkerProcess.start`."""
+    def __init__(self, name: str) -> None:
+        """Start a worker without waiting for its interpreter."""
         if not sys.executable:
             raise EngineError("cannot start a worker process: sys.executable is empty.")
         _pending_reap[:] = [process for process in _pending_reap if process.poll() is None]
@@ -81,7 +83,7 @@ class WorkerProcess:
                 self._output = WorkerOutput(lambda: self.name)
                 opened.callback(self._output.close)
                 opened.callback(self._close_fds)
-                self._process = self._spawn(main, parent_end, worker_end)
+                self._process = self._spawn(parent_end, worker_end)
             except OSError as error:
                 raise _start_error(name, error) from error
             opened.pop_all()
@@ -93,25 +95,20 @@ class WorkerProcess:
         self.connection = Connection(parent_end, pidfd)
         self._output.close_write_ends()
 
-    @classmethod
-    def start(cls, name: str, main: str | None = None) -> WorkerProcess:
-        """Start a worker without waiting for its interpreter."""
-        return cls(name, main or ENTRY_POINT)
-
-    def _spawn(self, main: str, parent_end: socket.socket, worker_end: socket.socket) -> subprocess.Popen[bytes]:
+    def _spawn(self, parent_end: socket.socket, worker_end: socket.socket) -> subprocess.Popen[bytes]:
         """Start the process. Its configuration is sent first and waits in the socket."""
         life, self._fds["life"] = os.pipe()
         passed = {"life": life}
         try:
-            for memory in ("crash", "stacks"):
-                passed[memory] = self._fds[memory] = os.memfd_create(f"instep-{memory}", os.MFD_CLOEXEC)
+            for name in ("crash", "stacks"):
+                passed[name] = self._fds[name] = os.memfd_create(f"instep-{name}", os.MFD_CLOEXEC)
             if (parent := _open_pidfd(os.getpid())) is not None:
                 passed["parent"] = parent
-            config = launch.encode_config(main, str(_PACKAGE_INIT), passed)
+            config = launch.encode_config(ENTRY_POINT, str(_PACKAGE_INIT), passed)
             if len(config) > launch.MAX_CONFIG_BYTES:
                 raise EngineError(
-                    f"cannot start a worker process: its configuration has {len(config):,} bytes, of which "
-                    f"{launch.MAX_CONFIG_BYTES:,} are allowed. Shorten sys.path."
+                    f"cannot start a worker process: its configuration has {len(config):,} bytes; the maximum is "
+                    f"{launch.MAX_CONFIG_BYTES:,}. Shorten sys.path."
                 )
             parent_end.send(config)
             out, err = self._output.write_ends
@@ -125,8 +122,8 @@ class WorkerProcess:
                 start_new_session=True,
             )
         finally:
-            for name in passed.keys() & {"life", "parent"}:
-                os.close(passed[name])
+            for inherited in passed.keys() & {"life", "parent"}:
+                os.close(passed[inherited])
 
     def is_owned(self) -> bool:
         """Whether this process started the worker; False in a forked child."""
@@ -172,11 +169,11 @@ class WorkerProcess:
     def wait_exit(self, deadline: float) -> bool:
         """Wait until the process exits, or until `deadline` (of `time.monotonic`). Returns whether it has exited."""
         while self.is_alive():
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 return False
             if "pidfd" in self._fds:
-                _is_readable(self._fds["pidfd"], left)
+                _is_readable(self._fds["pidfd"], remaining)
             else:
                 time.sleep(_POLL_SECONDS)
         return True
@@ -186,7 +183,7 @@ class WorkerProcess:
         self._check_owner()
         if self._exit_reason is None:
             # The connection closes a moment before the process exits.
-            if not self.wait_exit(time.monotonic() + _STOP_SECONDS):
+            if not self.wait_exit(time.monotonic() + _EXIT_SECONDS):
                 return "it still runs, but closed its connection"
             self._exit_reason = self._describe_exit(self._exit_status)
         return self._exit_reason
@@ -196,12 +193,9 @@ class WorkerProcess:
             return "exited with an unknown status, because something in this program reaps every child process"
         if status >= 0:
             self._output.drain()
-            printed = self._output.tail()
-            return f"exited with status {status}" + (f" after printing:\n{printed}" if status and printed else "")
-        number = -status
-        is_standard = number in signal.valid_signals() and number <= signal.SIGSYS
-        description = _SIGNAL_DESCRIPTIONS.get(signal.Signals(number)) if is_standard else None
-        description = description or f"killed by {signal.Signals(number).name if is_standard else f'signal {number}'}"
+            stderr = self._output.stderr_tail()
+            return f"exited with status {status}" + (f" after printing:\n{stderr}" if status and stderr else "")
+        description = _SIGNAL_DESCRIPTIONS.get(-status, f"killed by signal {-status}")
         crash = self._fds.get("crash")  # closed if another thread has killed the worker
         stack = "" if crash is None else _read_stacks(crash)
         return f"{description}, at:\n{stack}" if stack else description
@@ -212,14 +206,14 @@ class WorkerProcess:
             return f"It has exited: {self.exit_reason()}."
         if not _has_signal_handler(self.pid, signal.SIGUSR1):  # the signal would kill it
             return "Its interpreter is still starting."
-        memory = self._fds["stacks"]
-        os.ftruncate(memory, 0)
-        os.lseek(memory, 0, os.SEEK_SET)
+        fd = self._fds["stacks"]
+        os.ftruncate(fd, 0)
+        os.lseek(fd, 0, os.SEEK_SET)
         os.kill(self.pid, signal.SIGUSR1)
         deadline, text, before = time.monotonic() + _STACK_SECONDS, "", None
-        while (not text or text != before) and time.monotonic() < deadline:
+        while (not text or text != before) and time.monotonic() < deadline:  # until it is complete
             time.sleep(10 * _POLL_SECONDS)
-            before, text = text, _read_stacks(memory)
+            before, text = text, _read_stacks(fd)
         return text or "It does not respond to signals: it is stopped, or blocked in the kernel."
 
     def request_stop(self) -> None:
@@ -229,13 +223,6 @@ class WorkerProcess:
                 self.connection.send("stop", timeout=0)
         else:
             self.kill()
-
-    def stop(self) -> None:
-        """Ask the worker to stop, and kill it if it has not stopped shortly after."""
-        self.request_stop()
-        if self.is_owned() and self.pid in _running:
-            self.wait_exit(time.monotonic() + _STOP_SECONDS)
-        self.kill()
 
     def kill(self, reason: str = "killed by this process") -> None:
         """Kill the worker and the processes that it started, and reap it. Does nothing in a forked child."""
@@ -313,9 +300,9 @@ def _is_readable(fd: int, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
-def _read_stacks(memory: int) -> str:
+def _read_stacks(fd: int) -> str:
     """The stacks that faulthandler wrote, without the thread that watches the parent and the list of libraries."""
-    text = os.pread(memory, os.fstat(memory).st_size, 0).decode("utf-8", "replace")
+    text = os.pread(fd, os.fstat(fd).st_size, 0).decode("utf-8", "replace")
     parts = (part.strip() for part in text.split("\n\n"))
     hidden = "in wait_for_parent_exit"  # a function of bootstrap.py
     return "\n".join(part for part in parts if hidden not in part and not part.startswith("Extension mod"))

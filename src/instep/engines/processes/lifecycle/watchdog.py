@@ -1,14 +1,10 @@
-"""Waiting for a worker's reply: warnings, timeouts, and `breakpoint()` in workers."""
+"""Waiting for a worker's reply: queues, warnings and timeouts."""
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 import warnings
-from functools import cache
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from instep.engines.processes.lifecycle.process import WorkerProcess
 from instep.engines.processes.transport.connection import ConnectionClosed, Message
@@ -77,26 +73,3 @@ class PendingReply:
             return self._messages.get(timeout=seconds) if seconds else self._messages.get_nowait()
         except Empty:
             return None
-
-
-def script_environment() -> tuple[str, list[str], Any, int]:
-    """The working directory, import path, environment (unencoded, which is faster) and number of imported modules."""
-    try:
-        cwd = os.getcwd()
-    except OSError:  # it was removed
-        cwd = os.sep
-    return cwd, sys.path, getattr(os.environ, "_data", os.environ), len(sys.modules)
-
-
-def skip_breakpoint(*_: Any, **__: Any) -> None:
-    """The `sys.breakpointhook` of workers: continue, and print a notice once unless breakpoints are disabled."""
-    if os.environ.get("PYTHONBREAKPOINT") != "0":
-        _print_skip_notice()
-
-
-@cache
-def _print_skip_notice() -> None:
-    sys.stderr.write(
-        "breakpoint() is ignored in a worker process, which has no terminal; it stops in replica 0 only. "
-        "To stop in every replica: DataParallel(..., engine='serial').\n"
-    )

@@ -51,24 +51,34 @@ group that has failed.
 """
 
 
-class EnvironmentOverride:
-    """Sets environment variables until `restore`. Of several overrides, the last `restore` resets the variables."""
+_original_values: dict[str, str | None] = {}
+"""Original values of overridden environment variables."""
+_num_overrides = 0
 
-    def __init__(self, wanted: Mapping[str, str | None]) -> None:
-        with _environment_lock:
-            for name, value in wanted.items():
-                _original_values.setdefault(name, os.environ.get(name))
-                _set_variable(name, value)
-            _active_overrides.append(self)
 
-    def restore(self) -> None:
-        """Bring back the original values, unless another override is active."""
+@contextmanager
+def override_environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables. Of several threads in this block, the last one to leave restores them."""
+    global _num_overrides
+    with _environment_lock:
+        _num_overrides += 1
+        for name, value in values.items():
+            _original_values.setdefault(name, os.environ.get(name))
+            _set_variable(name, value)
+    try:
+        yield
+    finally:
         with _environment_lock:
-            if self in _active_overrides:
-                _active_overrides.remove(self)
-            if not _active_overrides:
-                while _original_values:
-                    _set_variable(*_original_values.popitem())
+            _num_overrides -= 1
+            if _num_overrides <= 0:
+                _restore_environment()
+
+
+def _restore_environment() -> None:
+    global _num_overrides
+    _num_overrides = 0
+    while _original_values:
+        _set_variable(*_original_values.popitem())
 
 
 def _set_variable(name: str, value: str | None) -> None:
@@ -78,15 +88,7 @@ def _set_variable(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
-def _reset_overrides() -> None:
-    _active_overrides.clear()
-    while _original_values:
-        _set_variable(*_original_values.popitem())
-
-
-_active_overrides: list[EnvironmentOverride] = []
-_original_values: dict[str, str | None] = {}
-_environment_lock = ForkSafeLock(_reset_overrides)
+_environment_lock = ForkSafeLock(_restore_environment)
 
 _GROUP_FACTORIES = {"nccl": make_nccl_group, "gloo": make_gloo_group}
 _POLL_SECONDS = 0.02
@@ -119,14 +121,11 @@ class NcclGroup:
         Waiting for a missing member cannot be interrupted. It is done in a thread, which is abandoned on abort and
         ends after a timeout.
         """
-        override = EnvironmentOverride(self._config.environment)
-        try:
+        with override_environment(self._config.environment):
             start_thread(threading.Thread(target=self._watch_abort, name="instep-abort", daemon=True))
             start_thread(threading.Thread(target=self._init_backend, name="instep-group", daemon=True))
             while not self._init_done.wait(_POLL_SECONDS) and not self.abort_reason:
                 pass
-        finally:
-            override.restore()
         if self._init_error is not None:
             self.abort(str(self._init_error))
         self.raise_if_aborted()
