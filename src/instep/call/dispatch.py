@@ -59,8 +59,8 @@ class ReplicaDispatch:
     find_functions: bool = False
     """Whether to look for custom autograd functions in the graphs of the outputs."""
 
-    hook_handles: range = field(default=range(0), init=False)
-    """Ids of the hook handles that were created while the replicas ran."""
+    hook_ids: Collection[int] = field(default=(), init=False)
+    """Ids of the handles of hooks that were registered while the replicas ran with gradients, except by instep."""
     custom_functions: Sequence[str] = field(default=(), init=False)
     """Names of the custom autograd functions that were found."""
     retains_grad: bool = field(default=False, init=False)
@@ -137,7 +137,9 @@ class ReplicaDispatch:
         )
         first = RemovableHandle.next_id
         results = self.engine.forward(call)
-        self.hook_handles = range(first, RemovableHandle.next_id)
+        if self._records_graph and RemovableHandle.next_id != first:
+            own = {number for result in results if result.context is not None for number in result.context.hook_ids}
+            self.hook_ids = set(range(first, RemovableHandle.next_id)) - own
         return results
 
     def _restore_module_tensors(self, results: Sequence[ReplicaResult]) -> None:

@@ -8,7 +8,7 @@ of them too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from instep.engines.thread_pool import is_replica_thread
 from instep.replicas.object_graph import walk
 from instep.replicas.replica_set import ReplicaSet
 from instep.replicas.state.max_norm import is_weight_shared, max_norm_weights
-from instep.replicas.user_hooks import UserHooks
+from instep.replicas.user_hooks import UserHooks, remove_tensor_hooks
 from instep.runtime.caller_warnings import warn_caller
 from instep.runtime.torch_private import has_thread_local_transform
 from instep.structure.plan import SplitPlan
@@ -67,7 +67,12 @@ CALLER_ONLY_OBJECT = Reason(
     "forward uses an object that replicas cannot share",
     "calls run on one device because forward uses {path!r}, a {type} that replicas can neither share nor copy.",
 )
-TENSOR_HOOK = Reason("forward registers hooks on tensors", USER_HOOKS.message, remembered=True)
+TENSOR_HOOK = Reason(
+    "forward registers hooks",
+    "calls run on one device because forward registers hooks on tensors or modules, which expect the whole batch.\n"
+    "To run them on every shard instead: DataParallel(..., hooks='per_replica').",
+    remembered=True,
+)
 RETAIN_GRAD = Reason(
     "forward calls retain_grad()",
     "calls run on one device because forward calls retain_grad() on a tensor that it keeps or returns.\n"
@@ -114,6 +119,8 @@ class OneDevice:
         self._hook_free_generation = -1
         """Generation of the replica set in which no user hook was found before this call."""
         self._remembered: dict[CallMode, Reason] = {}
+        self._hook_modes: set[CallMode] = set()
+        """Modes in which a call on one device has registered hooks."""
         self._caller_only: dict[CallMode, list[Any]] = {}
         """Objects of the module that a forward used and that replicas cannot share."""
         self._structure_changes = 0
@@ -176,10 +183,6 @@ class OneDevice:
         if reason.remembered:
             self._remembered[self.mode(method)] = reason
 
-    def forget(self, method: str) -> None:
-        """Try the replicas again in this mode."""
-        self._remembered.pop(self.mode(method), None)
-
     def caller_only_object(self, method: str) -> Reason | None:
         """The reason if a replica has used an object that only the caller may use."""
         used = self._replicas.caller_only_accesses
@@ -195,12 +198,27 @@ class OneDevice:
         self._structure_changes += 1
         return STRUCTURE_CHANGED if self._structure_changes > 1 else STRUCTURE_CHANGED.without_warning()
 
-    def registered_hook(self, method: str, handles: range) -> Reason | None:
-        """The reason if the user's forward registered hooks on tensors; such hooks are removed from the replicas."""
-        if not handles or not self._whole_batch_hooks:
+    def registered_hook(self, hook_ids: Collection[int]) -> Reason | None:
+        """The reason if forward registered hooks. They are removed from the module's own tensors."""
+        if not hook_ids or not self._whole_batch_hooks:
             return None
-        hook = self.user_hooks.remove_tensor_hooks(handles, self.mode(method))
-        return None if hook is None else TENSOR_HOOK.format(**hook._asdict())
+        remove_tensor_hooks([source for source, _ in self._replicas.replicas[0].trainable], hook_ids)
+        return TENSOR_HOOK.without_warning()
+
+    def ran_with_hooks(self, method: str, *, registered: bool) -> None:
+        """Record whether a call that ran on one device because of `TENSOR_HOOK` registered hooks again.
+
+        If not, the replicas are tried again. The warning comes with the second call that did: compilation registers
+        hooks too, but only once.
+        """
+        mode = self.mode(method)
+        if not registered:
+            self._remembered.pop(mode, None)
+            self._hook_modes.discard(mode)
+        elif mode in self._hook_modes:
+            self.record(TENSOR_HOOK, method)
+        else:
+            self._hook_modes.add(mode)
 
     def retained_grad(self, retains: bool) -> Reason | None:
         """The reason if forward called `retain_grad()` on a tensor that it keeps or returns."""

@@ -269,7 +269,7 @@ class ParallelRunner:
         """A reason for one device that only the forward could show."""
         reason = (
             self.one_device.caller_only_object(call.method)  # forward may have caught the exception
-            or self.one_device.registered_hook(call.method, dispatch.hook_handles)
+            or self.one_device.registered_hook(dispatch.hook_ids)
             or self.one_device.retained_grad(dispatch.retains_grad)
         )
         if reason is not None:
@@ -359,10 +359,8 @@ class ParallelRunner:
         self.replicas.finish_call()
         handles = RemovableHandle.next_id
         output = self.run_on_one_device(call.method, call.args, call.kwargs)
-        if (
-            reason.name == TENSOR_HOOK.name and RemovableHandle.next_id == handles
-        ):  # forward has stopped registering hooks
-            self.one_device.forget(call.method)
+        if reason.name == TENSOR_HOOK.name:
+            self.one_device.ran_with_hooks(call.method, registered=RemovableHandle.next_id != handles)
         return output
 
     def run_on_one_device(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -47,7 +47,8 @@ def exchange_tensors(
         received, all_metadata = _exchange_joint(context, label, sent, metadata)
         for tensor in sent:
             if tensor.requires_grad:
-                tensor.register_hook(partial(_reject_inner_gradient, context, label))
+                handle = tensor.register_hook(partial(_reject_inner_gradient, context, label))
+                context.hook_ids.append(handle.id)
     else:
         received, all_metadata = _exchange_separate(context, label, sent, metadata, grad)
     received[context.info.index] = sent

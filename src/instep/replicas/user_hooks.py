@@ -1,14 +1,12 @@
-"""Detection of module hooks that the user registered."""
+"""Detection of module hooks that the user registered, and removal of hooks on tensors."""
 
 from __future__ import annotations
 
 import functools
-import gc
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from instep.replicas.names import module_names
 from instep.runtime.torch_private import global_hooks
@@ -64,21 +62,19 @@ class UserHooks:
         self._generation = -1
         self._no_user_hooks: list[tuple[Any, ...]] | None = None
         """The hooks, by identity, among which no user's was found."""
-        self._library_only: set[tuple[Any, int]] = set()
-        """Call mode and number of registered tensor hooks for which all hooks were defined by libraries."""
 
-    def find(self, modules: Sequence[nn.Module] | None, made: int) -> UserHook | None:
-        """The first user hook on `modules`, by default the registered ones. `made` is the generation of `modules`."""
+    def find(self, modules: Sequence[nn.Module] | None, generation: int) -> UserHook | None:
+        """The first user hook on `modules`, by default the registered ones. `generation` changes with them."""
         for kind, hooks in global_hooks():
             for hook in user_defined(hooks):
                 return UserHook(f"global {kind}", hook_name(hook), "every module")
         if modules is None:
             modules = list(self._source.modules())
-        if made != self._generation or not self._tables:
+        if generation != self._generation or not self._tables:
             self._tables = [
                 table for module in modules for table in map(module.__dict__.get, _HOOK_TABLES) if table is not None
             ]
-            self._generation, self._no_user_hooks = made, None
+            self._generation, self._no_user_hooks = generation, None
         present = [tuple(table.values()) for table in self._tables if table]
         if present == self._no_user_hooks:
             return None
@@ -90,22 +86,14 @@ class UserHooks:
         name = module_names(self._source, [module])[0]
         return UserHook(kind, hook_name(hook), f"module {name!r}" if name else "the wrapped module")
 
-    def remove_tensor_hooks(self, numbers: range, manner: Any) -> UserHook | None:
-        """Remove user hooks that `forward` registered on tensors, and return the first one.
 
-        `numbers` are the handle ids of the hooks, `manner` is the call mode. Only the garbage collector can find hooks
-        on tensors inside a graph.
-        """
-        if (manner, len(numbers)) in self._library_only:
-            return None
-        found = None
-        for table in [held for held in gc.get_objects() if type(held) is OrderedDict]:
-            mine = [number for number in numbers if number in table and any(user_defined([table[number]]))]
-            for number in mine:
-                found = found or UserHook("hook", hook_name(table.pop(number)), "a tensor in forward")
-        if found is None:
-            self._library_only.add((manner, len(numbers)))
-        return found
+def remove_tensor_hooks(tensors: Iterable[Tensor], handle_ids: Collection[int]) -> None:
+    """Remove hooks from tensors, by the ids of their handles."""
+    for tensor in tensors:
+        tables: tuple[Any, ...] = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+        for hooks in filter(None, tables):
+            for number in [number for number in hooks if number in handle_ids]:
+                del hooks[number]
 
 
 def _hooks_on_modules(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Any]]:
