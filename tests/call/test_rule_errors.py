@@ -275,7 +275,7 @@ UNJOINED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     ),
     "graphs": (
         lambda y: graphs(y.detach(), scale=y.detach().sum()),
-        ") and does not follow the graphs",
+        ") and is not per graph",
     ),
 }
 
@@ -296,7 +296,7 @@ UNCUT: dict[str, tuple[Callable[[Tensor], Any], list[str]]] = {
     "a cache of two sizes": (lambda x: cache(x, sizes=2), ["(DynamicCache): ", *TWO_SIZES]),
     "graphs with a sparse matrix": (
         lambda x: graphs(x, adj=torch.eye(5).to_sparse()),
-        ["Batch): ", "`adj` is sparse or nested, which is not split; store edges as `edge_index`"],
+        ["Batch): ", "`adj` is sparse or nested and cannot be split; store edges as `edge_index`"],
     ),
 }
 
