@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from instep.collectives.group import PeerFailure, first_error
-from instep.engines.thread_pool import as_replica_thread
+from instep.engines.thread_pool import set_replica_thread
 from instep.errors import CollectiveError
 from instep.runtime.debugger import is_debugger_attached, is_in_debugger
 from instep.runtime.locks import run_uninterrupted, start_thread
@@ -155,8 +155,9 @@ class Rendezvous:
         patience = min(WARN_AFTER_SECONDS, self._timeout / 2)
         while True:
             with self._lock:
-                mine = self._turn in (None, index)
-                if mine and self._round >= awaited and (awaited or self._turn is None or self._broken_error is None):
+                has_turn = self._turn in (None, index)
+                may_start = self._turn is None or self._broken_error is None
+                if has_turn and self._round >= awaited and (awaited or may_start):
                     return
                 if self._is_turn_free(index):
                     self._raise_if_broken()
@@ -191,9 +192,9 @@ class Rendezvous:
         return True
 
     def _wake_all(self) -> None:
-        for bell in self._wakeups:
-            if bell.empty():
-                bell.put(None)
+        for queue in self._wakeups:
+            if queue.empty():
+                queue.put(None)
 
     def _awaited_replicas(self) -> list[int]:
         """The replicas that others wait for."""
@@ -211,8 +212,11 @@ class Rendezvous:
         }
         if is_debugger_attached() or any(map(is_in_debugger, awaited.values())):
             return {}
-        there = {i: frame for i, frame in awaited.items() if frame is not None}
-        return {i: (id(frame), frame.f_lasti, thread_cpu_times(self._native_ids[i])) for i, frame in there.items()}
+        return {
+            i: (id(frame), frame.f_lasti, thread_cpu_times(self._native_ids[i]))
+            for i, frame in awaited.items()
+            if frame is not None
+        }
 
     def _fail_with_timeout(self, label: str, waited: float) -> None:
         names = " and ".join(self._names[index] for index in self._awaited_replicas())
@@ -244,7 +248,7 @@ class Rendezvous:
             return self.stack_providers[index]()
         frame = sys._current_frames().get(self._thread_ids.get(index, 0))
         if frame is None:
-            return "  (its thread has not come to it yet)\n"
+            return "  (its thread has not started)\n"
         return "".join(traceback.format_stack(frame, 8))
 
     def leave(self, index: int, error: BaseException | None = None) -> None:
@@ -377,12 +381,12 @@ class _SideThreads(Generic[T]):
             start_thread(thread)
 
     def _run(self, index: int) -> None:
-        mine = object()
-        if self._claims.setdefault(index, mine) is not mine:
+        claim = object()
+        if self._claims.setdefault(index, claim) is not claim:
             return
         try:
-            with as_replica_thread():
-                self.results[index] = self._tasks[index]()
+            set_replica_thread(True)
+            self.results[index] = self._tasks[index]()
         except BaseException as error:
             self.errors[index] = error
         finally:
@@ -390,15 +394,15 @@ class _SideThreads(Generic[T]):
 
     def wait(self) -> None:
         """Wait until no thread runs. Cancels a thread that an interruption left unstarted."""
-        mine, looks = object(), 0
+        claim, polls = object(), 0
         while self._unfinished():
             try:
                 self._wakeup.get(timeout=_POLL_SECONDS)
             except Empty:
-                looks += 1
-            if looks >= _UNSTARTED_POLLS:
+                polls += 1
+            if polls >= _UNSTARTED_POLLS:
                 for index in self._unfinished():
-                    if self.threads[index].ident is None and self._claims.setdefault(index, mine) is mine:
+                    if self.threads[index].ident is None and self._claims.setdefault(index, claim) is claim:
                         del self.threads[index]
         for thread in list(self.threads.values()):
             if thread.ident is not None:

@@ -7,8 +7,8 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from math import inf
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -36,77 +36,73 @@ def set_replica_thread(inside: bool) -> None:
 register_thread_local(is_replica_thread, set_replica_thread)
 
 
-@contextmanager
-def as_replica_thread() -> Iterator[None]:
-    """Context manager: this thread runs a replica's part of a call."""
-    before, _thread_local.inside = is_replica_thread(), True
-    try:
-        yield
-    finally:
-        _thread_local.inside = before
+_POLL_SECONDS = 0.1
+"""Seconds between checks of a waiting thread that is not woken up."""
+
+_INTERRUPTED_CALL_TIMEOUT = 60.0
+"""Seconds that a call waits for an earlier, interrupted call."""
+
+T = TypeVar("T")
 
 
 class TaskResults:
-    """The results of tasks. The queue only wakes up the waiting thread.
+    """The results of the tasks of one `ReplicaThreads.run`.
 
-    An interruption may consume a wake-up without acting on it. No result is lost then: waiting threads also poll.
+    The queue only wakes up the waiting thread, which polls too: an interruption may consume a wake-up.
     """
 
     def __init__(self, count: int) -> None:
         self.thread_counts_changed = False
         """Whether a task changed the number of intra-op threads of its thread."""
         self._results: list[tuple[Any, BaseException | None] | None] = [None] * count
+        """By task: the result and the error; None while it runs."""
         self._wakeup: SimpleQueue[None] = SimpleQueue()
         self._callbacks: list[Callable[[], object]] = []
 
     def put(self, index: int, result: Any, error: BaseException | None) -> None:
         self._results[index] = result, error
-        if None not in self._results:  # the last result wakes up the waiting thread
+        if self.is_complete():
             self._run_callbacks()
             self._wakeup.put(None)
 
-    def add_done_callback(self, then: Callable[[], object]) -> None:
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
         """Call a function when every task has finished."""
-        self._callbacks.append(then)
+        self._callbacks.append(callback)
         if self.is_complete():
             self._run_callbacks()
 
     def _run_callbacks(self) -> None:
         while self._callbacks:
             try:
-                then = self._callbacks.pop()
+                callback = self._callbacks.pop()
             except IndexError:  # another thread runs it
                 return
-            then()
+            callback()
 
     def is_complete(self) -> bool:
         """Whether every task has finished."""
         return None not in self._results
 
-    def collect(self, late: Callable[[], None]) -> list[Any]:
-        """Wait for all results, or raise the first error. Calls `late` regularly while results are missing."""
+    def collect(self, poll: Callable[[], None]) -> list[Any]:
+        """Wait for all results, or raise the first error. Calls `poll` regularly while results are missing."""
         while not self.is_complete():
             try:
                 self._wakeup.get(timeout=_POLL_SECONDS)
             except Empty:
-                late()
-        given = [result for result in self._results if result is not None]
-        errors = {index: error for index, (_, error) in enumerate(given) if error is not None}
+                poll()
+        pairs = [pair for pair in self._results if pair is not None]
+        errors = {index: error for index, (_, error) in enumerate(pairs) if error is not None}
         if errors:
             raise first_error(errors)
-        return [result for result, _ in given]
+        return [result for result, _ in pairs]
 
     def wait(self, seconds: float) -> bool:
         """Wait for at most this many seconds; returns whether every task has finished."""
         deadline = time.monotonic() + seconds
-        while not self.is_complete() and (left := deadline - time.monotonic()) > 0:
+        while not self.is_complete() and (remaining := deadline - time.monotonic()) > 0:
             with suppress(Empty):
-                self._wakeup.get(timeout=min(left, _POLL_SECONDS))
+                self._wakeup.get(timeout=min(remaining, _POLL_SECONDS))
         return self.is_complete()
-
-
-_POLL_SECONDS = 0.1
-"""Seconds between checks of a waiting thread that is not woken up."""
 
 
 def _set_num_threads(count: int) -> None:
@@ -119,10 +115,11 @@ class Task:
 
     __slots__ = ("index", "num_threads", "pending", "results")
 
-    def __init__(self, index: int, task: Callable[[], Any], done: TaskResults, share: int) -> None:
-        self.index, self.results = index, done
-        self.pending = [task]
-        self.num_threads = share
+    def __init__(self, index: int, function: Callable[[], Any], results: TaskResults, num_threads: int) -> None:
+        self.index, self.results = index, results
+        self.pending = [function]
+        """Empty when the task is claimed."""
+        self.num_threads = num_threads
         """The number of intra-op threads that it may use."""
 
     def cancel(self) -> None:
@@ -138,65 +135,54 @@ class Task:
 
     def run_inline(self) -> None:
         """Run the task in the caller's thread, with the caller's number of threads; interruptions propagate."""
-        task = self._claim()
-        if task is None:
+        function = self._claim()
+        if function is None:
             return
         try:
-            self.results.put(self.index, task(), None)
+            self.results.put(self.index, function(), None)
         except BaseException as error:
             self.results.put(self.index, None, error)
             if not isinstance(error, Exception):
                 raise
 
-    def __call__(self) -> None:
-        task = self._claim()
-        if task is None:
+    def run(self) -> None:
+        """Run the task in a replica thread."""
+        function = self._claim()
+        if function is None:
             return
         try:
-            if getattr(_thread_local, "share", 0) != self.num_threads:
+            if getattr(_thread_local, "num_threads", 0) != self.num_threads:
                 self.results.thread_counts_changed = True
                 _set_num_threads(self.num_threads)
-                _thread_local.share = self.num_threads
-            result = task()
+                _thread_local.num_threads = self.num_threads
+            result = function()
         except BaseException as error:
             self.results.put(self.index, None, error)
         else:
             self.results.put(self.index, result, None)
 
+    def run_in_new_thread(self) -> None:
+        """Run the task in a thread of its own, if no replica thread has claimed it."""
+        if self.pending:
+            start_thread(threading.Thread(target=self._run_thread, name=f"instep-extra-{self.index}", daemon=True))
 
-def run_unclaimed(parts: Sequence[Task]) -> None:
-    """Run tasks that no replica thread has claimed in new threads.
-
-    A replica thread may be busy with a call that waits for this one: `forward` of one wrapper may start a thread that
-    calls another wrapper.
-    """
-    for part in parts:
-        if part.pending:
-            start_thread(
-                threading.Thread(target=_run_task, args=(part,), name=f"instep-beside-{part.index}", daemon=True)
-            )
-
-
-def _run_task(part: Task) -> None:
-    with as_replica_thread():
-        part()
-
-
-T = TypeVar("T")
+    def _run_thread(self) -> None:
+        set_replica_thread(True)
+        self.run()
 
 
 class ReplicaThread:
     """A persistent thread that runs tasks in order."""
 
     def __init__(self, name: str) -> None:
-        self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.queue: SimpleQueue[Task | None] = SimpleQueue()
         self.pid = os.getpid()
         self.leases: set[ReplicaThreads] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._start_requested = self._running = False
 
     def start(self) -> None:
-        """Start the thread. It is registered before, so that an interruption leaves no unknown thread."""
+        """Start the thread, once. Its owner registers it first: an interruption then leaves no unknown thread."""
         if not self._start_requested:
             self._start_requested = True
             start_thread(self._thread)
@@ -206,7 +192,7 @@ class ReplicaThread:
         self._running = True
         try:
             while (task := self.queue.get()) is not None:
-                task()
+                task.run()
                 del task  # do not keep a finished call alive
         finally:
             self._running = False
@@ -251,10 +237,6 @@ _lock = ForkSafeLock(_threads.clear)
 """After releasing it, call `_release_dropped`."""
 
 
-def _do_nothing() -> None:
-    """Do nothing."""
-
-
 class ReplicaThreads:
     """A lease of replica threads, one for each device, until `close`."""
 
@@ -292,7 +274,7 @@ class ReplicaThreads:
         on_interrupt: Callable[[], object] | None = None,
         grace: float = inf,
         first_inline: bool = False,
-        poll: Callable[[], None] = _do_nothing,
+        poll: Callable[[], None] | None = None,
     ) -> list[T]:
         """Run one task in each thread; returns the results in order, or raises the first error.
 
@@ -313,33 +295,37 @@ class ReplicaThreads:
         if self._closed:
             raise EngineError("this engine was closed.")
         num_threads = torch.get_num_threads()
-        done = TaskResults(len(tasks))
-        parts = [Task(index, task, done, max(1, num_threads // len(tasks))) for index, task in enumerate(tasks)]
+        results = TaskResults(len(tasks))
+        queued = [Task(index, task, results, max(1, num_threads // len(tasks))) for index, task in enumerate(tasks)]
 
-        def late() -> None:
-            run_unclaimed(parts)
-            poll()
+        def poll_all() -> None:
+            # A replica thread may be busy with a call that waits for this one: forward of another wrapper may have
+            # started the thread that makes this call.
+            for task in queued:
+                task.run_in_new_thread()
+            if poll is not None:
+                poll()
 
         try:
             with _lock:  # calls of several wrappers are queued in the same order in every thread
                 self._restart_after_fork()
-                for thread, part in list(zip(self._threads, parts, strict=False))[int(first_inline) :]:
-                    thread.queue.put(part)
+                for thread, task in list(zip(self._threads, queued, strict=False))[int(first_inline) :]:
+                    thread.queue.put(task)
             _release_dropped()
             if first_inline:
-                parts[0].run_inline()
-            return done.collect(late)
+                queued[0].run_inline()
+            return results.collect(poll_all)
         except BaseException:
-            if not done.is_complete():
-                self._unfinished = done
-                for part in parts:
-                    part.cancel()
+            if not results.is_complete():
+                self._unfinished = results
+                for task in queued:
+                    task.cancel()
                 if on_interrupt is not None:
                     run_uninterrupted(on_interrupt)
-                done.wait(grace)
+                results.wait(grace)
             raise
         finally:
-            if done.thread_counts_changed:  # the count set last applies to new threads: set the caller's again
+            if results.thread_counts_changed:  # the count set last applies to new threads: set the caller's again
                 torch.set_num_threads(num_threads)
 
     def wait_idle(self) -> None:
@@ -351,10 +337,10 @@ class ReplicaThreads:
             )
         self._unfinished = None
 
-    def add_idle_callback(self, then: Callable[[], object]) -> None:
+    def add_idle_callback(self, callback: Callable[[], object]) -> None:
         """Call a function when the tasks of an interrupted call have finished."""
         if self._unfinished is not None:
-            self._unfinished.add_done_callback(then)
+            self._unfinished.add_done_callback(callback)
 
     def _restart_after_fork(self) -> None:
         """Start new threads in a forked child, which has none of its parent's."""
@@ -374,9 +360,9 @@ class ReplicaThreads:
             self.release_async()
             return
         with _lock:
-            ended = self.release()
+            unused = self.release()
         _release_dropped()
-        for thread in ended:  # not under the lock: a running task may need it
+        for thread in unused:  # not under the lock: a running task may need it
             thread.stop()
 
     def release_async(self) -> None:
@@ -390,21 +376,17 @@ class ReplicaThreads:
         If it was interrupted, it may be called again.
         """
         self._closed = True
-        ended = []
+        unused = []
         for key, thread in [*zip(self._keys, self._threads, strict=False), *_threads.items()]:
             if self not in thread.leases:
                 continue
             if len(thread.leases) == 1:
                 thread.request_stop()
-                ended.append(thread)
+                unused.append(thread)
                 if _threads.get(key) is thread:
                     del _threads[key]
             thread.leases.discard(self)
-        return ended
-
-
-_INTERRUPTED_CALL_TIMEOUT = 60.0
-"""Seconds that a call waits for an earlier, interrupted call."""
+        return unused
 
 
 def stop_all_threads() -> None:

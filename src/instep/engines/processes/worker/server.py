@@ -46,7 +46,7 @@ from instep.engines.processes.worker.module import (
 from instep.engines.processes.worker.nccl_member import NcclMember
 from instep.engines.processes.worker.rendezvous import Inbox, WorkerRendezvous
 from instep.engines.processes.worker.rng import WorkerCallRng
-from instep.engines.thread_pool import as_replica_thread
+from instep.engines.thread_pool import set_replica_thread
 from instep.errors import EngineError
 from instep.replicas.mutable_arguments import ArgumentSnapshot
 from instep.replicas.replica import ReplicaResult
@@ -67,10 +67,10 @@ def main(connection: Connection) -> None:
     connection.affinity = SenderCpuAvoidance()
     supports_thread_streams()
     gc.freeze()  # imported modules stay: exclude them from garbage collection
-    with as_replica_thread():
-        while (message := inbox.receive()) is not None and message.kind != messages.STOP:
-            server.handle(message)
-            server.prepare_next()
+    set_replica_thread(True)
+    while (message := inbox.receive()) is not None and message.kind != messages.STOP:
+        server.handle(message)
+        server.prepare_next()
 
 
 @dataclass
