@@ -55,14 +55,14 @@ from instep.runtime.ambient import EncodedAmbientState
 from instep.runtime.locks import ForkSafeLock
 
 request_ids = itertools.count(1)
-ABANDONED = error_result("the call was given up.")
+ABANDONED = error_result("the call was abandoned.")
 """The result of a collective in an abandoned call."""
 
 
 class WorkerClient:
     """Sends requests to one worker and receives its replies; records what the worker has.
 
-    Several threads may ask it at a time. One of them listens for all; each message finds its question by its number.
+    Several threads may wait for replies. One of them receives for all and passes messages on by request id.
     """
 
     def __init__(self, worker: WorkerProcess) -> None:
@@ -94,37 +94,36 @@ class WorkerClient:
         self.released: deque[tuple[str, int]] = deque()
         """Calls and modules that the worker can drop. Finalizers append to it."""
 
-    def prepare_device(self, device: torch.device, near: bool) -> None:
-        """Have the worker select its device, before its first request.
+    def prepare_device(self, device: torch.device, same_device: bool) -> None:
+        """Make the worker select its device, before its first request.
 
-        If its tensors are `near`, on the very device that the caller's are on, see whether they can cross without
-        leaving it.
+        If it uses the caller's device, also test CUDA IPC, and use it for the next requests if it works.
         """
         if device.type == "cpu":
             return
         if not self._device_ready:
             self._send_device(describe_device(device))
             self._device_ready = True
-        near = near and not self.ipc_refusal
-        if near and self.ipc_refusal is None:
+        use_ipc = same_device and not self.ipc_refusal
+        if use_ipc and self.ipc_refusal is None:
             try:
-                trial = allocate_shared(1, device)
-                refusal = self._send_device(describe_device(device, trial.handle))
-            except DriverError as refused:
-                refusal = str(refused)
+                memory = allocate_shared(1, device)
+                refusal = self._send_device(describe_device(device, memory.handle))
+            except DriverError as error:
+                refusal = str(error)
             self.ipc_refusal = refusal or ""
             self.channel.cuda_ipc = None if refusal else CudaIpcChannel(device, is_parent=True)
         if self.channel.cuda_ipc is not None:
-            self.channel.cuda_ipc.enabled = near
+            self.channel.cuda_ipc.enabled = use_ipc
 
-    def disable_ipc(self, why: str) -> None:
+    def disable_ipc(self, reason: str) -> None:
         """Send tensors through host memory from now on."""
-        self.ipc_refusal = why
+        self.ipc_refusal = reason
 
-    def _send_device(self, order: DeviceRequest) -> str | None:
+    def _send_device(self, request: DeviceRequest) -> str | None:
         """Why the worker cannot open the memory of `ipc_handle`; None if it can."""
         pending = self._new_pending()
-        self.channel.send(messages.DEVICE, pending.request_id, order)
+        self.channel.send(messages.DEVICE, pending.request_id, request)
         refusal, _ = self.channel.decode(self.wait_reply(pending, None))
         return None if refusal is None else str(refusal)
 
@@ -135,12 +134,12 @@ class WorkerClient:
 
     def sync_module(self, replica: RemoteReplica) -> RemoteModuleState:
         """Send what the worker lacks of a module before it runs one of its methods."""
-        place = script_environment()
-        if place != self._script_environment:
-            folder, path, variables, modules = place
-            self._script_environment = folder, list(path), dict(variables), modules
-            said = folder, worker_import_path(path, folder), modules_from_cwd(path, folder), dict(os.environ)
-            self.channel.send(messages.ENVIRONMENT, 0, said)
+        environment = script_environment()
+        if environment != self._script_environment:
+            cwd, path, variables, module_count = environment
+            self._script_environment = cwd, list(path), dict(variables), module_count
+            request = cwd, worker_import_path(path, cwd), modules_from_cwd(path, cwd), dict(os.environ)
+            self.channel.send(messages.ENVIRONMENT, 0, request)
         module_state: RemoteModuleState | None = replica.worker_states.get(self)
         self.channel.send_changed_globals(None if module_state is None else module_state.module_globals)
         if module_state is None:
@@ -158,9 +157,9 @@ class WorkerClient:
         return module_state
 
     def _send_attributes(self, replica: RemoteReplica, module_state: RemoteModuleState) -> None:
-        """Send attributes that were set since."""
-        known = set(map(id, module_state.generators))
-        more = [source for source, _ in replica.cloner.generators if id(source) not in known]
+        """Send attributes that were set since the module was sent."""
+        sent = set(map(id, module_state.generators))
+        generators = [source for source, _ in replica.cloner.generators if id(source) not in sent]
         modules = replica.source_modules
         names = module_names(modules[0], modules)
         values: dict[str, Any] = {}
@@ -168,102 +167,104 @@ class WorkerClient:
             prefix = names[change.module_index]
             name = f"{prefix}.{change.name}" if prefix else change.name
             values[f"{name} ({len(values)})" if name in values else name] = change.new
-        news: Any = AttributesRequest(
-            [(change.module_index, change.name) for change in replica.pending_attributes], values, more
-        )
-        self.channel.send(messages.ATTRIBUTES, replica.module_id, news, module_globals=module_state.module_globals)
-        module_state.generators += more
+        targets = [(change.module_index, change.name) for change in replica.pending_attributes]
+        request = AttributesRequest(targets, values, generators)
+        self.channel.send(messages.ATTRIBUTES, replica.module_id, request, module_globals=module_state.module_globals)
+        module_state.generators += generators
 
     def _take_released(self) -> tuple[list[int], list[int]]:
         """Take the ids of calls and modules that the worker can drop."""
-        ended: list[int] = []
+        calls: list[int] = []
         modules: list[int] = []
         while self.released:
             kind, number = self.released.popleft()
-            (ended if kind == "call" else modules).append(number)
+            (calls if kind == "call" else modules).append(number)
         self._released_memory += [memory for number in modules for memory in self._opened_memory.pop(number, [])]
-        return ended, modules
+        return calls, modules
 
     def _send_module(self, replica: RemoteReplica) -> RemoteModuleState:
+        """Send the whole module: its tensor table, then its objects."""
         pairs = [*replica.tensors.trainable, *replica.tensors.state]
         tensors = [source for source, _ in pairs]
-        listed = TensorTableBuilder(tensors, replica, self.same_device)
-        blocks = listed.blocks
-        wanted = [number for number, tensor in enumerate(tensors) if tensor.requires_grad and tensor.numel()]
-        offsets, total = pack_offsets([tensors[n].numel() * tensors[n].element_size() for n in wanted])
-        cut = (
-            gradient_chunks((n, tensors[n]) for n in wanted)
-            if replica.source_device.type == replica.worker_device.type == "cpu"
-            else []
+        table = TensorTableBuilder(tensors, replica, self.same_device)
+        with_slot = [number for number, tensor in enumerate(tensors) if tensor.requires_grad and tensor.numel()]
+        offsets, nbytes = pack_offsets([tensors[n].numel() * tensors[n].element_size() for n in with_slot])
+        slot_offsets = dict(zip(with_slot, offsets, strict=True))
+        on_cpu = replica.source_device.type == replica.worker_device.type == "cpu"
+        chunks = gradient_chunks((n, tensors[n]) for n in with_slot) if on_cpu else []
+        nbytes += ready_list_bytes(chunks)
+        memory = self._gradient_memory(replica, nbytes)
+        request = TensorTableRequest(
+            replica.module_id,
+            replica.worker_device,
+            table.specs,
+            table.storages,
+            [(number, block.nbytes) for number, block in table.blocks.items()],
+            (nbytes, list(slot_offsets.items())),
+            [(number, block.nbytes, block.handle) for number, block in table.ipc_blocks.items()],
         )
-        total += ready_list_bytes(cut)
-        if (
-            replica.gradient_memory is None
-            or replica.gradient_memory.nbytes != total
-            or isinstance(replica.gradient_memory, DeviceMemory) != self.same_device
-        ):
-            replica.gradient_memory = self._allocate_slots(total, replica.worker_device)
-        places = list(zip(wanted, offsets, strict=True))
-        known_blocks = [(number, memory.nbytes) for number, memory in blocks.items()]
-        order: Any = TensorTableRequest(
-            replica.module_id, replica.worker_device, listed.specs, listed.storages, known_blocks, (total, places)
-        )
-        order.ipc_handles = [(number, memory.nbytes, memory.handle) for number, memory in listed.ipc_blocks.items()]
         self._released_memory += self._opened_memory.get(replica.module_id, [])
-        self._opened_memory[replica.module_id] = list(listed.ipc_blocks.values())
-        fds = [memory.fd for memory in blocks.values()]
+        self._opened_memory[replica.module_id] = list(table.ipc_blocks.values())
+        fds = [block.fd for block in table.blocks.values()]
         doorbell = None
-        if isinstance(replica.gradient_memory, SharedMemory):
-            if cut:
-                doorbell, order.has_doorbell = make_doorbell(replica.gradient_memory, cut), True
+        if isinstance(memory, SharedMemory):
+            if chunks:
+                doorbell, request.has_doorbell = make_doorbell(memory, chunks), True
                 fds.append(doorbell.fd)
-            fds.append(replica.gradient_memory.fd)
+            fds.append(memory.fd)
         else:
-            order.gradient_slots_handle = replica.gradient_memory.handle
-            self._opened_memory[replica.module_id].append(replica.gradient_memory)
-        self.channel.send(messages.TENSOR_TABLE, replica.module_id, order, fds=fds)
-        known = {id(tensor): number for number, tensor in enumerate(tensors)}
+            request.gradient_slots_handle = memory.handle
+            self._opened_memory[replica.module_id].append(memory)
+        self.channel.send(messages.TENSOR_TABLE, replica.module_id, request, fds=fds)
+        module_globals = ModuleGlobals(self.channel.registry.sent_module_values)
+        generators = self._send_objects(replica, tensors, module_globals)
+        module_state = RemoteModuleState(
+            [source if source.is_leaf else copy for source, copy in pairs],  # a graph leads to earlier calls
+            [copy for _, copy in pairs],
+            {number: gradient_slot(memory, offset, tensors[number]) for number, offset in slot_offsets.items()},
+            table.unshared,
+            memory,
+            slot_offsets,
+            table.staging,
+            replica.same_device,
+            self.same_device,
+            generators,
+            self.channel.registry.closure_cells,
+            doorbell,
+            module_globals,
+        )
+        module_state.staged_offsets = table.staged_offsets
+        return module_state
+
+    def _send_objects(
+        self, replica: RemoteReplica, tensors: Sequence[Tensor], module_globals: ModuleGlobals
+    ) -> list[torch.Generator]:
+        """Send the module; its tensors refer to the tensor table. Returns the generators that it holds."""
+        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
 
         def describe(tensor: Tensor) -> TensorTag:
-            return (SOURCE, known[id(tensor)]) if id(tensor) in known else tag_by_value(tensor.detach())
+            return (SOURCE, numbers[id(tensor)]) if id(tensor) in numbers else tag_by_value(tensor.detach())
 
-        source, _ = replica.cloner.modules[0]
-        generators = [held for held, _ in replica.cloner.generators]
-        order = ModuleRequest(
+        generators = [source for source, _ in replica.cloner.generators]
+        request = ModuleRequest(
             replica.module_id,
-            source,
+            replica.source_modules[0],
             replica.source_device,
             replica.sync_batchnorm,
             replica.private_container_paths,
             generators,
         )
-        module_globals = ModuleGlobals(self.channel.registry.sent_module_values)
         self.channel.send(
-            *(messages.MODULE, replica.module_id, order, describe), label="the module", module_globals=module_globals
+            messages.MODULE, replica.module_id, request, describe, label="the module", module_globals=module_globals
         )
-        variables = self.channel.registry.closure_cells
-        slots = {number: gradient_slot(replica.gradient_memory, offset, tensors[number]) for number, offset in places}
-        table = [source if source.is_leaf else made for source, made in pairs]  # graphs lead to earlier calls
-        made = [made for _, made in pairs]
-        memory, at, near = replica.gradient_memory, dict(places), replica.same_device
-        staging, loose = listed.staging, listed.unshared
-        module_state = RemoteModuleState(
-            table,
-            made,
-            slots,
-            loose,
-            memory,
-            at,
-            staging,
-            near,
-            self.same_device,
-            generators,
-            variables,
-            doorbell,
-            module_globals,
-        )
-        module_state.staged_offsets = listed.staged_offsets
-        return module_state
+        return generators
+
+    def _gradient_memory(self, replica: RemoteReplica, nbytes: int) -> SharedMemory | DeviceMemory:
+        """The memory for a replica's gradients: the one that it has, if it fits."""
+        memory = replica.gradient_memory
+        if memory is None or memory.nbytes != nbytes or isinstance(memory, DeviceMemory) != self.same_device:
+            memory = replica.gradient_memory = self._allocate_slots(nbytes, replica.worker_device)
+        return memory
 
     def _allocate_slots(self, nbytes: int, device: torch.device) -> SharedMemory | DeviceMemory:
         """Memory for gradients: on the device with CUDA IPC if possible, else in shared host memory."""
@@ -281,10 +282,8 @@ class WorkerClient:
         pending, ambient = self._new_pending(), request.ambient
         request.released = self._take_released()
         if ambient is None or ambient.context_vars or ambient.saved_tensor_hooks is not None:
-            self._last_ambient = None  # values of the user's are sent again, and not compared
-        elif (
-            ambient == self._last_ambient and len(self._pending) == 1
-        ):  # another call may fail before it has set them up
+            self._last_ambient = None  # objects of the user are sent again, and not compared
+        elif ambient == self._last_ambient and len(self._pending) == 1:  # another request may fail before it is applied
             request.ambient = None
         try:
             tensors = self.channel.send(
@@ -315,12 +314,6 @@ class WorkerClient:
         self.channel.send(messages.BACKWARD, pending.request_id, request)
         return pending
 
-    def send_reachability(self, call: int, outputs: list[int], spent: list[list[int]]) -> PendingReply:
-        """Ask which collectives a backward from some outputs of a call would reach."""
-        pending = self._new_pending()
-        self.channel.send(messages.REACHABILITY, pending.request_id, (call, outputs, spent))
-        return pending
-
     def send(self, kind: str, value: Any, fds: Sequence[int] = ()) -> PendingReply:
         """Send a request of any other kind."""
         with self.lock:
@@ -338,7 +331,7 @@ class WorkerClient:
         """Whether a reply has arrived, and is an error."""
         try:
             message = self._receive_for(pending, 0) if messages.FAILED not in pending.received_kinds else None
-        except ConnectionClosed:  # whoever hears it sees to that
+        except ConnectionClosed:  # the thread that waits for the reply handles it
             return False
         if message is not None:
             pending.put(message)
@@ -346,7 +339,7 @@ class WorkerClient:
 
     def _receive_for(self, pending: PendingReply, seconds: float = POLL_SECONDS) -> Message | None:
         """The next message for a request, if one arrives soon; messages for others are passed on."""
-        if not self.lock.acquire(blocking=False):  # another thread listens, or asks
+        if not self.lock.acquire(blocking=False):  # another thread sends or receives
             return pending.get(min(seconds, HANDOFF_SECONDS))
         try:
             message = pending.get(0)
@@ -368,20 +361,20 @@ class WorkerClient:
     def _receive(self, seconds: float) -> Message | None:
         try:
             return self.worker.connection.receive(seconds)
-        except ProtocolError as error:  # nothing that it says can be relied on
-            self.worker.kill(f"it was ended, for what it sent is none of ours: {error}")
-            raise ConnectionClosed(f"{self.worker.name} was ended") from error
+        except ProtocolError as error:
+            self.worker.kill(f"it was killed because it sent a malformed message: {error}")
+            raise ConnectionClosed(f"{self.worker.name} was killed") from error
 
     def abandon(self, pending: PendingReply) -> None:
         """Ignore the reply to a request. The worker's collectives in it fail."""
         if self._pending.pop(pending.request_id, None) is not None:
-            self._last_ambient = None  # the worker may not come to that
+            self._last_ambient = None  # the worker may not apply it
             with suppress(ConnectionClosed):
                 self.channel.send_flat(messages.COLLECTIVE_RESULT, pending.request_id, ABANDONED)
 
-    def abandon_since(self, number: int) -> None:
+    def abandon_since(self, request_id: int) -> None:
         """Abandon all requests after one."""
-        for pending in [pending for pending in self._pending.values() if pending.request_id > number]:
+        for pending in [pending for pending in self._pending.values() if pending.request_id > request_id]:
             self.abandon(pending)
 
     def wait_reply(self, pending: PendingReply, collectives: CollectiveLog | None) -> Message:
@@ -399,42 +392,39 @@ class WorkerClient:
     def _receive_reply(self, pending: PendingReply, collectives: CollectiveLog | None) -> ReplyGenerator[Message]:
         if collectives is not None:
             collectives.rewind()
-        wait = ReplyWatchdog(self.worker, self.timeout)
+        watchdog = ReplyWatchdog(self.worker, self.timeout)
         while True:
             message = self._receive_for(pending)
             if message is None:
-                wait.check()
+                watchdog.check()
                 if collectives is not None:
                     collectives.warn_if_slow()
                 on_host = self.channel.cuda_ipc is None and self.worker.connection.receiver is None
-                # That may have been this one, whose answer another thread has heard just now.
+                # The failed replica may be this one: another thread may just have received its reply.
                 if on_host and collectives is not None and collectives.any_failed() and not pending.has_message():
-                    raise PeerFailure("another replica failed, and this one was not waited for.")
+                    raise PeerFailure("another replica failed, so this one was not awaited.")
                 continue
             if message.kind == messages.COLLECTIVE and collectives is not None:
-                (index, label, bare), tensors = self.channel.decode_flat(message)
-                self.channel.send_flat(
-                    messages.COLLECTIVE_RESULT,
-                    message.call_id,
-                    (yield from collectives.exchange(index, label, bare, tensors)),
-                )
+                (index, label, payload), tensors = self.channel.decode_flat(message)
+                result = yield from collectives.exchange(index, label, payload, tensors)
+                self.channel.send_flat(messages.COLLECTIVE_RESULT, message.call_id, result)
                 yield RUNNING
-                wait = ReplyWatchdog(self.worker, self.timeout)
+                watchdog = ReplyWatchdog(self.worker, self.timeout)
             elif message.kind == messages.FAILED:
                 pending.received_kinds.add(message.kind)
                 self._pending.pop(pending.request_id, None)
-                self._last_ambient = None  # it may not have come to that
+                self._last_ambient = None  # the worker may not have applied it
                 error = unpack_exception(Payload(message.body, message.tensors), self.channel.registry)
                 self.last_error_id = id(error)
                 if isinstance(error, (EngineError, MemoryError)):
-                    self.channel.registry.mark_all_unsent()  # it may not have what was sent with it
+                    self.channel.registry.mark_all_unsent()  # the worker may not have decoded the request
                 raise wrap_stop_iteration(error)
             elif message.kind == messages.DONE:
-                self._pending.pop(pending.request_id, None)  # graphs may hold it for long
-                self._released_memory.clear()  # it has read all that was said before
+                self._pending.pop(pending.request_id, None)  # graphs may keep it alive
+                self._released_memory.clear()  # the worker has handled all earlier messages
                 return message
             else:
-                raise EngineError(f"{self.worker.name} answered {message.kind!r} to a call.")
+                raise EngineError(f"{self.worker.name} replied to a request with {message.kind!r}.")
 
 
 _clients: weakref.WeakKeyDictionary[WorkerProcess, WorkerClient] = weakref.WeakKeyDictionary()

@@ -83,80 +83,86 @@ class OverlappedSum:
         self.writable: set[int] | None = None
         """Positions of replica 0's gradients that can be added to in place, once known."""
 
-    def add_worker(self, replica: int, call: ReplayableCall, number: int, answered: Callable[[], bool]) -> None:
+    def add_worker(
+        self, replica_index: int, call: ReplayableCall, request_id: int, has_replied: Callable[[], bool]
+    ) -> None:
         """Register a worker whose backward was requested."""
         doorbell = call.module_state.doorbell
-        if doorbell is not None and doorbell.backward_id == number:
-            self._workers.append(_ExpectedWorker(replica, call, doorbell, number, answered, {}))
+        if doorbell is not None and doorbell.backward_id == request_id:
+            self._workers.append(_ExpectedWorker(replica_index, call, doorbell, request_id, has_replied, {}))
 
-    def run(self, sides: Sequence[ReplicaGraph]) -> None:
+    def run(self, replicas: Sequence[ReplicaGraph]) -> None:
         """Add chunks as they become ready, until all workers have replied or none signals any more.
 
-        To be called when this process's own gradients are there. Only where every worker rings, and none has died: they
-        come in order, and a successor has slots of its own.
+        Call it after replica 0's backward. It does nothing unless every worker signals its gradients and none was
+        replaced: gradients are added in the order of the replicas, and a replacement has its own slots.
         """
-        if len(self._workers) != len(sides) - 1 or not all(map(_doorbell_is_current, self._workers)):
+        if len(self._workers) != len(replicas) - 1 or not all(map(_doorbell_is_current, self._workers)):
             return
-        self._sums = self._start_sums(sides)
+        self._sums = self._start_sums(replicas)
         if not self._sums:
             return
-        ringing = {worker.doorbell.fd: place for place, worker in enumerate(self._workers)}
+        doorbells = {worker.doorbell.fd: number for number, worker in enumerate(self._workers)}
         waiting = {worker.call.client.worker.connection.fileno(): worker for worker in self._workers}
         poll = select.poll()
-        for fd in (*ringing, *waiting):
+        for fd in (*doorbells, *waiting):
             poll.register(fd, select.POLLIN)
         ready: deque[tuple[int, GradientChunk]] = deque()
-        last, quiet = (
-            time.monotonic(),
-            min(_IDLE_SECONDS, *(_IDLE_FRACTION * worker.call.client.timeout for worker in self._workers)),
-        )
+        last_event = time.monotonic()
+        idle_limit = min(_IDLE_SECONDS, *(_IDLE_FRACTION * worker.call.client.timeout for worker in self._workers))
         while waiting:
             events = poll.poll(0) if ready else spin_poll(poll) or poll.poll(_POLL_MS)
             for fd, _ in events:
-                if fd in ringing:
-                    ready.extend((ringing[fd], stretch) for stretch in self._workers[ringing[fd]].doorbell.poll())
+                if fd in doorbells:
+                    worker = doorbells[fd]
+                    ready.extend((worker, chunk) for chunk in self._workers[worker].doorbell.poll())
                 elif waiting.pop(fd, None) is not None:
                     poll.unregister(fd)
-            for _ in range(
-                min(_CHUNKS_PER_POLL, len(ready)) if waiting else 0
-            ):  # with all answers there, threads are quicker
-                self._add_chunk(*ready.popleft())
+            if waiting:  # after the last reply, `finish` is faster: it uses several threads
+                for _ in range(min(_CHUNKS_PER_POLL, len(ready))):
+                    self._add_chunk(*ready.popleft())
             if events or ready:
-                last = time.monotonic()
-            elif time.monotonic() - last > quiet or any(map(_has_ended, waiting.values())):
+                last_event = time.monotonic()
+            elif time.monotonic() - last_event > idle_limit or any(map(_has_ended, waiting.values())):
                 return
 
-    def _start_sums(self, sides: Sequence[ReplicaGraph]) -> dict[int, _PartialSum]:
-        """The sums for replica 0's large gradients."""
+    def _start_sums(self, replicas: Sequence[ReplicaGraph]) -> dict[int, _PartialSum]:
+        """The sums for replica 0's large gradients, by position."""
         sums: dict[int, _PartialSum] = {}
-        rows = [worker.call.tensor_indices(sides[worker.replica_index].leaves) for worker in self._workers]
-        for place, leaf in enumerate(sides[0].leaves):
-            own = leaf.grad
-            if own is None or place not in (self.writable or ()) or own.nbytes < MIN_GRADIENT_BYTES:
+        rows = [worker.call.tensor_indices(replicas[worker.replica_index].leaves) for worker in self._workers]
+        for position, leaf in enumerate(replicas[0].leaves):
+            total = leaf.grad
+            if total is None or position not in (self.writable or ()) or total.nbytes < MIN_GRADIENT_BYTES:
                 continue
-            numbers = [row[place] for row in rows]
-            known = zip(self._workers, numbers, strict=True)
-            pairs = [(w, n) for w, n in known if n is not None and n in w.doorbell.chunks_by_tensor]
-            slots = [worker.call.module_state.gradient_slots[number] for worker, number in pairs]
-            if len(pairs) == len(numbers) and all(is_dense_pair(own, slot) for slot in slots):
-                spans = pairs[0][0].doorbell.chunks_by_tensor[pairs[0][1]]
-                sums[place] = _PartialSum(own.view(-1), [slot.view(-1) for slot in slots], spans)
-                for worker, number in pairs:
-                    worker.positions[number] = place
+            pairs = [
+                (worker, index)
+                for worker, row in zip(self._workers, rows, strict=True)
+                if (index := row[position]) is not None and index in worker.doorbell.chunks_by_tensor
+            ]
+            slots = [worker.call.module_state.gradient_slots[index] for worker, index in pairs]
+            if len(pairs) == len(rows) and all(is_dense_pair(total, slot) for slot in slots):
+                first, first_index = pairs[0]
+                chunks = first.doorbell.chunks_by_tensor[first_index]  # the same for all workers
+                sums[position] = _PartialSum(total.view(-1), [slot.view(-1) for slot in slots], chunks)
+                for worker, index in pairs:
+                    worker.positions[index] = position
         return sums
 
-    def _add_chunk(self, worker: int, stretch: GradientChunk) -> None:
-        place = self._workers[worker].positions.get(stretch.tensor_index)
-        if place is not None:
-            one = self._sums[place]
-            one.ready.setdefault(stretch.start, set()).add(worker)
-            one.add(stretch.start, stretch.stop)
+    def _add_chunk(self, worker: int, chunk: GradientChunk) -> None:
+        position = self._workers[worker].positions.get(chunk.tensor_index)
+        if position is not None:
+            partial_sum = self._sums[position]
+            partial_sum.ready.setdefault(chunk.start, set()).add(worker)
+            partial_sum.add(chunk.start, chunk.stop)
 
     def finish(self, columns: Sequence[Gradients]) -> dict[int, Tensor]:
-        """Complete the sums that were started, by position. To be called when all workers have replied."""
-        begun = {place: one for place, one in self._sums.items() if one.added}
-        self._sums = {}  # the views in it keep the rest from being added to in place
-        return {place: _finish_sum(one, [column[place] for column in columns]) for place, one in begun.items()}
+        """Complete the sums that were started, by position. Call it when all workers have replied."""
+        started = {position: partial_sum for position, partial_sum in self._sums.items() if partial_sum.added}
+        self._sums = {}  # its views would count as users of the other gradients' memory
+        return {
+            position: _finish_sum(partial_sum, [column[position] for column in columns])
+            for position, partial_sum in started.items()
+        }
 
 
 def _doorbell_is_current(worker: _ExpectedWorker) -> bool:
@@ -169,21 +175,21 @@ def _has_ended(worker: _ExpectedWorker) -> bool:
     return worker.has_replied() or not worker.call.client.worker.is_alive()
 
 
-def _finish_sum(one: _PartialSum, row: Gradients) -> Tensor:
+def _finish_sum(partial_sum: _PartialSum, row: Gradients) -> Tensor:
     """Add the chunks that are missing from a sum."""
     total, *others = row
     assert total is not None
     for worker, gradient in enumerate(others):
-        left = [span for span in one.chunks if one.added.get(span.start, 0) <= worker]
+        missing = [chunk for chunk in partial_sum.chunks if partial_sum.added.get(chunk.start, 0) <= worker]
+        all_missing = len(missing) == len(partial_sum.chunks)
         if gradient is not None and is_dense_pair(total, gradient):
-            sums, more = total.view(-1), gradient.reshape(-1)
-            spans = [(0, len(sums))] if len(left) == len(one.chunks) else [(span.start, span.stop) for span in left]
-            for start, stop in spans:
-                sums[start:stop].add_(more[start:stop])
-        elif len(left) < len(one.chunks):
+            flat_total, flat = total.view(-1), gradient.reshape(-1)
+            for start, stop in [(0, len(flat))] if all_missing else [(chunk.start, chunk.stop) for chunk in missing]:
+                flat_total[start:stop].add_(flat[start:stop])
+        elif not all_missing:
             raise EngineError(
-                "a worker died in a backward, and the one that took its place came to other gradients: the backward "
-                "is not the same when it is run again.\nRun the step again, or write engine='threads'."
+                "a worker died in a backward, and its replacement computed other gradients: the backward is not "
+                "deterministic.\nRun the step again, or write engine='threads'."
             )
         elif gradient is not None:
             total = total + gradient

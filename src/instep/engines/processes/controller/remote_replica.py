@@ -94,9 +94,9 @@ class RemoteReplica(Replica):
         self.carried_state: list[tuple[int, str, Any]] = []
         """Shards of carried state for the next call: the submodule's index, the attribute, the shard."""
         self._written: list[TensorPair] = []
-        # Arguments for another accelerator are put where the source is, from where the worker gets them.
-        staging = source_device if source_device.type != "cpu" and device.type != "cpu" else device
-        super().__init__(index, source, staging, sharing, source_device=source_device, **kwargs)
+        # Arguments for another accelerator are first moved to the source's device, from where the worker gets them.
+        argument_device = source_device if source_device.type != "cpu" and device.type != "cpu" else device
+        super().__init__(index, source, argument_device, sharing, source_device=source_device, **kwargs)
         self.name = f"replica {index} on {device}"
         self.same_device = device == source_device and device.type != "cpu" and sharing is ParameterSharing.ALIAS
         """Whether the worker uses the caller's device."""

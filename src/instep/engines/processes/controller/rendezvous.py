@@ -60,7 +60,7 @@ class ReplyTask(Generic[T]):
             try:
                 raise error
             finally:
-                del error  # its traceback holds this frame
+                del error  # breaks the cycle with this frame
         return self._result[0]
 
     def cancel(self) -> None:
@@ -131,9 +131,9 @@ _send_lock = ForkSafeLock()
 def run_replicas(
     group: ControllerRendezvous, first: Callable[[], T], generators: Sequence[ReplyGenerator[T]]
 ) -> list[T]:
-    """What `first` gives, in this thread, after every worker was asked for its part; and what they answer.
+    """Send every worker its request, run `first` in this thread, and wait for the replies. Returns all results.
 
-    The first error of all is raised when every part has ended, an interruption at once.
+    The first error is raised when every replica has ended; an interruption is raised at once.
     """
     results: list[T] = []
     errors: dict[int, BaseException] = {}
@@ -142,11 +142,11 @@ def run_replicas(
         with _send_lock:
             for task in tasks:
                 task.resume()
-        for number, part in enumerate([first, *(task.result for task in tasks)]):
+        for index, run in enumerate([first, *(task.result for task in tasks)]):
             try:
-                results.append(part())
+                results.append(run())
             except Exception as error:
-                errors[number], group.has_failed = error, True
+                errors[index], group.has_failed = error, True
         group.close()
     except BaseException:
         run_uninterrupted(group.abort, group.close, *(task.cancel for task in tasks))
@@ -157,35 +157,35 @@ def run_replicas(
         try:
             raise first_error(errors)
         finally:
-            errors.clear()  # their tracebacks hold this frame
+            errors.clear()  # breaks the cycle with this frame
     return results
 
 
 def run_as_replica(run: Callable[[], T], count: int, *, caller_restores: bool = False) -> T:
-    """Do something in this thread as a replica does, with a replica's share of the cores of `count` replicas.
+    """Run a function in this thread as a replica thread would, with the intra-op threads of one of `count` replicas.
 
-    If it fails or is interrupted, what it may have set is set back; only what this function has, where the rest is
-    `looked_after` by whoever called it.
+    If it fails or is interrupted, the thread's whole ambient state is restored; with `caller_restores`, only what this
+    function sets.
     """
-    mine = torch.get_num_threads()
-    share = max(1, mine // count)
-    back = (
-        [partial(set_replica_thread, False), partial(torch.set_num_threads, mine)]
-        if caller_restores
-        else [AmbientState.capture().restore]
-    )
+    num_threads = torch.get_num_threads()
+    share = max(1, num_threads // count)
+    restore: list[Callable[[], object]]
+    if caller_restores:
+        restore = [partial(set_replica_thread, False), partial(torch.set_num_threads, num_threads)]
+    else:
+        restore = [AmbientState.capture().restore]
     try:
-        if share != mine:
+        if share != num_threads:
             torch.set_num_threads(share)
         set_replica_thread(True)
         set_spin_wait(count)
         result = run()
         set_spin_wait(0)
         set_replica_thread(False)
-        if share != mine:
-            torch.set_num_threads(mine)
-    except BaseException:  # no context manager: an interruption could come on the way to it
-        run_uninterrupted(*back, partial(set_spin_wait, 0))
+        if share != num_threads:
+            torch.set_num_threads(num_threads)
+    except BaseException:  # not a context manager: an interruption could arrive before it is entered
+        run_uninterrupted(*restore, partial(set_spin_wait, 0))
         raise
     return result
 
@@ -222,34 +222,33 @@ class CollectiveLog:
         return self._rendezvous is not None and self._rendezvous.any_failed()
 
     def exchange(
-        self, index: int, label: str, bare: EncodedPayload, tensors: Sequence[Tensor]
+        self, index: int, label: str, payload: EncodedPayload, tensors: Sequence[Tensor]
     ) -> ReplyGenerator[FlatValue]:
         """The result of the next collective, or its error."""
         if self._position < len(self._results):
-            reply = self._results[self._position]
+            result = self._results[self._position]
         elif self._rendezvous is None:
-            again = EngineError(f"a replayed forward called {label}, which the first run did not call.")
-            reply = error_result(again)
+            result = error_result(EngineError(f"a replayed forward called {label}, which the first run did not call."))
         else:
             try:
-                packages = yield from self._rendezvous.exchange_remote(index, label, decode_payload(bare, tensors))
-                reply = _result_for(packages, index)
-                if any(tensor.device.type != "cpu" for tensor in reply.tensors):
+                payloads = yield from self._rendezvous.exchange_remote(index, label, decode_payload(payload, tensors))
+                result = _result_for(payloads, index)
+                if any(tensor.device.type != "cpu" for tensor in result.tensors):
                     self._streams.wait_for_caller()
             except Exception as error:
-                reply = error_result(error)
-            self._results.append(reply)
+                result = error_result(error)
+            self._results.append(result)
         self._position += 1
-        return reply
+        return result
 
 
-def _result_for(packages: Sequence[Payload], index: int) -> FlatValue:
-    """Encodes all replicas' payloads for one replica."""
+def _result_for(payloads: Sequence[Payload], index: int) -> FlatValue:
+    """Encode all replicas' payloads for one replica."""
     tensors: list[Tensor] = []
-    bares = [encode_payload(package, tensors, index) for package in packages]
-    return FlatValue((bares, None), tensors, [package.metadata for package in packages])
+    encoded = [encode_payload(payload, tensors, index) for payload in payloads]
+    return FlatValue((encoded, None), tensors, [payload.metadata for payload in payloads])
 
 
 def error_result(error: Exception | str) -> FlatValue:
-    """Encodes a collective's failure."""
+    """Encode a collective's failure."""
     return FlatValue((None, error), [], [error])

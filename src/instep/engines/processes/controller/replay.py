@@ -1,4 +1,4 @@
-"""What is kept of a worker's forward so that it can be replayed on a replacement worker."""
+"""Replaying a worker's forward on a replacement, if the worker died before the backward."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ AttributeKey = tuple[nn.Module, str, bool]
 
 @dataclass(eq=False)
 class ReplayableCall:
-    """What is needed to replay a worker's forward. When it is freed, the worker can drop the call too.
+    """The graph of a replica in a worker, and what is needed to replay its forward.
 
-    It does not hold the stand-in that it was made with: that leads to tensors which earlier calls left on the module,
-    and so to these calls.
+    When it is freed, the worker can drop the call too. It does not reference its `RemoteReplica`, which references
+    tensors that earlier calls left on the module, and so the graphs of these calls.
     """
 
     call_id: int
@@ -45,7 +45,7 @@ class ReplayableCall:
     """Paths of containers of which each replica has a copy."""
     modules: list[nn.Module]
     change_detector: Callable[[], Callable[[], Changes | None] | None]
-    """What says what has changed on the module since its replicas were last ready, as long as that exists."""
+    """A weak reference to the function that compares the module with its state at the last call."""
     request: ForwardRequest
     collectives: CollectiveLog
     arguments: list[Tensor]
@@ -74,7 +74,7 @@ class ReplayableCall:
         weakref.finalize(self, self.client.released.append, ("call", self.call_id))
         self._source_ids, self._local_indices = self.module_state.source_ids, self.module_state.local_indices
         self.record_versions()
-        self._replica: RemoteReplica | None = None  # held: a worker forgets the module of a stand-in that is gone
+        self._replica: RemoteReplica | None = None  # keeps a replayed module: the worker drops it with the replica
         register_call(self.modules[0], self)
 
     def keep_inputs(self, positions: Sequence[int]) -> None:
@@ -113,7 +113,7 @@ class ReplayableCall:
     def ensure_on(self, client: WorkerClient, outputs: Sequence[Tensor]) -> list[list[int]]:
         """Make sure that a worker has the graph. Returns the tokens to consume again after a replay.
 
-        The `outputs` are those that somebody has got of the forward.
+        `outputs` are outputs of the forward that the caller has.
         """
         if client is self.client:
             return []
@@ -122,36 +122,35 @@ class ReplayableCall:
 
     def _replay(self, client: WorkerClient, outputs: Sequence[Tensor]) -> None:
         """Run the forward again on a replacement worker."""
-        given, sources = self.changed_tensors()
-        look = self.change_detector()
-        changes = None if look is None else look()
+        written_arguments, written_tensors = self.changed_tensors()
+        detect_changes = self.change_detector()
+        changes = None if detect_changes is None else detect_changes()
         if changes is not None:
             self.record_changes(changes)
-        elif not all(map(self._is_unmodified, outputs)):  # nobody has watched: only the outputs tell of changes
+        elif not all(map(self._is_unmodified, outputs)):  # only unmodified outputs can show that nothing changed
             self.is_exact = False
-        spoilt = self.arguments_changed or bool(given)
-        if spoilt or sources or not self.is_exact or not self._has_same_structure():
-            raise self._lost_error("weights" if sources else "arguments" if spoilt else "module")
+        if written_tensors:
+            raise self._lost_error("weights")
+        if self.arguments_changed or written_arguments:
+            raise self._lost_error("arguments")
+        if not self.is_exact or not self._has_same_structure():
+            raise self._lost_error("module")
         with self._restored_module():
             replica = self._replica = self.recreate_replica()
             replica.private_container_paths = self.private_containers
             module_state = client.sync_module(replica)
-        state = {
-            module_state.tensor_indices[key]: value
-            for key, value in self.old_values.items()
-            if key in module_state.tensor_indices
-        }
+        indices = module_state.tensor_indices
+        old_values = {indices[key]: value for key, value in self.old_values.items() if key in indices}
         request = self.request
         module_state.refresh_staging(self, follow=True)
-        request.module_id, request.refresh_state, request.tensor_values, request.sequence_number = (
-            replica.module_id,
-            True,
-            module_state.unshared_values() | state,
-            0,
-        )
+        request.module_id, request.refresh_state, request.sequence_number = replica.module_id, True, 0
+        request.tensor_values = module_state.unshared_values() | old_values
         states = {id(self.module_state.generators[number]): state for number, state in request.generator_states.items()}
-        numbered = [(number, states.get(id(source))) for number, source in enumerate(module_state.generators)]
-        request.generator_states = {number: state for number, state in numbered if state is not None}
+        request.generator_states = {
+            number: states[id(generator)]
+            for number, generator in enumerate(module_state.generators)
+            if id(generator) in states
+        }
         pending, _ = client.send_forward(request, module_state)
         _, tensors = client.channel.decode(
             client.wait_reply(pending, self.collectives), reply_rebuilder(self.arguments, module_state.local_tensors)
@@ -160,22 +159,18 @@ class ReplayableCall:
             client.released.append(("call", pending.request_id))
             raise self._lost_error("weights, or something else that it reads,")
         self.call_id, self.client, self.module_state = pending.request_id, client, module_state
-        self._local_indices = {
-            made: module_state.tensor_indices[source]
-            for made, source in self._source_ids.items()
-            if source in module_state.tensor_indices
-        }
+        self._local_indices = {copy: indices[source] for copy, source in self._source_ids.items() if source in indices}
         weakref.finalize(self, client.released.append, ("call", pending.request_id))
 
     def _matches(self, output: Tensor, tensors: Sequence[Tensor]) -> bool:
-        """Whether an output came out the same: writes that move no version (`.data`, fused optimizers) show in that.
+        """Whether the replay gave the same output; shows writes without a version (`.data`, fused optimizers).
 
-        One that the caller has written to since says nothing.
+        An output that the caller has written to since cannot be compared.
         """
-        number = self.output_indices[id(output)]
         if not self._is_unmodified(output):
             return True
-        return number < len(tensors) and tensors_equal(output, tensors[number].to(output.device))
+        index = self.output_indices[id(output)]
+        return index < len(tensors) and tensors_equal(output, tensors[index].to(output.device))
 
     def _is_unmodified(self, output: Tensor) -> bool:
         return output._version == self.output_versions[self.output_indices[id(output)]]
@@ -183,23 +178,20 @@ class ReplayableCall:
     def _lost_error(self, what: str) -> WorkerFailure:
         return WorkerFailure(
             f"the worker of {self.name} ended between a forward and its backward, and the {what} changed since, so "
-            f"that its part cannot be run again exactly.\n"
+            f"the forward cannot be repeated exactly.\n"
             f"Call backward() before the module is changed, or run the step again."
         )
 
     def _has_same_structure(self) -> bool:
-        known = set(map(id, self.modules))
-        tensors = set(map(id, self.module_state.tensors))
+        modules, tensors = set(map(id, self.modules)), set(map(id, self.module_state.tensors))
         root = self.modules[0]
-        return all(id(module) in known for module in root.modules()) and all(
-            id(parameter) in tensors for parameter in root.parameters()
-        )
+        return modules.issuperset(map(id, root.modules())) and tensors.issuperset(map(id, root.parameters()))
 
     @contextmanager
     def _restored_module(self) -> Iterator[None]:
         """Restore the module's attributes and containers from before the call while inside."""
-        now = {key: _attribute_dict(key).get(key[1], MISSING) for key in self.old_attributes}
-        held = [(container, read_contents(container)) for container, _ in self.old_contents.values()]
+        attributes = {key: _attribute_dict(key).get(key[1], MISSING) for key in self.old_attributes}
+        containers = [(container, read_contents(container)) for container, _ in self.old_contents.values()]
         try:
             for container, contents in self.old_contents.values():
                 write_contents(container, contents)
@@ -207,9 +199,9 @@ class ReplayableCall:
                 _set_attribute(key, value)
             yield
         finally:
-            for container, contents in held:
+            for container, contents in containers:
                 write_contents(container, contents)
-            for key, value in now.items():
+            for key, value in attributes.items():
                 _set_attribute(key, value)
 
 
@@ -239,9 +231,9 @@ def _holds_graph(item: Any) -> bool:
 
 
 def _attribute_dict(key: AttributeKey) -> dict[str, Any]:
-    module, _, buffer = key
-    held: dict[str, Any] = module._buffers if buffer else module.__dict__
-    return held
+    module, _, is_buffer = key
+    attributes: dict[str, Any] = module._buffers if is_buffer else module.__dict__
+    return attributes
 
 
 def _set_attribute(key: AttributeKey, value: Any) -> None:
@@ -255,16 +247,14 @@ def _set_attribute(key: AttributeKey, value: Any) -> None:
 class TensorVersions:
     """The versions of tensors at the time of creation."""
 
-    def __init__(self, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        self._indices, self._tensors = places, tensors
-        self._before = self._read()
-
-    def _read(self) -> list[int]:
-        return list(map(get_version, self._tensors))
+    def __init__(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        self._indices, self._tensors = indices, tensors
+        self._versions = list(map(get_version, tensors))
 
     def changed(self) -> list[int]:
         """The indices of the tensors written to since."""
-        now = self._read()
-        if now == self._before:
+        versions = list(map(get_version, self._tensors))
+        if versions == self._versions:
             return []
-        return [n for n, then, later in zip(self._indices, self._before, now, strict=True) if then != later]
+        pairs = zip(self._indices, self._versions, versions, strict=True)
+        return [index for index, before, now in pairs if before != now]

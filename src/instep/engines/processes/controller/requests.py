@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 from torch import Tensor
 
 from instep.autograd.graph_walk import ReachedCollectives
+from instep.engines.processes import messages
 from instep.engines.processes.controller.client import WorkerClient
 from instep.engines.processes.controller.replay import ReplayableCall
 from instep.engines.processes.controller.replies import ReplyGenerator, run_to_end
@@ -57,7 +58,7 @@ class ReachabilityRequest:
     def send(self, client: WorkerClient) -> PendingReply:
         consumed = self._call.ensure_on(client, self._outputs)
         numbers = [self._call.output_indices[id(output)] for output in self._outputs]
-        self._pending = client.send_reachability(self._call.call_id, numbers, consumed)
+        self._pending = client.send(messages.REACHABILITY, (self._call.call_id, numbers, consumed))
         return self._pending
 
     def receive(self, client: WorkerClient) -> ReplyGenerator[ReachedCollectives]:
