@@ -57,7 +57,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch, gpu_workers: Any) -> Iterator[None]:
     nccl_manager.abort_all_groups()
 
 
-def home(model: instep.DataParallel) -> Any:
+def controller_group(model: instep.DataParallel) -> Any:
     engine: Any = model._instep_engine
     return engine._nccl._group
 
@@ -145,13 +145,13 @@ def test_weights_and_gradients_in_a_group(count: int, monkeypatch: pytest.Monkey
     plain, by_host = copy.deepcopy(net), copy.deepcopy(net)
     with wrap(net, [0] * count, private=True, probe=False) as model:
         model(torch.randn(count, 6).double())
-        group = home(model).group
+        group = controller_group(model).process_group
         with monkeypatch.context() as patch:
             patch.setattr("instep.engines.processes.controller.shared_parameters.HostStagingCopy.refresh", refuse)
             patch.setattr("instep.engines.processes.controller.remote_module.fetch_to_device", refuse)
             train(model, net)
-        assert home(model).group is group
-        assert group.last_sequence_number == home(model).sequence_base + 9
+        assert controller_group(model).process_group is group
+        assert group.last_sequence_number == controller_group(model).sequence_base + 9
         assert "weights and gradients by NCCL" in repr(model)
         for pid in ("self", *pids(model)):
             assert listening(pid) <= LOOPBACK
@@ -159,7 +159,7 @@ def test_weights_and_gradients_in_a_group(count: int, monkeypatch: pytest.Monkey
     monkeypatch.setenv("INSTEP_NCCL", "0")
     with wrap(by_host, [0] * count, private=True, probe=False) as model:
         train(model, by_host)
-        assert home(model) is None
+        assert controller_group(model) is None
     for mine, theirs, host in zip(*(n.parameters() for n in (net, plain, by_host)), strict=True):
         torch.testing.assert_close(mine, theirs)
         torch.testing.assert_close(mine, host, rtol=1e-12, atol=1e-12)
@@ -182,7 +182,7 @@ def test_autocast() -> None:
                 out = one(x)
             assert out.dtype is torch.bfloat16
             out.float().square().mean().backward()
-        assert home(model).group.last_sequence_number > home(model).sequence_base
+        assert controller_group(model).process_group.last_sequence_number > controller_group(model).sequence_base
     for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.05, atol=0.02)
 
@@ -193,11 +193,11 @@ def test_an_exception_leaves_the_group() -> None:
     with wrap(net, [0, 0], private=True) as model:
         x = torch.randn(6, 4, device="cuda")
         model(x)
-        group = home(model).group
+        group = controller_group(model).process_group
         with pytest.raises(KeyError, match="no luck"):
             model(torch.cat([x[:3], x[3:] + 200]))
         torch.testing.assert_close(model(x), net(x))
-        assert home(model).group is group
+        assert controller_group(model).process_group is group
 
 
 PHASES = (
@@ -236,7 +236,7 @@ def trained(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> nn.Module
                 threading.Timer(0.003, kill).start()
             elif BEGINNINGS.get(where, ("", ""))[0] == phase:
                 if where == "join":
-                    home(model).group.abort("another one is to be made")
+                    controller_group(model).process_group.abort("another one is to be made")
                 begin_with(BEGINNINGS[where][1], kill, monkeypatch)
 
         train(model, net, during, len(phases))
@@ -285,7 +285,7 @@ def test_everything_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
                 optimizer.zero_grad()
                 (model(torch.randn(7, 4).double()).square().mean() + 0.1 * model.penalty).backward()
                 optimizer.step()
-            assert (home(model) is not None) == (switch == "1")
+            assert (controller_group(model) is not None) == (switch == "1")
         found.append(net.state_dict())
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
 

@@ -78,7 +78,7 @@ def wrap(net: nn.Module, count: int, **options: Any) -> instep.DataParallel:
     return model
 
 
-def home(model: instep.DataParallel) -> Any:
+def controller_group(model: instep.DataParallel) -> Any:
     engine: Any = model._instep_engine
     return engine._nccl._group
 
@@ -126,13 +126,13 @@ def test_training_in_a_group(plain: Net, monkeypatch: pytest.MonkeyPatch) -> Non
     by_host = copy.deepcopy(net)
     with wrap(net, 3) as model:
         train(net, model)
-        assert home(model).group.last_sequence_number == home(model).sequence_base + 8
+        assert controller_group(model).process_group.last_sequence_number == controller_group(model).sequence_base + 8
         assert net.table.weight.grad.is_sparse
     assert_alike(net, plain)
     monkeypatch.setenv("INSTEP_NCCL", "0")
     with wrap(by_host, 3) as model:
         train(by_host, model)
-        assert home(model) is None
+        assert controller_group(model) is None
     assert_alike(by_host, plain)
 
 
@@ -143,13 +143,13 @@ def test_an_exception_in_a_worker_leaves_the_group(plain: Net) -> None:
     with wrap(net, 3) as model:
         model(batch(0))
         net.seen.zero_()
-        group = home(model).group
+        group = controller_group(model).process_group
         bad = batch(0)
         bad[-1, 2] = 77
         with pytest.raises(KeyError, match="no luck"):
             model(bad)
         train(net, model)
-        assert home(model).group is group
+        assert controller_group(model).process_group is group
     assert_alike(net, plain)
 
 
@@ -159,9 +159,9 @@ def test_a_group_that_cannot_be_made_is_said_once(plain: Net, monkeypatch: pytes
     torch.manual_seed(0)
     net = Net()
     with wrap(net, 3) as model:
-        with pytest.warns(UserWarning, match="by host memory, because NCCL is of no use here"):
+        with pytest.warns(UserWarning, match="through host memory, because NCCL cannot be used"):
             train(net, model)
-        assert home(model) is None
+        assert controller_group(model) is None
     assert_alike(net, plain)
 
 
@@ -187,12 +187,12 @@ def test_two_wrappers_share_a_group_and_the_last_one_ends_it() -> None:
     before = threading.active_count()
     one(batch(0)).sum().backward()
     two(batch(0)).sum().backward()
-    group = home(one).group
-    assert home(two).group is group
+    group = controller_group(one).process_group
+    assert controller_group(two).process_group is group
     one.close()
     assert not group.abort_reason
     two(batch(1)).sum().backward()
-    assert home(two).group is group
+    assert controller_group(two).process_group is group
     two.close()
     assert group.abort_reason
     deadline = time.monotonic() + 5
@@ -205,18 +205,18 @@ def test_two_wrappers_share_a_group_and_the_last_one_ends_it() -> None:
 def test_the_group_of_a_dropped_wrapper_is_the_next_ones_and_ends_when_any_is_closed() -> None:
     dropped = wrap(Net(), 3)
     dropped(batch(0))
-    left = home(dropped)
+    left = controller_group(dropped)
     del dropped
     gc.collect()
     following = wrap(Net(), 3)
     following(batch(0))
-    assert home(following) is left
+    assert controller_group(following) is left
     del following
     gc.collect()
-    assert not left.group.abort_reason
+    assert not left.process_group.abort_reason
     with wrap(Net(), 2):
         pass
-    assert left.group.abort_reason
+    assert left.process_group.abort_reason
     assert not nccl_manager._groups
 
 
@@ -238,7 +238,7 @@ def test_an_interruption_in_a_collective(plain: Net, monkeypatch: pytest.MonkeyP
             assert all(parameter.grad is None for parameter in net.parameters())
         net.seen.zero_()
         train(net, model)
-        assert not home(model).group.abort_reason
+        assert not controller_group(model).process_group.abort_reason
     assert_alike(net, plain)
 
 
@@ -338,13 +338,13 @@ def disturbed(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Net:
             when, place = BEGINNINGS.get(phases[step], ("", ""))
             if when == phase and place:
                 if phases[step] == "join":
-                    home(model).group.abort("another one is to be made")
+                    controller_group(model).process_group.abort("another one is to be made")
                 begin_with(place, lambda: kill(model), monkeypatch)
             elif when == phase:
                 kill(model)
 
         train(net, model, len(phases), during)
-        assert not home(model).group.abort_reason
+        assert not controller_group(model).process_group.abort_reason
     return net
 
 
@@ -371,5 +371,5 @@ def test_too_many_deaths_as_a_group_is_made(monkeypatch: pytest.MonkeyPatch) -> 
             model(batch(0))
         assert net.seen == 0
         assert model(batch(0)).shape == (7, 3)
-        assert not home(model).group.abort_reason
+        assert not controller_group(model).process_group.abort_reason
     wait_for_threads("instep-group", 20)

@@ -37,7 +37,7 @@ BACKEND = "nccl"
 EXTRA_ENVIRONMENT: dict[int, dict[str, str | None]] = {}
 """By rank: additional environment variables."""
 _group_ids = itertools.count(1)
-_UNUSED = "nobody uses it any longer"
+_UNUSED = "no engine uses it any longer"
 
 
 def are_distinct_gpus(devices: Sequence[torch.device]) -> bool:
@@ -57,7 +57,7 @@ class ControllerGroup:
         self.failure: WorkerFailure | None = None
         """Set if too many workers died while the group was created."""
         self.store_fd, self.abort_fd = os.memfd_create("instep-group", os.MFD_CLOEXEC), os.eventfd(0, os.EFD_CLOEXEC)
-        self.group = NcclGroup(self.join_request(0, device), os.dup(self.store_fd), os.dup(self.abort_fd))
+        self.process_group = NcclGroup(self.join_request(0, device), os.dup(self.store_fd), os.dup(self.abort_fd))
         self.lock = threading.Lock()
         """Held while a collective is started."""
 
@@ -101,27 +101,27 @@ class NcclManager:
         if not self._is_supported or self.refusal or count != len(self._devices) or not is_nccl_enabled():
             return False
         if BACKEND == "nccl" and nccl_group_class() is None:
-            self._disable("this torch has none that can be given up when a worker dies")
+            self._disable("this torch has no NCCL group that can be aborted when a worker dies")
             return False
-        return not is_replica_thread()  # whoever waits for itself waits for ever
+        return not is_replica_thread()  # a collective runs in the replica threads: it would wait for this one
 
     def describe(self) -> str:
         """Describes how parameters and gradients are sent; continues the engine's description."""
-        if self._group is not None and not self._group.group.abort_reason:
+        if self._group is not None and not self._group.process_group.abort_reason:
             return ", weights and gradients by NCCL"
-        return f", weights and gradients too, because NCCL is of no use here ({self.refusal})" if self.refusal else ""
+        return f", weights and gradients too, because NCCL cannot be used ({self.refusal})" if self.refusal else ""
 
     def get_group(self, streams: CallStreams) -> ControllerGroup | None:
         """The group of the current workers; None if a worker has just died or NCCL cannot be used.
 
-        One that died makes way for another: who calls this again gets the group of those that there are then.
+        After a worker was replaced, the next call creates a new group.
         """
         with self._group_lock:
             try:
                 workers = [self._provider.get_worker(index)[0] for index in range(1, len(self._devices))]
-            except ConnectionClosed:  # whoever asks it for something sees to that
+            except ConnectionClosed:  # the next request to the worker replaces it
                 return None
-            if self._group is None or self._group.group.abort_reason or self._group.workers != workers:
+            if self._group is None or self._group.process_group.abort_reason or self._group.workers != workers:
                 self.leave()
                 self._group = self._find_group(workers) or self._create_group(workers, streams)
             return self._group
@@ -129,100 +129,104 @@ class NcclManager:
     def _find_group(self, workers: Sequence[WorkerProcess]) -> ControllerGroup | None:
         """A group of the same workers that another engine created."""
         with _groups_lock:
-            home = next((h for h in _groups if h.workers == workers and not h.group.abort_reason), None)
-            if home is not None:
-                home.users.add(self)
-            return home
+            group = next((g for g in _groups if g.workers == workers and not g.process_group.abort_reason), None)
+            if group is not None:
+                group.users.add(self)
+            return group
 
     def _create_group(self, workers: Sequence[WorkerProcess], streams: CallStreams) -> ControllerGroup | None:
-        home = ControllerGroup(workers, self._devices[0])
-        home.users.add(self)
+        group = ControllerGroup(workers, self._devices[0])
+        group.users.add(self)
         _warn_existing_groups()
-        tasks: list[Callable[[], None]] = [partial(_init_group, home)]
-        tasks += [partial(self._send_join, home, index, streams) for index in range(1, len(self._devices))]
+        tasks: list[Callable[[], None]] = [partial(_init_group, group)]
+        tasks += [partial(self._send_join, group, index, streams) for index in range(1, len(self._devices))]
         try:
-            self._provider.threads.run(tasks, on_interrupt=lambda: home.group.abort("the call was interrupted"))
+            self._provider.threads.run(
+                tasks, on_interrupt=lambda: group.process_group.abort("the call was interrupted")
+            )
         except Exception as error:
-            if home.failure is not None:
-                raise home.failure from None
-            if not home.worker_lost:
+            if group.failure is not None:
+                raise group.failure from None
+            if not group.worker_lost:
                 self._disable(str(error))
             return None
         finally:
-            home.close_fds()
+            group.close_fds()
         with _groups_lock:
-            _groups.append(home)
-        return home
+            _groups.append(group)
+        return group
 
-    def _disable(self, why: str) -> None:
-        self.refusal = why.strip().splitlines()[0] if why.strip() else "no reason was given"
+    def _disable(self, reason: str) -> None:
+        self.refusal = reason.strip().splitlines()[0] if reason.strip() else "no reason was given"
         warnings.warn(
-            f"weights and gradients cross between GPUs by host memory, because NCCL is of no use here: {self.refusal}\n"
-            f"INSTEP_NCCL=0 says that this is known.",
+            f"weights and gradients are sent between GPUs through host memory, because NCCL cannot be used: "
+            f"{self.refusal}\nTo silence this warning, set INSTEP_NCCL=0.",
             stacklevel=2,
         )
 
-    def _send_join(self, home: ControllerGroup, index: int, streams: CallStreams) -> None:
+    def _send_join(self, group: ControllerGroup, index: int, streams: CallStreams) -> None:
         """Make a worker join a group."""
         worker: WorkerProcess | None = None
         try:
             worker, client = self._provider.get_worker(index)
-            if worker is not home.workers[index - 1]:
+            if worker is not group.workers[index - 1]:
                 raise ConnectionClosed(f"{worker.name} was replaced")
             with client.lock:
                 self._provider.prepare_device(index, client, streams, False)
                 pending = client.send(
-                    messages.JOIN_GROUP, home.join_request(index, self._devices[index]), (home.store_fd, home.abort_fd)
+                    messages.JOIN_GROUP,
+                    group.join_request(index, self._devices[index]),
+                    (group.store_fd, group.abort_fd),
                 )
             client.wait_reply(pending, None)
         except BaseException as error:
-            home.worker_lost = home.worker_lost or isinstance(error, (ConnectionClosed, StartTimeout, ReplyTimeout))
-            home.group.abort(f"{type(error).__name__}: {error}")
-            if isinstance(error, ConnectionClosed) and worker is home.workers[index - 1]:
-                self._replace_dead(home, index, error)
+            group.worker_lost = group.worker_lost or isinstance(error, (ConnectionClosed, StartTimeout, ReplyTimeout))
+            group.process_group.abort(f"{type(error).__name__}: {error}")
+            if isinstance(error, ConnectionClosed) and worker is group.workers[index - 1]:
+                self._replace_dead(group, index, error)
             raise
 
-    def _replace_dead(self, home: ControllerGroup, index: int, closed: ConnectionClosed) -> None:
+    def _replace_dead(self, group: ControllerGroup, index: int, closed: ConnectionClosed) -> None:
         try:
-            self._provider.replace_dead(index, home.workers[index - 1], closed)
+            self._provider.replace_dead(index, group.workers[index - 1], closed)
         except WorkerFailure as failure:
-            home.failure = failure
+            group.failure = failure
 
     def abort_groups_of(self, worker: WorkerProcess | None) -> None:
         """Abort all groups of a worker that died or got stuck."""
         with _groups_lock:
-            homes = [home for home in (*_groups, self._group) if home is not None and worker in home.workers]
-        for home in homes:
-            home.group.abort("a worker ended")
+            groups = [group for group in (*_groups, self._group) if group is not None and worker in group.workers]
+        for group in groups:
+            group.process_group.abort("a worker ended")
 
     def leave(self) -> None:
         """Leave the group; abort it if no engine uses it."""
-        home, self._group = self._group, None
-        if home is None:
+        group, self._group = self._group, None
+        if group is None:
             return
         with _groups_lock:
-            home.users.discard(self)
-            ends = not home.users or bool(home.group.abort_reason)
-            if ends and home in _groups:
-                _groups.remove(home)
-        if ends:
-            home.group.abort(_UNUSED)
+            group.users.discard(self)
+            is_unused = not group.users or bool(group.process_group.abort_reason)
+            if is_unused and group in _groups:
+                _groups.remove(group)
+        if is_unused:
+            group.process_group.abort(_UNUSED)
 
     def close(self) -> None:
         """Leave the group, and abort all groups without users, such as those of engines that were freed."""
         self.leave()
         with _groups_lock:
-            ended = [home for home in _groups if not home.users]
-            _groups[:] = [home for home in _groups if home not in ended]
-        for home in ended:
-            home.group.abort(_UNUSED)
+            unused = [group for group in _groups if not group.users]
+            _groups[:] = [group for group in _groups if group.users]
+        for group in unused:
+            group.process_group.abort(_UNUSED)
 
 
-def _init_group(home: ControllerGroup) -> None:
+def _init_group(group: ControllerGroup) -> None:
     try:
-        home.group.connect()
+        group.process_group.connect()
     except BaseException as error:
-        home.group.abort(f"{type(error).__name__}: {error}")
+        group.process_group.abort(f"{type(error).__name__}: {error}")
         raise
 
 
@@ -232,8 +236,8 @@ def _warn_existing_groups() -> None:
     if not _warned and dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend()):
         _warned = True
         warnings.warn(
-            "this process has an NCCL group of its own already, so the sockets by which workers meet listen on its "
-            "interface, and not on loopback. INSTEP_NCCL=0 does without them.",
+            "this process already has an NCCL group, so the sockets of instep's own group listen on the interface of "
+            "that group, not on loopback. To use no NCCL between workers, set INSTEP_NCCL=0.",
             stacklevel=2,
         )
 
@@ -241,9 +245,9 @@ def _warn_existing_groups() -> None:
 def abort_all_groups() -> None:
     """Abort every group of this process; engines create new ones on their next use."""
     with _groups_lock:
-        homes, _groups[:] = list(_groups), []
-    for home in homes:
-        home.group.abort("this process ends its groups")
+        groups, _groups[:] = list(_groups), []
+    for group in groups:
+        group.process_group.abort("this process aborts its groups")
 
 
 _warned = False
@@ -255,44 +259,51 @@ atexit.register(abort_all_groups)
 class GroupCollective:
     """One collective of a group. The first thread to join starts it; each worker has its own thread."""
 
-    def __init__(self, home: ControllerGroup) -> None:
-        self._group = home
+    def __init__(self, group: ControllerGroup) -> None:
+        self._group = group
         self._lock = threading.Lock()
         self._workers_seen: list[WorkerProcess] = []
         self._started = threading.Event()
         self._was_sent = self._has_failed = False
         self._sequence_number = 0
 
-    def join(self, worker: WorkerProcess, work: Callable[[NcclGroup], None], say: Callable[[int], object]) -> int:
-        """Make a worker take part by calling `say`; returns the sequence number of the collective.
+    def join(self, worker: WorkerProcess, run: Callable[[NcclGroup], None], send: Callable[[int], object]) -> int:
+        """Make a worker take part in the collective.
 
-        It is 0 where the worker has to do without: it was asked once more, is not of the group, or that is no more.
+        Args:
+            worker: The worker.
+            run: Runs the controller's part; called for the first worker only.
+            send: Sends the worker its request, given the sequence number.
+
+        Returns:
+            The sequence number. 0 if the worker cannot take part: the request was sent to it before, it is not in the
+            group, or the group was aborted.
         """
         with self._lock:
-            comes = worker in self._group.workers and worker not in self._workers_seen and not self._has_failed
-            first = comes and not self._was_sent
-            self._was_sent = self._was_sent or comes
+            can_join = worker in self._group.workers and worker not in self._workers_seen and not self._has_failed
+            is_first = can_join and not self._was_sent
+            self._was_sent = self._was_sent or can_join
             self._workers_seen.append(worker)
-        if not comes:
+        if not can_join:
             self.fail("a worker does not take part")
             return 0
-        if first:
-            return self._start(work, say)
+        if is_first:
+            return self._start(run, send)
         self._started.wait()
         if self._has_failed:
             return 0
-        return self._send(self._sequence_number, say)
+        return self._send(self._sequence_number, send)
 
-    def _start(self, work: Callable[[NcclGroup], None], say: Callable[[int], object]) -> int:
-        group = self._group.group
+    def _start(self, run: Callable[[NcclGroup], None], send: Callable[[int], object]) -> int:
+        group = self._group.process_group
         try:
             with self._group.lock:
                 self._sequence_number = group.last_sequence_number + 1
                 with group.collective(self._sequence_number):
-                    self._send(self._sequence_number, say)
+                    self._send(self._sequence_number, send)
                     self._started.set()
-                    work(group)
-        except RuntimeError:  # of NCCL, or no memory for it: there is another way
+                    run(group)
+        except RuntimeError:  # of NCCL, or out of memory: the tensors are sent through host memory instead
             self._has_failed = True
         except BaseException:
             self._has_failed = True
@@ -301,40 +312,41 @@ class GroupCollective:
             self._started.set()
         return 0 if self._has_failed else self._sequence_number
 
-    def _send(self, sequence_number: int, say: Callable[[int], object]) -> int:
+    def _send(self, sequence_number: int, send: Callable[[int], object]) -> int:
         try:
-            say(sequence_number)
+            send(sequence_number)
         except BaseException:
-            self.fail("a worker could not be asked")
+            self.fail("no request could be sent to a worker")
             raise
         return sequence_number
 
     def abandon(self) -> None:
         """Abort the group if the call ended before every worker was sent its request."""
         if len(set(self._workers_seen)) < len(self._group.workers):
-            self.fail("not every worker was asked")
+            self.fail("not every worker was sent its request")
 
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """Abort the collective because a worker cannot take part."""
         with self._lock:
             self._has_failed = True
         if self._was_sent:
-            self._group.group.abort(why)
+            self._group.process_group.abort(reason)
 
 
 class ParameterBroadcast(GroupCollective):
     """Broadcasts the values of a module's tensors to all workers at the start of a call."""
 
-    def send_to(self, client: WorkerClient, number: int, module_state: RemoteModuleState) -> int:
+    def send_to(self, client: WorkerClient, module_id: int, module_state: RemoteModuleState) -> int:
         """Include one worker; returns the sequence number, or 0 if its tensors go through host memory."""
         staging = module_state.staging
-        if staging is None or not module_state.staged_offsets:  # there is nothing to send, to anybody
-            self.fail("a worker has nothing to be sent")
+        if staging is None or not module_state.staged_offsets:
+            self.fail("a worker needs no tensors")
             return 0
-        pieces = staging.regions(module_state.staged_offsets)
-        nbytes = sum(piece.tensor.nbytes for piece in pieces)
+        tensors = staging.regions(module_state.staged_offsets)
+        nbytes = sum(staged.tensor.nbytes for staged in tensors)
 
-        def say(sequence_number: int) -> None:
-            client.channel.send(messages.BROADCAST, 0, BroadcastRequest(number, sequence_number, len(pieces), nbytes))
+        def send(sequence_number: int) -> None:
+            request = BroadcastRequest(module_id, sequence_number, len(tensors), nbytes)
+            client.channel.send(messages.BROADCAST, 0, request)
 
-        return self.join(client.worker, lambda group: broadcast_coalesced(group, pieces), say)
+        return self.join(client.worker, lambda group: broadcast_coalesced(group, tensors), send)

@@ -64,36 +64,36 @@ class GradientReduction:
             lost = [index for index in self._backwards if not self._is_current(index)]
             if lost:
                 self._run_per_worker(self._rerun, lost)
-            home = self._nccl.get_group(self._streams) if self._nccl.can_use(self._num_replicas) else None
-            if home is None and not self._nccl.can_use(self._num_replicas):
+            group = self._nccl.get_group(self._streams) if self._nccl.can_use(self._num_replicas) else None
+            if group is None and not self._nccl.can_use(self._num_replicas):
                 break
-            if home is not None and self._reduce(home):
+            if group is not None and self._reduce(group):
                 return
         self._run_per_worker(self._fetch, self._backwards)
 
-    def _run_per_worker(self, do: Callable[[int], None], indices: Iterable[int]) -> None:
+    def _run_per_worker(self, function: Callable[[int], None], indices: Iterable[int]) -> None:
         """Run a function per worker, each in its replica's thread. `GroupAborted` is raised only if nothing else is."""
-        broken: list[GroupAborted] = []
+        aborted: list[GroupAborted] = []
 
-        def one(index: int) -> None:
+        def run_one(index: int) -> None:
             try:
                 with self._streams.side_stream():
-                    do(index)
+                    function(index)
             except GroupAborted as error:
-                broken.append(error)
+                aborted.append(error)
 
-        wanted = set(indices)
-        tasks = [partial(one, index) if index in wanted else _no_op for index in range(self._num_replicas)]
+        selected = set(indices)
+        tasks = [partial(run_one, index) if index in selected else _no_op for index in range(self._num_replicas)]
         self._provider.threads.run(tasks, first_inline=True)
-        if broken:
-            raise broken[0]
+        if aborted:
+            raise aborted[0]
 
     def _rerun(self, index: int) -> None:
         """Run the backward again on a replacement worker."""
         backward = self._backwards[index]
         backward.mark_lost()
         reply = send_and_wait(self._provider, index, backward, self._streams)
-        backward.store_gradients(reply, [])  # nothing comes late from a GPU
+        backward.store_gradients(reply, [])  # on a GPU no gradient is late
 
     def _is_current(self, index: int) -> bool:
         """Whether the worker that keeps the gradients has not been replaced."""
@@ -102,62 +102,63 @@ class GradientReduction:
         except ConnectionClosed:
             return False
 
-    def _reduce(self, home: ControllerGroup) -> bool:
+    def _reduce(self, group: ControllerGroup) -> bool:
         """Reduce the kept gradients, and store each sum as the gradient of the first replica that has one."""
         kept = {index: backward.kept_by_position() for index, backward in sorted(self._backwards.items())}
-        places = sorted({place for mine in kept.values() for place in mine})
-        owners = [self._backwards[next(index for index in kept if place in kept[index])] for place in places]
-        leaves = [owner.leaf(place) for owner, place in zip(owners, places, strict=True)]
-        buckets, sizes = make_buckets(leaves), [leaf.numel() for leaf in leaves]
+        positions = sorted(set().union(*kept.values()))
+        owners = [self._backwards[next(index for index in kept if p in kept[index])] for p in positions]
+        leaves = [owner.leaf(position) for owner, position in zip(owners, positions, strict=True)]
+        buckets, numels = make_buckets(leaves), [leaf.numel() for leaf in leaves]
         sums: list[Tensor] = []
-        together = GroupCollective(home)
+        collective = GroupCollective(group)
 
-        def begin(group: NcclGroup) -> None:
-            sums.extend(reduce_coalesced(group, buckets, sizes, {}))
+        def run(nccl_group: NcclGroup) -> None:
+            sums.extend(reduce_coalesced(nccl_group, buckets, numels, {}))
 
-        def ask(index: int) -> None:
-            call = self._backwards[index].request_id if index in kept else 0
-            numbers = [kept.get(index, {}).get(place) for place in places]
-            self._send_reduce(index, together, begin, ReduceRequest(0, call, numbers, sizes, buckets))
+        def reduce_from(index: int) -> None:
+            backward_id = self._backwards[index].request_id if index in kept else 0
+            tensor_indices = [kept.get(index, {}).get(position) for position in positions]
+            request = ReduceRequest(0, backward_id, tensor_indices, numels, buckets)
+            self._send_reduce(index, collective, run, request)
 
         try:
-            self._run_per_worker(ask, range(1, self._num_replicas))
+            self._run_per_worker(reduce_from, range(1, self._num_replicas))
         except GroupAborted:
             return False
         except BaseException:
-            together.abandon()
+            collective.abandon()
             raise
         self._streams.record_stream(sums)
         for flat, bucket in zip(sums, buckets, strict=True):
-            for index, part in zip(bucket.indices, unpack(flat, leaves, bucket), strict=True):
-                owners[index].set_gradient(places[index], part)
+            for index, gradient in zip(bucket.indices, unpack(flat, leaves, bucket), strict=True):
+                owners[index].set_gradient(positions[index], gradient)
         return True
 
     def _send_reduce(
-        self, index: int, together: GroupCollective, begin: Callable[[NcclGroup], None], order: ReduceRequest
+        self, index: int, collective: GroupCollective, run: Callable[[NcclGroup], None], request: ReduceRequest
     ) -> None:
         """Make one worker take part in the reduction."""
-        boxes: list[PendingReply] = []
+        pending: list[PendingReply] = []
         worker: WorkerProcess | None = None
 
-        def say(sequence_number: int) -> None:
-            boxes.append(client.send(messages.REDUCE, replace(order, sequence_number=sequence_number)))
+        def send(sequence_number: int) -> None:
+            pending.append(client.send(messages.REDUCE, replace(request, sequence_number=sequence_number)))
 
         try:
             worker, client = self._provider.get_worker(index)
-            if not together.join(worker, begin, say):
-                raise GroupAborted("a worker takes no part in a sum")
-            client.wait_reply(boxes[0], None)
-        except ConnectionClosed as gone:
-            together.fail("a worker ended")
-            self._provider.replace_dead(index, worker, gone)
-            raise GroupAborted("a worker ended") from gone
+            if not collective.join(worker, run, send):
+                raise GroupAborted("a worker does not take part in a reduction")
+            client.wait_reply(pending[0], None)
+        except ConnectionClosed as error:
+            collective.fail("a worker ended")
+            self._provider.replace_dead(index, worker, error)
+            raise GroupAborted("a worker ended") from error
         except ReplyTimeout:
-            together.fail("a worker does not answer")
+            collective.fail("a worker does not reply")
             self._provider.kill_stuck(index)
             raise
         except BaseException:
-            together.fail("a worker failed")
+            collective.fail("a worker failed")
             raise
 
     def _fetch(self, index: int) -> None:
@@ -171,8 +172,8 @@ class GradientReduction:
                 )
                 backward.store_kept(BackwardReply(*fields))
                 return
-            except ConnectionClosed as gone:
-                self._provider.replace_dead(index, client.worker, gone)
+            except ConnectionClosed as error:
+                self._provider.replace_dead(index, client.worker, error)
             except ReplyTimeout:
                 self._provider.kill_stuck(index)
                 raise
