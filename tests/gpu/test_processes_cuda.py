@@ -71,7 +71,7 @@ def assert_trains_alike(
             ours.step()
             theirs.step()
         if not private and devices.count(0) > 1:
-            assert "tensors cross by CUDA IPC" in repr(model)
+            assert "tensors are sent through CUDA IPC" in repr(model)
         state = {name: value.cuda() for name, value in net.state_dict().items()}
         torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-6, atol=1e-8)
 

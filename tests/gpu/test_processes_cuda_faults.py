@@ -180,10 +180,10 @@ def test_how_tensors_cross_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = nn.Linear(4, 3).cuda(), torch.randn(5, 4)
     with wrap(net, [0, 0, "cpu"]) as model:
         model(x)
-        assert "tensors cross by CUDA IPC or host memory" in str(model.explain(x))
+        assert "tensors are sent through CUDA IPC or host memory" in str(model.explain(x))
     with wrap(nn.Linear(4, 3), [0, 0], private=True) as model:
         model(x)
-        assert "tensors cross by host memory)" in repr(model)
+        assert "tensors are sent through host memory)" in repr(model)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise DriverError("not in this container")

@@ -83,8 +83,8 @@ def _exchange_joint(
 
 def _current_streams(tensors: Sequence[Tensor]) -> dict[torch.device, Any]:
     """The current streams of this thread on the tensors' devices."""
-    places = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-    return {context: torch.get_device_module(context).current_stream(context) for context in places}
+    devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+    return {device: torch.get_device_module(device).current_stream(device) for device in devices}
 
 
 def _copy_from_peer(tensor: Tensor, device: torch.device | None, streams: dict[torch.device, Any]) -> Tensor:
@@ -113,8 +113,8 @@ class Exchange:
 
     @property
     def peers(self) -> list[int]:
-        position = self.context.info
-        return [index for index in range(position.count) if index != position.index]
+        info = self.context.info
+        return [index for index in range(info.count) if index != info.index]
 
 
 def _exchange_separate(
@@ -149,11 +149,11 @@ class ExchangeFunction(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(token)
-        ctx.consumed_tokens = False
+        ctx.is_freed = False
         info = exchange.context.info
         items = iter(tensors)
         rows = {peer: [next(items) for _ in range(width)] for peer, width in zip(exchange.peers, widths, strict=True)}
-        ctx.places = [None if tensor is None else tensor.device for tensor in tensors]
+        ctx.devices = [None if tensor is None else tensor.device for tensor in tensors]
         needed = {peer: [_requires_grad(tensor) for tensor in row] for peer, row in rows.items()}
         present = [tensor for tensor in tensors if tensor is not None]
         detached = {id(tensor): tensor.detach() for tensor in present}
@@ -167,40 +167,43 @@ class ExchangeFunction(torch.autograd.Function):
         constant: list[Tensor] = []
         for peer in exchange.peers:
             payload = payloads[peer]
-            own = [tensor.device for tensor in rows[peer] if tensor is not None]
+            own_devices = [tensor.device for tensor in rows[peer] if tensor is not None]
             sent = zip(payload.rows[info.index], payload.needs_grad[info.index], strict=True)
-            for at, (tensor, wanted) in enumerate(sent):
-                tensor_here = None if tensor is None else _local_tensor(tensor, info.device, payload.streams)
-                if tensor_here is not None and own:  # the sender's device may be the CPU
-                    tensor_here = _to_device(tensor_here, own[min(at, len(own) - 1)])
-                elif tensor_here is not None and is_staged(payload, info.index, at) and info.device is not None:
-                    tensor_here = _to_device(tensor_here, info.device)
-                received.append(tensor_here)
-                if tensor_here is not None and not wanted:
-                    constant.append(tensor_here)
+            for at, (tensor, needs_grad) in enumerate(sent):
+                if tensor is None:
+                    received.append(None)
+                    continue
+                local = _local_tensor(tensor, info.device, payload.streams)
+                if own_devices:  # the sender's device may be the CPU
+                    local = _to_device(local, own_devices[min(at, len(own_devices) - 1)])
+                elif is_staged(payload, info.index, at) and info.device is not None:
+                    local = _to_device(local, info.device)
+                received.append(local)
+                if not needs_grad:
+                    constant.append(local)
         ctx.mark_non_differentiable(*constant)
         # Not the exchange itself: its tokens reference this node, and the cycle would never be freed.
-        ctx.label, ctx.rows = exchange.label, [exchange.counts[peer] for peer in exchange.peers]
-        ctx.open = exchange.context.active
+        ctx.label, ctx.widths = exchange.label, [exchange.counts[peer] for peer in exchange.peers]
+        ctx.active_contexts = exchange.context.active
         return (torch.zeros_like(token), *received)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *gradients: Tensor | None) -> Any:
-        if ctx.consumed_tokens:
+        if ctx.is_freed:
             raise RuntimeError(GRAPH_FREED_MESSAGE)
         ctx.saved_tensors  # noqa: B018  # recomputes a checkpointed region around this node
-        ctx.consumed_tokens = not is_graph_retained()
-        now = current_context() or next(iter(ctx.open), None)
-        if now is None:
+        ctx.is_freed = not is_graph_retained()
+        context = current_context() or next(iter(ctx.active_contexts), None)
+        if context is None:
             raise CollectiveError(
-                f"a gradient reached {ctx.label} outside the backward of its call, so that the other replicas do not "
+                f"a gradient reached {ctx.label} outside the backward of its call, where the other replicas do not "
                 f"take part.\nReturn from forward the tensor that is differentiated."
             )
         items = iter(gradients)
-        rows = [[next(items) for _ in range(count)] for count in ctx.rows]
-        back = Exchange(now, f"the backward of {ctx.label}")
-        received = zip(_run_exchange(back, rows, torch.is_grad_enabled()), ctx.places, strict=True)
-        return (None, None, None, *(g if g is None or p is None else g.to(p) for g, p in received))
+        rows = [[next(items) for _ in range(width)] for width in ctx.widths]
+        exchange = Exchange(context, f"the backward of {ctx.label}")
+        received = zip(_run_exchange(exchange, rows, torch.is_grad_enabled()), ctx.devices, strict=True)
+        return (None, None, None, *(g if g is None or device is None else g.to(device) for g, device in received))
 
 
 def _requires_grad(tensor: Tensor | None) -> bool:
@@ -229,8 +232,8 @@ def _reject_inner_gradient(context: ReplicaContext, label: str, _: Tensor) -> No
     """Raise for a gradient taken inside forward: in a joint graph it would lack the other replicas' contributions."""
     if not context.forward_done:
         raise CollectiveError(
-            f"a gradient was taken inside of forward through {label}, where this engine cannot add what the other "
-            f"replicas have of it.\nTake it outside of the call; on CPU replicas engine='threads' can do it inside."
+            f"a gradient was taken inside forward through {label}. This engine cannot add the other replicas' "
+            f"contributions there.\nTake it outside the call, or use engine='threads' with CPU replicas."
         )
 
 
@@ -246,11 +249,11 @@ def _reject_checkpoint(context: ReplicaContext, label: str) -> None:
     while frame is not None and frame.f_code is not context.entry_code:
         if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
             raise CollectiveError(
-                f"{label} is inside of a region under activation checkpointing, which runs again in the backward, "
-                f"where replicas of accelerators, and of one joint graph, cannot meet.\n"
-                f"Take it out of the checkpointed region"
-                f"{', or pass sync_batchnorm=False' if label.startswith('batch norm') else ''}; "
-                f"on CPU replicas engine='threads' runs it as it is."
+                f"{label} is inside an activation checkpoint, which runs again in backward. There, replicas on "
+                f"accelerators and replicas with a joint graph cannot exchange tensors.\n"
+                f"Move it out of the checkpoint"
+                f"{', or pass sync_batchnorm=False' if label.startswith('batch norm') else ''}, "
+                f"or use engine='threads' with CPU replicas."
             )
         frame = frame.f_back
 

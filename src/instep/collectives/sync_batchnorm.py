@@ -42,8 +42,8 @@ class SyncedForward:
 class SyncBatchNormPatch:
     """Patches the batch normalization layers of a module's replicas."""
 
-    def __init__(self, synchronised: bool) -> None:
-        self.enabled = synchronised
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
         self._unsynced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._warned = False
 

@@ -309,7 +309,7 @@ def test_another_group_of_the_user_is_told_of(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(nccl_manager, "_warned", False)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_backend", lambda: "cpu:gloo,cuda:nccl")
-    with pytest.warns(UserWarning, match="an NCCL group of its own already"):
+    with pytest.warns(UserWarning, match="already has an NCCL group"):
         nccl_manager._warn_existing_groups()
     nccl_manager._warn_existing_groups()
 

@@ -217,7 +217,7 @@ class NcclManager:
         self.leave()
         with _groups_lock:
             unused = [group for group in _groups if not group.users]
-            _groups[:] = [group for group in _groups if group.users]
+            _groups[:] = [group for group in _groups if group not in unused]
         for group in unused:
             group.process_group.abort(_UNUSED)
 

@@ -48,36 +48,40 @@ _blocks: list[SharedBlock] = []
 
 def share_parameters(
     tensors: Iterable[Tensor],
-    make: Callable[[int], SharedMemory | DeviceMemory] = SharedMemory.create,
+    allocate: Callable[[int], SharedMemory | DeviceMemory] = SharedMemory.create,
     device: torch.device = _HOST,
 ) -> None:
-    """Move the storages of tensors into shared memory. Views of one storage remain views of one storage.
+    """Move the storages of the tensors on a device into shared memory, allocated by `allocate`.
 
-    Those of a device are moved, into memory that `make` gives.
+    Views of one storage remain views of one storage.
     """
-    found: dict[int, list[Tensor]] = {}
+    by_storage: dict[int, list[Tensor]] = {}
     for tensor in {id(t): t for t in tensors}.values():
         if tensor.device == device and _can_share(tensor) and locate(tensor) is None:
-            found.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-    groups = [group for group in found.values() if storage_use_count(group[0]) <= len(group)]
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    groups = [group for group in by_storage.values() if storage_use_count(group[0]) <= len(group)]
     if not groups:
         return
     sizes = [group[0].untyped_storage().nbytes() for group in groups]
     offsets, total = pack_offsets(sizes)
-    block = SharedBlock(make(total))
+    block = SharedBlock(allocate(total))
     block.live_storages += [None] * len(groups)
     _blocks.append(block)
     with torch.no_grad(), set_inference_mode(False):
         for group, offset, nbytes in zip(groups, offsets, sizes, strict=True):
-            there = block.memory.tensor(offset, nbytes)
-            there.copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(group[0].untyped_storage()))
-            storage = there.untyped_storage()
+            shared = block.memory.tensor(offset, nbytes)
+            shared.copy_(_storage_bytes(group[0]))
+            storage = shared.untyped_storage()
             weakref.finalize(storage, _release_storage, block)
             for tensor in group:
-                view = torch.empty(0, dtype=tensor.dtype, device=device).set_(
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=device).set_(
                     storage, tensor.storage_offset(), tensor.size(), tensor.stride()
                 )
-                tensor.data = view
+
+
+def _storage_bytes(tensor: Tensor) -> Tensor:
+    """A tensor's storage as a tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _release_storage(block: SharedBlock) -> None:
@@ -89,7 +93,7 @@ def _release_storage(block: SharedBlock) -> None:
 def locate(tensor: Tensor) -> SharedLocation | None:
     """The location of a tensor in shared memory, or None.
 
-    In a forked child, what its parent shared is from now on shared by the child, in memory of its own.
+    In a forked child, memory that the parent shared is replaced by the child's own (see `SharedMemory.share`).
     """
     storage = tensor.untyped_storage()
     address = storage.data_ptr()
@@ -128,7 +132,7 @@ class HostStagingCopy:
         """`storages` are byte tensors by address."""
         offsets, total = pack_offsets([storage.nbytes for storage in storages.values()])
         try:
-            self.memory = SharedMemory.create(total, "an image of the module for replicas of other devices")
+            self.memory = SharedMemory.create(total, "a copy of the module's tensors for replicas on other devices")
         except EngineError as error:
             raise CannotCross(f"{error}\nWrite engine='threads'.") from error
         self.block_id = SharedBlock(self.memory).block_id
@@ -141,12 +145,12 @@ class HostStagingCopy:
 
     def covers(self, storages: Mapping[int, Tensor]) -> bool:
         """Whether it includes all of these storages."""
-        known = {offset: piece.tensor.nbytes for (offset, piece) in zip(self.offsets, self._regions, strict=True)}
-        return all(known.get(address) == storage.nbytes for address, storage in storages.items())
+        sizes = {address: staged.tensor.nbytes for address, staged in zip(self.offsets, self._regions, strict=True)}
+        return all(sizes.get(address) == storage.nbytes for address, storage in storages.items())
 
     def regions(self, offsets: Collection[int]) -> list[StagedTensor]:
         """The storages at these offsets."""
-        return [piece for piece in self._regions if piece.offset in offsets]
+        return [staged for staged in self._regions if staged.offset in offsets]
 
     def refresh(self, call: object) -> None:
         """Copy the storages' current values, once per call."""
@@ -166,15 +170,14 @@ def staging_copy_for(root: nn.Module, tensors: Sequence[Tensor]) -> HostStagingC
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in storages and storage.nbytes():
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            storages[storage.data_ptr()] = whole
+            storages[storage.data_ptr()] = _storage_bytes(tensor)
     if not storages:
         return None
     with _staging_lock:
-        known = _staging_copies.get(root)
-        if known is None or not known.covers(storages):
-            known = _staging_copies[root] = HostStagingCopy(storages)
-        return known
+        staging = _staging_copies.get(root)
+        if staging is None or not staging.covers(storages):
+            staging = _staging_copies[root] = HostStagingCopy(storages)
+        return staging
 
 
 def needs_staging(tensor: Tensor) -> bool:
