@@ -102,7 +102,9 @@ def test_nothing_is_copied_while_the_module_is_frozen() -> None:
 def test_an_image_that_there_is_no_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with instep.DataParallel(nn.Linear(400, 300), ["cpu"] * 2, engine="processes", private_copies=True) as model:
         monkeypatch.setattr("instep.engines.processes.transport.shared_memory.available_memory", lambda: 1000)
-        with pytest.raises(CannotCross, match=r"a copy of the module's tensors .* shared memory[\s\S]*engine='threads'"):
+        with pytest.raises(
+            CannotCross, match=r"a copy of the module's tensors .* shared memory[\s\S]*engine='threads'"
+        ):
             model(torch.randn(6, 400))
 
 
