@@ -236,6 +236,10 @@ def test_two_wrappers_in_two_threads() -> None:
 @each_way
 def test_a_long_wait_says_where_the_others_are(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instep.engines.rendezvous.WARN_AFTER_SECONDS", 0.1)
+    monkeypatch.setattr("instep.engines.processes.lifecycle.watchdog.WARN_SECONDS", 0.1)
+    words = "all_reduce.*has waited \\d s for replica 1 on cpu"
+    if way == "processes":
+        words = "replica 1 on cpu has not replied"
 
     def dawdle() -> None:
         time.sleep(1.2)
@@ -247,7 +251,7 @@ def test_a_long_wait_says_where_the_others_are(way: str, monkeypatch: pytest.Mon
 
     x = batch()
     with replicated(Does(body), way) as (plain, model):
-        with pytest.warns(UserWarning, match=r"(?s)all_reduce.*has waited \d s for replica 1 on cpu.*in dawdle"):
+        with pytest.warns(UserWarning, match=f"(?s){words}.*in dawdle"):
             out = model(x)
         assert_close(out, plain(x))
 

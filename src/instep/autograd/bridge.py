@@ -60,6 +60,11 @@ class ReplicaGraph:
     remote: RemoteGraph | None = None
     """The graph itself, if it is in another process."""
 
+    @property
+    def tokens(self) -> list[Tensor]:
+        """The tokens of the replica's collectives (see `GraphContext`)."""
+        return [] if self.context is None else self.context.tokens
+
     def collect_gradients(self) -> Gradients:
         """Return the gradients of the leaves after a backward, and clear them."""
         if self.remote is None or self.remote.received_gradients is None:

@@ -187,7 +187,7 @@ class ConcurrentEngine(Engine, Generic[GroupT]):
         self, graph: CallGraph, pairs: Sequence[tuple[list[Tensor], list[Tensor]]], retain_graph: bool
     ) -> list[int]:
         """Add the tokens of collectives that any replica's backward reaches; returns their numbers."""
-        rows = [_tokens(replica) for replica in graph.replicas]
+        rows = [replica.tokens for replica in graph.replicas]
         if not any(rows) or not any(outputs for outputs, _ in pairs):
             return []
         if all(
@@ -209,7 +209,7 @@ class ConcurrentEngine(Engine, Generic[GroupT]):
 
     def reached_collectives(self, graph: CallGraph, index: int, outputs: Sequence[Tensor]) -> ReachedCollectives:
         """The collectives that one replica's backward from these outputs reaches."""
-        return find_reached_collectives(_tokens(graph.replicas[index]), outputs)
+        return find_reached_collectives(graph.replicas[index].tokens, outputs)
 
     def backward_replicas(self, tasks: Sequence[BackwardTask[GroupT]], group: GroupT) -> None:
         """Run every replica's backward, each in its thread."""
@@ -328,10 +328,6 @@ def backward_in_group(
     finally:
         group.leave(index, failure)
         failure = None  # breaks the cycle with this frame
-
-
-def _tokens(replica: ReplicaGraph) -> list[Tensor]:
-    return [] if replica.context is None else replica.context.tokens
 
 
 def _sum_chunk(columns: Sequence[Gradients], start: int, stop: int) -> Gradients:

@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
@@ -92,8 +92,8 @@ class Rendezvous:
         self._native_ids: dict[int, int] = {}
         """The native ids of these threads."""
         self._warned = False
-        self.stack_providers: dict[int, Callable[[], str]] = {}
-        """Functions that describe the stack of a replica whose thread here only waits for another process."""
+        self.remote: set[int] = set()
+        """Replicas in other processes. Slow ones are reported by the watchdogs of their workers."""
 
     def enter(self, index: int) -> None:
         """Begin a replica's part; waits for its turn. Raises if the group is broken."""
@@ -166,7 +166,7 @@ class Rendezvous:
                 continue
             if not self._warned:
                 self._warned = True
-                self._warn_slow(label, waited, self._awaited_replicas())
+                self._warn_slow(label, waited)
             positions = self._thread_positions()
             if positions != last_positions:
                 since, last_positions = max(since, time.monotonic() - patience), positions
@@ -197,19 +197,14 @@ class Rendezvous:
                 queue.put(None)
 
     def _awaited_replicas(self) -> list[int]:
-        """The replicas that others wait for."""
-        candidates = [i for i in range(len(self._names)) if i not in self._waiting and i not in self._finished]
-        return candidates if self._turn is None else [self._turn]
+        """The replicas of this process that others wait for."""
+        absent = [i for i in range(len(self._names)) if i not in self._waiting and i not in self._finished]
+        return [i for i in (absent if self._turn is None else [self._turn]) if i not in self.remote]
 
     def _thread_positions(self) -> dict[int, tuple[int, int, list[str]]]:
-        """The positions and CPU times of awaited threads; empty if a debugger may have stopped one.
-
-        Replicas in other processes are left out: their watchdog checks them.
-        """
+        """The positions and CPU times of awaited threads; empty if a debugger may have stopped one."""
         frames = sys._current_frames()
-        awaited = {
-            i: frames.get(self._thread_ids.get(i, 0)) for i in self._awaited_replicas() if i not in self.stack_providers
-        }
+        awaited = {i: frames.get(self._thread_ids.get(i, 0)) for i in self._awaited_replicas()}
         if is_debugger_attached() or any(map(is_in_debugger, awaited.values())):
             return {}
         return {
@@ -234,9 +229,9 @@ class Rendezvous:
         if self.timeout_error is not None:
             raise self.timeout_error
 
-    def _warn_slow(self, label: str, waited: float, awaited: Iterable[int]) -> None:
+    def _warn_slow(self, label: str, waited: float) -> None:
         """Warn where the awaited replicas are."""
-        for index in awaited:
+        for index in self._awaited_replicas():
             warnings.warn(
                 f"{label} has waited {waited:.0f} s for {self._names[index]}, which is at:\n"
                 f"{self._format_stack(index)}",
@@ -244,8 +239,6 @@ class Rendezvous:
             )
 
     def _format_stack(self, index: int) -> str:
-        if index in self.stack_providers:
-            return self.stack_providers[index]()
         frame = sys._current_frames().get(self._thread_ids.get(index, 0))
         if frame is None:
             return "  (its thread has not started)\n"

@@ -52,7 +52,7 @@ class ReplicaBackward:
     def send(self, client: WorkerClient) -> PendingReply:
         self.client = client
         call, request, task = self._call, self._request, self._task
-        task.group.stack_providers[task.index] = client.worker.python_stacks
+        task.group.remote.add(task.index)
         request.consumed_tokens = call.ensure_on(client, task.outputs)
         self._tensor_indices = call.tensor_indices(self._graph.leaves)
         request.wanted_tensors = [index for index in self._tensor_indices if index is not None]

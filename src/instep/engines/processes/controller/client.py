@@ -397,8 +397,6 @@ class WorkerClient:
             message = self._receive_for(pending)
             if message is None:
                 watchdog.check()
-                if collectives is not None:
-                    collectives.warn_if_slow()
                 on_host = self.channel.cuda_ipc is None and self.worker.connection.receiver is None
                 # The failed replica may be this one: another thread may just have received its reply.
                 if on_host and collectives is not None and collectives.any_failed() and not pending.has_message():

@@ -97,7 +97,7 @@ class ReplicaForward:
     def send(self, client: WorkerClient) -> PendingReply:
         remote, request = self._remote, self._request
         self._client, self._replayable = client, None
-        remote.group.stack_providers[self._index] = client.worker.python_stacks
+        remote.group.remote.add(self._index)
         module_state = self._module_state = client.sync_module(self._replica)
         request.sequence_number = 0
         if remote.broadcast is not None:

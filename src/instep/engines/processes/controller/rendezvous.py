@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -12,10 +11,10 @@ from torch import Tensor
 
 from instep.collectives.exchange import EncodedPayload, Payload, decode_payload, encode_payload, stage_on_host
 from instep.collectives.group import first_error
-from instep.engines import rendezvous
 from instep.engines.processes.controller.replies import AT_COLLECTIVE, RUNNING, ReplyGenerator, unwrap_stop_iteration
 from instep.engines.processes.transport.channel import FlatValue
 from instep.engines.processes.transport.copy_streams import CallStreams
+from instep.engines.rendezvous import Rendezvous
 from instep.engines.thread_pool import set_replica_thread
 from instep.errors import EngineError
 from instep.runtime.affinity import set_spin_wait
@@ -69,7 +68,7 @@ class ReplyTask(Generic[T]):
         self._error = None
 
 
-class ControllerRendezvous(rendezvous.Rendezvous):
+class ControllerRendezvous(Rendezvous):
     """A rendezvous in which remote replicas take part through the controller.
 
     Either a thread of the controller waits for each worker, or replica 0's thread resumes all `reply_tasks` when it
@@ -80,8 +79,6 @@ class ControllerRendezvous(rendezvous.Rendezvous):
         super().__init__(*args, **options)
         self.reply_tasks: list[ReplyTask[Any]] = []
         """The tasks that replica 0's thread resumes; empty if each worker has its own thread."""
-        self._waiting_for: tuple[str, float, int] | None = None
-        """The collective that replica 0 waits in, since when, and for which replica."""
         self.has_failed = False
         """Whether a replica is known to have failed."""
         self.failure_checks: list[Callable[[], bool]] = []
@@ -97,23 +94,12 @@ class ControllerRendezvous(rendezvous.Rendezvous):
             return super().exchange(index, label, payload)
         awaited = self._arrive(index, label, payload)
         for task in self.reply_tasks:
-            self._waiting_for = label, time.monotonic(), task.index
             while task.status == RUNNING and not self.is_broken():
                 task.resume()
-        self._waiting_for = None
         for task in self.reply_tasks:
             if task.status == AT_COLLECTIVE:  # it receives the result
                 task.resume()
         return self._collect(awaited)
-
-    def warn_if_slow(self) -> None:
-        """Warn once if replica 0 has waited for another replica for long."""
-        if self._waiting_for is not None and not self._warned:
-            label, since, index = self._waiting_for
-            waited = time.monotonic() - since
-            if waited > rendezvous.WARN_AFTER_SECONDS:
-                self._warned = True
-                self._warn_slow(label, waited, [index])
 
     def exchange_remote(self, index: int, label: str, payload: Any) -> ReplyGenerator[list[Any]]:
         """Take part on behalf of a remote replica; suspends until all replicas have arrived."""
@@ -211,11 +197,6 @@ class CollectiveLog:
         """Register a check that tells the waiting replicas whether this one has failed."""
         if self._rendezvous is not None:
             self._rendezvous.failure_checks.append(check)
-
-    def warn_if_slow(self) -> None:
-        """See `ControllerRendezvous.warn_if_slow`."""
-        if self._rendezvous is not None:
-            self._rendezvous.warn_if_slow()
 
     def any_failed(self) -> bool:
         """Whether a replica of the call has failed."""

@@ -33,16 +33,8 @@ from instep.engines.processes.transport.channel import (
 from instep.engines.processes.transport.connection import Connection, Message
 from instep.engines.processes.transport.copy_streams import DeviceReceiver, synchronize_stream
 from instep.engines.processes.transport.cuda_ipc import CudaIpcChannel
-from instep.engines.processes.worker.ambient import (
-    WorkerAmbientState,
-    device_memory_error,
-    use_device,
-)
-from instep.engines.processes.worker.module import (
-    WorkerModule,
-    backward_roots,
-    used_arguments,
-)
+from instep.engines.processes.worker.ambient import WorkerAmbientState, device_memory_error, use_device
+from instep.engines.processes.worker.module import WorkerModule, backward_roots, used_arguments
 from instep.engines.processes.worker.nccl_member import NcclMember
 from instep.engines.processes.worker.rendezvous import Inbox, WorkerRendezvous
 from instep.engines.processes.worker.rng import WorkerCallRng
@@ -162,9 +154,10 @@ class WorkerServer:
         module.load(request)
         self._note_foreign_leaves(module.tensors)
         previous, self._modules[number] = self._modules.get(number), module
-        closed = previous is not None and not previous.device_block_numbers <= module.device_block_numbers
-        modules, previous = int(previous is not None), None
-        self._collect_garbage(modules, closed)
+        if previous is not None:
+            closes_memory = not previous.device_block_numbers <= module.device_block_numbers
+            del previous
+            self._collect_garbage(1, closes_memory)
 
     def _receive_attributes(self, message: Message) -> None:
         request, _ = self._channel.decode(message)
@@ -193,17 +186,17 @@ class WorkerServer:
             return
         self._deferred_errors.discard(numbers)
         released = [self._modules.pop(number) for number in numbers if number in self._modules]
-        opened = any(module.device_block_numbers for module in released)
+        closes_memory = any(module.device_block_numbers for module in released)
         del released
-        self._collect_garbage(len(numbers), opened)
+        self._collect_garbage(len(numbers), closes_memory)
 
-    def _collect_garbage(self, modules: int, closed: bool) -> None:
+    def _collect_garbage(self, modules: int, closes_memory: bool) -> None:
         """Free released modules, whose reference cycles keep memory and descriptors alive.
 
-        Runs at once if device memory is to be closed: its owner waits for that. Otherwise after `MODULES_PER_GC`.
+        Runs at once if that closes device memory, for which its owner waits. Otherwise after `MODULES_PER_GC` modules.
         """
         self._dropped_modules += modules
-        if closed or self._dropped_modules >= MODULES_PER_GC:
+        if closes_memory or self._dropped_modules >= MODULES_PER_GC:
             self._dropped_modules = 0
             gc.collect()
 
@@ -222,31 +215,18 @@ class WorkerServer:
             self._last_module = None
 
     def _forward(self, message: Message) -> None:
-        try:
-            request, arguments, leaves = self._receive_forward(message)
-        except Exception as error:
-            raise self._deferred_errors.pop_any() or error from None
-        deferred = self._deferred_errors.pop(request.module_id)
-        if deferred is not None:
-            raise deferred
+        request, arguments, leaves = self._receive_forward(message)
         module = self._modules[request.module_id]
         if module is not self._last_module:
             self._discard_preparation()
         set_spin_wait(request.num_replicas)
-        if request.args_on_host:
-            with torch.enable_grad():
-                request.args = [move_to_device(value, module.device) for value in request.args]
-                request.kwargs = {name: move_to_device(value, module.device) for name, value in request.kwargs.items()}
         self._release(*request.released)
         ambient = self._ambient.apply(request.ambient)
         replica = module.prepare_replica(request)
         call_rng = WorkerCallRng(request, module)
-        written = module.watch_arguments(request.method, arguments)
-        snapshot = (
-            ArgumentSnapshot([*request.args, *request.kwargs.values()], request.watched_arguments)
-            if request.watched_arguments
-            else None
-        )
+        written_arguments = module.watch_arguments(request.method, arguments)
+        values, watched = [*request.args, *request.kwargs.values()], request.watched_arguments
+        snapshot = ArgumentSnapshot(values, watched) if watched else None
         call = ReplicaCall(
             [replica] * request.num_replicas,
             [(request.args, request.kwargs)] * request.num_replicas,
@@ -262,14 +242,13 @@ class WorkerServer:
             module.replica_set.restore_containers()
             raise result.error
         reply = self._build_reply(module, result)
-        reply.written_arguments = written()
         if snapshot is not None:
             reply.changed_arguments = snapshot.changed()
-        if reply.written_arguments:
-            # A view, because the argument itself would be sent as a reference to the parent's tensor.
-            reply.written_with_grad = {
-                i: arguments[i].view_as(arguments[i]) for i in reply.written_arguments if arguments[i].requires_grad
-            }
+        reply.written_arguments = written_arguments()
+        # Views, because the arguments themselves would be sent as references to the parent's tensors.
+        reply.written_with_grad = {
+            i: arguments[i].view_as(arguments[i]) for i in reply.written_arguments if arguments[i].requires_grad
+        }
         if ambient.grad_enabled and self._foreign_leaves:
             self._foreign_leaves.check_outputs(backward_roots(reply, result), self._channel.registry.namespaces)
         if ambient.grad_enabled and leaves:
@@ -278,6 +257,7 @@ class WorkerServer:
         outputs = self._send_forward_reply(
             message.call_id, request, reply, module, arguments, grad=ambient.grad_enabled
         )
+        self._last_module = module
         if outputs and ambient.grad_enabled:
             graph = ReplicaGraph([], list(leaves.values()), [], replica.tensors.guard, replica.name, result.context)
             self._retained_calls[message.call_id] = RetainedCall(
@@ -290,11 +270,13 @@ class WorkerServer:
                 call_rng.rng,
                 request.replica_index,
             )
-        # If a backward may follow, prepare after it: it may change the module.
-        self._last_module = None if message.call_id in self._retained_calls else module
+            self._last_module = None  # prepare the next call after the backward, which may change the module
 
     def _receive_forward(self, message: Message) -> tuple[ForwardRequest, list[Tensor], dict[int, Tensor]]:
-        """Decode a request into itself, its argument tensors, and the leaves of those that require a gradient."""
+        """Decode a request: itself, its argument tensors, and the leaves of those that require a gradient, by number.
+
+        Raises the error of an earlier message about the same module.
+        """
         leaves: dict[int, Tensor] = {}
         numbers = itertools.count()
 
@@ -306,9 +288,21 @@ class WorkerServer:
                     (rebuilt,) = as_non_leaf(rebuilt)
             return rebuilt
 
-        fields, arguments = self._channel.decode(message, rebuild)
-        self._note_foreign_leaves(())
-        return ForwardRequest(*fields), arguments, leaves
+        try:
+            fields, arguments = self._channel.decode(message, rebuild)
+            self._note_foreign_leaves(())
+        except Exception as error:
+            raise self._deferred_errors.pop_any() or error from None
+        request = ForwardRequest(*fields)
+        deferred = self._deferred_errors.pop(request.module_id)
+        if deferred is not None:
+            raise deferred
+        if request.args_on_host:
+            device = self._modules[request.module_id].device
+            with torch.enable_grad():
+                request.args = [move_to_device(value, device) for value in request.args]
+                request.kwargs = {name: move_to_device(value, device) for name, value in request.kwargs.items()}
+        return request, arguments, leaves
 
     def _send_forward_reply(
         self,
@@ -326,11 +320,11 @@ class WorkerServer:
             for tensor in tensors_in([part for _, _, part in request.carried_state]):
                 numbers.pop(id(tensor), None)
         tensor_numbers = module.tensor_numbers()
-        kept = [reply.attributes, reply.containers]
-        plain = type(reply.output) is Tensor and has_strided_data(reply.output)  # the common case
-        if grad and (any(kept) or not plain):
+        state = [reply.attributes, reply.containers]
+        is_plain = type(reply.output) is Tensor and has_strided_data(reply.output)  # the common case
+        if grad and (any(state) or not is_plain):
             reject_lost_gradients(
-                reply.output, kept, lambda t: has_strided_data(t) or is_jagged(t) or id(t) in tensor_numbers
+                reply.output, state, lambda t: has_strided_data(t) or is_jagged(t) or id(t) in tensor_numbers
             )
 
         def describe(tensor: Tensor) -> TensorTag:
@@ -371,40 +365,39 @@ class WorkerServer:
         module, graph = retained.module, retained.graph
         for number in request.written_arguments:
             torch.autograd.graph.increment_version(retained.arguments[number])
-        replica_tensors = retained.replica_tensors
         for number in request.written_tensors:
-            torch.autograd.graph.increment_version(replica_tensors[number])
-        leaves = [replica_tensors[number] for number in request.wanted_tensors]
+            torch.autograd.graph.increment_version(retained.replica_tensors[number])
+        leaves = [retained.replica_tensors[number] for number in request.wanted_tensors]
         outputs = [retained.outputs[number] for number in request.gradients]
         grads = [gradient.to(retained.outputs[number].device) for number, gradient in request.gradients.items()]
         for consumed in request.consumed_tokens:
             _drop_tokens(graph, consumed)
-        tokens = [] if graph.context is None else graph.context.tokens
+        tokens = graph.tokens
         outputs += [tokens[number] for number in request.collective_tokens]
         grads += [torch.zeros_like(tokens[number]) for number in request.collective_tokens]
-        if not retained.rng.caller.cpu.streams_used:
-            retained.rng.caller.cpu.set_base_seed(request.seed)
-        rendezvous = WorkerRendezvous(self._channel, self._inbox, message.call_id)
         rng, index = retained.rng, retained.index
+        if not rng.caller.cpu.streams_used:
+            rng.caller.cpu.set_base_seed(request.seed)
+        group = WorkerRendezvous(self._channel, self._inbox, message.call_id)
         rng_context = rng.backward_context(index) if module.device.type == "cpu" else rng.joint_backward_context(index)
         check_no_stray_gradients(leaves)
         module.begin_backward(() if request.keep_gradients else request.wanted_tensors)
         set_anomaly_mode(request.anomaly_mode)
         try:
             with AutocastState(*request.autocast).enter():
-                backward_in_group(rendezvous, index, graph, outputs, grads, request.retain_graph, rng_context)
+                backward_in_group(group, index, graph, outputs, grads, request.retain_graph, rng_context)
         except BaseException:
             module.begin_backward(())
             take_gradients([*leaves, *graph.inputs])
             raise
-        retained.rng.advance()
+        rng.advance()
         gradients = dict(zip(request.wanted_tensors, take_gradients(leaves), strict=True))
         kept = self._nccl_member.keep_gradients(message.call_id, module, gradients) if request.keep_gradients else []
         present, others = module.flush_gradients(gradients)
         inputs = {
             n: g for n, g in zip(retained.input_numbers, take_gradients(graph.inputs), strict=True) if g is not None
         }
-        reply = BackwardReply(present, inputs, others, retained.rng.caller.cpu.streams_used, kept)
+        reply = BackwardReply(present, inputs, others, rng.caller.cpu.streams_used, kept)
         synchronize_stream(module.device)
         self._channel.send(messages.DONE, message.call_id, reply)
         if not request.retain_graph:
@@ -419,18 +412,15 @@ class WorkerServer:
         retained = self._retained_calls[call_id]
         for tokens in consumed:
             _drop_tokens(retained.graph, tokens)
-        tokens = [] if retained.graph.context is None else retained.graph.context.tokens
-        self._channel.send(
-            messages.DONE,
-            message.call_id,
-            find_reached_collectives(tokens, [retained.outputs[number] for number in numbers]),
-        )
+        outputs = [retained.outputs[number] for number in numbers]
+        reached = find_reached_collectives(retained.graph.tokens, outputs)
+        self._channel.send(messages.DONE, message.call_id, reached)
 
 
 def _drop_tokens(graph: ReplicaGraph, numbers: Sequence[int]) -> None:
     """Remove collective tokens that a backward has consumed."""
     if graph.context is not None:
-        graph.context.tokens = [token for number, token in enumerate(graph.context.tokens) if number not in numbers]
+        graph.context.tokens = [token for number, token in enumerate(graph.tokens) if number not in numbers]
 
 
 class DeferredErrors:
