@@ -40,14 +40,14 @@ def make_jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, dim: in
 
 def flatten_outputs(outputs: Iterable[Tensor], *, remote: bool) -> list[Tensor | None]:
     """The tensors that pass through the bridge for a replica's outputs; `remote` if it is in another process."""
-    return [piece for tensor in outputs for piece in _component_tensors(tensor, remote)]
+    return [component for tensor in outputs for component in _component_tensors(tensor, remote)]
 
 
 def rebuild_output(tensor: Tensor, bridged: Iterator[Tensor], *, remote: bool) -> Tensor:
     """Rebuild an output in the caller's graph from the bridge's outputs for its components."""
     if _is_strided_nested(tensor):
-        loose: Tensor = torch.nested.as_nested_tensor([next(bridged) for _ in range(tensor.size(0))])
-        return loose
+        nested: Tensor = torch.nested.as_nested_tensor([next(bridged) for _ in range(tensor.size(0))])
+        return nested
     if remote and is_jagged(tensor):
         _, offsets, lengths, dim = jagged_components(tensor)
         return make_jagged(next(bridged), offsets, lengths, dim)
@@ -78,13 +78,13 @@ def reject_lost_gradients(output: Any, attributes: Sequence[Any], is_supported: 
 def _lost_gradient_message(what: str, path: Path, tensor: Tensor) -> str:
     kind = "nested" if tensor.is_nested else "sparse" if tensor.layout is not torch.strided else type(tensor).__name__
     where = f" {format_path(path)!r}" if path else ""
-    way = {
+    hint = {
         "nested": "Make it with layout=torch.jagged, return a list of tensors",
         "sparse": "Return a dense tensor: .to_dense(); or its values and its indices",
     }.get(kind, "Return a plain tensor")
     return (
         f"forward's {what}{where} is a {kind} tensor that requires grad, whose gradient cannot be sent to a worker "
-        f"process.\n{way}, or use DataParallel(..., engine='threads')."
+        f"process.\n{hint}, or use DataParallel(..., engine='threads')."
     )
 
 

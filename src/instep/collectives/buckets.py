@@ -18,17 +18,19 @@ MIN_REUSE_BYTES = 64 * 2**10
 def gather_gradients(gradients: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
     """Copy gradients to `device`; dense ones in flat buckets, sparse ones one by one."""
     result = list(gradients)
-    far = [index for index, g in enumerate(gradients) if g is not None and g.device != device]
-    dense = [index for index in far if gradients[index].layout is torch.strided]  # type: ignore[union-attr]
-    for index in set(far) - set(dense):
-        gradient = gradients[index]
-        assert gradient is not None
-        result[index] = gradient.to(device)
-    tensors = [g for g in (gradients[index] for index in dense) if g is not None]
+    dense: list[tuple[int, Tensor]] = []
+    for index, gradient in enumerate(gradients):
+        if gradient is None or gradient.device == device:
+            continue
+        if gradient.layout is torch.strided:
+            dense.append((index, gradient))
+        else:
+            result[index] = gradient.to(device)
+    tensors = [gradient for _, gradient in dense]
     for bucket in make_buckets(tensors):
-        there = pack(tensors, bucket).to(device, non_blocking=device.type != "cpu")
-        for place, value in zip(bucket.indices, unpack(there, tensors, bucket), strict=True):
-            result[dense[place]] = value
+        flat = pack(tensors, bucket).to(device, non_blocking=device.type != "cpu")
+        for position, value in zip(bucket.indices, unpack(flat, tensors, bucket), strict=True):
+            result[dense[position][0]] = value
     return result
 
 
@@ -41,7 +43,7 @@ def is_dense_pair(one: Tensor | None, other: Tensor | None) -> bool:
 
 def reusable_gradients(gradients: Sequence[Tensor | None]) -> set[int]:
     """The indices of large gradients whose memory nothing else uses, so that sums can be written to it."""
-    return {place for place, gradient in enumerate(gradients) if gradient is not None and _is_reusable(gradient)}
+    return {index for index, gradient in enumerate(gradients) if gradient is not None and _is_reusable(gradient)}
 
 
 def sum_gradients(columns: Sequence[Sequence[Tensor | None]], into: Collection[int] = ()) -> list[Tensor | None]:
@@ -51,46 +53,47 @@ def sum_gradients(columns: Sequence[Sequence[Tensor | None]], into: Collection[i
     is the sum written to the first replica's gradient, which saves an allocation.
     """
     total = list(columns[0])
-    own = set(into)  # own sums, to which later columns may be added in place
+    writable = set(into)  # indices whose sum may be added to in place
     if len(columns) > 1 and total and all(all(map(is_dense_pair, total, column)) for column in columns[1:]):
-        one, other, *others = (cast(list[Tensor], list(column)) for column in columns)
-        summed = _sum_two(one, other, own)
-        for more in others:
-            torch._foreach_add_(summed, more)
-        return list(summed)
+        first, second, *others = (cast(list[Tensor], list(column)) for column in columns)
+        sums = _sum_two(first, second, writable)
+        for other in others:
+            torch._foreach_add_(sums, other)
+        return list(sums)
     for column in columns[1:]:
         dense: list[tuple[int, Tensor, Tensor]] = []
         for index, gradient in enumerate(column):
-            held = total[index]
+            partial_sum = total[index]
             if gradient is None:
                 continue
-            if held is None:
+            if partial_sum is None:
                 total[index] = gradient
-            elif held.layout is torch.strided and gradient.layout is torch.strided and held.dtype == gradient.dtype:
-                dense.append((index, held, gradient))
+            elif is_dense_pair(partial_sum, gradient):
+                dense.append((index, partial_sum, gradient))
             else:
-                total[index] = held + gradient if held.layout is torch.strided else gradient + held
-        again = [(held, gradient) for index, held, gradient in dense if index in own]
-        fresh = [entry for entry in dense if entry[0] not in own]
-        if again:
-            torch._foreach_add_([held for held, _ in again], [gradient for _, gradient in again])
-        if fresh:
-            sums = torch._foreach_add([held for _, held, _ in fresh], [gradient for _, _, gradient in fresh])
-            for (index, _, _), value in zip(fresh, sums, strict=True):
+                is_strided = partial_sum.layout is torch.strided
+                total[index] = partial_sum + gradient if is_strided else gradient + partial_sum
+        in_place = [entry for entry in dense if entry[0] in writable]
+        if in_place:
+            torch._foreach_add_([entry[1] for entry in in_place], [entry[2] for entry in in_place])
+        new = [entry for entry in dense if entry[0] not in writable]
+        if new:
+            values = torch._foreach_add([entry[1] for entry in new], [entry[2] for entry in new])
+            for (index, _, _), value in zip(new, values, strict=True):
                 total[index] = value
-                own.add(index)
+                writable.add(index)
     return total
 
 
-def _sum_two(one: list[Tensor], other: list[Tensor], own: Collection[int]) -> list[Tensor]:
+def _sum_two(first: list[Tensor], second: list[Tensor], writable: Collection[int]) -> list[Tensor]:
     """Sum two replicas' dense gradients."""
-    if own:
-        torch._foreach_add_([one[place] for place in own], [other[place] for place in own])
-    fresh = [place for place in range(len(one)) if place not in own] if own else range(len(one))
-    sums = torch._foreach_add([one[place] for place in fresh], [other[place] for place in fresh]) if fresh else ()
-    total = list(one)
-    for place, value in zip(fresh, sums, strict=True):
-        total[place] = value
+    if writable:
+        torch._foreach_add_([first[i] for i in writable], [second[i] for i in writable])
+    new = [i for i in range(len(first)) if i not in writable] if writable else range(len(first))
+    sums = torch._foreach_add([first[i] for i in new], [second[i] for i in new]) if new else ()
+    total = list(first)
+    for i, value in zip(new, sums, strict=True):
+        total[i] = value
     return total
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -92,15 +92,11 @@ def create_engine(
 def shutdown() -> None:
     """Stop all replica threads and worker processes. Wrappers start new ones when they are called again."""
     stop_all_threads()
-    for engine in _imported_engines():
-        engine.shutdown()
-
-
-def _imported_engines() -> Iterator[type[Engine]]:
     for registration in _registry.values():
         module, _, name = registration.target.partition(":")
         if module in sys.modules:
-            yield cast(type[Engine], getattr(sys.modules[module], name))
+            engine = cast(type[Engine], getattr(sys.modules[module], name))
+            engine.shutdown()
 
 
 def _check_engine_name(name: str, source: str) -> None:

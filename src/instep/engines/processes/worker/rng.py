@@ -26,9 +26,8 @@ class WorkerCallRng:
         self._exclusive_states = [generator.get_state() for generator in request.exclusive_generators]
         if request.python_seed is not None:
             seed_python_rng(stream_seed(request.python_seed, request.replica_index))
-        torch.default_generator.manual_seed(
-            stream_seed(request.seed, request.replica_index)
-        )  # for code that uses the default generator directly
+        # for code that uses the default generator directly
+        torch.default_generator.manual_seed(stream_seed(request.seed, request.replica_index))
         caller_rng = self._caller_rng = CallerRng([module.device] * request.num_replicas, out_of_process=True)
         caller_rng.cpu.set_base_seed(request.seed)
         if caller_rng.accelerator_seed is not caller_rng.cpu:
@@ -51,15 +50,10 @@ class WorkerCallRng:
         reply.host_rng_used = caller_rng.cpu.streams_used or reply.default_rng_used
         if self._generator_pairs:
             self._record_generators(reply)
-        if self._exclusive_states:
-            pairs = enumerate(
-                zip(
-                    [generator.get_state() for generator in request.exclusive_generators],
-                    self._exclusive_states,
-                    strict=True,
-                )
-            )
-            reply.exclusive_generator_states = {i: now for i, (now, then) in pairs if not now.equal(then)}
+        for index, before in enumerate(self._exclusive_states):
+            state = request.exclusive_generators[index].get_state()
+            if not state.equal(before):
+                reply.exclusive_generator_states[index] = state
 
     def _record_generators(self, reply: ForwardReply) -> None:
         """Report the generators of the module and of the arguments, in this order in `_generator_pairs`."""
@@ -67,7 +61,7 @@ class WorkerCallRng:
         split = len(used) - len(self._request.argument_generators)
         reply.argument_generators_used = [i for i, was_used in enumerate(used[split:]) if was_used]
         numbers = (self._module.generator_number(source) for source, _ in compress(self._generator_pairs[:split], used))
-        reply.module_generators_used = [seed for seed in numbers if seed is not None]
+        reply.module_generators_used = [number for number in numbers if number is not None]
 
 
 class PythonRngMonitor:
@@ -96,7 +90,7 @@ class PythonRngMonitor:
 
 
 def _hash_rng_state() -> int:
-    numpy: Any = sys.modules.get("numpy.random")  # not imported: not used
+    numpy: Any = sys.modules.get("numpy.random")  # a module that is not imported is not used
     states = random.getstate(), None if numpy is None else numpy.get_state(legacy=False)
     return int.from_bytes(hashlib.blake2b(pickle.dumps(states, 5), digest_size=8).digest(), "little")
 
