@@ -291,7 +291,7 @@ def test_a_replica_whose_thread_never_starts_is_not_waited_for(monkeypatch: pyte
     begin = threading.Thread.start
 
     def interrupted(self: threading.Thread) -> None:
-        if self.name.startswith("instep-turn"):
+        if self.name.startswith("instep-task"):
             monkeypatch.undo()
             raise KeyboardInterrupt
         begin(self)

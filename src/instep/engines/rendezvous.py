@@ -11,13 +11,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from instep.collectives.group import PeerFailure, first_error
-from instep.engines.thread_pool import set_replica_thread
+import torch
+
+from instep.collectives.group import PeerFailure
+from instep.engines.thread_pool import Task, TaskResults
 from instep.errors import CollectiveError
 from instep.runtime.debugger import is_debugger_attached, is_in_debugger
-from instep.runtime.locks import run_uninterrupted, start_thread
+from instep.runtime.locks import run_uninterrupted
 
 
 def thread_cpu_times(task: int) -> list[str]:
@@ -36,9 +38,6 @@ WARN_AFTER_SECONDS = 60.0
 
 _POLL_SECONDS = 0.2
 """Seconds between checks of a waiting thread that is not woken up."""
-
-_UNSTARTED_POLLS = 5
-"""Checks after which a thread that has not started is taken as never starting."""
 
 LEFT_FORWARD = "returned from forward"
 LEFT_BACKWARD = "came to the end of its backward"
@@ -315,97 +314,40 @@ class Rendezvous:
         self._wake_all()
 
 
-def run_serialized(tasks: Sequence[Callable[[], T]], group: Rendezvous, should_stop: Callable[[T], bool]) -> list[T]:
-    """Run tasks one after another in this thread, until `should_stop` is true of a result.
+def run_serialized(
+    functions: Sequence[Callable[[], T]], group: Rendezvous, should_stop: Callable[[T], bool]
+) -> list[T]:
+    """Run functions one after another in this thread, until one raises or `should_stop` is true of a result.
 
-    A task that others wait for in a collective runs in its own thread; still only one runs at a time. An interruption
-    is raised when none of these threads runs any longer; a second one immediately.
+    A function that others wait for in a collective runs in its own thread; still only one runs at a time. An
+    interruption is raised when none of these threads runs any longer; a second one immediately.
     """
-    threads = _SideThreads(tasks)
-    group.start_replica = threads.start
-    interruption: BaseException | None = None
+    results = TaskResults(len(functions))
+    num_threads = torch.get_num_threads()
+    tasks = [Task(index, function, results, num_threads) for index, function in enumerate(functions)]
+    group.start_replica = lambda index: tasks[index].run_in_new_thread()
+    current, stopped = 0, False
     try:
         try:
-            for index, task in enumerate(tasks):
-                threads.current = index
-                if index not in threads.threads:
-                    threads.results[index] = task()
-                    if should_stop(threads.results[index]):
+            for current, task in enumerate(tasks):
+                if task.thread is None:
+                    task.run_inline()
+                    result, error = results.get(current)
+                    stopped = error is None and should_stop(result)
+                    if stopped or error is not None:
+                        run_uninterrupted(*(task.cancel for task in tasks))
                         break
-            threads.wait()
-        except BaseException as error:
-            interruption = None if isinstance(error, Exception) else error
-            threads.errors[threads.current] = error
-            run_uninterrupted(partial(group.leave, threads.current, error), group.abort)
-            threads.wait()
+        except BaseException as interruption:
+            leave, fail = partial(group.leave, current, interruption), partial(results.put, current, None, interruption)
+            steps = [] if tasks[current].thread is not None else [leave, fail]
+            run_uninterrupted(*steps, group.abort, *(task.cancel for task in tasks))
+            raise
+        finally:
+            results.wait(inf)
+            for task in tasks:
+                task.join()
         group.close()
     except BaseException:
         run_uninterrupted(group.abort, group.close)
         raise
-    results, errors = threads.take_results()
-    if interruption is not None:
-        raise interruption
-    if errors:
-        raise first_error(errors)
-    return [results[index] for index in sorted(results)]
-
-
-class _SideThreads(Generic[T]):
-    """Tasks, and the threads of those that do not run in the caller's thread.
-
-    They are not waited for by `Thread.join`: an interrupted join takes the thread as finished.
-    """
-
-    def __init__(self, tasks: Sequence[Callable[[], T]]) -> None:
-        self.current = 0
-        self.results: dict[int, T] = {}
-        self.errors: dict[int, BaseException] = {}
-        self.threads: dict[int, threading.Thread] = {}
-        self._tasks = tasks
-        self._claims: dict[int, object] = {}
-        """Who claimed a task first: its thread, or `wait`, which cancels it."""
-        self._wakeup: SimpleQueue[None] = SimpleQueue()
-
-    def start(self, index: int) -> None:
-        """Run a task in its own thread."""
-        if index > self.current and index not in self.threads:
-            thread = threading.Thread(target=self._run, args=(index,), name=f"instep-turn-{index}", daemon=True)
-            self.threads[index] = thread
-            start_thread(thread)
-
-    def _run(self, index: int) -> None:
-        claim = object()
-        if self._claims.setdefault(index, claim) is not claim:
-            return
-        try:
-            set_replica_thread(True)
-            self.results[index] = self._tasks[index]()
-        except BaseException as error:
-            self.errors[index] = error
-        finally:
-            self._wakeup.put(None)
-
-    def wait(self) -> None:
-        """Wait until no thread runs. Cancels a thread that an interruption left unstarted."""
-        claim, polls = object(), 0
-        while self._unfinished():
-            try:
-                self._wakeup.get(timeout=_POLL_SECONDS)
-            except Empty:
-                polls += 1
-            if polls >= _UNSTARTED_POLLS:
-                for index in self._unfinished():
-                    if self.threads[index].ident is None and self._claims.setdefault(index, claim) is claim:
-                        del self.threads[index]
-        for thread in list(self.threads.values()):
-            if thread.ident is not None:
-                thread.join()
-
-    def take_results(self) -> tuple[dict[int, T], dict[int, BaseException]]:
-        """Return and drop results and errors: Python may keep a thread that never started alive."""
-        results, errors = self.results, self.errors
-        self.results, self.errors, self._tasks = {}, {}, ()
-        return results, errors
-
-    def _unfinished(self) -> list[int]:
-        return [i for i in list(self.threads) if i not in self.results and i not in self.errors]
+    return results.finished() if stopped else results.collect()

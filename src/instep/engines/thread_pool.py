@@ -83,18 +83,29 @@ class TaskResults:
         """Whether every task has finished."""
         return None not in self._results
 
-    def collect(self, poll: Callable[[], None]) -> list[Any]:
+    def get(self, index: int) -> tuple[Any, BaseException | None]:
+        """The result and the error of a task that has finished."""
+        pair = self._results[index]
+        assert pair is not None
+        return pair
+
+    def finished(self) -> list[Any]:
+        """The results of the tasks that have finished without an error."""
+        return [pair[0] for pair in self._results if pair is not None and pair[1] is None]
+
+    def collect(self, poll: Callable[[], None] | None = None) -> list[Any]:
         """Wait for all results, or raise the first error. Calls `poll` regularly while results are missing."""
         while not self.is_complete():
             try:
                 self._wakeup.get(timeout=_POLL_SECONDS)
             except Empty:
-                poll()
-        pairs = [pair for pair in self._results if pair is not None]
-        errors = {index: error for index, (_, error) in enumerate(pairs) if error is not None}
+                if poll is not None:
+                    poll()
+        pairs = enumerate(map(self.get, range(len(self._results))))
+        errors = {index: error for index, (_, error) in pairs if error is not None}
         if errors:
             raise first_error(errors)
-        return [result for result, _ in pairs]
+        return self.finished()
 
     def wait(self, seconds: float) -> bool:
         """Wait for at most this many seconds; returns whether every task has finished."""
@@ -113,7 +124,7 @@ def _set_num_threads(count: int) -> None:
 class Task:
     """A task and where its result goes. It runs once, in the first thread that claims it."""
 
-    __slots__ = ("index", "num_threads", "pending", "results")
+    __slots__ = ("index", "num_threads", "pending", "results", "thread")
 
     def __init__(self, index: int, function: Callable[[], Any], results: TaskResults, num_threads: int) -> None:
         self.index, self.results = index, results
@@ -121,6 +132,8 @@ class Task:
         """Empty when the task is claimed."""
         self.num_threads = num_threads
         """The number of intra-op threads that it may use."""
+        self.thread: threading.Thread | None = None
+        """The task's own thread, if it has one."""
 
     def cancel(self) -> None:
         """Cancel the task, unless a thread has claimed it."""
@@ -162,9 +175,15 @@ class Task:
             self.results.put(self.index, result, None)
 
     def run_in_new_thread(self) -> None:
-        """Run the task in a thread of its own, if no replica thread has claimed it."""
-        if self.pending:
-            start_thread(threading.Thread(target=self._run_thread, name=f"instep-extra-{self.index}", daemon=True))
+        """Run the task in a thread of its own, unless another thread has claimed it."""
+        if self.pending and self.thread is None:
+            self.thread = threading.Thread(target=self._run_thread, name=f"instep-task-{self.index}", daemon=True)
+            start_thread(self.thread)
+
+    def join(self) -> None:
+        """Wait until the task's own thread has exited."""
+        if self.thread is not None and self.thread.ident is not None:
+            self.thread.join()
 
     def _run_thread(self) -> None:
         set_replica_thread(True)
