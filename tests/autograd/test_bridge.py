@@ -1,4 +1,4 @@
-"""Between the caller's graph and the replicas': what passes, what is refused, and what is freed."""
+"""The autograd node between the caller's graph and the replicas' graphs."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def batch() -> Tensor:
     return torch.randn(5, 3, dtype=torch.float64)
 
 
-def test_a_second_backward_says_what_torch_says(model: instep.DataParallel) -> None:
+def test_a_second_backward_raises_the_error_of_torch(model: instep.DataParallel) -> None:
     loss = model(batch()).sum()
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
 
 
-def test_double_backward_names_both_ways_out(model: instep.DataParallel) -> None:
+def test_double_backward_error_names_both_alternatives(model: instep.DataParallel) -> None:
     x = batch().requires_grad_()
     with pytest.raises(instep.BridgeError, match=r"model\.call\('penalty', \.\.\.\).*engine='serial'") as caught:
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
@@ -62,7 +62,7 @@ class Leaky(nn.Module):
         return y
 
 
-def test_a_tensor_that_left_by_another_door_is_refused() -> None:
+def test_a_tensor_that_escapes_forward_cannot_be_differentiated() -> None:
     out: list[Tensor] = []
     net = Leaky(out)
     with instep.DataParallel(net, ["cpu"] * 2) as model:

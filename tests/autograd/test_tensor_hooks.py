@@ -1,4 +1,4 @@
-"""Hooks that forward puts on tensors see the gradients of whole batches, or of shards where that was asked for."""
+"""Tensor hooks that forward registers see the gradients of whole batches, or of shards with hooks='per_replica'."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_hook_on_a_tensor_sees_whole_batches(engine: str, put: Callable[..., A
 
 
 @each_engine
-def test_without_gradients_or_hooks_all_devices_are_used(engine: str) -> None:
+def test_calls_without_gradients_or_hooks_use_all_devices(engine: str) -> None:
     net = Net(PUTS["normalised"]).double()
     x = torch.randn(7, 4, dtype=torch.float64)
     with instep.DataParallel(net, ["cpu"] * 3, engine=engine, probe=False) as model:
@@ -113,7 +113,7 @@ def test_without_gradients_or_hooks_all_devices_are_used(engine: str) -> None:
 
 
 @each_engine
-def test_shards_where_that_was_asked_for(engine: str) -> None:
+def test_hooks_per_replica_see_shards(engine: str) -> None:
     net = Net(lambda self, z, weight: z.register_hook(lambda g: -g)).double()
     SIZES.clear()
     with (
@@ -128,7 +128,7 @@ def test_shards_where_that_was_asked_for(engine: str) -> None:
 
 
 @each_engine
-def test_hooks_of_instep_do_not_count(engine: str) -> None:
+def test_hooks_of_instep_are_ignored(engine: str) -> None:
     """Collectives register hooks on tensors, for example to synchronize batch norm."""
     net = Net(lambda self, z, weight: None).double()
     plain, batches = copy.deepcopy(net), [torch.randn(7, 4, dtype=torch.float64) for _ in range(2)]
@@ -176,7 +176,7 @@ class Cam(nn.Module):
 
 @each_engine
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_gradient_that_forward_asks_for_is_the_whole_batchs(engine: str, inside: bool) -> None:
+def test_a_gradient_taken_in_forward_is_that_of_the_whole_batch(engine: str, inside: bool) -> None:
     plain = Cam(inside=inside).double()
     net = copy.deepcopy(plain)
 

@@ -53,7 +53,7 @@ def test_the_callers_gradient_is_not_written_to() -> None:
     assert torch.equal(gradient, before)
 
 
-def test_sums_go_where_the_first_gradients_are_if_nobody_else_has_their_memory() -> None:
+def test_sums_reuse_the_memory_of_unshared_gradients() -> None:
     alone, both, small = torch.ones(MIN_REUSE_BYTES), torch.ones(MIN_REUSE_BYTES, 2), torch.ones(4)
     views = [both[:, 0], both.view(-1), small]
     more = [torch.full_like(gradient, 2.0) for gradient in (alone, *views)]
@@ -109,7 +109,7 @@ def test_buckets_keep_order_dtype_and_limit() -> None:
     assert [bucket.indices for bucket in make_buckets(tensors, limit=40)] == [(0,), (1,), (2,), (3,)]
 
 
-def test_send_writes_values_and_moves_no_counter() -> None:
+def test_send_writes_values_without_changing_versions() -> None:
     sources = [torch.randn(3, 4), torch.randn(2, dtype=torch.float64), torch.randn(2, 3, 4, 5).contiguous()]
     targets = [[torch.zeros_like(s), torch.zeros_like(s)] for s in sources]
     versions = [t._version for pair in targets for t in pair]
@@ -120,6 +120,6 @@ def test_send_writes_values_and_moves_no_counter() -> None:
     assert [t._version for pair in targets for t in pair] == versions
 
 
-def test_gather_leaves_near_gradients_alone() -> None:
+def test_gather_does_not_copy_local_gradients() -> None:
     near = [torch.randn(2), None, torch.eye(2).to_sparse()]
     assert all(a is b for a, b in zip(gather_gradients(near, torch.device("cpu")), near, strict=True))

@@ -1,4 +1,4 @@
-"""Replicas that do not come to the same operations end in a named error at once, never in a wait without end."""
+"""Replicas that call different collectives, fail, or never arrive: an error, and no deadlock."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fails(body: Callable[..., Any], way: str, error: type[BaseException], match:
 
 
 @each_way
-def test_a_replica_that_returned(way: str) -> None:
+def test_a_collective_after_a_replica_returned(way: str) -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         return instep.all_reduce(x, "max") if len(x) == 3 else x
 
@@ -47,7 +47,7 @@ def test_a_replica_that_returned(way: str) -> None:
 
 
 @each_way
-def test_a_replica_that_comes_once_too_often(way: str) -> None:
+def test_a_collective_that_only_one_replica_calls(way: str) -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         for _ in range(1 + instep.replica().index):
             x = x - instep.all_reduce(x.sum(0))
@@ -68,7 +68,7 @@ def test_a_replica_that_comes_once_too_often(way: str) -> None:
     ],
     ids=["op", "kind", "dtype", "structure", "shape"],
 )
-def test_replicas_at_different_operations(way: str, other: Callable[..., Any]) -> None:
+def test_replicas_that_call_different_collectives(way: str, other: Callable[..., Any]) -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         other(x) if instep.replica().index == 1 else instep.all_reduce(x.sum(0))
         return x
@@ -99,7 +99,7 @@ def test_an_exception_keeps_its_type(way: str, culprit: int) -> None:
 
 
 @each_way
-def test_leaves_that_cannot_be_joined(way: str) -> None:
+def test_leaves_that_cannot_be_combined(way: str) -> None:
     fails(lambda self, x: instep.all_gather(("a" * len(x), x)), way, instep.CollectiveError, "leaf '0' is 'aaa'")
     fails(lambda self, x: instep.all_reduce({"k": str(len(x))}), way, instep.CollectiveError, "leaf 'k' is '3'")
     fails(lambda self, x: instep.all_gather({len(x): 1}), way, instep.CollectiveError, "different collectives")
@@ -115,7 +115,7 @@ def test_leaves_that_cannot_be_joined(way: str) -> None:
     fails(packs, way, instep.CollectiveError, "PackedSequence")
 
 
-def test_an_exception_in_one_backward_ends_the_others() -> None:
+def test_an_exception_in_one_backward_stops_the_others() -> None:
     def explode(gradient: Tensor) -> None:
         raise ZeroDivisionError
 
@@ -152,7 +152,7 @@ def test_an_interruption_while_replicas_wait(way: str) -> None:
         assert_close(model(x), plain(x))
 
 
-def test_an_interruption_of_a_waiting_caller_on_serial() -> None:
+def test_an_interruption_of_a_caller_that_waits_on_serial() -> None:
     """The caller's thread waits as replica 0 while another replica runs."""
 
     def body(self: Any, x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def test_an_interruption_of_a_waiting_caller_on_serial() -> None:
 
 
 @each_way
-def test_other_methods_meet_too(way: str) -> None:
+def test_collectives_in_other_methods(way: str) -> None:
     class Has(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x
@@ -185,7 +185,7 @@ def test_other_methods_meet_too(way: str) -> None:
 
 
 @each_engine
-def test_replicas_that_run_in_turn_meet(way: str) -> None:
+def test_collectives_of_serialized_replicas(way: str) -> None:
     """A module with a generator of its own: its replicas run one at a time."""
 
     class Draws(nn.Module):
@@ -234,7 +234,7 @@ def test_two_wrappers_in_two_threads() -> None:
 
 
 @each_way
-def test_a_long_wait_says_where_the_others_are(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_wait_warns_where_the_other_replicas_are(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instep.engines.rendezvous.WARN_AFTER_SECONDS", 0.1)
     monkeypatch.setattr("instep.engines.processes.lifecycle.watchdog.WARN_SECONDS", 0.1)
     words = "all_reduce.*has waited \\d s for replica 1 on cpu"
@@ -276,7 +276,7 @@ def test_replicas_that_deadlock_on_a_lock_fail_with_a_timeout() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*has waited:UserWarning")
-def test_a_replica_that_never_comes_does_not_hold_up_the_caller() -> None:
+def test_a_replica_that_never_arrives_fails_with_a_timeout() -> None:
     event = threading.Event()
 
     def body(self: Any, x: Tensor) -> Tensor:
@@ -297,7 +297,7 @@ def test_a_replica_that_never_comes_does_not_hold_up_the_caller() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*has waited:UserWarning")
-def test_a_replica_that_moves_is_waited_for() -> None:
+def test_a_slow_replica_that_makes_progress_does_not_time_out() -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         if instep.replica().index == 1:
             until = time.monotonic() + 2.0

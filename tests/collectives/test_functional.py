@@ -1,4 +1,4 @@
-"""`all_reduce`, `all_gather` and `replica` give inside of a replica what the whole batch gives on one device."""
+"""`all_reduce`, `all_gather` and `replica` return in a replica what one device would compute on the whole batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ each_engine = pytest.mark.parametrize("way", ["serial", "threads", "processes"])
 @each_way
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_a_gathered_batch_is_the_whole_batch(way: str, private: bool, replicas: int) -> None:
+def test_all_gather_returns_the_whole_batch(way: str, private: bool, replicas: int) -> None:
     def contrast(self: Any, x: Tensor) -> Tensor:
         z = self.layer(x)
         return (z @ instep.all_gather(self.other(x)).T).log_softmax(1)
@@ -32,7 +32,7 @@ def test_a_gathered_batch_is_the_whole_batch(way: str, private: bool, replicas: 
 
 
 @each_way
-def test_a_mean_counts_samples(way: str) -> None:
+def test_a_mean_is_weighted_by_samples(way: str) -> None:
     def centre(self: Any, x: Tensor) -> Tensor:
         z = self.layer(x)
         return z - instep.all_reduce(z.mean(0), "mean")
@@ -47,7 +47,7 @@ def test_a_sum_over_the_batch(way: str) -> None:
 
 @each_way
 @pytest.mark.parametrize("op", ["max", "min"])
-def test_extremes_and_their_gradients(way: str, op: str) -> None:
+def test_max_and_min_with_gradients(way: str, op: str) -> None:
     def extreme(self: Any, x: Tensor) -> Tensor:
         z = self.layer(x)
         return z - instep.all_reduce(z.amax(0) if op == "max" else z.amin(0), op)
@@ -155,7 +155,7 @@ def test_other_dims_and_scalars_and_integers(way: str) -> None:
 
 
 @each_way
-def test_replica_says_where_it_is(way: str) -> None:
+def test_replica_returns_index_size_and_offset(way: str) -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         here = instep.replica()
         assert here.device in (None, torch.device("cpu"))
@@ -168,7 +168,7 @@ def test_replica_says_where_it_is(way: str) -> None:
         assert plain(x).T.tolist() == [[0] * 7, [1] * 7, list(range(7))]
 
 
-def test_outside_of_a_call_nothing_happens() -> None:
+def test_collectives_outside_a_call_return_their_argument() -> None:
     x = {"a": [batch()], "b": "text"}
     with probe_context() as excuses:
         assert instep.all_gather(x) is x

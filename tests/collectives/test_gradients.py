@@ -1,4 +1,4 @@
-"""Gradients through cross-replica operations are those of one device, wherever they come from and whoever asks."""
+"""Gradients through collectives equal those of one device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ each_engine = pytest.mark.parametrize("way", ["serial", "threads", "processes"])
 
 
 @each_way
-def test_replicas_that_do_not_use_what_was_gathered(way: str) -> None:
+def test_replicas_that_do_not_use_the_gathered_tensor(way: str) -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         everything = instep.all_gather(self.other(x))
         z = self.layer(x)
@@ -75,7 +75,7 @@ def test_inputs_that_were_detached_on_some_replicas(way: str) -> None:
 
 
 @each_way
-def test_what_is_never_used_gets_no_gradient(way: str) -> None:
+def test_an_unused_tensor_gets_no_gradient(way: str) -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         instep.all_gather(self.other(x))
         return self.layer(x)
@@ -84,7 +84,7 @@ def test_what_is_never_used_gets_no_gradient(way: str) -> None:
 
 
 @each_way
-def test_what_needs_no_gradient_needs_none_when_gathered(way: str) -> None:
+def test_a_gathered_constant_requires_no_grad(way: str) -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         assert not instep.all_gather(x).requires_grad
         assert not instep.all_reduce(x.sum(0)).requires_grad
@@ -94,7 +94,7 @@ def test_what_needs_no_gradient_needs_none_when_gathered(way: str) -> None:
 
 
 @each_way
-def test_outputs_whose_gradient_comes_later(way: str) -> None:
+def test_outputs_differentiated_one_after_another(way: str) -> None:
     """Each output has its own gather; the first backward must not use up the second's graph."""
 
     def body(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ def test_outputs_whose_gradient_comes_later(way: str) -> None:
 
 
 @each_way
-def test_a_backward_of_one_output_finds_what_other_replicas_need_for_it(way: str) -> None:
+def test_a_backward_of_one_output_reaches_the_collectives_of_all_replicas(way: str) -> None:
     """Only replica 0 uses the second gather, and only replica 1's part of it comes from the first."""
 
     def body(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +184,7 @@ def test_without_gradients_and_in_inference_mode(way: str) -> None:
 
 
 @each_way
-def test_what_is_gathered_without_gradient_has_none_on_one_device_either(way: str) -> None:
+def test_no_grad_collectives_detach_on_one_device_too(way: str) -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             others = instep.all_gather({"z": self.layer(x)})["z"].sum(0)
@@ -195,7 +195,7 @@ def test_what_is_gathered_without_gradient_has_none_on_one_device_either(way: st
 
 
 @each_way
-def test_gradients_held_back(way: str) -> None:
+def test_gradients_under_no_sync(way: str) -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         return self.layer(x) * instep.all_reduce(self.other(x).sum(0))
 
@@ -232,12 +232,12 @@ def penalised(self: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("way", ["threads", "processes"])
-def test_a_gradient_taken_inside_of_forward(way: str) -> None:
+def test_a_gradient_taken_inside_forward(way: str) -> None:
     check(penalised, way)
 
 
 @pytest.mark.parametrize("way", ["serial", "joint"])
-def test_a_gradient_taken_inside_of_forward_is_refused_in_a_joint_graph(way: str) -> None:
+def test_a_gradient_taken_inside_forward_is_an_error_in_a_joint_graph(way: str) -> None:
     with (
         replicated(Does(penalised), way) as (_, model),
         pytest.raises(instep.CollectiveError, match="taken inside forward"),
@@ -259,7 +259,7 @@ def test_double_backward_on_serial() -> None:
 
 @pytest.mark.parametrize("way", ["threads", "processes"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_region_meets_again(way: str, reentrant: bool) -> None:
+def test_collectives_in_a_checkpointed_region(way: str, reentrant: bool) -> None:
     def region(self: Any, x: Tensor) -> Tensor:
         z = self.layer(x).tanh()
         return z * instep.all_gather(z).sum(0)
@@ -279,7 +279,7 @@ def test_a_checkpointed_region_meets_again(way: str, reentrant: bool) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("way", ["serial", "joint"])
-def test_a_checkpointed_region_in_a_joint_graph_is_refused(way: str, reentrant: bool) -> None:
+def test_collectives_in_a_checkpointed_region_are_an_error_in_a_joint_graph(way: str, reentrant: bool) -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         return checkpoint(lambda x: instep.all_reduce(self.layer(x)), x, use_reentrant=reentrant)
 
@@ -359,7 +359,7 @@ class Around(nn.Module):
 
 
 @each_way
-def test_a_backward_inside_of_another_wrappers_replica(way: str) -> None:
+def test_a_backward_inside_a_replica_of_another_wrapper(way: str) -> None:
     """There the replicas' own threads may be waiting, and the backward has to find others."""
 
     def body(self: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Replicas that draw random numbers and meet in the middle: each goes on in its own stream."""
+"""Random draws of replicas that use collectives."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_engines_draw_the_same() -> None:
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_no_two_replicas_share_a_mask_and_the_caller_moves_by_one_number(engine: str) -> None:
+def test_replicas_draw_different_masks_and_the_callers_generator_advances_once(engine: str) -> None:
     states = []
     for replicas in (2, 3):
         _, mask, state = draw(engine, replicas)

@@ -1,4 +1,4 @@
-"""Batch normalisation takes its statistics of the whole batch, as on one device, or says that it does not."""
+"""Synchronized batch normalization: statistics of the whole batch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SHAPES: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
 @each_way
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize(("batch", "replicas"), [(7, 3), (3, 3), (5, 4)])
-def test_layers_of_every_kind(way: str, kind: str, batch: int, replicas: int) -> None:
+def test_batch_norm_layers_of_every_kind(way: str, kind: str, batch: int, replicas: int) -> None:
     make, shape = SHAPES[kind]
     compare(make(4), normal(batch, *shape), way, replicas)
 
@@ -134,7 +134,7 @@ def test_a_call_in_eval_between_training_calls_keeps_its_graph(way: str) -> None
 
 
 @pytest.mark.parametrize("way", WAYS[:3])  # it counts in this process
-def test_parts_of_a_module_in_eval_cost_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_in_eval_exchange_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[str] = []
     share = instep.collectives.sync_batchnorm.exchange_tensors
 
@@ -186,7 +186,7 @@ def test_hooks_run_and_the_source_is_untouched(way: str) -> None:
 
 
 @each_way
-def test_layers_that_come_later_are_synchronised_too(way: str) -> None:
+def test_layers_added_later_are_synchronized(way: str) -> None:
     x = normal(7, 4)
     with replicated(nn.Sequential(nn.Identity(), nn.Tanh()), way) as (plain, model):
         model(x)
@@ -244,7 +244,7 @@ def test_under_checkpointing() -> None:
 # Some versions of torch complain of a checkpoint that is given up in another thread.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("way", ["serial", "joint"])
-def test_under_checkpointing_in_a_joint_graph_names_the_way_out(way: str) -> None:
+def test_checkpointing_in_a_joint_graph_is_an_error(way: str) -> None:
     with (
         replicated(Checkpointed().double(), way) as (_, model),
         pytest.raises(instep.CollectiveError, match="sync_batchnorm=False"),
@@ -256,7 +256,7 @@ def test_under_checkpointing_in_a_joint_graph_names_the_way_out(way: str) -> Non
 
 
 @each_way
-def test_without_it_statistics_are_a_mean_and_that_is_said_once(way: str) -> None:
+def test_unsynchronized_statistics_are_averaged_with_one_warning(way: str) -> None:
     x = normal(7, 4)
     with replicated(nn.BatchNorm1d(4).double(), way, sync_batchnorm=False) as (plain, model):
         with pytest.warns(UserWarning, match="instead of the whole batch, because sync_batchnorm=False"):
@@ -271,14 +271,14 @@ def test_without_it_statistics_are_a_mean_and_that_is_said_once(way: str) -> Non
 
 
 @each_way
-def test_without_it_a_layer_in_eval_says_nothing(way: str) -> None:
+def test_unsynchronized_layers_in_eval_do_not_warn(way: str) -> None:
     with replicated(nn.BatchNorm1d(4).double().eval(), way, sync_batchnorm=False) as (plain, model):
         x = normal(7, 4)
         assert_close(model(x), plain(x))
 
 
 @each_way
-def test_a_rule_of_the_user_comes_first(way: str) -> None:
+def test_a_state_rule_of_the_user_takes_precedence(way: str) -> None:
     x = normal(7, 4)
     options: dict[str, Any] = {"sync_batchnorm": False, "state": {"running_mean": "first"}}
     with replicated(nn.BatchNorm1d(4).double(), way, **options) as (_, model):
@@ -295,7 +295,7 @@ class Own(nn.BatchNorm1d):
 
 
 @each_way
-def test_a_layer_with_a_forward_of_its_own_is_left_alone(way: str) -> None:
+def test_a_layer_that_overrides_forward_is_not_patched(way: str) -> None:
     x = normal(7, 4)
     with replicated(nn.Sequential(Own(4)).double(), way) as (plain, model):
         with pytest.warns(UserWarning, match="because 0 overrides forward"):
@@ -307,7 +307,7 @@ def test_a_layer_with_a_forward_of_its_own_is_left_alone(way: str) -> None:
 
 @pytest.mark.parametrize("chosen", [[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1]])
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_rows_that_are_chosen_and_a_replica_that_has_none(engine: str, chosen: list[int]) -> None:
+def test_a_replica_without_samples_takes_part(engine: str, chosen: list[int]) -> None:
     class Routed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Things that happen around a call: interruptions, modes, contexts, threads that are shared."""
+"""Calls with interruptions, modes, context variables, checkpoints and shared threads."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_forward_may_empty_its_batch(engine: str) -> None:
         out.sum().backward()
 
 
-def test_wrappers_of_different_sizes_share_threads_and_cores() -> None:
+def test_wrappers_with_different_replica_counts_share_threads() -> None:
     counts: dict[str, list[int]] = {"two": [], "four": []}
 
     class Asks(nn.Module):
@@ -213,7 +213,7 @@ def test_wrappers_of_different_sizes_share_threads_and_cores() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_parameter_written_through_data_is_noticed_and_put_back(engine: str) -> None:
+def test_a_parameter_written_through_data_is_detected_and_restored(engine: str) -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -309,7 +309,7 @@ class Grows(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_module_that_makes_its_layers_in_the_first_call(engine: str) -> None:
+def test_a_module_creates_its_layers_in_the_first_call(engine: str) -> None:
     net = Grows(always=False)
     plain = copy.deepcopy(net)
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, hooks="per_replica") as model:
@@ -321,7 +321,7 @@ def test_a_module_that_makes_its_layers_in_the_first_call(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_module_that_makes_layers_at_every_call_is_right_and_says_so(engine: str) -> None:
+def test_a_module_that_creates_layers_in_every_call_runs_on_one_device_with_a_warning(engine: str) -> None:
     net = Grows(always=True)
     plain = copy.deepcopy(net)
     x = torch.randn(4, 3)
@@ -334,7 +334,7 @@ def test_a_module_that_makes_layers_at_every_call_is_right_and_says_so(engine: s
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("batch", [4, 5, 6])
-def test_a_weight_that_is_returned_is_the_modules_own(engine: str, batch: int) -> None:
+def test_a_returned_weight_is_the_parameter_of_the_module(engine: str, batch: int) -> None:
     class Shows(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -380,7 +380,7 @@ class Running(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_state_as_large_as_a_shard_is_not_taken_for_a_batch(engine: str) -> None:
+def test_state_of_the_size_of_a_shard_is_not_split(engine: str) -> None:
     x = torch.randn(4, 2)
     with instep.DataParallel(Running(), ["cpu"] * 2, engine=engine) as model:
         with pytest.raises(instep.StateError, match="state="):

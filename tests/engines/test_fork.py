@@ -1,4 +1,4 @@
-"""A process that forks: the child has none of the replica threads, none of the locks that they held, and no workers."""
+"""Calls in forked children, which have no replica threads and no workers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Waits(nn.Module):
         return self.layer(x)
 
 
-def test_a_child_calls_with_threads_of_its_own() -> None:
+def test_a_forked_child_starts_its_own_threads() -> None:
     net, x = nn.Linear(3, 2), torch.randn(5, 3)
     with instep.DataParallel(net, ["cpu"] * 2, engine="threads") as model:
         expected = model(x).detach()
@@ -75,7 +75,7 @@ def test_a_child_calls_with_threads_of_its_own() -> None:
         assert torch.equal(model(x), expected)
 
 
-def test_a_child_is_not_held_up_by_a_call_that_was_under_way() -> None:
+def test_a_child_forked_during_a_call_does_not_deadlock() -> None:
     net, x = Waits(), torch.randn(5, 3)
     with instep.DataParallel(net, ["cpu"] * 2, engine="threads") as model:
         answers: list[Tensor] = []
@@ -137,7 +137,7 @@ def trains_like_the_module(model: instep.DataParallel, x: Tensor) -> bool:
 
 @pytest.mark.parametrize("anew", [False, True], ids=["the same wrapper", "wrapped anew"])
 @pytest.mark.usefixtures("one_core", "workers")
-def test_workers_of_a_child_read_the_weights_of_the_child(anew: bool) -> None:
+def test_workers_of_a_forked_child_read_the_weights_of_the_child(anew: bool) -> None:
     net, x = Tied().double(), torch.randn(6, 4, dtype=torch.float64)
     with instep.DataParallel(net, ["cpu"] * 2, engine="processes") as model:
         output = model(x).sum()

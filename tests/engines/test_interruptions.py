@@ -1,7 +1,7 @@
-"""An interruption (Ctrl-C) at any moment of a call ends it, and afterwards everything is as it was before or after it.
+"""Interruptions (Ctrl-C) at any moment of a call: the call ends, and its changes are complete or undone.
 
-Python looks for signals where a function of its own begins and where one of C's has returned. Here a call is
-interrupted at each of these places in turn, as far as they are in the code that may not be left in the middle.
+Python checks for signals where a Python function begins and where a C function has returned. These tests interrupt a
+call at each of these points in the code of instep, in random order.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def places(total: int) -> Iterator[int]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("calls", [0, 2])
-def test_a_forward_that_is_interrupted_anywhere(engine: str, calls: int) -> None:
+def test_forward_can_be_interrupted_anywhere(engine: str, calls: int) -> None:
     torch.manual_seed(0)
     x, before, threads = torch.randn(7, 4), surroundings(), left_over()
 
@@ -141,7 +141,7 @@ def test_a_forward_that_is_interrupted_anywhere(engine: str, calls: int) -> None
     assert left_over() == threads
 
 
-def test_a_backward_that_is_interrupted_anywhere() -> None:
+def test_backward_can_be_interrupted_anywhere() -> None:
     torch.manual_seed(0)
     x, before, threads = torch.randn(7, 4, dtype=torch.float64), surroundings(), left_over()
     net = Net().double()
@@ -171,7 +171,7 @@ def test_a_backward_that_is_interrupted_anywhere() -> None:
 @pytest.mark.parametrize(
     "mode", [torch.no_grad, torch.inference_mode, torch.set_grad_enabled], ids=lambda m: m.__name__
 )
-def test_an_interruption_on_the_way_into_a_mode(mode: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_while_entering_a_grad_mode(mode: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are on afterwards, also when the interruption is forgotten and all that it held on to goes."""
     enter = mode.__enter__
     for number in range(1, 40):
@@ -210,7 +210,7 @@ class Slow(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_runs_on_after_an_interruption_leaves_nothing_behind(engine: str) -> None:
+def test_replicas_that_finish_after_an_interruption_are_rolled_back_at_the_next_call(engine: str) -> None:
     net = Slow()
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, probe=False) as model:
         timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
@@ -225,7 +225,7 @@ def test_what_runs_on_after_an_interruption_leaves_nothing_behind(engine: str) -
         assert net.log == ["step"]
 
 
-def test_what_runs_on_is_put_back_without_another_call() -> None:
+def test_replicas_that_finish_after_an_interruption_are_rolled_back() -> None:
     net = Slow()
     with instep.DataParallel(net, ["cpu"] * 2, engine="threads", probe=False) as model:
         timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
@@ -237,7 +237,7 @@ def test_what_runs_on_is_put_back_without_another_call() -> None:
         assert net.log == []
 
 
-def test_a_forward_that_never_ends_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_does_not_return_after_an_interruption_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread_pool, "_INTERRUPTED_CALL_TIMEOUT", 0.1)
     net = Slow()
     net.seconds = 0.6
@@ -255,7 +255,7 @@ def test_a_forward_that_never_ends_is_reported(monkeypatch: pytest.MonkeyPatch) 
         assert net.log == ["step"]
 
 
-def test_every_step_is_taken_whatever_comes() -> None:
+def test_run_uninterrupted_runs_every_step() -> None:
     taken: list[int] = []
 
     def interrupted_once() -> None:
@@ -275,7 +275,7 @@ def test_every_step_is_taken_whatever_comes() -> None:
     assert taken == [1, 2, 3, 4]
 
 
-def test_an_interruption_while_a_thread_comes_up_is_no_error_of_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_thread_raises_the_interruption_instead_of_a_lock_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(self: threading.Thread) -> None:
         try:
             raise KeyboardInterrupt
@@ -287,7 +287,7 @@ def test_an_interruption_while_a_thread_comes_up_is_no_error_of_a_lock(monkeypat
         start_thread(threading.Thread())
 
 
-def test_a_replica_whose_thread_never_starts_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_whose_thread_never_starts_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = threading.Thread.start
 
     def interrupted(self: threading.Thread) -> None:

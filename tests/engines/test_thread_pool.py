@@ -1,4 +1,4 @@
-"""Replica threads are given back wherever the last reference to their wrapper goes, and nobody waits for ever."""
+"""The replica threads: acquiring, releasing, garbage collection, interruptions."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ def collected_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> set[
 
 
 @pytest.mark.usefixtures("garbage")
-def test_a_wrapper_is_collected_in_a_thread_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrapper_is_garbage_collected_in_a_starting_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     came = collected_in(monkeypatch, threading.Thread, "_bootstrap_inner")
     call_three()
     assert came - {threading.get_ident()}
 
 
 @pytest.mark.usefixtures("garbage")
-def test_a_wrapper_is_collected_in_a_thread_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrapper_is_garbage_collected_in_a_replica_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     came = collected_in(monkeypatch, thread_pool, "_set_num_threads")
     call_three()
     assert came - {threading.get_ident()}
 
 
 @pytest.mark.usefixtures("garbage")
-def test_a_wrapper_is_collected_while_another_takes_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrapper_is_garbage_collected_while_another_acquires_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     came = collected_in(monkeypatch, thread_pool, "ReplicaThread")
     call_three()
     assert came == {threading.get_ident()}
@@ -76,7 +76,7 @@ def test_a_wrapper_is_collected_while_another_takes_its_threads(monkeypatch: pyt
 OTHERS: list[instep.DataParallel] = []
 
 
-def test_a_wrapper_that_is_closed_by_a_replica_ends_its_threads() -> None:
+def test_a_wrapper_closed_by_a_replica_stops_its_threads() -> None:
     class Closes(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             OTHERS[0].close()
@@ -104,14 +104,14 @@ def test_a_lock_knows_its_owner() -> None:
     assert not lock.is_owned()
 
 
-def test_a_lock_is_taken_and_given_back_without_a_line_of_python() -> None:
+def test_acquiring_and_releasing_a_lock_runs_no_python_code() -> None:
     """There a signal would find it taken, and nobody to give it back."""
     for name in ("__enter__", "__exit__"):
         assert not isinstance(getattr(ForkSafeLock, name), FunctionType)
     assert all("Condition" not in inspect.getsource(part) for part in (rendezvous, thread_pool))
 
 
-def test_an_interruption_while_tasks_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_while_tasks_are_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas that have begun their backward do not wait for one that will never begin."""
     # Gradients of squares behind this layer are little but rounding.
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)).double()
@@ -143,7 +143,7 @@ TEACHERS: list[instep.DataParallel] = []
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_a_wrapper_is_called_from_a_thread_that_another_ones_forward_waits_for(replicas: int) -> None:
+def test_forward_waits_for_a_thread_that_calls_another_wrapper(replicas: int) -> None:
     class Student(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -191,7 +191,7 @@ def replica_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("instep-cpu")]
 
 
-def test_an_interruption_leaves_gradients_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_leaves_gradients_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     enter = torch.no_grad.__enter__
 
     def interrupted(self: torch.no_grad) -> None:
@@ -207,7 +207,7 @@ def test_an_interruption_leaves_gradients_as_they_were(monkeypatch: pytest.Monke
         assert model(torch.randn(6, 4)).requires_grad
 
 
-def test_threads_that_were_given_back_run_nothing_any_longer() -> None:
+def test_released_threads_run_no_tasks() -> None:
     lease, ran = thread_pool.ReplicaThreads([torch.device("cpu")] * 2), []
     assert lease.run([lambda: 1, lambda: 2]) == [1, 2]
     lease.close()

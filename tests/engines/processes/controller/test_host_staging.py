@@ -1,4 +1,4 @@
-"""Workers that cannot reach the memory of the module: what another device is, tried on the CPU."""
+"""Staging of a module's tensors in host memory, tested with CPU replicas."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.usefixtures("far", "workers")
-def test_training_with_an_image_of_the_module() -> None:
+def test_training_with_a_staging_copy() -> None:
     net = Net().double()
     plain = copy.deepcopy(net)
     with instep.DataParallel(net, ["cpu"] * 3, engine="processes", state={"seen": "sum"}) as model:
@@ -99,7 +99,7 @@ def test_nothing_is_copied_while_the_module_is_frozen() -> None:
 
 
 @pytest.mark.usefixtures("far", "workers")
-def test_an_image_that_there_is_no_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_staging_copy_that_does_not_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with instep.DataParallel(nn.Linear(400, 300), ["cpu"] * 2, engine="processes", private_copies=True) as model:
         monkeypatch.setattr("instep.engines.processes.transport.shared_memory.available_memory", lambda: 1000)
         with pytest.raises(
@@ -108,7 +108,7 @@ def test_an_image_that_there_is_no_memory_for(monkeypatch: pytest.MonkeyPatch) -
             model(torch.randn(6, 400))
 
 
-def test_pieces_come_back_from_shared_memory_as_they_went() -> None:
+def test_staged_tensors_round_trip_through_shared_memory() -> None:
     memory = SharedMemory.create(4096)
     tensors = [torch.randn(3, 5), torch.arange(7), torch.randn(2, 2).double().t(), torch.empty(0), torch.randn(4)]
     offsets = [0, 64, 128, 192, 2048]

@@ -1,4 +1,4 @@
-"""Workers in a group, on the CPU with Gloo in NCCL's place: the same orders, the same deaths, the same ways back."""
+"""The NCCL manager, tested on the CPU with Gloo in place of NCCL."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_training_in_a_group(plain: Net, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("grouped")
-def test_an_exception_in_a_worker_leaves_the_group(plain: Net) -> None:
+def test_an_exception_in_a_worker_keeps_the_group(plain: Net) -> None:
     torch.manual_seed(0)
     net = Net()
     with wrap(net, 3) as model:
@@ -154,7 +154,7 @@ def test_an_exception_in_a_worker_leaves_the_group(plain: Net) -> None:
 
 
 @pytest.mark.usefixtures("grouped")
-def test_a_group_that_cannot_be_made_is_said_once(plain: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_cannot_be_created_warns_once(plain: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_manager, "BACKEND", "none")
     torch.manual_seed(0)
     net = Net()
@@ -182,7 +182,7 @@ def test_fewer_samples_than_replicas_and_no_sync() -> None:
 
 
 @pytest.mark.usefixtures("grouped")
-def test_two_wrappers_share_a_group_and_the_last_one_ends_it() -> None:
+def test_two_wrappers_share_a_group_until_both_are_closed() -> None:
     one, two = wrap(Net(), 2), wrap(Net(), 2)
     before = threading.active_count()
     one(batch(0)).sum().backward()
@@ -202,7 +202,7 @@ def test_two_wrappers_share_a_group_and_the_last_one_ends_it() -> None:
 
 
 @pytest.mark.usefixtures("grouped")
-def test_the_group_of_a_dropped_wrapper_is_the_next_ones_and_ends_when_any_is_closed() -> None:
+def test_the_group_of_a_freed_wrapper_is_reused_and_aborted_at_the_next_close() -> None:
     dropped = wrap(Net(), 3)
     dropped(batch(0))
     left = controller_group(dropped)
@@ -243,7 +243,7 @@ def test_an_interruption_in_a_collective(plain: Net, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("grouped")
-def test_gradients_twice_of_one_graph_and_of_inputs_alone() -> None:
+def test_retained_graphs_and_gradients_of_inputs_only() -> None:
     torch.manual_seed(0)
     net = Net()
     plain = copy.deepcopy(net)
@@ -263,7 +263,7 @@ def test_gradients_twice_of_one_graph_and_of_inputs_alone() -> None:
             torch.testing.assert_close(mine.grad.to_dense(), other.grad.to_dense())
 
 
-def test_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
     monkeypatch.delenv("NCCL_RAS_ENABLE", raising=False)
     monkeypatch.setenv("NCCL_COMM_ID", "there")
@@ -279,7 +279,7 @@ def test_variables_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dict(os.environ) == before
 
 
-def test_a_collective_out_of_turn_ends_the_group() -> None:
+def test_a_collective_out_of_order_aborts_the_group() -> None:
     order = JoinGroupRequest("gloo", 0, 1, torch.device("cpu"), {}, sequence_base=10)
     group = NcclGroup(order, os.memfd_create("store"), os.eventfd(0))
     group.connect()
@@ -296,7 +296,7 @@ def test_a_collective_out_of_turn_ends_the_group() -> None:
 
 
 @pytest.mark.usefixtures("grouped")
-def test_a_new_description_of_a_frozen_module_brings_its_values() -> None:
+def test_a_frozen_module_that_is_sent_again_brings_its_values() -> None:
     net = Net()
     with wrap(net, 2) as model:
         model(batch(0))
@@ -305,7 +305,7 @@ def test_a_new_description_of_a_frozen_module_brings_its_values() -> None:
             torch.testing.assert_close(model(batch(0)), net(batch(0)))
 
 
-def test_another_group_of_the_user_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_nccl_group_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_manager, "_warned", False)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_backend", lambda: "cpu:gloo,cuda:nccl")
@@ -361,7 +361,7 @@ def test_deaths_do_not_change_a_single_bit(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("grouped")
 @pytest.mark.timeout(120)
-def test_too_many_deaths_as_a_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_deaths_while_a_group_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
     """They count as any others do, and the next call is none of theirs."""
     monkeypatch.setattr(group, "_TIMEOUT", timedelta(seconds=2))
     net = Net()

@@ -1,4 +1,4 @@
-"""Gradients that are added up while workers still work on others."""
+"""Summing gradients while the workers' backward is still running."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from instep.runtime.process_role import inside_worker
 WIDE = 600  # a weight of more than one stretch, and not of a whole number of them
 
 
-def test_stretches_cover_the_larger_tensors() -> None:
+def test_chunks_cover_the_larger_tensors() -> None:
     tensors = [torch.empty(WIDE, WIDE), torch.empty(10), torch.empty(MIN_GRADIENT_BYTES // 2, dtype=torch.bfloat16)]
     cut = gradient_chunks(enumerate(tensors))
     assert {stretch.tensor_index for stretch in cut} == {0, 2}
@@ -49,7 +49,7 @@ def pair() -> tuple[Doorbell, Doorbell]:
     return near, Doorbell(os.dup(near.fd), memory, cut)
 
 
-def test_whoever_listens_hears_each_stretch_once() -> None:
+def test_a_doorbell_reports_each_chunk_once() -> None:
     near, far = pair()
     assert len(near.chunks_by_tensor[0]) > 1
     near.expect(1, 0)
@@ -62,7 +62,7 @@ def test_whoever_listens_hears_each_stretch_once() -> None:
     assert near.poll() == []
 
 
-def test_a_backward_that_was_interrupted_may_still_ring() -> None:
+def test_signals_of_an_interrupted_backward_are_ignored() -> None:
     near, far = pair()
     near.expect(1, 0)
     near.expect(2, 0)
@@ -157,7 +157,7 @@ def test_sums_are_the_same_bit_for_bit(count: int, sign: Path, monkeypatch: pyte
         torch.testing.assert_close(one, parameter.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_a_second_gradient_of_a_weight_comes_after_the_first() -> None:
+def test_a_second_gradient_of_a_weight_is_added_late() -> None:
     net, x = Reentrant(), torch.randn(9, WIDE, requires_grad=True)
     with instep.DataParallel(net, ["cpu"] * 3, engine="processes") as model:
         model(x).square().sum().backward()
@@ -171,7 +171,7 @@ def test_a_second_gradient_of_a_weight_comes_after_the_first() -> None:
         torch.testing.assert_close(one, parameter.grad * 2, rtol=1e-4, atol=1e-4)
 
 
-def test_what_was_added_of_a_worker_that_dies_is_added_once(tmp_path: Path, sign: Path) -> None:
+def test_gradients_of_a_dead_worker_are_added_once(tmp_path: Path, sign: Path) -> None:
     net, x = Deep(sign, str(tmp_path / "died")), torch.randn(7, WIDE)
     with instep.DataParallel(net, ["cpu"] * 2, engine="processes") as model:
         died = gradients(net, model, x)
@@ -181,7 +181,7 @@ def test_what_was_added_of_a_worker_that_dies_is_added_once(tmp_path: Path, sign
     assert all(torch.equal(one, other) for one, other in zip(died, undisturbed, strict=True))
 
 
-def test_a_worker_that_dies_before_it_can_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_before_its_request_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     ask = WorkerClient.send_backward
 

@@ -94,7 +94,7 @@ class Writes(nn.Module):
         return y
 
 
-def test_a_batch_that_is_given_twice_is_one() -> None:
+def test_a_tensor_passed_twice_is_sent_once() -> None:
     net, x = Writes(), torch.randn(7, 4)
     mine = x.clone()
     with wrap(net) as model:
@@ -108,14 +108,14 @@ class Apart(nn.Module):
         return one - other
 
 
-def test_memory_that_is_read_in_two_ways_is_two() -> None:
+def test_different_views_of_one_memory_are_sent_separately() -> None:
     x = torch.randn(7, 4, dtype=torch.complex64)
     with wrap(Apart()) as model:
         torch.testing.assert_close(model(x, x.conj()), x - x.conj())
         torch.testing.assert_close(model(x.imag, x.conj().imag), x.imag - x.conj().imag)
 
 
-def test_a_write_to_memory_that_another_argument_shares_in_part_is_refused() -> None:
+def test_a_write_to_memory_that_overlaps_another_argument_is_an_error() -> None:
     net, x = Writes(), torch.randn(7, 8)
     with wrap(net) as model, pytest.raises(CannotCross, match=r"shares its memory with another one.*\n.*clone"):
         model(x[:, :4], x[:, 2:6])
@@ -160,7 +160,7 @@ class Net(nn.Module):
 """
 
 
-def test_what_could_not_be_rebuilt_is_sent_again() -> None:
+def test_a_module_that_could_not_be_unpickled_is_sent_again() -> None:
     at_home: Any = script(SCRIPT)
     net, x = at_home.Net(), torch.randn(5, 4)
     with wrap(net) as model:
@@ -178,7 +178,7 @@ def test_what_could_not_be_rebuilt_is_sent_again() -> None:
         torch.testing.assert_close(model(x, fresh.Thing(3.0)), model.module(x, fresh.Thing(3.0)))
 
 
-def test_a_backward_sees_the_globals_of_its_time() -> None:
+def test_backward_uses_the_current_globals() -> None:
     at_home: Any = script(SCRIPT)
     net, x = at_home.Net(), torch.randn(5, 4)
     grads = []
@@ -212,12 +212,12 @@ for end in (instep.DataParallel.close, lambda _: instep.shutdown()):
 """
 
 
-def test_a_backward_after_the_workers_were_given_back() -> None:
+def test_backward_after_close() -> None:
     found = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True, timeout=100)
     assert (found.stdout, found.stderr) == ("right\nright\n", "")
 
 
-def test_what_surrounds_a_call_is_said_again_while_another_one_is_under_way(workers: WorkerPool) -> None:
+def test_ambient_state_is_sent_again_while_another_call_runs(workers: WorkerPool) -> None:
     net, x = nn.Linear(4, 2), torch.randn(6, 4)
     with wrap(net) as model:
         model(x)
@@ -262,7 +262,7 @@ class Holds(nn.Module):
         return y
 
 
-def test_what_went_wrong_with_one_module_is_no_business_of_another() -> None:
+def test_an_error_of_one_module_is_not_raised_by_another() -> None:
     x = torch.randn(6, 4)
     with wrap(nn.Linear(4, 2)) as good, wrap(Holds(Picky())) as bad:
         good(x)
@@ -273,7 +273,7 @@ def test_what_went_wrong_with_one_module_is_no_business_of_another() -> None:
             bad(x)
 
 
-def test_a_wrapper_inside_of_what_a_worker_runs() -> None:
+def test_a_wrapper_inside_a_worker() -> None:
     x = torch.randn(7, 4)
     inner = wrap(nn.Linear(4, 4))
     outer = nn.Sequential(inner, nn.Linear(4, 2))

@@ -1,4 +1,4 @@
-"""Workers that several threads ask at a time, answers that nobody waits for any longer, and the cores they run on."""
+"""Requests of several threads to one worker, and abandoned replies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def wrap(net: nn.Module, **options: Any) -> instep.DataParallel:
     return instep.DataParallel(net, ["cpu"] * 2, engine="processes", **options)
 
 
-def test_threads_that_share_a_worker_get_their_own_answers() -> None:
+def test_threads_that_share_a_worker_get_their_own_replies() -> None:
     nets = [nn.Linear(4, 3) for _ in range(3)]
     models = [wrap(net) for net in nets]
 
@@ -46,7 +46,7 @@ def test_threads_that_share_a_worker_get_their_own_answers() -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_threads_that_share_workers_whose_replicas_meet(replicas: int, autocast: bool) -> None:
+def test_threads_that_share_workers_with_collectives(replicas: int, autocast: bool) -> None:
     """A worker that waits for the others in one thread's call is asked for another's part meanwhile."""
     nets = [nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(3)]
     plain = [copy.deepcopy(net) for net in nets]
@@ -87,7 +87,7 @@ class Fails(nn.Module):
         return y
 
 
-def test_an_error_that_another_thread_has_heard() -> None:
+def test_an_error_that_another_thread_received() -> None:
     failing, fine = Fails(), nn.Linear(4, 3)
     x, stop = torch.randn(6, 4), threading.Event()
     with wrap(failing, probe=False) as one, wrap(fine, probe=False) as other, ThreadPoolExecutor(1) as pool:
@@ -130,7 +130,7 @@ class Slow(nn.Module):
         return y
 
 
-def test_the_answer_to_a_backward_that_was_interrupted_is_not_taken_for_the_next() -> None:
+def test_the_reply_to_an_interrupted_backward_is_not_used_for_the_next() -> None:
     net, x = Slow(), torch.randn(6, 4)
     with wrap(net) as model:
         output = model(x)
@@ -142,7 +142,7 @@ def test_the_answer_to_a_backward_that_was_interrupted_is_not_taken_for_the_next
         torch.testing.assert_close(net.layer.weight.grad, x.sum(0).expand(3, 4))
 
 
-def test_a_core_is_left_to_the_sender_and_no_other_setting_is_touched() -> None:
+def test_workers_leave_the_sender_its_core() -> None:
     before, elsewhere = os.sched_getaffinity(0), SenderCpuAvoidance()
     for _ in range(20):
         core = current_cpu()
@@ -154,7 +154,7 @@ def test_a_core_is_left_to_the_sender_and_no_other_setting_is_touched() -> None:
         assert os.sched_getaffinity(0) == before
 
 
-def test_threads_that_come_to_a_worker_at_once_find_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_threads_share_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """With two, each would listen on the one line for itself."""
     made = []
 

@@ -40,7 +40,7 @@ def outputs(model: instep.DataParallel, count: int = 4) -> list[Tensor]:
     return [model(torch.zeros(3, 2)).detach() for _ in range(count)]
 
 
-def test_the_same_seed_gives_the_same_numbers_whoever_worked_before() -> None:
+def test_the_same_seed_gives_the_same_numbers_on_reused_workers() -> None:
     with instep.DataParallel(Draws(), ["cpu"] * 3, engine="processes", probe=False) as model:
         first = outputs(model)
         assert all(map(torch.equal, first, outputs(model)))
@@ -52,7 +52,7 @@ def test_the_same_seed_gives_the_same_numbers_whoever_worked_before() -> None:
         assert all(map(torch.equal, first, outputs(model)))
 
 
-def test_a_worker_that_takes_the_place_of_another_draws_the_same(tmp_path: Path) -> None:
+def test_a_replacement_worker_draws_the_same_numbers(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     with instep.DataParallel(Draws(str(flag)), ["cpu"] * 2, engine="processes", probe=False) as model:
         undisturbed = outputs(model)
@@ -61,14 +61,14 @@ def test_a_worker_that_takes_the_place_of_another_draws_the_same(tmp_path: Path)
     assert not flag.exists()
 
 
-def test_a_forward_that_begins_to_draw_later_is_seen_in_time() -> None:
+def test_a_forward_that_begins_to_draw_later_is_detected() -> None:
     with instep.DataParallel(Draws(first=5), ["cpu"] * 2, engine="processes", probe=False) as model:
         outputs(model, 8)
         assert all(map(torch.equal, outputs(model), outputs(model)))
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
-def test_unused_generators_are_checked_less_and_less(draw: object) -> None:
+def test_unused_generators_are_checked_ever_less_often(draw: object) -> None:
     monitor = PythonRngMonitor()
     checked = []
     for call in range(1, 40):
@@ -85,7 +85,7 @@ def test_unused_generators_are_checked_less_and_less(draw: object) -> None:
     assert monitor.begin_call() is not None
 
 
-def test_the_callers_generators_move_as_the_first_replica_draws() -> None:
+def test_the_first_replica_uses_the_callers_generators() -> None:
     with instep.DataParallel(Draws(), ["cpu"] * 2, engine="processes", probe=False) as model:
         outputs(model, 2)
         after = random.random(), np.random.rand()
