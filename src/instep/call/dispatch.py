@@ -29,7 +29,7 @@ from instep.replicas.state.carried import CarriedValue
 from instep.replicas.tensors import ParameterSharing
 from instep.replicas.write_watch import memory_key
 from instep.runtime.ambient import AmbientState
-from instep.runtime.rng import ReplicaRng
+from instep.runtime.rng import ReplicaRng, rng_state_reads
 from instep.structure.shapes import is_plain_tensor
 from instep.structure.tree import map_tensors, tensors_in
 
@@ -65,6 +65,8 @@ class ReplicaDispatch:
     """Names of the custom autograd functions that were found."""
     retains_grad: bool = field(default=False, init=False)
     """Whether forward called `retain_grad()` on a tensor that it returns or keeps."""
+    read_rng_state: bool = field(default=False, init=False)
+    """Whether code of a joint graph read the state of the CPU's default generator, as checkpointing does."""
 
     def __post_init__(self) -> None:
         self._records_graph = self.ambient.grad_enabled and not self.ambient.inference_mode
@@ -75,6 +77,16 @@ class ReplicaDispatch:
     def written_argument(self) -> str | None:
         """The name of an argument that a replica wrote to in place."""
         return next((name for name, tensor, version in self._argument_versions if tensor._version != version), None)
+
+    def restore_shared_arguments(self) -> None:
+        """Undo the replicas' changes of arguments that every replica receives whole."""
+        if self.shared_arguments is not None:
+            self.shared_arguments.restore()
+
+    def check_shared_arguments(self) -> None:
+        """`StructureError` if a replica changed an argument that every replica receives whole."""
+        if self.shared_arguments is not None:
+            self.shared_arguments.check()
 
     def run(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[ReplicaResult]:
         """Run the replicas. Tensors in the results belong to the caller's graph."""
@@ -135,11 +147,13 @@ class ReplicaDispatch:
             self.argument_ids,
             names,
         )
-        first = RemovableHandle.next_id
+        first_handle, joint = RemovableHandle.next_id, self.engine.joint_graph
+        state_reads = rng_state_reads() if joint else 0
         results = self.engine.forward(call)
-        if self._records_graph and RemovableHandle.next_id != first:
+        if self._records_graph and RemovableHandle.next_id != first_handle:
             own = {number for result in results if result.context is not None for number in result.context.hook_ids}
-            self.hook_ids = set(range(first, RemovableHandle.next_id)) - own
+            self.hook_ids = set(range(first_handle, RemovableHandle.next_id)) - own
+        self.read_rng_state = joint and rng_state_reads() != state_reads
         return results
 
     def _restore_module_tensors(self, results: Sequence[ReplicaResult]) -> None:

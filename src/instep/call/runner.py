@@ -36,7 +36,7 @@ from instep.replicas.state.merge import StateMerger, check_no_parameter_writes
 from instep.runtime.ambient import AmbientState
 from instep.runtime.locks import ForkSafeLock, run_uninterrupted
 from instep.runtime.modes import active_compiler, call_compiled
-from instep.runtime.rng import CallerRng, ReplicaRng, SerializationPolicy, rng_state_reads, supports_thread_streams
+from instep.runtime.rng import CallerRng, ReplicaRng, SerializationPolicy, supports_thread_streams
 from instep.structure.plan import SplitPlan
 from instep.structure.spec import strip_marks
 from instep.structure.split import apply_plan
@@ -125,7 +125,8 @@ class ParallelRunner:
             rng = self._replica_rng(transaction.rng, replicas, serialize)
             parts = apply_plan(plan, call.values)
             shards = rng.replace_generators(self._place(plan, [parts[index] for index in local], replicas))
-            results, verdict = self._forward(call, replicas, shards, transaction.ambient, rng, carried)
+            dispatch = self._dispatch(call, replicas, transaction.ambient, rng, carried)
+            results, verdict = self._forward(call, dispatch, shards)
             verdict = self.engine.agree(verdict)
             if verdict == ACCEPTED:
                 break
@@ -201,21 +202,19 @@ class ParallelRunner:
         place_shard = partial(self._place_shard, call.plan)
         return TrialCall(self.module, self.devices[0], call.plan, call.values, call.positional, place_shard, carried)
 
-    def _forward(
+    def _dispatch(
         self,
         call: BoundCall,
         replicas: Sequence[Replica],
-        shards: Sequence[Sequence[Any]],
         ambient: AmbientState,
         rng: ReplicaRng,
         carried: Sequence[CarriedValue],
-    ) -> tuple[list[ReplicaResult], Verdict]:
-        """Every replica's result, and whether it can be used."""
+    ) -> ReplicaDispatch:
+        """One forward of the replicas, ready to run."""
         self.replicas.release_carried(carried, len(replicas))
-        probe = call.binding.probe
-        shares = len(replicas) > 1 and has_shared_arguments(call.plan, call.values)
-        shared = SharedArguments(call.plan, call.values) if shares else None
-        dispatch = ReplicaDispatch(
+        probe, several = call.binding.probe, len(replicas) > 1
+        shares = several and has_shared_arguments(call.plan, call.values)
+        return ReplicaDispatch(
             self.engine,
             replicas,
             call.binding.replica_method,
@@ -224,18 +223,20 @@ class ParallelRunner:
             rng,
             call.plan.sizes,
             carried,
-            shared,
-            find_functions=probe is not None and torch.is_grad_enabled() and probe.claim_graph_check(),
+            SharedArguments(call.plan, call.values) if shares else None,
+            mutable_ids(call.values) if several and self.engine.out_of_process else (),
+            find_functions=probe is not None and ambient.grad_enabled and probe.claim_graph_check(),
         )
-        if self.engine.out_of_process and len(replicas) > 1:
-            dispatch.argument_ids = mutable_ids(call.values)
-        reads = rng_state_reads() if self._joint_on_two_types else 0
+
+    def _forward(
+        self, call: BoundCall, dispatch: ReplicaDispatch, shards: Sequence[Sequence[Any]]
+    ) -> tuple[list[ReplicaResult], Verdict]:
+        """Every replica's result, and whether it can be used."""
         try:
             results = dispatch.run(shards, call.positional, call.plan.names)
         except BaseException as error:
             self._written_argument = dispatch.written_argument()
-            if shared is not None:
-                shared.restore()
+            dispatch.restore_shared_arguments()
             if not isinstance(error, Exception):
                 raise
             if reason := self.one_device.caller_only_object(call.method):
@@ -244,28 +245,19 @@ class ParallelRunner:
                 raise
             return [], Verdict(retry=True)
         self._written_argument = dispatch.written_argument()
-        if reason := self._reason_in_results(call, dispatch, carried, rng.caller.cpu.streams_used, reads):
-            if shared is not None:
-                shared.restore()
+        if reason := self._reason_in_results(call, dispatch):
+            dispatch.restore_shared_arguments()
             return results, Verdict(one_device=reason)
-        if shared is not None:
-            shared.check()
+        dispatch.check_shared_arguments()
         if self.replicas.privatize_changed([path for result in results for path in result.changed_containers]):
             return results, Verdict(retry=True)
-        if not rng.serialized and self._used_shared_generator(rng.caller):
+        if not dispatch.rng.serialized and self._used_shared_generator(dispatch.rng.caller):
             return results, Verdict(serialize=True)
         if any(result.changes.is_structural for result in results):
             return results, Verdict(one_device=self.one_device.structure_changed())
         return results, ACCEPTED
 
-    def _reason_in_results(
-        self,
-        call: BoundCall,
-        dispatch: ReplicaDispatch,
-        carried: Sequence[CarriedValue],
-        drew_on_cpu: object,
-        reads: int,
-    ) -> Reason | None:
+    def _reason_in_results(self, call: BoundCall, dispatch: ReplicaDispatch) -> Reason | None:
         """A reason for one device that only the forward could show."""
         reason = (
             self.one_device.caller_only_object(call.method)  # forward may have caught the exception
@@ -274,15 +266,11 @@ class ParallelRunner:
         )
         if reason is not None:
             return reason
-        if self._joint_on_two_types and drew_on_cpu and rng_state_reads() != reads:
+        if self._joint_on_two_types and dispatch.rng.caller.cpu.streams_used and dispatch.read_rng_state:
             return CPU_CHECKPOINT_RNG
-        probe = call.binding.probe
-        if (
-            dispatch.custom_functions
-            and probe is not None
-            and not probe.gradients_add_up(self._trial_call(call, carried))
-        ):
-            return CUSTOM_BACKWARD.format(functions=" or ".join(dispatch.custom_functions))
+        probe, functions = call.binding.probe, dispatch.custom_functions
+        if functions and probe and not probe.gradients_add_up(self._trial_call(call, dispatch.carried)):
+            return CUSTOM_BACKWARD.format(functions=" or ".join(functions))
         return None
 
     def _merge(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.probe.sandbox import Sandbox
 from instep.probe.trial import Trial
 from instep.probe.window import default_part_sizes
 from instep.replicas.state.carried import tensors_by_path
-from instep.runtime.probe_flag import probe_context
 from instep.structure.placements import Shard
 from instep.structure.tree import Path
 from instep.structure.verdicts import Verdict
@@ -28,16 +25,15 @@ def are_gradients_additive(trial: Trial, verdicts: Mapping[Path, Verdict]) -> bo
     total = sum(sizes)
     ranges = [(0, sizes[0]), (sizes[0], sizes[1]), (0, total)]
     try:
-        with probe_context() as incomparable_reasons, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            sandbox = Sandbox(trial.call.module, trial.call.device)
+        with trial.open_sandbox():
+            sandbox = trial.sandbox
             runs = [
                 sandbox.gradients(trial.method, *arguments, partial(_weighted_sum, verdicts, sample_range, total))
-                for sample_range, arguments in zip(ranges, trial.part_arguments(sandbox, sizes), strict=True)
+                for sample_range, arguments in zip(ranges, trial.part_arguments(sizes), strict=True)
             ]
     except Exception:  # forward or the arguments do not support a trial; the call itself may succeed
         return True
-    if incomparable_reasons or sandbox.incomparable_reason is not None or sandbox.used_rng:
+    if trial.incomparable_reasons or sandbox.incomparable_reason is not None or sandbox.used_rng:
         return True
     return all(_is_sum(parts, whole) for *parts, whole in zip(*runs, strict=True))
 

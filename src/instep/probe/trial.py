@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -58,6 +59,10 @@ The other arguments are whether values can be compared, and the tolerance. The c
 needs from the outputs."""
 RunResult = tuple[Any, dict[str, Any], dict[str, Any]]
 """The output, the attributes that `forward` assigned, and its other state changes."""
+PartInputs = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+"""Arguments by name, for both parts and the whole."""
+TrialResult = tuple[Findings, dict[str, Verdicts]]
+"""Findings about the outputs, and verdicts for attributes that `forward` assigned."""
 
 
 class TrialCall(NamedTuple):
@@ -76,6 +81,10 @@ class TrialCall(NamedTuple):
 
 class Trial:
     """Runs the trials of one call."""
+
+    sandbox: Sandbox
+    incomparable_reasons: list[str]
+    """Why the values of parts and whole cannot be compared; empty if they can."""
 
     def __init__(
         self,
@@ -121,37 +130,48 @@ class Trial:
         """Whether this call has traits on which means have not been tested."""
         return discriminating_window(self.traits, record.seen_traits, self._part_sizes()) is not None
 
+    @contextmanager
+    def open_sandbox(self) -> Iterator[None]:
+        """Context manager in which trials run: creates the sandbox and ignores warnings."""
+        with probe_context() as self.incomparable_reasons, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.sandbox = _call_user_code(Sandbox, self.call.module, self.call.device)
+            yield
+
     def run(self, record: ProbeRecord, candidates: Sequence[Any] = ()) -> None:
         """Run the trials and update the record. Raises `MergeError` for outputs that cannot be merged."""
-        source = self.call.module
         if not self.can_run:
             record.summary = "not tried: the batch came already split"
             record.schedule_trial(useful=False)
             return
-        self.seen_traits, self.criteria = set(record.seen_traits), find_weighted_criteria(source)
+        self.seen_traits, self.criteria = set(record.seen_traits), find_weighted_criteria(self.call.module)
         try:
-            with probe_context() as incomparable_reasons, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                sandbox = _call_user_code(Sandbox, source, self.call.device)
-                first_sizes, (findings, attributes) = self._first_trial(sandbox, candidates, incomparable_reasons)
-                large_sizes = self._part_sizes(large=True)
-                if has_undetermined(findings) and not findings.errors and large_sizes != first_sizes:
-                    more, attributes = self._try_and_recheck(sandbox, large_sizes, candidates, incomparable_reasons)
-                    findings = combine(findings, more)
-                if self._needs_other_samples(findings):
-                    findings = combine(findings, self._try_last_samples(sandbox, first_sizes, incomparable_reasons))
-                if self._needs_double_precision(sandbox, findings) and not incomparable_reasons:
-                    findings, attributes = self._try_in_double_precision(
-                        sandbox, findings, attributes, incomparable_reasons
-                    )
-                if has_mean(findings.outputs, *attributes.values()) and not findings.errors:
-                    findings, attributes = self._confirm_means(sandbox, findings, attributes, incomparable_reasons)
+            with self.open_sandbox():
+                findings, attributes = self._try_all(candidates)
         except _TrialFailed as failure:
             record.summary = f"not tried: {failure}"
             record.status = "failed" if record.status == "untried" else record.status
             record.schedule_trial(useful=record.trials.count < 2)
             return
-        check_no_parameter_writes(source, sandbox.written_parameters)
+        check_no_parameter_writes(self.call.module, self.sandbox.written_parameters)
+        self._update_record(record, findings, attributes)
+
+    def _try_all(self, candidates: Sequence[Any]) -> TrialResult:
+        """Run a trial, and further ones as long as they may show more."""
+        findings, attributes = self._first_trial(candidates)
+        first_sizes, large_sizes = self._part_sizes(), self._part_sizes(large=True)
+        if has_undetermined(findings) and not findings.errors and large_sizes != first_sizes:
+            more, attributes = self._try_and_recheck(large_sizes, candidates)
+            findings = combine(findings, more)
+        if self._needs_other_samples(findings):
+            findings = combine(findings, self._try_last_samples(first_sizes))
+        if self._needs_double_precision(findings) and not self.incomparable_reasons:
+            findings, attributes = self._try_in_double_precision(findings, attributes)
+        if has_mean(findings.outputs, *attributes.values()) and not findings.errors:
+            findings, attributes = self._confirm_means(findings, attributes)
+        return findings, attributes
+
+    def _update_record(self, record: ProbeRecord, findings: Findings, attributes: dict[str, Verdicts]) -> None:
         outputs, conflicts = refine(record.outputs, findings)
         unexplained = [error for path, error in findings.errors.items() if not is_settled(record.outputs.get(path))]
         for error in (*unexplained, *conflicts.values()):
@@ -160,30 +180,26 @@ class Trial:
             raise error
         record.status, record.outputs, record.seen_traits = "tried", outputs, self.seen_traits
         self.unmergeable |= record.unmergeable
-        attributes = self._combine_attributes(record.attributes, attributes)
-        record.attributes, record.unmergeable = attributes, frozenset(self.unmergeable)
+        record.attributes = self._combine_attributes(record.attributes, attributes)
+        record.unmergeable = frozenset(self.unmergeable)
         record.sample_dependent |= self.sample_dependent
         record.constant = (record.constant | self.constant) - record.sample_dependent - record.unmergeable
-        note = f"; only shapes count: {', '.join(dict.fromkeys(incomparable_reasons))}" if incomparable_reasons else ""
-        record.summary = f"tried on {first_sizes[0]} and {first_sizes[1]} samples, and on them together{note}"
+        first, second = self._part_sizes()
+        reasons = ", ".join(dict.fromkeys(self.incomparable_reasons))
+        note = f"; only shapes count: {reasons}" if reasons else ""
+        record.summary = f"tried on {first} and {second} samples, and on them together{note}"
         unresolved = [path for path in findings.unresolved if not is_proven(record.outputs.get(path))]
-        record.schedule_trial(useful=bool(unresolved) or (bool(attributes) and record.trials.count < 1))
+        record.schedule_trial(useful=bool(unresolved) or (bool(record.attributes) and record.trials.count < 1))
 
-    def _first_trial(
-        self, sandbox: Sandbox, candidates: Sequence[Any], incomparable_reasons: list[str]
-    ) -> tuple[tuple[int, int], tuple[Findings, dict[str, Verdicts]]]:
-        """Run the first trial, again with even part sizes if it fails. Returns the part sizes and the results."""
+    def _first_trial(self, candidates: Sequence[Any]) -> TrialResult:
+        """Run the first trial, again with even part sizes if it fails."""
         try:
-            return self._part_sizes(), self._try_and_recheck(
-                sandbox, self._part_sizes(), candidates, incomparable_reasons
-            )
+            return self._try_and_recheck(self._part_sizes(), candidates)
         except _TrialFailed:
             self.even_only = even_part_sizes(self.batch_size, self.min_part) is not None
             if not self.even_only:
                 raise
-            return self._part_sizes(), self._try_and_recheck(
-                sandbox, self._part_sizes(), candidates, incomparable_reasons
-            )
+        return self._try_and_recheck(self._part_sizes(), candidates)
 
     def _part_sizes(self, *, large: bool = False) -> tuple[int, int]:
         """The sizes of the two parts."""
@@ -193,29 +209,19 @@ class Trial:
             sizes = even_part_sizes(self.batch_size, max(half, self.min_part))
             assert sizes is not None
             return sizes
-        return (
-            large_part_sizes(self.batch_size, self.min_part)
-            if large
-            else default_part_sizes(self.batch_size, self.min_part)
-        )
+        choose = large_part_sizes if large else default_part_sizes
+        return choose(self.batch_size, self.min_part)
 
-    def _try_and_recheck(
-        self, sandbox: Sandbox, sizes: tuple[int, int], candidates: Sequence[Any], incomparable_reasons: list[str]
-    ) -> tuple[Findings, dict[str, Verdicts]]:
+    def _try_and_recheck(self, sizes: tuple[int, int], candidates: Sequence[Any]) -> TrialResult:
         """Run a trial, and rerun it where rows or integers may match or differ by chance."""
         start = self._choose_window(sizes, candidates)
-        findings, attributes = self._try_window(sandbox, sizes, start, incomparable_reasons)
+        findings, attributes = self._try_window(sizes, start)
         if any(isinstance(v.placement, Ragged) for v in findings.outputs.values()) and sizes[0] != sizes[1]:
             # A strided selection such as x[::2] also concatenates if the first part has an even size.
-            findings = combine(
-                findings, self._try_window(sandbox, (sizes[1], sizes[0]), start, incomparable_reasons)[0]
-            )
-        if (
-            (findings.mismatched_integers or findings.needs_reordering)
-            and not findings.errors
-            and not self.carried_state
-        ):
-            self._check_independence(sandbox, sizes, start, findings)
+            findings = combine(findings, self._try_window((sizes[1], sizes[0]), start)[0])
+        by_chance = findings.mismatched_integers or findings.needs_reordering
+        if by_chance and not findings.errors and not self.carried_state:
+            self._check_independence(sizes, start, findings)
         return findings, attributes
 
     def _needs_other_samples(self, findings: Findings) -> bool:
@@ -224,23 +230,21 @@ class Trial:
         undetermined = self.use_large_parts and any(isinstance(v.placement, Undetermined) for v in verdicts)
         return not findings.errors and (undetermined or any(map(needs_more_samples, verdicts)))
 
-    def _try_last_samples(self, sandbox: Sandbox, sizes: tuple[int, int], incomparable_reasons: list[str]) -> Findings:
+    def _try_last_samples(self, sizes: tuple[int, int]) -> Findings:
         """Run a trial on the last samples of the batch, with the part sizes swapped.
 
         They may give values where the first samples gave none, and two weights that are proportional by chance in one
         trial are unlikely to be so in both.
         """
-        return self._try_window(sandbox, (sizes[1], sizes[0]), self.batch_size - sum(sizes), incomparable_reasons)[0]
+        return self._try_window((sizes[1], sizes[0]), self.batch_size - sum(sizes))[0]
 
-    def _needs_double_precision(self, sandbox: Sandbox, findings: Findings) -> bool:
+    def _needs_double_precision(self, findings: Findings) -> bool:
         """Whether rounding errors may prevent a verdict."""
         if any(is_inconclusive(verdict) for verdict in findings.outputs.values()):
             return True
-        return bool(findings.errors) and uses_low_precision(sandbox, self.inputs)
+        return bool(findings.errors) and uses_low_precision(self.sandbox, self.inputs)
 
-    def _try_in_double_precision(
-        self, sandbox: Sandbox, findings: Findings, attributes: dict[str, Verdicts], incomparable_reasons: list[str]
-    ) -> tuple[Findings, dict[str, Verdicts]]:
+    def _try_in_double_precision(self, findings: Findings, attributes: dict[str, Verdicts]) -> TrialResult:
         """Run the trial in double precision, which distinguishes rules by smaller differences.
 
         The verdict of an output does not depend on its precision. If `forward` fails in double precision, the findings
@@ -249,91 +253,104 @@ class Trial:
         saved = self.sample_dependent, self.constant  # values differ in double precision, so state is not compared
         self.sample_dependent, self.constant = set(), set()
         try:
-            with sandbox.in_double_precision():
-                more, more_attributes = self._try_and_recheck(sandbox, self._part_sizes(), (), incomparable_reasons)
+            with self.sandbox.in_double_precision():
+                more, more_attributes = self._try_and_recheck(self._part_sizes(), ())
         except _TrialFailed:
             return findings, attributes
         finally:
             self.sample_dependent, self.constant = saved
         errors = {path: error for path, error in findings.errors.items() if path not in more.outputs}
-        kept = {path: verdict for path, verdict in findings.outputs.items() if path not in more.outputs}
-        outputs = {**kept, **more.outputs}
+        outputs = {**findings.outputs, **more.outputs}
         unresolved = {path for path in findings.unresolved | more.unresolved if not is_proven(outputs.get(path))}
         return Findings(outputs, unresolved, {**errors, **more.errors}), more_attributes
 
-    def _confirm_means(
-        self, sandbox: Sandbox, findings: Findings, attributes: dict[str, Verdicts], incomparable_reasons: list[str]
-    ) -> tuple[Findings, dict[str, Verdicts]]:
+    def _confirm_means(self, findings: Findings, attributes: dict[str, Verdicts]) -> TrialResult:
         """Test means on more samples, with small and then large parts, while there are untested traits."""
         for sizes in (self._part_sizes(), self._part_sizes(large=True)):
             start = discriminating_window(self.traits, self.seen_traits, sizes)
             if start is None or findings.errors:
                 break
-            more, more_attributes = self._try_window(sandbox, sizes, start, incomparable_reasons)
+            more, more_attributes = self._try_window(sizes, start)
             findings, attributes = combine(findings, more), self._combine_attributes(attributes, more_attributes)
         return findings, attributes
 
-    def _try_window(
-        self, sandbox: Sandbox, sizes: tuple[int, int], start: int, incomparable_reasons: list[str]
-    ) -> tuple[Findings, dict[str, Verdicts]]:
-        inputs, runs = self._run_parts(sandbox, sizes, start)
-        if sandbox.incomparable_reason is not None:
-            incomparable_reasons.append(sandbox.incomparable_reason)
-        if sandbox.used_rng and not incomparable_reasons:
-            random_runs = runs
-            sandbox.used_rng = False
-            sandbox.switch_to_eval()
-            inputs, runs = self._run_parts(sandbox, sizes, start)
-            if sandbox.used_rng or [structure_key(run[0]) for run in runs] != [
-                structure_key(run[0]) for run in random_runs
-            ]:
-                incomparable_reasons.append("forward draws random numbers")
-                runs = random_runs
+    def _try_window(self, sizes: tuple[int, int], start: int) -> TrialResult:
+        """Run both parts and the whole of the samples from `start`, and judge the results."""
+        inputs, runs = self._run_comparable(sizes, start)
         outputs = [output for output, _, _ in runs]
-        tolerance, reduction_tolerance = tolerances(sandbox, inputs[2], outputs)
-        compare_values = not incomparable_reasons
+        tolerance, reduction_tolerance = tolerances(self.sandbox, inputs[2], outputs)
+        compare_values = not self.incomparable_reasons
         if self.check is not None:
             self.check_error = self.check(outputs, compare_values, tolerance)
             if self.check_error is not None:
                 raise self.check_error
 
-        def trial(outputs: Sequence[Any]) -> TrialOutputs:
-            return TrialOutputs(
-                sizes,
-                (outputs[0], outputs[1]),
-                outputs[2],
-                inputs,
-                tolerance,
-                reduction_tolerance,
-                compare_values,
-                self.criteria,
+        def judge_values(values: Sequence[Any], rules: UserRules) -> Findings:
+            parts, precision = (values[0], values[1]), (tolerance, reduction_tolerance)
+            return judge(
+                TrialOutputs(sizes, parts, values[2], inputs, *precision, compare_values, self.criteria), rules
             )
 
-        findings = judge(trial(outputs), self.user_rules)
-        assigned = [table for _, table, _ in runs]
-        changes = [table for _, _, table in runs] if compare_values else []
-        for state in dict.fromkeys(state for table in changes for state in table):
-            is_constant = all(state in table and values_equal(table[state], changes[0][state]) for table in changes)
-            (self.constant if is_constant else self.sample_dependent).add(state)
+        findings, attributes = judge_values(outputs, self.user_rules), {}
+        if compare_values:
+            self._classify_changes([changes for _, _, changes in runs])
+            attributes = self._judge_attributes([assigned for _, assigned, _ in runs], judge_values)
+        if has_mean(findings.outputs, *attributes.values()):
+            self.seen_traits |= distinguished_traits(self.traits, start, sizes)
+        return findings, attributes
+
+    def _run_comparable(self, sizes: tuple[int, int], start: int) -> tuple[PartInputs, list[RunResult]]:
+        """Run both parts and the whole, in evaluation mode if they draw random numbers otherwise.
+
+        Adds the reason to `incomparable_reasons` if the values cannot be compared nevertheless.
+        """
+        sandbox, reasons = self.sandbox, self.incomparable_reasons
+        inputs, runs = self._run_parts(sizes, start)
+        if sandbox.incomparable_reason is not None:
+            reasons.append(sandbox.incomparable_reason)
+        if not sandbox.used_rng or reasons:
+            return inputs, runs
+        sandbox.used_rng = False
+        sandbox.switch_to_eval()
+        inputs, eval_runs = self._run_parts(sizes, start)
+        same_structure = all(
+            structure_key(run[0]) == structure_key(eval_run[0]) for run, eval_run in zip(runs, eval_runs, strict=True)
+        )
+        if same_structure and not sandbox.used_rng:
+            return inputs, eval_runs
+        reasons.append("forward draws random numbers")
+        return inputs, runs
+
+    def _classify_changes(self, changes: Sequence[Mapping[str, Any]]) -> None:
+        """Record which state the runs changed to the same value, and which depends on the samples."""
+        for name in dict.fromkeys(name for table in changes for name in table):
+            is_constant = all(name in table and values_equal(table[name], changes[0][name]) for table in changes)
+            (self.constant if is_constant else self.sample_dependent).add(name)
+
+    def _judge_attributes(
+        self,
+        assigned: Sequence[Mapping[str, Any]],
+        judge_values: Callable[[Sequence[Any], UserRules], Findings],
+    ) -> dict[str, Verdicts]:
+        """Verdicts for the attributes that the runs assigned. Attributes that are constant have none."""
         attributes: dict[str, Verdicts] = {}
-        for name in dict.fromkeys(name for table in assigned for name in table) if compare_values else ():
-            initial = sandbox.initial_value(name)
+        for name in dict.fromkeys(name for table in assigned for name in table):
+            initial = self.sandbox.initial_value(name)
             values = [table.get(name) for table in assigned]
             if any(map(is_number_sequence, values)):
                 (self.unmergeable if any(value != values[0] for value in values) else self.constant).add(name)
                 continue
-            result = judge(trial([table.get(name, initial) for table in assigned]), UserRules())
-            determined = [(p, v) for p, v in result.outputs.items() if not isinstance(v.placement, Undetermined)]
-            result.outputs = dict(determined)
+            result = judge_values([table.get(name, initial) for table in assigned], UserRules())
+            result.outputs = {p: v for p, v in result.outputs.items() if not isinstance(v.placement, Undetermined)}
             if result.errors or _may_be_running_total(initial, result):
                 self.unmergeable.add(name)
-            elif result.outputs:
-                attributes[name] = {path: v for path, v in determined if not isinstance(v.placement, Replicate)}
-                self.constant |= set() if attributes[name] or result.unresolved - result.outputs.keys() else {name}
-        attributes = {name: verdicts for name, verdicts in attributes.items() if verdicts}
-        if has_mean(findings.outputs, *attributes.values()):
-            self.seen_traits |= distinguished_traits(self.traits, start, sizes)
-        return findings, attributes
+                continue
+            verdicts = {path: v for path, v in result.outputs.items() if not isinstance(v.placement, Replicate)}
+            if verdicts:
+                attributes[name] = verdicts
+            elif result.outputs and not result.unresolved - result.outputs.keys():
+                self.constant.add(name)
+        return attributes
 
     def _combine_attributes(self, before: Mapping[str, Verdicts], later: Mapping[str, Verdicts]) -> dict[str, Verdicts]:
         """Verdicts for attributes after another trial. Unmergeable attributes stay unmergeable."""
@@ -343,7 +360,7 @@ class Trial:
             self.unmergeable |= {name} if conflicts else set()
         return {name: verdicts for name, verdicts in combined.items() if name not in self.unmergeable}
 
-    def _check_independence(self, sandbox: Sandbox, sizes: tuple[int, int], start: int, findings: Findings) -> None:
+    def _check_independence(self, sizes: tuple[int, int], start: int, findings: Findings) -> None:
         """Run the samples in another order and with other samples. Outputs of independent samples do not change.
 
         Tests rows that `forward` may have sorted, and integers that differ, perhaps because of rounding.
@@ -360,7 +377,7 @@ class Trial:
                     for position, sample in enumerate(column)
                 ]
                 values.append(unsplit(placement, column if factor == 1.0 else scaled))
-            return self._call_sandbox(sandbox, values)[0]
+            return self._call_sandbox(values)[0]
 
         try:
             expected = _call_user_code(run, range(num_samples), range(num_samples))
@@ -406,34 +423,30 @@ class Trial:
         start = None if has_candidates else discriminating_window(self.traits, self.seen_traits, sizes)
         return find_weight_window(self.inputs, self.batch_size, sizes, candidates) if start is None else start
 
-    def _call_sandbox(self, sandbox: Sandbox, values: Sequence[Any]) -> RunResult:
+    def _call_sandbox(self, values: Sequence[Any]) -> RunResult:
         arguments = _call_user_code(copy_arguments, values)
-        if sandbox.double_precision:
+        if self.sandbox.double_precision:
             arguments = [map_tensors(to_double, value) for value in arguments]
-        return _call_user_code(sandbox.run, self.method, *self._args_and_kwargs(arguments))
+        return _call_user_code(self.sandbox.run, self.method, *self._args_and_kwargs(arguments))
 
     def _args_and_kwargs(self, values: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         count = self.call.num_positional
         return values[:count], dict(zip(self.plan.names[count:], values[count:], strict=True))
 
-    def _run_parts(
-        self, sandbox: Sandbox, sizes: tuple[int, int], start: int
-    ) -> tuple[tuple[dict[str, Any], dict[str, Any], dict[str, Any]], list[RunResult]]:
+    def _run_parts(self, sizes: tuple[int, int], start: int) -> tuple[PartInputs, list[RunResult]]:
         """Run both parts and the whole. Returns their arguments and results."""
         inputs, runs = [], []
-        for shard in self._parts_and_whole(sandbox, sizes, start):
+        for shard in self._parts_and_whole(sizes, start):
             inputs.append(dict(zip(self.plan.names, shard, strict=True)))
-            runs.append(self._call_sandbox(sandbox, shard))
+            runs.append(self._call_sandbox(shard))
         return (inputs[0], inputs[1], inputs[2]), runs
 
-    def part_arguments(
-        self, sandbox: Sandbox, sizes: tuple[int, int]
-    ) -> Iterator[tuple[Sequence[Any], dict[str, Any]]]:
+    def part_arguments(self, sizes: tuple[int, int]) -> Iterator[tuple[Sequence[Any], dict[str, Any]]]:
         """Copies of the arguments of both parts and of the whole; see `_parts_and_whole`."""
-        for shard in self._parts_and_whole(sandbox, sizes):
+        for shard in self._parts_and_whole(sizes):
             yield self._args_and_kwargs(copy_arguments(shard))
 
-    def _parts_and_whole(self, sandbox: Sandbox, sizes: tuple[int, int], start: int = 0) -> Iterator[list[Any]]:
+    def _parts_and_whole(self, sizes: tuple[int, int], start: int = 0) -> Iterator[list[Any]]:
         """The arguments of both parts and of the whole, from sample `start`.
 
         Each step sets the carried state in the sandbox, so use the arguments before the next step.
@@ -444,7 +457,7 @@ class Trial:
         ranges = [(start, sizes[0]), (start + sizes[0], sizes[1]), (start, total)]
         for shard, (first, count) in zip(shards, ranges, strict=True):
             for slot in self.carried_state:
-                sandbox.assign_shard(slot, slot.split([first, count, self.batch_size - first - count])[1])
+                self.sandbox.assign_shard(slot, slot.split([first, count, self.batch_size - first - count])[1])
             yield shard
 
     def _split(self, sizes: Sequence[int], num_parts: int) -> list[list[Any]]:
