@@ -100,10 +100,6 @@ def _start_server(config: dict[str, Any], sock: socket.socket) -> None:
 
 def _import_package(package_init: str) -> None:
     """Import the parent's instep, even if the import path leads to another one or to none."""
-    found = importlib.util.find_spec("instep")
-    if found is not None and found.origin and os.path.realpath(found.origin) == os.path.realpath(package_init):
-        importlib.import_module("instep")
-        return
     folder = os.path.dirname(package_init)
     spec = importlib.util.spec_from_file_location("instep", package_init, submodule_search_locations=[folder])
     if spec is None or spec.loader is None:

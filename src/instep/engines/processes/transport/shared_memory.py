@@ -95,8 +95,8 @@ class SharedMemory(mmap.mmap):
     _pinned_for: torch.device | None = None
     _can_pin: bool
     """False after the first attempt, and for private mappings: pinning would copy their pages."""
-    _fork_count = -1
-    """The value of the global `_fork_count` when this mapping became shared."""
+    _shared_at_fork = -1
+    """The value of `_fork_count` when this mapping became shared; -1 if it is private."""
 
     @classmethod
     def create(cls, nbytes: int, purpose: str = "a tensor that is shared with the workers") -> SharedMemory:
@@ -130,7 +130,7 @@ class SharedMemory(mmap.mmap):
         memory.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         if writable:
             _shared_mappings[memory.address] = memory.nbytes, fd
-            memory._fork_count = _fork_count
+            memory._shared_at_fork = _fork_count
         return memory
 
     @property
@@ -154,7 +154,7 @@ class SharedMemory(mmap.mmap):
         valid. Does nothing if the mapping is already shared. After an interruption it can be called again.
         """
         with _share_lock:
-            if self._fork_count == _fork_count:
+            if self._shared_at_fork == _fork_count:
                 return
             new = SharedMemory.create(self.nbytes, "memory that a forked child shares with its own workers")
             new.view()[:] = self.view()
@@ -163,7 +163,7 @@ class SharedMemory(mmap.mmap):
             if not _remap(self.address, self.nbytes, self.fd, mmap.MAP_SHARED):
                 del _shared_mappings[self.address]
                 raise EngineError(f"cannot share memory with workers: mmap: {os.strerror(ctypes.get_errno())}.")
-            self._fork_count = _fork_count
+            self._shared_at_fork = _fork_count
 
     def pin(self, device: torch.device) -> None:
         """Page-lock the memory, if possible: copies between it and an accelerator are several times as fast."""
