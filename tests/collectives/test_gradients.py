@@ -318,7 +318,7 @@ def test_a_checkpointed_region_that_only_some_replicas_use_never_hangs(reentrant
     with replicated(Does(body), "threads") as (plain, model):
         plain.body = plain_body
         if reentrant:  # its inner graph is unknown until it runs
-            with pytest.raises(instep.CollectiveError, match="came to the end of its backward"):
+            with pytest.raises(instep.CollectiveError, match="finished its backward"):
                 train(model, x)
             return
         train(model, x)

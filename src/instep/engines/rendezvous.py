@@ -40,7 +40,7 @@ _POLL_SECONDS = 0.2
 """Seconds between checks of a waiting thread that is not woken up."""
 
 LEFT_FORWARD = "returned from forward"
-LEFT_BACKWARD = "came to the end of its backward"
+LEFT_BACKWARD = "finished its backward"
 
 
 class Rendezvous:

@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +24,32 @@ from instep.runtime.modes import set_inference_mode
 
 _module_ids = itertools.count(1)
 
-_replayable_calls: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
-_replayable_lock = ForkSafeLock()
+
+class ChangeRecorder(Protocol):
+    """A call that may be replayed, which records changes of its module."""
+
+    old_values: dict[int, Tensor]
+    """By `id()` of a module tensor: its value before it was written."""
+
+    def record_changes(self, changes: Changes) -> None:
+        """Record the old values of attributes and containers that change now."""
+        ...
 
 
-def register_call(root: nn.Module, call: Any) -> None:
-    """Notify a call that may be replayed of changes of its module."""
-    with _replayable_lock:
-        _replayable_calls.setdefault(root, weakref.WeakSet()).add(call)
+_recorders: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[ChangeRecorder]] = weakref.WeakKeyDictionary()
+_recorders_lock = ForkSafeLock()
 
 
-def registered_calls(root: nn.Module) -> list[Any]:
-    """The calls of a module that may be replayed."""
-    with _replayable_lock:
-        return list(_replayable_calls.get(root, ()))
+def register_recorder(root: nn.Module, recorder: ChangeRecorder) -> None:
+    """Let a call record the changes of a module."""
+    with _recorders_lock:
+        _recorders.setdefault(root, weakref.WeakSet()).add(recorder)
+
+
+def registered_recorders(root: nn.Module) -> list[ChangeRecorder]:
+    """The calls that record the changes of a module."""
+    with _recorders_lock:
+        return list(_recorders.get(root, ()))
 
 
 class SourceViews(ReplicaTensors):
@@ -124,8 +136,8 @@ class RemoteReplica(Replica):
 
     def apply(self, changes: Changes) -> None:
         super().apply(changes)
-        for call in registered_calls(self.source_modules[0]):
-            call.record_changes(changes)
+        for recorder in registered_recorders(self.source_modules[0]):
+            recorder.record_changes(changes)
         plain = all(is_atomic(c.new) or not reaches_source(c.new) for c in changes.attributes)
         if changes.containers or not plain or any(change.is_buffer for change in changes.attributes):
             self.needs_full_sync = True
@@ -140,11 +152,11 @@ class RemoteReplica(Replica):
 
     def assign_shard(self, slots: Sequence[CarriedValue], parts: Sequence[Any] | None) -> None:
         super().assign_shard(slots, parts)
-        places = {id(module): index for index, module in enumerate(self.source_modules)}
+        indices = {id(module): index for index, module in enumerate(self.source_modules)}
         self.carried_state = []
         if parts is not None:
             self.carried_state = [
-                (places[id(slot.module)], slot.name, part) for slot, part in zip(slots, parts, strict=True)
+                (indices[id(slot.module)], slot.name, part) for slot, part in zip(slots, parts, strict=True)
             ]
         elif slots:
             self.needs_full_sync = True

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from instep.autograd.bridge import Gradients
 from instep.engines.processes.controller.client import WorkerClient
 from instep.engines.processes.controller.remote_module import RemoteModuleState, versioned_tensors
-from instep.engines.processes.controller.remote_replica import RemoteReplica, register_call, registered_calls
+from instep.engines.processes.controller.remote_replica import RemoteReplica, register_recorder, registered_recorders
 from instep.engines.processes.controller.rendezvous import CollectiveLog
 from instep.engines.processes.messages import ForwardRequest
 from instep.engines.processes.transport.channel import reply_rebuilder
@@ -75,7 +75,7 @@ class ReplayableCall:
         self._source_ids, self._local_indices = self.module_state.source_ids, self.module_state.local_indices
         self.record_versions()
         self._replica: RemoteReplica | None = None  # keeps a replayed module: the worker drops it with the replica
-        register_call(self.modules[0], self)
+        register_recorder(self.modules[0], self)
 
     def keep_inputs(self, positions: Sequence[int]) -> None:
         self.input_indices = [self.input_indices[position] for position in positions]
@@ -208,10 +208,10 @@ class ReplayableCall:
 def record_old_values(root: nn.Module, written: Iterable[Tensor]) -> None:
     """Record the values of state that is about to be written, for calls that may be replayed."""
     values: dict[int, Tensor] = {}
-    for call in registered_calls(root):
+    for recorder in registered_recorders(root):
         values = values or {id(source): source.detach().clone() for source in written}
-        for number, copy in values.items():
-            call.old_values.setdefault(number, copy)
+        for key, value in values.items():
+            recorder.old_values.setdefault(key, value)
 
 
 def _detached(value: Any) -> Any:

@@ -38,7 +38,7 @@ class Inbox:
                 self._deferred.append(received)
                 if received.kind == messages.STOP:
                     break
-        raise PeerFailure("the worker was asked to stop.")
+        raise PeerFailure("the worker was stopped.")
 
 
 class WorkerRendezvous:
