@@ -1,4 +1,4 @@
-"""Doing something in the middle of what is tested."""
+"""Run code at a chosen point inside the code under test."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 
-def begin_with(place: str, first: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do something before the next call of a function, and of no later one."""
-    module, _, name = place.rpartition(".")
-    then = getattr(sys.modules[module], name)
+def run_before_next_call(target: str, action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call `action` before the next call of the function at the dotted path `target`, and only before that one."""
+    module, _, name = target.rpartition(".")
+    original = getattr(sys.modules[module], name)
 
-    def begin(*args: Any) -> Any:
-        monkeypatch.setattr(place, then)
-        first()
-        return then(*args)
+    def wrapper(*args: Any) -> Any:
+        monkeypatch.setattr(target, original)
+        action()
+        return original(*args)
 
-    monkeypatch.setattr(place, begin)
+    monkeypatch.setattr(target, wrapper)

@@ -1,4 +1,4 @@
-"""A module twice, as it is and on CPU replicas, for every way in which an engine lets replicas meet."""
+"""Helpers that compare a plain module with a copy on CPU replicas, for every way an engine runs collectives."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from torch import Tensor, nn
 
 import instep
 
-# "joint" is what threads do on accelerators: one backward over all replicas, here on the CPU.
-WAYS = ["serial", "threads", "joint", "processes"]
+# "joint" is what the threads engine does on accelerators: one backward over all replicas. Here it runs on the CPU.
+ENGINE_MODES = ["serial", "threads", "joint", "processes"]
 
-KINDS = {
+ENGINE_MEMORY = {
     f"{engine}-private" if private else engine: (engine, private)
     for engine in ("serial", "threads", "processes")
     for private in (False, True)
 }
-"""Every engine, with memory that replicas share with the module and with memory of their own."""
+"""Each engine with shared parameters and with private copies, as (engine, private_copies)."""
 
 
 @contextmanager
-def replicated(net: nn.Module, way: str, replicas: int = 3, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """The plain module and a wrapper around its twin."""
-    engine = "threads" if way == "joint" else way
+def replicated(net: nn.Module, mode: str, replicas: int = 3, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields the plain module and a wrapper around a copy of it."""
+    engine = "threads" if mode == "joint" else mode
     with instep.DataParallel(copy.deepcopy(net), ["cpu"] * replicas, engine=engine, **options) as model:
-        if way == "joint":
+        if mode == "joint":
             model._instep_engine._on_cpu = False
         yield net, model
 
 
-def weigh(out: Tensor) -> Tensor:
-    """A loss that every entry of an output enters by another weight."""
+def weighted_loss(out: Tensor) -> Tensor:
+    """A loss that gives each entry of an output a different weight."""
     return (out.sin() * torch.linspace(0.5, 2.0, out.numel(), dtype=out.dtype).view_as(out)).sum()
 
 
@@ -49,8 +49,8 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
             assert_close(mine.grad, theirs.grad)
 
 
-class Does(nn.Module):
-    """Runs a function of itself and its inputs."""
+class FunctionModule(nn.Module):
+    """A module whose forward calls a given function with the module and its inputs."""
 
     def __init__(self, body: Callable[..., Any]) -> None:
         super().__init__()
@@ -66,16 +66,16 @@ def batch(size: int = 7) -> Tensor:
     return torch.randn(size, 3, dtype=torch.float64)
 
 
-def train(model: nn.Module, x: Tensor, loss: Callable[[Any], Tensor] = weigh) -> Any:
+def train(model: nn.Module, x: Tensor, loss: Callable[[Any], Tensor] = weighted_loss) -> Any:
     out = model(x)
     loss(out).backward()
     return out
 
 
-def check(body: Callable[..., Any], way: str, loss: Callable[[Any], Tensor] = weigh, **options: Any) -> None:
-    """Two steps with and without replicas agree."""
+def check(body: Callable[..., Any], mode: str, loss: Callable[[Any], Tensor] = weighted_loss, **options: Any) -> None:
+    """Assert that two steps with and without replicas give the same outputs and gradients."""
     x = batch()
-    with replicated(Does(body), way, **options) as (plain, model):
+    with replicated(FunctionModule(body), mode, **options) as (plain, model):
         for _ in range(2):
             assert_close(train(model, x, loss), train(plain, x, loss))
             assert_same_gradients(model, plain)

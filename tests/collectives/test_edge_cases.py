@@ -16,16 +16,25 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import instep
 
-from ..replica_helpers import WAYS, Does, assert_close, assert_same_gradients, batch, replicated, train, weigh
+from ..replica_helpers import (
+    ENGINE_MODES,
+    FunctionModule,
+    assert_close,
+    assert_same_gradients,
+    batch,
+    replicated,
+    train,
+    weighted_loss,
+)
 
 pytestmark = pytest.mark.usefixtures("one_core")
-each_way = pytest.mark.parametrize("way", WAYS)
+each_way = pytest.mark.parametrize("way", ENGINE_MODES)
 each_engine = pytest.mark.parametrize("way", ["serial", "threads", "processes"])
 
 
 def fails(body: Callable[..., Any], way: str, error: type[BaseException], match: str, size: int = 7) -> None:
     """A call fails at once, leaves nothing, and the next one works."""
-    net = Does(body)
+    net = FunctionModule(body)
     x = batch(size)
     with replicated(net, way) as (plain, model):
         before = copy.deepcopy(model.state_dict())
@@ -126,7 +135,7 @@ def test_an_exception_in_one_backward_stops_the_others() -> None:
             z.register_hook(explode)
         return z
 
-    with replicated(Does(body), "threads", hooks="per_replica") as (_, model):
+    with replicated(FunctionModule(body), "threads", hooks="per_replica") as (_, model):
         with pytest.raises(ZeroDivisionError):
             train(model, batch())
         assert model.layer.weight.grad is None
@@ -143,7 +152,7 @@ def test_an_interruption_while_replicas_wait(way: str) -> None:
         return x - instep.all_reduce(x.mean(0), "mean")
 
     x = batch()
-    with replicated(Does(body), way) as (plain, model):
+    with replicated(FunctionModule(body), way) as (plain, model):
         timer = threading.Timer(0.15, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
@@ -161,7 +170,7 @@ def test_an_interruption_of_a_caller_that_waits_on_serial() -> None:
         return x - instep.all_reduce(x.mean(0), "mean")
 
     x = batch()
-    with replicated(Does(body), "serial") as (plain, model):
+    with replicated(FunctionModule(body), "serial") as (plain, model):
         timer = threading.Timer(0.15, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
@@ -202,7 +211,7 @@ def test_collectives_of_serialized_replicas(way: str) -> None:
     x = batch()
     with replicated(Draws(), way) as (plain, model):
         for each in (plain, model):
-            weigh(each(x)).backward()
+            weighted_loss(each(x)).backward()
         assert_same_gradients(model, plain)
 
 
@@ -224,7 +233,10 @@ def test_two_wrappers_in_two_threads() -> None:
         except BaseException as error:
             failed.append(error)
 
-    with replicated(Does(body), "threads", 2) as (plain, one), replicated(Does(body), "threads", 3) as (other, two):
+    with (
+        replicated(FunctionModule(body), "threads", 2) as (plain, one),
+        replicated(FunctionModule(body), "threads", 3) as (other, two),
+    ):
         threads = [threading.Thread(target=work, args=pair) for pair in ((one, plain), (two, other))]
         for thread in threads:
             thread.start()
@@ -250,7 +262,7 @@ def test_a_long_wait_warns_where_the_other_replicas_are(way: str, monkeypatch: p
         return x - instep.all_reduce(x.mean(0), "mean")
 
     x = batch()
-    with replicated(Does(body), way) as (plain, model):
+    with replicated(FunctionModule(body), way) as (plain, model):
         with pytest.warns(UserWarning, match=f"(?s){words}.*in dawdle"):
             out = model(x)
         assert_close(out, plain(x))
@@ -265,7 +277,7 @@ def holding_a_lock(self: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:.*has waited:UserWarning")
 def test_replicas_that_deadlock_on_a_lock_fail_with_a_timeout() -> None:
-    net = Does(holding_a_lock)
+    net = FunctionModule(holding_a_lock)
     net.lock, net.careless = threading.Lock(), True
     x = batch()
     with instep.DataParallel(net, ["cpu"] * 2, engine="threads", timeout=0.5, probe=False) as model:
@@ -284,7 +296,7 @@ def test_a_replica_that_never_arrives_fails_with_a_timeout() -> None:
             event.wait(20)
         return x - instep.all_reduce(x.mean(0), "mean")
 
-    net, x = Does(body), batch()
+    net, x = FunctionModule(body), batch()
     net.stops = True
     with instep.DataParallel(net, ["cpu"] * 2, engine="threads", timeout=0.5, probe=False) as model:
         started = time.monotonic()
@@ -305,6 +317,6 @@ def test_a_slow_replica_that_makes_progress_does_not_time_out() -> None:
                 pass
         return x - instep.all_reduce(x.mean(0), "mean")
 
-    net, x = Does(body), batch()
+    net, x = FunctionModule(body), batch()
     with instep.DataParallel(net, ["cpu"] * 2, engine="threads", timeout=1.2, probe=False) as model:
         assert_close(model(x), net(x))

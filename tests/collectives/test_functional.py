@@ -13,10 +13,19 @@ from torch import Tensor
 import instep
 from instep.runtime.probe_flag import probe_context
 
-from ..replica_helpers import WAYS, Does, assert_close, assert_same_gradients, batch, check, replicated, weigh
+from ..replica_helpers import (
+    ENGINE_MODES,
+    FunctionModule,
+    assert_close,
+    assert_same_gradients,
+    batch,
+    check,
+    replicated,
+    weighted_loss,
+)
 
 pytestmark = pytest.mark.usefixtures("one_core")
-each_way = pytest.mark.parametrize("way", WAYS)
+each_way = pytest.mark.parametrize("way", ENGINE_MODES)
 each_engine = pytest.mark.parametrize("way", ["serial", "threads", "processes"])
 
 
@@ -100,9 +109,9 @@ def test_structures_are_gathered_with_their_samples(way: str) -> None:
         return z + torch.stack([s.sum() for s in got.sequences]).sum() / 3 + got.z.mean(0)
 
     def loss(out: Tensor) -> Tensor:
-        return weigh(out)
+        return weighted_loss(out)
 
-    with replicated(Does(body), way) as (plain, model):
+    with replicated(FunctionModule(body), way) as (plain, model):
         loss(model(x, names)).backward()
         z = plain.layer(x)
         shards = z[:3], z[3:5], z[5:]
@@ -130,7 +139,7 @@ def test_gathered_samples_may_be_written_to(way: str) -> None:
         return z * 5.0 + (z * 3.0).mean(0)
 
     x = batch()
-    with replicated(Does(body), way) as (plain, model):
+    with replicated(FunctionModule(body), way) as (plain, model):
         plain.body = plain_body
         with torch.no_grad():
             assert_close(model(x), plain(x))
@@ -163,7 +172,7 @@ def test_replica_returns_index_size_and_offset(way: str) -> None:
         return torch.stack([torch.tensor([here.index, here.count, here.offset + i]) for i in range(len(x))])
 
     x = batch()
-    with replicated(Does(body), way) as (plain, model), torch.no_grad():
+    with replicated(FunctionModule(body), way) as (plain, model), torch.no_grad():
         assert model(x).T.tolist() == [[0, 0, 0, 1, 1, 2, 2], [3] * 7, list(range(7))]
         assert plain(x).T.tolist() == [[0] * 7, [1] * 7, list(range(7))]
 
@@ -188,9 +197,9 @@ def test_one_replica_and_one_sample_are_the_module_itself(way: str) -> None:
         same.append(instep.all_gather(z) is z and instep.all_reduce(z) is z and instep.replica().count == 1)
         return z
 
-    with replicated(Does(body), way) as (_, model):
+    with replicated(FunctionModule(body), way) as (_, model):
         model(batch(1))
-    with replicated(Does(body), way, replicas=1) as (_, model):
+    with replicated(FunctionModule(body), way, replicas=1) as (_, model):
         model(batch())
     assert same == [True, True]
 

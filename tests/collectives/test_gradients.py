@@ -15,10 +15,20 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 
-from ..replica_helpers import WAYS, Does, assert_close, assert_same_gradients, batch, check, replicated, train, weigh
+from ..replica_helpers import (
+    ENGINE_MODES,
+    FunctionModule,
+    assert_close,
+    assert_same_gradients,
+    batch,
+    check,
+    replicated,
+    train,
+    weighted_loss,
+)
 
 pytestmark = pytest.mark.usefixtures("one_core")
-each_way = pytest.mark.parametrize("way", WAYS)
+each_way = pytest.mark.parametrize("way", ENGINE_MODES)
 each_engine = pytest.mark.parametrize("way", ["serial", "threads", "processes"])
 
 
@@ -34,7 +44,7 @@ def test_replicas_that_do_not_use_the_gathered_tensor(way: str) -> None:
         return self.layer(x) + mask * self.other(x).sum(0)
 
     x = batch()
-    with replicated(Does(body), way) as (plain, model):
+    with replicated(FunctionModule(body), way) as (plain, model):
         plain.body = plain_body
         assert_close(train(model, x), train(plain, x))
         assert_same_gradients(model, plain)
@@ -51,7 +61,7 @@ def test_replicas_that_use_different_gathers(way: str) -> None:
         return self.layer(x) + means[[0, 0, 0, 1, 1, 2, 2]][:, None]
 
     x = batch()
-    with replicated(Does(body), way) as (plain, model):
+    with replicated(FunctionModule(body), way) as (plain, model):
         plain.body = plain_body
         assert_close(train(model, x), train(plain, x))
         assert_same_gradients(model, plain)
@@ -68,7 +78,7 @@ def test_inputs_that_were_detached_on_some_replicas(way: str) -> None:
         return self.layer(x) + z[:3].detach().sum(0) + z[3:].sum(0)
 
     x = batch()
-    with replicated(Does(body), way) as (plain, model):
+    with replicated(FunctionModule(body), way) as (plain, model):
         plain.body = plain_body
         assert_close(train(model, x), train(plain, x))
         assert_same_gradients(model, plain)
@@ -102,17 +112,17 @@ def test_outputs_differentiated_one_after_another(way: str) -> None:
         return one * instep.all_gather(one).sum(), two * instep.all_gather(two).mean()
 
     x = batch()
-    with replicated(Does(body), way) as (plain, model):
+    with replicated(FunctionModule(body), way) as (plain, model):
         for each in (plain, model):
             one, two = each(x)
-            weigh(two).backward()
-            weigh(one).backward()
+            weighted_loss(two).backward()
+            weighted_loss(one).backward()
         assert_same_gradients(model, plain)
         one, two = model(x)
-        weigh(one).backward(inputs=[one])
-        weigh(one + two).backward()
+        weighted_loss(one).backward(inputs=[one])
+        weighted_loss(one + two).backward()
         with pytest.raises(RuntimeError, match="second time"):
-            weigh(one).backward()
+            weighted_loss(one).backward()
 
 
 @each_way
@@ -133,13 +143,13 @@ def test_a_backward_of_one_output_reaches_the_collectives_of_all_replicas(way: s
         return one + mask * total, self.other(x)
 
     x = batch()
-    with replicated(Does(body), way) as (plain, model):
+    with replicated(FunctionModule(body), way) as (plain, model):
         plain.body = plain_body
         for each in (plain, model):
             used, unused = each(x)
-            weigh(used).backward()
+            weighted_loss(used).backward()
         assert_same_gradients(model, plain)
-        weigh(unused).backward()
+        weighted_loss(unused).backward()
 
 
 @each_way
@@ -148,12 +158,12 @@ def test_retained_graphs_and_gradients_of_inputs(way: str) -> None:
         return self.layer(x) @ instep.all_gather(self.layer(x).tanh()).T
 
     x = batch().requires_grad_()
-    with replicated(Does(body), way) as (plain, model):
+    with replicated(FunctionModule(body), way) as (plain, model):
         got = []
         for each in (plain, model):
             out = each(x)
-            weigh(out).backward(retain_graph=True)
-            (grad,) = torch.autograd.grad(weigh(out), x)
+            weighted_loss(out).backward(retain_graph=True)
+            (grad,) = torch.autograd.grad(weighted_loss(out), x)
             got.append(grad)
         assert_close(got[1], got[0])
         assert_same_gradients(model, plain)
@@ -165,9 +175,9 @@ def test_several_forwards_before_one_backward(way: str) -> None:
         return self.layer(x) * instep.all_reduce(self.other(x).sum(0))
 
     x = batch()
-    with replicated(Does(body), way) as (plain, model):
+    with replicated(FunctionModule(body), way) as (plain, model):
         for each in (plain, model):
-            weigh(each(x) + each(2 * x).flip(0)).backward()
+            weighted_loss(each(x) + each(2 * x).flip(0)).backward()
         assert_same_gradients(model, plain)
 
 
@@ -177,7 +187,7 @@ def test_without_gradients_and_in_inference_mode(way: str) -> None:
         return self.layer(x) - instep.all_reduce(self.layer(x).mean(0), "mean") + instep.all_gather(x).sum()
 
     x = batch()
-    with replicated(Does(body), way) as (plain, model):
+    with replicated(FunctionModule(body), way) as (plain, model):
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 assert_close(model(x), plain(x))
@@ -200,7 +210,7 @@ def test_gradients_under_no_sync(way: str) -> None:
         return self.layer(x) * instep.all_reduce(self.other(x).sum(0))
 
     x = batch()
-    with replicated(Does(body), way) as (plain, model):
+    with replicated(FunctionModule(body), way) as (plain, model):
         with model.no_sync():
             for _ in range(2):
                 train(model, x)
@@ -217,9 +227,9 @@ def test_under_autocast(way: str) -> None:
         return z.float() + instep.all_gather(z).float().sum(0)
 
     x = torch.randn(7, 3)
-    with replicated(Does(body).float(), way) as (plain, model), torch.autocast("cpu", torch.bfloat16):
+    with replicated(FunctionModule(body).float(), way) as (plain, model), torch.autocast("cpu", torch.bfloat16):
         for each in (plain, model):
-            weigh(each(x)).backward()
+            weighted_loss(each(x)).backward()
         torch.testing.assert_close(model.layer.weight.grad, plain.layer.weight.grad, rtol=0.05, atol=0.05)
 
 
@@ -239,7 +249,7 @@ def test_a_gradient_taken_inside_forward(way: str) -> None:
 @pytest.mark.parametrize("way", ["serial", "joint"])
 def test_a_gradient_taken_inside_forward_is_an_error_in_a_joint_graph(way: str) -> None:
     with (
-        replicated(Does(penalised), way) as (_, model),
+        replicated(FunctionModule(penalised), way) as (_, model),
         pytest.raises(instep.CollectiveError, match="taken inside forward"),
     ):
         model(batch())
@@ -250,9 +260,9 @@ def test_double_backward_on_serial() -> None:
         return self.layer(x).tanh() * instep.all_reduce(self.other(x).tanh().sum(0))
 
     x = batch().requires_grad_()
-    with replicated(Does(body), "serial") as (plain, model):
+    with replicated(FunctionModule(body), "serial") as (plain, model):
         for each in (plain, model):
-            (grad,) = torch.autograd.grad(weigh(each(x)), x, create_graph=True)
+            (grad,) = torch.autograd.grad(weighted_loss(each(x)), x, create_graph=True)
             grad.square().sum().backward()
         assert_same_gradients(model, plain)
 
@@ -269,9 +279,9 @@ def test_collectives_in_a_checkpointed_region(way: str, reentrant: bool) -> None
         return y + instep.all_reduce(y.sum(0)) * self.other(x)
 
     x = batch().requires_grad_()
-    with replicated(Does(body), way) as (plain, model):
+    with replicated(FunctionModule(body), way) as (plain, model):
         for each in (plain, model):
-            weigh(each(x)).backward()
+            weighted_loss(each(x)).backward()
         assert_same_gradients(model, plain)
 
 
@@ -284,7 +294,7 @@ def test_collectives_in_a_checkpointed_region_are_an_error_in_a_joint_graph(way:
         return checkpoint(lambda x: instep.all_reduce(self.layer(x)), x, use_reentrant=reentrant)
 
     x = batch(6).requires_grad_()
-    with replicated(Does(body), way) as (plain, model):
+    with replicated(FunctionModule(body), way) as (plain, model):
         with pytest.raises(instep.CollectiveError, match="checkpoint"):
             model(x)
         with torch.no_grad():
@@ -298,9 +308,9 @@ def test_a_checkpoint_around_the_whole_call(way: str, reentrant: bool) -> None:
         return self.layer(x).tanh() * instep.all_gather(self.other(x)).sum(0)
 
     x = batch().requires_grad_()
-    with replicated(Does(body), way) as (plain, model):
+    with replicated(FunctionModule(body), way) as (plain, model):
         for each in (plain, model):
-            weigh(checkpoint(each, x, use_reentrant=reentrant)).backward()
+            weighted_loss(checkpoint(each, x, use_reentrant=reentrant)).backward()
         assert_same_gradients(model, plain)
 
 
@@ -315,7 +325,7 @@ def test_a_checkpointed_region_that_only_some_replicas_use_never_hangs(reentrant
         return self.layer(x) + mask * self.other(x).tanh().sum(0)
 
     x = batch().requires_grad_()
-    with replicated(Does(body), "threads") as (plain, model):
+    with replicated(FunctionModule(body), "threads") as (plain, model):
         plain.body = plain_body
         if reentrant:  # its inner graph is unknown until it runs
             with pytest.raises(instep.CollectiveError, match="finished its backward"):
@@ -338,7 +348,7 @@ def test_a_graph_that_is_dropped_is_freed(way: str) -> None:
         MADE.append(weakref.ref(z))
         return z * instep.all_reduce(z.tanh().sum(0))
 
-    with replicated(Does(body), way) as (_, model):
+    with replicated(FunctionModule(body), way) as (_, model):
         out = model(batch())
         assert any(ref() is not None for ref in MADE)
         del out
@@ -366,9 +376,9 @@ def test_a_backward_inside_a_replica_of_another_wrapper(way: str) -> None:
         return self.layer(x).tanh() * instep.all_reduce(self.other(x).tanh().sum(0))
 
     x = batch()
-    with replicated(Does(body), way) as (plain, model), replicated(Around(), "threads") as (_, other):
-        (expected,) = torch.autograd.grad(weigh(plain(x)), plain.other.weight)
-        KEPT[:] = weigh(model(x)), model.other.weight
+    with replicated(FunctionModule(body), way) as (plain, model), replicated(Around(), "threads") as (_, other):
+        (expected,) = torch.autograd.grad(weighted_loss(plain(x)), plain.other.weight)
+        KEPT[:] = weighted_loss(model(x)), model.other.weight
         try:
             with torch.no_grad():
                 assert_close(other(x), x * expected.sum())
@@ -385,12 +395,12 @@ def test_a_worker_that_dies_between_two_backwards_of_one_call() -> None:
         return one * instep.all_gather(one).sum(), two * instep.all_gather(two).mean()
 
     x = batch()
-    with replicated(Does(body), "processes") as (plain, model):
+    with replicated(FunctionModule(body), "processes") as (plain, model):
         for each in (plain, model):
             one, two = each(x)
-            weigh(one).backward()
+            weighted_loss(one).backward()
             if each is model:
                 engine: Any = model._instep_engine
                 os.kill(engine._pool.get(1).pid, signal.SIGKILL)
-            weigh(two).backward()
+            weighted_loss(two).backward()
         assert_same_gradients(model, plain)

@@ -15,10 +15,10 @@ import instep
 from instep.collectives.sync_batchnorm import SyncedForward
 from instep.engines.rendezvous import Rendezvous
 
-from ..replica_helpers import WAYS, assert_close, assert_same_gradients, replicated, weigh
+from ..replica_helpers import ENGINE_MODES, assert_close, assert_same_gradients, replicated, weighted_loss
 
 pytestmark = pytest.mark.usefixtures("one_core")
-each_way = pytest.mark.parametrize("way", WAYS)
+each_way = pytest.mark.parametrize("way", ENGINE_MODES)
 
 
 def normal(*shape: int) -> Tensor:
@@ -33,7 +33,7 @@ def compare(layer: nn.Module, x: Tensor, way: str, replicas: int = 3, steps: int
             inputs = [(x * (1 + step)).detach().requires_grad_() for _ in range(2)]
             outs = [each(value) for each, value in zip((plain, model), inputs, strict=True)]
             for out in outs:
-                weigh(out).backward()
+                weighted_loss(out).backward()
             assert_close(outs[1], outs[0])
             assert_close(inputs[1].grad, inputs[0].grad)
             assert_same_gradients(model, plain)
@@ -115,7 +115,7 @@ def test_double_use_and_two_forwards_before_a_backward(way: str) -> None:
     x = normal(7, 4)
     with replicated(Twice().double(), way) as (plain, model):
         for each in (plain, model):
-            weigh(each(x) + each(x.flip(0)).sin()).backward()
+            weighted_loss(each(x) + each(x.flip(0)).sin()).backward()
         assert_same_gradients(model, plain)
         assert_close(model.state_dict(), plain.state_dict())
 
@@ -129,11 +129,11 @@ def test_a_call_in_eval_between_training_calls_keeps_its_graph(way: str) -> None
             each.eval()
             fixed = each(2 * x)
             each.train()
-            weigh(trained + fixed).backward()
+            weighted_loss(trained + fixed).backward()
         assert_same_gradients(model, plain)
 
 
-@pytest.mark.parametrize("way", WAYS[:3])  # it counts in this process
+@pytest.mark.parametrize("way", ENGINE_MODES[:3])  # it counts in this process
 def test_layers_in_eval_exchange_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[str] = []
     share = instep.collectives.sync_batchnorm.exchange_tensors
@@ -148,7 +148,7 @@ def test_layers_in_eval_exchange_nothing(way: str, monkeypatch: pytest.MonkeyPat
     x = normal(7, 4)
     with replicated(net, way) as (plain, model):
         for each in (plain, model):
-            weigh(each(x)).backward()
+            weighted_loss(each(x)).backward()
         assert_same_gradients(model, plain)
         assert len(met) == 3  # the second layer, once on each replica
         model.eval()
@@ -169,11 +169,11 @@ def test_each_layer_exchanges_once_in_forward_and_once_in_backward(monkeypatch: 
     monkeypatch.setattr(Rendezvous, "exchange", count)
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
     with replicated(net, "threads") as (_, model):
-        weigh(model(normal(7, 4))).backward()
+        weighted_loss(model(normal(7, 4))).backward()
     assert [label.startswith("the backward") for label in met] == [False, False, True, True]
 
 
-@pytest.mark.parametrize("way", WAYS[:3])  # it counts in this process
+@pytest.mark.parametrize("way", ENGINE_MODES[:3])  # it counts in this process
 def test_hooks_run_and_the_source_is_untouched(way: str) -> None:
     net = nn.Sequential(nn.BatchNorm1d(4)).double()
     seen: list[int] = []
@@ -219,7 +219,7 @@ def test_double_backward_on_serial() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()).double()
     with replicated(net, "serial") as (plain, model):
         for each in (plain, model):
-            (grad,) = torch.autograd.grad(weigh(each(x)), x, create_graph=True)
+            (grad,) = torch.autograd.grad(weighted_loss(each(x)), x, create_graph=True)
             grad.square().sum().backward()
         assert_same_gradients(model, plain)
 
@@ -237,7 +237,7 @@ def test_under_checkpointing() -> None:
     x = normal(7, 4)
     with replicated(Checkpointed().double(), "threads") as (plain, model):
         for each in (plain, model):
-            weigh(each(x)).backward()
+            weighted_loss(each(x)).backward()
         assert_same_gradients(model, plain)
 
 

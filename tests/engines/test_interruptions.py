@@ -28,7 +28,7 @@ from instep.engines.thread_pool import is_replica_thread
 from instep.runtime.locks import run_uninterrupted, start_thread
 from instep.runtime.rng import thread_rng_state
 
-# An interruption that comes while an object is cleared away is dropped there, and told.
+# Python ignores an interruption inside a finalizer and reports it as unraisable.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 ENGINES = ["serial", "threads"]

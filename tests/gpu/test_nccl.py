@@ -31,7 +31,7 @@ from instep.engines.processes.transport.copy_streams import StagedTensor
 from instep.runtime.torch_private import nccl_group_class
 
 from ..all_features import Net
-from ..interference import begin_with
+from ..interference import run_before_next_call
 from ..system_usage import assert_gone, sockets_of, wait_for_threads
 from .sharing import mlp, pids, wrap
 from .test_processes_cuda_faults import Unlucky
@@ -237,7 +237,7 @@ def trained(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> nn.Module
             elif BEGINNINGS.get(where, ("", ""))[0] == phase:
                 if where == "join":
                     controller_group(model).process_group.abort("another one is to be made")
-                begin_with(BEGINNINGS[where][1], kill, monkeypatch)
+                run_before_next_call(BEGINNINGS[where][1], kill, monkeypatch)
 
         train(model, net, during, len(phases))
         assert "by NCCL" in repr(model)

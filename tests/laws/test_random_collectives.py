@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import instep
 
-from ..replica_helpers import replicated, weigh
+from ..replica_helpers import replicated, weighted_loss
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -62,7 +62,7 @@ def story(way: str, seed: int) -> list[Tensor | None]:
     x = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
     with replicated(net, way) as (_, model):
         outs = model(x)
-        one, two = map(weigh, outs)
+        one, two = map(weighted_loss, outs)
         backwards: Any = {
             0: [(one + two, False)],
             1: [(one, True), (two, False)],

@@ -13,7 +13,7 @@ from torch import nn
 
 import instep
 
-from ..replica_helpers import KINDS
+from ..replica_helpers import ENGINE_MEMORY
 
 
 @pytest.fixture(autouse=True)
@@ -55,22 +55,22 @@ class Maker:
 
 
 def _maker(kind: str) -> Iterator[Maker]:
-    engine, private = KINDS[kind]
+    engine, private = ENGINE_MEMORY[kind]
     with ExitStack() as stack:
         yield Maker(engine, private, stack)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=ENGINE_MEMORY)
 def pair(request: pytest.FixtureRequest) -> Iterator[Maker]:
     """Pairs on every engine, with shared and with private memory."""
     yield from _maker(request.param)
 
 
-@pytest.fixture(params=[kind for kind in KINDS if kind.startswith("serial")])
+@pytest.fixture(params=[kind for kind in ENGINE_MEMORY if kind.startswith("serial")])
 def serial_pair(request: pytest.FixtureRequest) -> Iterator[Maker]:
     yield from _maker(request.param)
 
 
-@pytest.fixture(params=[kind for kind in KINDS if kind.startswith("threads")])
+@pytest.fixture(params=[kind for kind in ENGINE_MEMORY if kind.startswith("threads")])
 def threads_pair(request: pytest.FixtureRequest) -> Iterator[Maker]:
     yield from _maker(request.param)

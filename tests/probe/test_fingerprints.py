@@ -91,7 +91,7 @@ def test_samples_that_meet_after_a_change_are_found(pair: Any, change: Any) -> N
     [("mean", "sum"), (0, 1), (Mode.MEAN, Mode.SUM), ({"mode": "mean"}, {"mode": "sum"}), (0.0, 0.5), (None, "sum")],
     ids=["words", "numbers", "enums", "inside", "fractions", "None"],
 )
-def test_words_of_the_call_are_told_apart(pair: Any, words: tuple[Any, Any]) -> None:
+def test_values_of_plain_arguments_are_distinguished(pair: Any, words: tuple[Any, Any]) -> None:
     net, model = pair
     for _ in range(2):
         for how in words:

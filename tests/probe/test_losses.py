@@ -22,7 +22,7 @@ WORDS = 20
 
 
 class Tagger(nn.Module):
-    """A class for every token; the loss ignores what it is told to ignore."""
+    """A class for every token; the loss ignores labels equal to `ignore`."""
 
     def __init__(self, ignore: int = -100, shift: bool = False, reduction: str = "mean") -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def test_gpt2_with_padded_labels(made: Any, engine: str, batch: int) -> None:
 
 @both_engines
 @pytest.mark.parametrize("count", [int, torch.tensor])
-def test_gpt2_that_is_told_the_number_of_labels(made: Any, engine: str, count: Any) -> None:
+def test_gpt2_with_a_given_number_of_labels(made: Any, engine: str, count: Any) -> None:
     net = gpt2(**STILL)
     plain = copy.deepcopy(net)
     model = instep.DataParallel(net, ["cpu"] * 2, engine=engine)

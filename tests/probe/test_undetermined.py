@@ -116,8 +116,8 @@ def test_shapes_are_merged_number_by_number(wrap: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_means_of_short_numbers_are_told(wrap: Any, dtype: torch.dtype) -> None:
-    """Parts that are closer together than rounding: double precision tells."""
+def test_means_in_half_precision_are_recognized(wrap: Any, dtype: torch.dtype) -> None:
+    """The parts differ by less than the rounding error, so the probe compares them in double precision."""
     for seed in range(3):
         torch.manual_seed(seed)
         net = Net(lambda _, h, y: (functional.cross_entropy(h, y), h.pow(2).sum(), h.abs().mean())).to(dtype)
@@ -130,7 +130,7 @@ def test_means_of_short_numbers_are_told(wrap: Any, dtype: torch.dtype) -> None:
     assert {p.dtype for p in net.parameters()} == {dtype}
 
 
-def test_losses_that_are_as_good_as_nothing_are_told(wrap: Any) -> None:
+def test_losses_close_to_zero_are_recognized(wrap: Any) -> None:
     net = nn.Embedding(10, 10, _weight=torch.eye(10) * 20 + torch.rand(10, 10))
 
     class Learner(nn.Module):

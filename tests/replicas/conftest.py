@@ -10,10 +10,10 @@ from torch import nn
 
 import instep
 
-from ..replica_helpers import KINDS
+from ..replica_helpers import ENGINE_MEMORY
 
 
-@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+@pytest.fixture(params=ENGINE_MEMORY.values(), ids=ENGINE_MEMORY.keys())
 def wrap(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     """Wraps a module on every engine, with shared and private memory; wrappers are closed when the test ends."""
     engine, private = request.param

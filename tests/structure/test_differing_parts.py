@@ -23,7 +23,7 @@ engines = pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 
 
 class Bag(nn.Module):
-    """A sparse matrix of words: as wide as its greatest word, or as it was told."""
+    """A sparse matrix of words: its width is the given one, or the largest word."""
 
     def __init__(self, width: int | None = None) -> None:
         super().__init__()

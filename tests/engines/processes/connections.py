@@ -1,4 +1,4 @@
-"""Two ends of a line for the tests of what crosses it: in one process, and with a second interpreter."""
+"""Pairs of code registries for serialization tests: both in one process, or one in a second interpreter."""
 
 from __future__ import annotations
 
@@ -15,63 +15,63 @@ from instep.engines.processes.serialization.registry import CodeRegistry, Payloa
 
 
 def script(source: str) -> Any:
-    """What a script defines: code that no other process could import."""
+    """Run a script as `__main__` and return its module. No other process can import what it defines."""
     module = types.ModuleType("__main__")
     exec(compile(source, "<script>", "exec"), module.__dict__)
     return module
 
 
-class Line:
-    """Both ends in one process. Tensors are copied, as they are on a real line."""
+class LocalChannel:
+    """The registries of a parent and of a worker in one process. Tensors are copied, as on a real connection."""
 
     def __init__(self) -> None:
-        self.home, self.away = CodeRegistry(is_parent=True), CodeRegistry(is_parent=False)
-        self.bytes = 0
-        """The size of the last pickle."""
+        self.parent, self.worker = CodeRegistry(is_parent=True), CodeRegistry(is_parent=False)
+        self.pickle_size = 0
+        """The size of the last pickle in bytes."""
 
-    def _carry(self, parcel: Payload) -> Payload:
-        self.bytes = len(parcel.body)
-        return Payload(bytes(parcel.body), [tensor.detach().clone() for tensor in parcel.tensors])
+    def _copy(self, payload: Payload) -> Payload:
+        self.pickle_size = len(payload.body)
+        return Payload(bytes(payload.body), [tensor.detach().clone() for tensor in payload.tensors])
 
-    def there(self, value: Any, what: str = "") -> Any:
-        """A value as the worker has it."""
-        return self.away.unpack(self._carry(self.home.pack(value, what)))
+    def to_worker(self, value: Any, what: str = "") -> Any:
+        """Send a value to the worker and return what the worker gets."""
+        return self.worker.unpack(self._copy(self.parent.pack(value, what)))
 
-    def back(self, value: Any) -> Any:
-        """A value of the worker as home has it."""
-        return self.home.unpack(self._carry(self.away.pack(value)))
+    def to_parent(self, value: Any) -> Any:
+        """Send a value to the parent and return what the parent gets."""
+        return self.parent.unpack(self._copy(self.worker.pack(value)))
 
-    def follow(self) -> bool:
-        """Send what has changed in the script; False if nothing has."""
-        update = self.home.pack_changed_globals()
+    def send_changed_globals(self) -> bool:
+        """Send the globals of the script that have changed; False if none has."""
+        update = self.parent.pack_changed_globals()
         if update is not None:
-            self.away.apply_globals(*self._carry(update))
+            self.worker.apply_globals(*self._copy(update))
         return update is not None
 
-    def raise_back(self, error: BaseException) -> BaseException:
-        """An exception of the worker as home has it."""
-        return unpack_exception(self._carry(pack_exception(error, self.away)), self.home)
+    def error_to_parent(self, error: BaseException) -> BaseException:
+        """Send an exception to the parent and return what the parent gets."""
+        return unpack_exception(self._copy(pack_exception(error, self.worker)), self.parent)
 
 
-class Apart:
-    """The other end is a second interpreter with the same `sys.path`; it calls what it is sent."""
+class RemoteInterpreter:
+    """A second interpreter with the same `sys.path` that calls the functions it is sent."""
 
     def __init__(self) -> None:
-        self.home = CodeRegistry(is_parent=True)
+        self.registry = CodeRegistry(is_parent=True)
         code = _SERVE.format(path=sys.path)
         self._process = subprocess.Popen([sys.executable, "-I", "-c", code], stdin=-1, stdout=-1)
 
     def __call__(self, function: Any, *args: Any) -> Any:
-        """What a call gives there."""
-        update = self.home.pack_changed_globals()
-        parcel = self.home.pack((function, args))
-        pickle.dump((_plain(update), _plain(parcel)), self._process.stdin)
+        """Call a function in the other interpreter and return its result."""
+        update = self.registry.pack_changed_globals()
+        request = self.registry.pack((function, args))
+        pickle.dump((_to_plain(update), _to_plain(request)), self._process.stdin)
         self._process.stdin.flush()
-        worked, (body, arrays) = pickle.load(self._process.stdout)
-        answer = Payload(body, [torch.from_numpy(array) for array in arrays])
-        if worked:
-            return self.home.unpack(answer)
-        raise unpack_exception(answer, self.home)
+        succeeded, (body, arrays) = pickle.load(self._process.stdout)
+        reply = Payload(body, [torch.from_numpy(array) for array in arrays])
+        if succeeded:
+            return self.registry.unpack(reply)
+        raise unpack_exception(reply, self.registry)
 
     def close(self) -> None:
         """End the other interpreter."""
@@ -80,8 +80,9 @@ class Apart:
         self._process.wait(10)
 
 
-def _plain(parcel: Payload | None) -> Any:
-    return parcel and (parcel.body, [tensor.detach().numpy() for tensor in parcel.tensors])
+def _to_plain(payload: Payload | None) -> Any:
+    """A payload as bytes and arrays, which a plain pickle can hold."""
+    return payload and (payload.body, [tensor.detach().numpy() for tensor in payload.tensors])
 
 
 _SERVE = """
@@ -100,10 +101,10 @@ while True:
         if update:
             registry.apply_globals(update[0], [torch.from_numpy(array) for array in update[1]])
         function, args = registry.unpack(Payload(body, [torch.from_numpy(array) for array in arrays]))
-        worked, answer = True, registry.pack(function(*args))
+        succeeded, reply = True, registry.pack(function(*args))
     except Exception as error:
-        worked, answer = False, pack_exception(error, registry)
-    tensors = [tensor.detach().numpy() for tensor in answer.tensors]
-    pickle.dump((worked, (answer.body, tensors)), sys.stdout.buffer)
+        succeeded, reply = False, pack_exception(error, registry)
+    tensors = [tensor.detach().numpy() for tensor in reply.tensors]
+    pickle.dump((succeeded, (reply.body, tensors)), sys.stdout.buffer)
     sys.stdout.buffer.flush()
 """

@@ -1,4 +1,4 @@
-"""What workers run in the tests: one message after the other, each doing what it is called."""
+"""The main function of workers in the tests: it handles one message after the other by its kind."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from instep.errors import EngineError
 from instep.runtime.process_role import inside_worker
 
 
-def obey(line: Connection) -> None:
-    while (message := line.receive()) is not None and message.kind != "stop":
-        answer = DEEDS[message.kind](message)
-        line.send("done", message.call_id, answer or b"", message.tensors)
+def serve(connection: Connection) -> None:
+    while (message := connection.receive()) is not None and message.kind != "stop":
+        reply = HANDLERS[message.kind](message)
+        connection.send("done", message.call_id, reply or b"", message.tensors)
 
 
 def say(message: Message) -> None:
@@ -29,13 +29,13 @@ def say(message: Message) -> None:
 
 
 def open_files() -> list[str]:
-    """What this process holds open."""
+    """The targets of the open file descriptors of this process."""
     names = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     return [os.readlink(name) for name in names if os.path.lexists(name)]
 
 
 def report(_: Message) -> bytes:
-    import lies_in_the_working_folder
+    import in_the_working_directory
 
     try:
         WorkerPool([torch.device("cpu")] * 2)
@@ -45,7 +45,7 @@ def report(_: Message) -> bytes:
     values = {
         "path": sys.path,
         "random": random.__file__,
-        "local": lies_in_the_working_folder.__file__,
+        "local": in_the_working_directory.__file__,
         "main": sorted(vars(sys.modules["__main__"])),
         "session": os.getsid(0),
         "inside": inside_worker(),
@@ -61,10 +61,10 @@ def crash(_: Message) -> None:
 
 def hang(_: Message) -> None:
     while True:  # a signal ends the sleep
-        ctypes.PyDLL(None).sleep(60)  # in native code, and no other Python thread can run
+        ctypes.PyDLL(None).sleep(60)  # native code that holds the GIL
 
 
-DEEDS: dict[str, Callable[[Message], bytes | None]] = {
+HANDLERS: dict[str, Callable[[Message], bytes | None]] = {
     "echo": lambda message: message.body,
-    **{deed.__name__: deed for deed in (say, report, crash, hang)},
+    **{handler.__name__: handler for handler in (say, report, crash, hang)},
 }

@@ -55,7 +55,7 @@ Change = Callable[["Net", Tensor, Tensor], None]
 
 
 class Net(nn.Module):
-    """Changes its state in whatever way it is told."""
+    """A module whose forward changes its state with a given function."""
 
     def __init__(self, change: Change) -> None:
         super().__init__()

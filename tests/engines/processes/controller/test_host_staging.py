@@ -24,7 +24,7 @@ from instep.errors import CannotCross
 
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every worker is told to copy, from an image, what it could reach by itself."""
+    """Workers copy parameters from a host staging copy, although they could map them."""
     monkeypatch.setattr("instep.engines.processes.controller.remote_module.needs_staging", lambda _: True)
     monkeypatch.setattr("instep.engines.processes.controller.remote_module.needs_device_copies", lambda _: True)
 

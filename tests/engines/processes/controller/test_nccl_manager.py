@@ -26,7 +26,7 @@ from instep.engines.processes.nccl.group import NCCL_ENVIRONMENT, GroupAborted, 
 from instep.errors import WorkerFailure
 from instep.runtime.process_role import inside_worker
 
-from ....interference import begin_with
+from ....interference import run_before_next_call
 from ....system_usage import wait_for_threads
 
 
@@ -232,7 +232,7 @@ def test_an_interruption_in_a_collective(plain: Net, monkeypatch: pytest.MonkeyP
             "instep.engines.processes.controller.nccl_manager.broadcast_coalesced",
             "instep.engines.processes.controller.nccl_reduction.reduce_coalesced",
         ):
-            begin_with(place, interrupt, monkeypatch)
+            run_before_next_call(place, interrupt, monkeypatch)
             with pytest.raises(KeyboardInterrupt):
                 model(batch(0)).sum().backward()
             assert all(parameter.grad is None for parameter in net.parameters())
@@ -339,7 +339,7 @@ def disturbed(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Net:
             if when == phase and place:
                 if phases[step] == "join":
                     controller_group(model).process_group.abort("another one is to be made")
-                begin_with(place, lambda: kill(model), monkeypatch)
+                run_before_next_call(place, lambda: kill(model), monkeypatch)
             elif when == phase:
                 kill(model)
 
@@ -366,7 +366,9 @@ def test_too_many_deaths_while_a_group_is_created(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(group, "_TIMEOUT", timedelta(seconds=2))
     net = Net()
     with wrap(net, 3, restarts=0) as model:
-        begin_with("instep.engines.processes.controller.nccl_manager._init_group", lambda: kill(model), monkeypatch)
+        run_before_next_call(
+            "instep.engines.processes.controller.nccl_manager._init_group", lambda: kill(model), monkeypatch
+        )
         with pytest.raises(WorkerFailure, match=r"(?s)SIGKILL.*death number 1"):
             model(batch(0))
         assert net.seen == 0

@@ -107,7 +107,7 @@ def test_an_error_that_another_thread_received() -> None:
 
 
 class Delayed(torch.autograd.Function):
-    """Takes its time in the backward, in a worker, when it is told to by the gradient."""
+    """Delays the backward in a worker when the gradient is large."""
 
     @staticmethod
     def forward(_: object, x: Tensor) -> Tensor:

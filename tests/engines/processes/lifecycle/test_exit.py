@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ..exit_scripts import SECONDS, there
+from ..exit_scripts import SECONDS, is_alive
 
 FROM_TORCH = ("pymp-", "torch_")
 """Prefixes of files that `DataLoader` itself leaves when a script is killed."""
@@ -79,13 +79,13 @@ def test_a_script_that_ends_in_a_call_leaves_nothing(tmp_path: Path) -> None:
             worker, *others = map(int, process.stdout.readline().split())
             loaders += others
             time.sleep(0.5)  # until it is in the call
-            assert there(worker)
+            assert is_alive(worker)
             process.send_signal(number)
             process.wait(20)
             deadline = time.monotonic() + SECONDS
-            while there(worker) and time.monotonic() < deadline:
+            while is_alive(worker) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert not there(worker), way
+            assert not is_alive(worker), way
         codes = {way: process.returncode for way, process in scripts.items()}
         assert codes == {"error": 1, "exit": 5, "term": -signal.SIGTERM, "kill": -signal.SIGKILL}
         left = [*os.listdir(tmp_path), *(set(os.listdir("/dev/shm")) - shared)]

@@ -37,11 +37,11 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
     folder = tmp_path_factory.mktemp("folder")
     for name in ("random", "numpy", "torch", "typing_extensions", "cloudpickle", "sympy"):
         (folder / f"{name}.py").write_text("raise SystemExit('hijacked')")
-    (folder / "lies_in_the_working_folder.py").write_text("")
+    (folder / "in_the_working_directory.py").write_text("")
     pool.stop_all()  # workers of other tests have another entry point
     workers = WorkerPool([CPU] * 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "ENTRY_POINT", "entry_points:obey")
+        patch.setattr(process, "ENTRY_POINT", "entry_points:serve")
         patch.setattr(sys, "path", ["", *sys.path, str(HERE)])
         patch.chdir(folder)
         for index in range(1, 4):
@@ -71,7 +71,7 @@ def test_a_worker_starts_isolated(team: WorkerPool, tmp_path: Path) -> None:
     worker = team.get(1)
     report = json.loads(ask(worker, "report").body)
     assert Path(report["random"]).parent == Path(os.__file__).parent
-    assert Path(report["local"]).name == "lies_in_the_working_folder.py"
+    assert Path(report["local"]).name == "in_the_working_directory.py"
     assert report["path"].index(str(Path(report["local"]).parent)) > report["path"].index(str(Path(os.__file__).parent))
     assert [entry for entry in report["path"] if entry in sys.path] == [entry for entry in sys.path if entry]
     assert all(name.startswith("__") for name in report["main"])
@@ -219,7 +219,7 @@ def test_exit_reason_of_a_crashed_worker(team: WorkerPool) -> None:
 
 
 def test_a_dead_worker_is_replaced_for_all_pools(team: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "ENTRY_POINT", "entry_points:obey")
+    monkeypatch.setattr(process, "ENTRY_POINT", "entry_points:serve")
     monkeypatch.setattr(sys, "path", [*sys.path, str(HERE)])
     other = WorkerPool([CPU] * 2)
     old = team.get(1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ..connections import Line, script
+from ..connections import LocalChannel, script
 
 SCRIPT = """
 class Odd(ValueError):
@@ -45,8 +45,8 @@ def shown(error: BaseException) -> str:
 
 
 def test_an_exception_of_the_script() -> None:
-    at_home, line = script(SCRIPT), Line()
-    error: Any = line.raise_back(raised(line.there(at_home.odd)))
+    at_home, channel = script(SCRIPT), LocalChannel()
+    error: Any = channel.error_to_parent(raised(channel.to_worker(at_home.odd)))
     assert type(error) is at_home.Odd
     assert (error.args, error.code, error.reason) == (("code 3",), 3, ["r"])
     assert type(error.__cause__) is KeyError
@@ -81,7 +81,7 @@ BUILT_IN: dict[str, tuple[Any, tuple[str, ...]]] = {
 @pytest.mark.parametrize(("function", "attributes"), BUILT_IN.values(), ids=BUILT_IN.keys())
 def test_exceptions_of_others(function: Any, attributes: tuple[str, ...]) -> None:
     error = raised(function)
-    back = Line().raise_back(error)
+    back = LocalChannel().error_to_parent(error)
     assert type(back) is type(error)
     assert str(back) == str(error)
     assert [getattr(back, name) for name in attributes] == [getattr(error, name) for name in attributes]
@@ -94,7 +94,7 @@ def test_groups_and_notes() -> None:
     exception_group: Any = getattr(builtins, "ExceptionGroup")  # noqa: B009
     group = exception_group("several", [odd, OSError(2, "no")])
     group.add_note("a note")
-    back: Any = Line().raise_back(group)
+    back: Any = LocalChannel().error_to_parent(group)
     assert type(back) is exception_group
     assert [type(error).__name__ for error in back.exceptions] == ["Odd", "FileNotFoundError"]
     assert back.__notes__ == ["a note"]
@@ -104,7 +104,7 @@ def test_what_cannot_cross_of_it_is_shown() -> None:
     at_home, lock = script(SCRIPT), threading.Lock()
     error = at_home.Shy("busy", lock)
     error.held = lock
-    back: Any = Line().raise_back(error)
+    back: Any = LocalChannel().error_to_parent(error)
     assert type(back).__name__ == "Shy"
     assert back.args == ("busy", repr(lock))
     assert back.held == repr(lock)
@@ -113,7 +113,7 @@ def test_what_cannot_cross_of_it_is_shown() -> None:
 def test_an_endless_chain_ends() -> None:
     first, second = ValueError("first"), ValueError("second")
     first.__cause__, second.__context__ = second, first
-    back = Line().raise_back(first)
+    back = LocalChannel().error_to_parent(first)
     assert str(back.__cause__) == "second"
     assert back.__cause__ is not None
     assert back.__cause__.__context__ is back

@@ -9,7 +9,7 @@ import torch
 
 from instep.errors import CannotCross
 
-from ..connections import Line, script
+from ..connections import LocalChannel, script
 
 SCRIPT = """
 import argparse, threading
@@ -90,77 +90,80 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_a_change_in_the_script_is_seen(change: str) -> None:
-    at_home, line = script(SCRIPT), Line()
-    there = line.there(at_home.forward)
+    at_home, channel = script(SCRIPT), LocalChannel()
+    there = channel.to_worker(at_home.forward)
     assert there() == at_home.forward()
-    assert not line.follow()
+    assert not channel.send_changed_globals()
     exec(change, at_home.__dict__)
-    assert line.follow()
+    assert channel.send_changed_globals()
     assert there() == at_home.forward()
-    assert not line.follow()
+    assert not channel.send_changed_globals()
 
 
 def test_an_equal_number_is_no_change() -> None:
-    at_home, line = script("TEMP = 1234567\ndef forward(): return TEMP"), Line()
-    line.there(at_home.forward)
+    at_home, channel = script("TEMP = 1234567\ndef forward(): return TEMP"), LocalChannel()
+    channel.to_worker(at_home.forward)
     at_home.TEMP = int("1234567")
-    assert not line.follow()
+    assert not channel.send_changed_globals()
     at_home.TEMP = 1234567.0
-    assert line.follow()
+    assert channel.send_changed_globals()
 
 
 def test_names_that_come_and_go() -> None:
-    at_home, line = script(SCRIPT), Line()
-    later = line.there(at_home.later)
+    at_home, channel = script(SCRIPT), LocalChannel()
+    later = channel.to_worker(at_home.later)
     with pytest.raises(NameError):
         later()
     at_home.LATER = [1]
-    line.follow()
+    channel.send_changed_globals()
     assert later() == [1]
     del at_home.LATER
-    line.follow()
+    channel.send_changed_globals()
     with pytest.raises(NameError):
         later()
 
 
 def test_attributes_of_classes_come_and_go() -> None:
-    at_home, line = script(SCRIPT), Line()
-    scale = line.there(at_home.Scale)
+    at_home, channel = script(SCRIPT), LocalChannel()
+    scale = channel.to_worker(at_home.Scale)
     exec("Scale.new = lambda self: TEMP + 1", at_home.__dict__)
     del at_home.Scale.by
-    assert line.follow()
+    assert channel.send_changed_globals()
     assert scale().new() == 2
     assert not hasattr(scale, "by")
-    assert not line.follow()
+    assert not channel.send_changed_globals()
 
 
 def test_functions_of_one_script_share_its_globals() -> None:
-    at_home, line = script(SCRIPT), Line()
-    first, second = line.there(at_home.forward), line.there(at_home.helper)
+    at_home, channel = script(SCRIPT), LocalChannel()
+    first, second = channel.to_worker(at_home.forward), channel.to_worker(at_home.helper)
     assert first.__globals__ is second.__globals__
     assert first.__globals__["helper"] is second
-    assert line.back(second) is at_home.helper
+    assert channel.to_parent(second) is at_home.helper
 
 
 def test_a_large_global_crosses_once() -> None:
-    at_home, line = script("table = list(range(1000))\nread = lambda i: table[i]\nother = lambda i: table[i]"), Line()
-    assert line.there(at_home.read)(3) == 3
-    assert line.bytes > 2000
-    assert line.there(at_home.other)(3) == 3
-    assert line.bytes < 1000
+    at_home, channel = (
+        script("table = list(range(1000))\nread = lambda i: table[i]\nother = lambda i: table[i]"),
+        LocalChannel(),
+    )
+    assert channel.to_worker(at_home.read)(3) == 3
+    assert channel.pickle_size > 2000
+    assert channel.to_worker(at_home.other)(3) == 3
+    assert channel.pickle_size < 1000
 
 
 def test_a_global_that_cannot_cross_fails_only_where_it_is_used() -> None:
-    at_home, line = script(SCRIPT), Line()
-    guarded, helper = line.there([at_home.guarded, at_home.helper])
+    at_home, channel = script(SCRIPT), LocalChannel()
+    guarded, helper = channel.to_worker([at_home.guarded, at_home.helper])
     assert helper() == ("old", 1)
     with pytest.raises(CannotCross, match=r"global 'guard', which guarded reads \(a _thread.lock\)"):
         guarded()
     at_home.guard = torch.no_grad()
-    line.follow()
+    channel.send_changed_globals()
     assert guarded() == 1
     at_home.guard = script(SCRIPT).guard
-    line.follow()
+    channel.send_changed_globals()
     with pytest.raises(CannotCross, match="global 'guard'"):
         guarded()
 
@@ -181,21 +184,21 @@ def other(): return 1
     [("threading.Lock()", r"make it inside of the function that uses it\.$"), ("Keeps()", "`__getstate__` can leave")],
 )
 def test_what_is_said_of_a_global_helps_there(thing: str, advice: str) -> None:
-    at_home, line = script(KEPT % thing), Line()
-    use = line.there(at_home.use)
+    at_home, channel = script(KEPT % thing), LocalChannel()
+    use = channel.to_worker(at_home.use)
     with pytest.raises(CannotCross, match=advice):
         use()
     at_home.thing = at_home.other
-    line.follow()
+    channel.send_changed_globals()
     assert use() == 1
     at_home.thing = script(KEPT % thing).thing
-    line.follow()
+    channel.send_changed_globals()
     with pytest.raises(CannotCross, match=advice):
         use()
 
 
 def test_globals_that_a_function_writes_are_known() -> None:
-    at_home, line = (
+    at_home, channel = (
         script("""
 COUNT, CACHE, OTHER = 0, [], {}
 def forward(x):
@@ -204,23 +207,23 @@ def forward(x):
     CACHE.extend([x] * x)
     return OTHER
 """),
-        Line(),
+        LocalChannel(),
     )
-    there = line.there(at_home.forward)
+    there = channel.to_worker(at_home.forward)
     there(0)
-    assert line.away.modified_globals() == []
+    assert channel.worker.modified_globals() == []
     there(1)
-    assert line.away.modified_globals() == ["CACHE", "COUNT"]
-    line.home.mark_all_unsent()
-    line.follow()
-    assert line.away.modified_globals() == []
+    assert channel.worker.modified_globals() == ["CACHE", "COUNT"]
+    channel.parent.mark_all_unsent()
+    channel.send_changed_globals()
+    assert channel.worker.modified_globals() == []
     assert there.__globals__["CACHE"] == []
     at_home.COUNT = 5
-    assert line.follow(), "they are still looked after"
+    assert channel.send_changed_globals(), "they are still looked after"
 
 
 def test_a_logger_may_note_what_it_was_asked() -> None:
-    at_home, line = (
+    at_home, channel = (
         script("""
 import logging
 logger = logging.getLogger("instep.tests")
@@ -228,19 +231,19 @@ def forward():
     logger.info("a batch")
     return logger.name
 """),
-        Line(),
+        LocalChannel(),
     )
-    there = line.there(at_home.forward)
+    there = channel.to_worker(at_home.forward)
     at_home.logger._cache.clear()
     assert there() == "instep.tests"
-    assert line.away.modified_globals() == []
-    assert not line.follow()
+    assert channel.worker.modified_globals() == []
+    assert not channel.send_changed_globals()
 
 
 def test_globals_of_an_imported_module_are_its_own() -> None:
-    line = Line()
+    channel = LocalChannel()
     function = torch.no_grad()(lambda: torch.is_grad_enabled())
-    there = line.there(function)
+    there = channel.to_worker(function)
     assert there() is False
     assert there.__globals__ is function.__globals__
 
@@ -248,11 +251,11 @@ def test_globals_of_an_imported_module_are_its_own() -> None:
 def test_a_module_that_cannot_be_imported() -> None:
     helpers: Any = script("VALUE = 1\ndef read(): return VALUE")
     helpers.__name__ = "helpers"
-    at_home, line = script("def forward(): return helpers.read(), helpers.VALUE"), Line()
+    at_home, channel = script("def forward(): return helpers.read(), helpers.VALUE"), LocalChannel()
     at_home.helpers = helpers
-    there = line.there(at_home.forward)
+    there = channel.to_worker(at_home.forward)
     assert there() == (1, 1)
     helpers.VALUE = 2
-    line.follow()
+    channel.send_changed_globals()
     assert there() == (2, 2)
-    assert line.back(there.__globals__["helpers"]) is helpers
+    assert channel.to_parent(there.__globals__["helpers"]) is helpers

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from instep.engines.processes.serialization.registry import CodeRegistry
 from instep.errors import CannotCross
 
-from ..connections import Line, script
+from ..connections import LocalChannel, script
 
 SCRIPT = """
 import collections, dataclasses, enum, functools, typing
@@ -88,9 +88,9 @@ class Kept(Tensor):
 
 
 def test_a_script_crosses_and_comes_home_as_its_own_classes() -> None:
-    at_home, line = script(SCRIPT), Line()
+    at_home, channel = script(SCRIPT), LocalChannel()
     net = at_home.Net()
-    copy = line.there(net)
+    copy = channel.to_worker(net)
     assert type(copy) is not at_home.Net
     assert type(copy).__name__ == "Net"
     assert copy.tied is copy.layer.weight
@@ -98,7 +98,7 @@ def test_a_script_crosses_and_comes_home_as_its_own_classes() -> None:
     assert copy.tied.requires_grad
     assert isinstance(type(copy).__dict__["double"], functools.cached_property)
     x = torch.randn(4, 3)
-    answer, output, color, pair, make = line.back(copy(x))
+    answer, output, color, pair, make = channel.to_parent(copy(x))
     want = net(x)
     assert type(answer) is at_home.Answer
     assert type(output) is at_home.Output
@@ -107,41 +107,41 @@ def test_a_script_crosses_and_comes_home_as_its_own_classes() -> None:
     assert pair.second is make is at_home.Net
     torch.testing.assert_close(answer.scores, want[0].scores)
     assert output.logits is answer.scores is pair.first
-    assert line.bytes < 600
-    assert line.away.modified_globals() == []
+    assert channel.pickle_size < 600
+    assert channel.worker.modified_globals() == []
     assert at_home.Net.forward.__globals__ is at_home.__dict__, "home's class is as it was"
 
 
 def test_definitions_cross_once() -> None:
-    at_home, line = script(SCRIPT), Line()
-    first = type(line.there(at_home.Net()))
-    sent = line.bytes
-    again = line.there([at_home.Net(), at_home.Color.RED, at_home.Pair(1, 2)])
+    at_home, channel = script(SCRIPT), LocalChannel()
+    first = type(channel.to_worker(at_home.Net()))
+    sent = channel.pickle_size
+    again = channel.to_worker([at_home.Net(), at_home.Color.RED, at_home.Pair(1, 2)])
     assert type(again[0]) is first
     assert type(again[2]) is first.kinds[1]
-    assert line.bytes < sent / 3
+    assert channel.pickle_size < sent / 3
     redefined = script(SCRIPT)
-    assert type(line.there(redefined.Net())) is not first, "a class of the same name is another class"
+    assert type(channel.to_worker(redefined.Net())) is not first, "a class of the same name is another class"
 
 
 def test_definitions_that_never_came_are_sent_again() -> None:
-    at_home, line = script(SCRIPT), Line()
-    line.home.pack(at_home.Pair(1, 2))
+    at_home, channel = script(SCRIPT), LocalChannel()
+    channel.parent.pack(at_home.Pair(1, 2))
     with pytest.raises(Exception, match="was not received"):
-        line.there(at_home.Pair(1, 2))
-    line.home.mark_all_unsent()
-    pair = type(line.there(at_home.Pair(1, 2)))
-    line.home.mark_all_unsent()
-    assert type(line.there(at_home.Pair(1, 2))) is pair
-    assert type(line.back(pair(3, 4))) is at_home.Pair
+        channel.to_worker(at_home.Pair(1, 2))
+    channel.parent.mark_all_unsent()
+    pair = type(channel.to_worker(at_home.Pair(1, 2)))
+    channel.parent.mark_all_unsent()
+    assert type(channel.to_worker(at_home.Pair(1, 2))) is pair
+    assert type(channel.to_parent(pair(3, 4))) is at_home.Pair
 
 
 def test_what_forward_makes_comes_home_with_homes_globals() -> None:
-    at_home, line = script(SCRIPT), Line()
-    made, function = line.back(line.there(at_home.Net()).made())
+    at_home, channel = script(SCRIPT), LocalChannel()
+    made, function = channel.to_parent(channel.to_worker(at_home.Net()).made())
     assert function.__globals__ is at_home.__dict__
     assert function() == made.factor() == 3.0
-    assert type(line.back(line.there(made))) is type(made)
+    assert type(channel.to_parent(channel.to_worker(made))) is type(made)
 
 
 def test_closures_share_their_variables() -> None:
@@ -158,7 +158,7 @@ def counter():
         return 0 if n == 0 else 1 + again(n - 1)
     return add, read, again
 """)
-    add, read, again = Line().there(at_home.counter())
+    add, read, again = LocalChannel().to_worker(at_home.counter())
     add()
     assert (add(), read(), again(3)) == (2, 2, 3)
 
@@ -196,7 +196,7 @@ def flat(value: Any) -> Any:
 @pytest.mark.parametrize("make", VALUES.values(), ids=VALUES.keys())
 def test_values(make: Any) -> None:
     value = make()
-    assert flat(Line().there(value)) == flat(value)
+    assert flat(LocalChannel().to_worker(value)) == flat(value)
 
 
 def test_tensors_are_beside_the_pickle() -> None:
@@ -217,17 +217,17 @@ def test_tensors_are_beside_the_pickle() -> None:
 
 def test_parametrized_modules() -> None:
     net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
-    line, x = Line(), torch.randn(4, 3)
-    copy = line.there(net)
+    channel, x = LocalChannel(), torch.randn(4, 3)
+    copy = channel.to_worker(net)
     torch.testing.assert_close(copy(x), net(x))
-    assert type(line.back(copy)[0]) is type(net[0])
+    assert type(channel.to_parent(copy)[0]) is type(net[0])
 
 
 def test_generators_and_weak_references() -> None:
     generator = torch.Generator().manual_seed(3)
     layer = nn.Linear(1, 1)
-    line = Line()
-    copy, held, weak, dead = line.there([generator, layer, weakref.ref(layer), weakref.ref(set())])
+    channel = LocalChannel()
+    copy, held, weak, dead = channel.to_worker([generator, layer, weakref.ref(layer), weakref.ref(set())])
     assert torch.equal(torch.rand(3, generator=copy), torch.rand(3, generator=generator))
     assert weak() is held
     assert dead() is None
@@ -238,7 +238,7 @@ def test_a_value_that_is_nested_too_deeply_is_an_error() -> None:
     for _ in range(100_000):
         chain = [chain]
     with pytest.raises(CannotCross, match=r"argument 'chain' cannot be sent .* nested too deeply"):
-        Line().there(chain, "argument 'chain'")
+        LocalChannel().to_worker(chain, "argument 'chain'")
     while chain:
         (chain,) = chain
 
@@ -276,12 +276,12 @@ def closing_over(lock: Any) -> Any:
 )
 def test_what_cannot_cross_is_named(value: Any, what: str, message: str) -> None:
     with pytest.raises(CannotCross, match=message) as caught:
-        Line().there(value(), what)
+        LocalChannel().to_worker(value(), what)
     assert "engine='threads'" in str(caught.value)
 
 
 def test_a_failed_parcel_leaves_no_trace() -> None:
-    at_home, line = script(SCRIPT), Line()
+    at_home, channel = script(SCRIPT), LocalChannel()
     with pytest.raises(CannotCross):
-        line.there([at_home.Pair(1, 2), threading.Lock()])
-    assert line.there(at_home.Pair(1, 2)) == (1, 2)
+        channel.to_worker([at_home.Pair(1, 2), threading.Lock()])
+    assert channel.to_worker(at_home.Pair(1, 2)) == (1, 2)

@@ -13,7 +13,7 @@ from torch import nn
 
 from instep.engines.processes.serialization.by_reference import is_importable
 
-from ..connections import Apart, script
+from ..connections import RemoteInterpreter, script
 
 SCALE = 2
 
@@ -28,13 +28,13 @@ class Net(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def apart() -> Iterator[Apart]:
-    other = Apart()
+def apart() -> Iterator[RemoteInterpreter]:
+    other = RemoteInterpreter()
     yield other
     other.close()
 
 
-def test_a_test_file(apart: Apart) -> None:
+def test_a_test_file(apart: RemoteInterpreter) -> None:
     net, x = Net(), torch.randn(2, 3)
     back, out = apart(net, x)
     assert type(back) is Net
@@ -63,7 +63,7 @@ class Net(torch.nn.Linear):
 """
 
 
-def test_a_script(apart: Apart) -> None:
+def test_a_script(apart: RemoteInterpreter) -> None:
     at_home = script(SCRIPT)
     net, x = at_home.Net(3, 2), torch.randn(2, 3)
     for temp in (1, 2):

@@ -17,7 +17,7 @@ from instep.engines.processes.worker.rng import PythonRngMonitor
 
 
 class Draws(nn.Module):
-    """Adds a number of Python's and one of NumPy's, and after that ends a worker's process if it is told to."""
+    """Adds random numbers of Python and NumPy; then kills the worker process if the flag says so."""
 
     def __init__(self, flag: str = "", first: int = 0) -> None:
         super().__init__()
