@@ -1,0 +1,41 @@
+"""The engine interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep.call.one_device import BATCH_TOO_SMALL
+from instep.call.runner import ACCEPTED, Verdict
+from instep.engines.select import EngineChoice, create_engine
+from instep.engines.threads import ThreadsEngine
+
+
+@pytest.mark.parametrize("name", ["serial", "threads", "processes"])
+def test_one_process_runs_all_replicas_and_decides_alone(name: str) -> None:
+    engine = create_engine(EngineChoice(name, "test"), [torch.device("cpu")] * 3)
+    assert list(engine.local_indices(2)) == [0, 1]
+    verdict = Verdict(retry=True)
+    assert engine.agree(verdict) is verdict
+    engine.close()
+
+
+def test_the_runner_follows_the_agreed_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts: list[Any] = []
+
+    def agree(_: ThreadsEngine, verdict: Verdict) -> Verdict:
+        verdicts.append(verdict)
+        return Verdict(one_device=BATCH_TOO_SMALL)
+
+    monkeypatch.setattr(ThreadsEngine, "agree", agree)
+    net, sizes = nn.Linear(4, 3), []
+    net.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    x = torch.randn(6, 4)
+    with instep.DataParallel(net, ["cpu"] * 2, engine="threads", probe=False, hooks="per_replica") as model:
+        torch.testing.assert_close(model(x), net(x))
+    assert verdicts == [ACCEPTED]
+    assert sorted(sizes) == [3, 3, 6, 6]
