@@ -58,13 +58,13 @@ class Probe:
         self._by_plan: dict[Any, tuple[SplitPlan, ProbeRecord]] = {}
         self._plain_by_plan: dict[int, tuple[SplitPlan, list[bool]]] = {}
 
-    def prepare(self, call: TrialCall, kind: int) -> dict[str, Verdicts]:
+    def prepare(self, call: TrialCall, fingerprint: int) -> dict[str, Verdicts]:
         """Run a trial if one is due, and give the merger the verdicts for this call.
 
-        `kind` is the fingerprint of the module's modes and settings. Returns the verdicts for attributes that `forward`
+        `fingerprint` identifies the module's modes and settings. Returns the verdicts for attributes that `forward`
         assigns. Raises `MergeError` for outputs that no rule explains.
         """
-        record = self._find_or_add_record(call.plan, call.values, kind)
+        record = self._find_or_add_record(call.plan, call.values, fingerprint)
         if record.error:
             raise MergeError(record.error)
         record.count_call()
@@ -122,22 +122,22 @@ class Probe:
         claimed, self.last_record.graph_checked = self.last_record.graph_checked, True
         return not claimed
 
-    def find_record(self, plan: SplitPlan, values: Sequence[Any], kind: int) -> ProbeRecord | None:
+    def find_record(self, plan: SplitPlan, values: Sequence[Any], fingerprint: int) -> ProbeRecord | None:
         """The record that such a call would use, if there is one. Changes nothing."""
-        group, plain = self._record_keys(plan, values, kind)
+        group, plain = self._record_keys(plan, values, fingerprint)
         records = self._records.get(group, {})
         record = records.get(plain)
         if record is None and len(records) >= MAX_RECORDS:
             record = common_record(tuple(records.values()))
         return record if record is not None and record.summary else None
 
-    def _find_or_add_record(self, plan: SplitPlan, values: Sequence[Any], kind: int) -> ProbeRecord:
-        closed, plain = self._plain_values(plan, values)
-        key = (id(plan), kind, closed, plain)
+    def _find_or_add_record(self, plan: SplitPlan, values: Sequence[Any], fingerprint: int) -> ProbeRecord:
+        switches, plain = self._plain_values(plan, values)
+        key = (id(plan), fingerprint, switches, plain)
         entry = self._by_plan.get(key)
         if entry is not None:
             return entry[1]
-        group, plain = self._record_keys(plan, values, kind)
+        group, plain = self._record_keys(plan, values, fingerprint)
         record = self._add_record(group, plain)
         if len(self._by_plan) >= _MAX_CACHED_PLANS:
             self._by_plan.clear()
@@ -165,19 +165,19 @@ class Probe:
         record = records[plain] = ProbeRecord()
         return record
 
-    def _record_keys(self, plan: SplitPlan, values: Sequence[Any], kind: int) -> tuple[Any, Values]:
-        closed, plain = self._plain_values(plan, values)
-        return (kind, closed, plan.names, tuple([structure_key(value) for value in values])), plain
+    def _record_keys(self, plan: SplitPlan, values: Sequence[Any], fingerprint: int) -> tuple[Any, Values]:
+        switches, plain = self._plain_values(plan, values)
+        return (fingerprint, switches, plan.names, tuple([structure_key(value) for value in values])), plain
 
     def _plain_values(self, plan: SplitPlan, values: Sequence[Any]) -> tuple[Values, Values]:
         """Replicated plain values, which may decide what the outputs mean: switches, then strings and numbers."""
-        closed: list[Any] = []
+        switches: list[Any] = []
         plain: list[Any] = []
         for placement, value, has_plain in zip(plan.placements, values, self._has_plain_values(plan), strict=True):
             for leaf in _replicated_scalars(placement, value) if has_plain else ():
                 switch = leaf is None or isinstance(leaf, (bool, enum.Enum))
-                (closed if switch else plain).append((type(leaf), leaf))
-        return tuple(closed), tuple(plain)
+                (switches if switch else plain).append((type(leaf), leaf))
+        return tuple(switches), tuple(plain)
 
     def _has_plain_values(self, plan: SplitPlan) -> list[bool]:
         """For each argument, whether it contains replicated values."""

@@ -88,7 +88,7 @@ def common_record(records: Sequence[ProbeRecord]) -> ProbeRecord | None:
         for path, verdict in record.outputs.items():
             if verdict.proven and proven.setdefault(path, verdict) != verdict:
                 return None
-    made = ProbeRecord(
+    record = ProbeRecord(
         {**last.outputs, **proven},
         last.attributes,
         last.unmergeable,
@@ -98,8 +98,8 @@ def common_record(records: Sequence[ProbeRecord]) -> ProbeRecord | None:
         summary=f"the verdicts of {len(records)} calls with other plain arguments, which agree",
         trials=Backoff(limit=MAX_TRIALS, count=1),
     )
-    made.trials.stop()
-    return made
+    record.trials.stop()
+    return record
 
 
 def has_mean(*tables: Verdicts) -> bool:

@@ -25,15 +25,15 @@ def current_cpu() -> int:
 
 def set_spin_wait(processes: int) -> None:
     """Let this thread spin while waiting, if there is a CPU for each of `processes` processes; 0 turns it off."""
-    _thread_local.awake = 0 < processes <= min(len(os.sched_getaffinity(0)), _cpu_quota())
+    _thread_local.spins = 0 < processes <= min(len(os.sched_getaffinity(0)), _cpu_quota())
 
 
 @lru_cache(maxsize=1)
 def _cpu_quota() -> float:
     """The CPU quota of the container, which spinning would use up; infinite if there is none."""
-    for place in _QUOTA_FILES:
+    for path in _QUOTA_FILES:
         try:
-            with open(place) as file:
+            with open(path) as file:
                 limit, *period = file.read().split()
             if limit not in ("max", "-1"):
                 return float(limit) / float(period[0] if period else 100_000)
@@ -44,12 +44,12 @@ def _cpu_quota() -> float:
 
 def spin_poll(poll: select.poll) -> list[tuple[int, int]]:
     """Poll without sleeping for `SPIN_SECONDS`; returns at once in threads that do not spin."""
-    if not getattr(_thread_local, "awake", False):
+    if not getattr(_thread_local, "spins", False):
         return []
-    until = time.monotonic() + SPIN_SECONDS
-    while not (found := poll.poll(0)) and time.monotonic() < until:
+    deadline = time.monotonic() + SPIN_SECONDS
+    while not (events := poll.poll(0)) and time.monotonic() < deadline:
         os.sched_yield()  # for other threads on this CPU
-    return found
+    return events
 
 
 class SenderCpuAvoidance:
@@ -76,9 +76,9 @@ class SenderCpuAvoidance:
         if self._waiting_cpus != self._allowed_cpus and os.sched_getaffinity(0) == self._waiting_cpus:
             os.sched_setaffinity(0, self._allowed_cpus)
 
-    def record_sender(self, core: int) -> None:
+    def record_sender(self, cpu: int) -> None:
         """Record the CPU that a message came from, and move off it."""
-        self._sender_cpu = core
-        if core >= 0 and current_cpu() == core:
+        self._sender_cpu = cpu
+        if cpu >= 0 and current_cpu() == cpu:
             self.before_wait()
             self.after_wait()

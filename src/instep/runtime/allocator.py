@@ -22,13 +22,13 @@ def retain_freed_memory() -> bool:
     """Make malloc keep freed memory for the next step; returns False if the user's settings or the libc prevent it."""
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
-    setting = getattr(ctypes.CDLL(None), "mallopt", None)
-    if setting is None:  # not glibc
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # not glibc
         return False
-    for name, value in (
+    for parameter, value in (
         (_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES),
         (_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES),
         (_M_TOP_PAD, TOP_PAD_BYTES),
     ):
-        setting(name, value)
+        mallopt(parameter, value)
     return True

@@ -41,8 +41,6 @@ class CallerGenerator:
         """Whether its counterpart in another process was drawn from."""
         self._advanced = False
         self._base_seed: int | None = None
-        self._derived_seed: int | None = None
-        """The seed derived from the initial state, once it is computed."""
         self._lock = threading.Lock()
 
     def seed(self, index: int) -> int:
@@ -62,10 +60,7 @@ class CallerGenerator:
         self._base_seed = number
 
     def _derive_seed(self) -> int:
-        """Hash the state. It is read from memory, not by an op: modes around the call must not see it."""
-        if self._derived_seed is None:
-            self._derived_seed = _hash_state(state_bytes(self.initial_state))
-        return self._derived_seed
+        return _hash_state(state_bytes(self.initial_state))
 
     def was_used(self) -> bool:
         """Whether the generator itself was drawn from."""
@@ -80,17 +75,16 @@ class CallerGenerator:
         """Advance the generator by one number if a stream was drawn from; at most once."""
         if self.streams_used and not self._advanced:
             self._advanced = True
-            twin = _clone_generator(self.generator, self.generator.get_state())
-            torch.empty((), dtype=torch.int64, device=twin.device).random_(generator=twin)
-            self.generator.set_state(twin.get_state())
+            clone = torch.Generator(self.generator.device)
+            clone.set_state(self.generator.get_state())
+            torch.empty((), dtype=torch.int64, device=clone.device).random_(generator=clone)
+            self.generator.set_state(clone.get_state())
 
     def refresh(self) -> None:
         """Take the current state as the initial state, unless a seed was derived already."""
         with self._lock:
             if self._base_seed is None:
-                now = self.generator.get_state()
-                if state_bytes(now) != state_bytes(self.initial_state):
-                    self.initial_state, self._derived_seed = now, None
+                self.initial_state = self.generator.get_state()
 
 
 def stream_seed(number: int, index: int) -> int:
@@ -105,14 +99,8 @@ def _hash_state(state: bytes) -> int:
 
 
 def state_bytes(state: Tensor) -> bytes:
-    """A generator's state as bytes, read without a torch op."""
+    """A generator's state as bytes, read without a torch op: modes around the call must not see it."""
     return ctypes.string_at(state.data_ptr(), state.numel())
-
-
-def _clone_generator(generator: torch.Generator, state: Tensor) -> torch.Generator:
-    twin = torch.Generator(generator.device)
-    twin.set_state(state)
-    return twin
 
 
 class RandomStream:
@@ -209,7 +197,7 @@ class ReplicaRng:
 
     def replace_generators(self, shards: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         """Replace generators among the arguments that several replicas share by one for each replica."""
-        if all(isinstance(value, Tensor) for value in shards[0]) or not _has_generators(shards):
+        if all(isinstance(value, Tensor) for value in shards[0]):
             return shards
         counts = Counter(key for values in shards for key in {id(g) for g in generators_in(values)})
         shared = {key for key, count in counts.items() if count > 1}
@@ -219,7 +207,7 @@ class ReplicaRng:
 
     def _replace_shared(self, value: Any, shared: Collection[int], index: int) -> Any:
         if isinstance(value, torch.Generator) and id(value) in shared:
-            counterpart = next((made for source, made in self.generator_pairs[index] if source is value), None)
+            counterpart = next((other for source, other in self.generator_pairs[index] if source is value), None)
             if counterpart is None:
                 counterpart = replica_generator(value, self.caller.devices[index])
                 self.generator_pairs[index].append((value, counterpart))
@@ -238,18 +226,18 @@ class ReplicaRng:
 
     def _seeded_context(self, index: int) -> AbstractContextManager[Any]:
         contexts = []
-        for source, generator in self.generator_pairs[index]:
-            if generator is not source and generator is not _default_generator(generator.device):
-                contexts.append(_SeededGenerator(generator, self.caller.track(source), index))
+        for original, generator in self.generator_pairs[index]:
+            if generator is not original and generator is not _default_generator(generator.device):
+                contexts.append(_SeededGenerator(generator, self.caller.track(original), index))
         device = self.caller.devices[index]
         if device in self.caller.accelerators and (self.serialized or not self.caller.is_shared(device)):
-            other = self.caller.accelerators[device]
+            source = self.caller.accelerators[device]
             contexts.append(
-                _SeededGenerator(other.generator, self.caller.accelerator_seed, index, restore=other.initial_state)
+                _SeededGenerator(source.generator, self.caller.accelerator_seed, index, restore=source.initial_state)
             )
         if self.serialized:
-            host = self.caller.cpu
-            contexts.append(_SeededGenerator(host.generator, host, index, restore=host.initial_state))
+            cpu = self.caller.cpu
+            contexts.append(_SeededGenerator(cpu.generator, cpu, index, restore=cpu.initial_state))
         return CombinedContext([*contexts, self.backward_context(index)])
 
     def suspend(self) -> Callable[[], None]:
@@ -339,10 +327,10 @@ class SerializationPolicy:
         self.serialize = False
         self._shared_last_call = False
 
-    def record(self, moved: bool) -> None:
+    def record(self, used: bool) -> None:
         """Record whether replicas drew from a shared generator in a concurrent call."""
-        self.serialize = self.serialize or (moved and (self._shared_last_call or not supports_thread_streams()))
-        self._shared_last_call = moved
+        self.serialize = self.serialize or (used and (self._shared_last_call or not supports_thread_streams()))
+        self._shared_last_call = used
 
 
 class CallerRng:
@@ -353,9 +341,9 @@ class CallerRng:
         self.devices = devices
         self._out_of_process = out_of_process
         self.cpu = CallerGenerator(torch.default_generator)
-        here = devices[:1] if out_of_process else devices
+        local_devices = devices[:1] if out_of_process else devices
         self.accelerators = {
-            d: CallerGenerator(g) for d in here if d.type != "cpu" and (g := _default_generator(d)) is not None
+            d: CallerGenerator(g) for d in local_devices if d.type != "cpu" and (g := _default_generator(d)) is not None
         }
         self.accelerator_seed = self.accelerators.get(self.devices[0], self.cpu)
         """The generator that seeds the streams of accelerators."""
@@ -387,10 +375,6 @@ class CallerRng:
         """Restore every generator."""
         for source in (self.cpu, *self.accelerators.values(), *self._tracked.values()):
             source.restore()
-
-
-def _has_generators(shards: Sequence[Sequence[Any]]) -> bool:
-    return any(True for values in shards for _ in generators_in(values))
 
 
 def generators_in(value: Any) -> Iterator[torch.Generator]:

@@ -188,43 +188,42 @@ def register_rng_kernels(pick: Callable[[], torch.Generator | None]) -> None:
     the key, or if it is used by something else.
     """
     below: Any = torch._C._dispatch_keyset_full_after(_rng_key())
-    others = torch.library.Library("_", "IMPL", _RNG_KEY_NAME)
-    others.fallback(torch.library.fallthrough_kernel)
-    _libraries.append(others)
-    draws = torch.library.Library("aten", "IMPL")
-    _libraries.append(draws)
+    fallthrough = torch.library.Library("_", "IMPL", _RNG_KEY_NAME)
+    fallthrough.fallback(torch.library.fallthrough_kernel)
+    kernels = torch.library.Library("aten", "IMPL")
+    _libraries.extend([fallthrough, kernels])
     for schema in torch._C._jit_get_all_schemas():
-        place = next((i for i, a in enumerate(schema.arguments) if str(a.type) == "Optional[Generator]"), None)
-        if place is None or not schema.name.startswith("aten::"):
+        index = next((i for i, a in enumerate(schema.arguments) if str(a.type) == "Optional[Generator]"), None)
+        if index is None or not schema.name.startswith("aten::"):
             continue
         packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"))
         overload = schema.overload_name or "default"
         if overload in packet.overloads():
-            kernel = _rng_kernel(getattr(packet, overload), place, below, pick)
+            kernel = _rng_kernel(getattr(packet, overload), index, below, pick)
             full = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-            draws.impl(full, kernel, _RNG_KEY_NAME, with_keyset=True)
+            kernels.impl(full, kernel, _RNG_KEY_NAME, with_keyset=True)
 
 
 def _rng_kernel(
-    operation: Any, place: int, below: Any, pick: Callable[[], torch.Generator | None]
+    operation: Any, index: int, below: Any, pick: Callable[[], torch.Generator | None]
 ) -> Callable[..., Any]:
     """A kernel that passes the generator from `pick` to a random op that was called without one.
 
     It does so only for plain CPU tensors. Modes and tensor subclasses see the op without a generator; the op that they
     finally call comes here again.
     """
-    host, python = torch._C.DispatchKey.CPU, torch._C.DispatchKey.Python
+    cpu, python = torch._C.DispatchKey.CPU, torch._C.DispatchKey.Python
     front = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
-    name = operation._schema.arguments[place].name
-    positional = not operation._schema.arguments[place].kwarg_only
+    name = operation._schema.arguments[index].name
+    positional = not operation._schema.arguments[index].kwarg_only
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        is_positional = positional and len(args) > place
-        generator = args[place] if is_positional else kwargs.get(name)
-        if generator is None and keys.has(host) and not keys.has(python) and not keys.has(front):
+        is_positional = positional and len(args) > index
+        generator = args[index] if is_positional else kwargs.get(name)
+        if generator is None and keys.has(cpu) and not keys.has(python) and not keys.has(front):
             chosen = pick()
             if is_positional:
-                args = (*args[:place], chosen, *args[place + 1 :])
+                args = (*args[:index], chosen, *args[index + 1 :])
             else:
                 kwargs[name] = chosen
         return operation.redispatch(keys & below, *args, **kwargs)
@@ -278,10 +277,7 @@ _global_hooks: dict[str, Any] = {
 
 def global_hooks() -> list[tuple[str, list[Any]]]:
     """Global module hooks, by kind; empty if torch keeps them elsewhere."""
-    tables = _global_hooks
-    if not any(tables.values()):
-        return []
-    return [(kind.replace("_", " ")[:-1], list(table.values())) for kind, table in tables.items() if table]
+    return [(kind.replace("_", " ")[:-1], list(table.values())) for kind, table in _global_hooks.items() if table]
 
 
 def custom_function(node: Any) -> Any:

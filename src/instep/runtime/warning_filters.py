@@ -18,8 +18,8 @@ CUDNN_WEIGHTS_FILTER: WarningFilter = (
     "",
     0,
 )
-"""cuDNN's word on recurrent weights that a worker copies to its GPU one by one, from where a module on the CPU has
-them: nobody could do what it advises."""
+"""Ignores cuDNN's warning about recurrent layers whose weights are not in one block of memory. A worker copies the
+weights of a module on the CPU to its GPU one by one, so the user cannot avoid it."""
 
 _cached: tuple[list[Any], tuple[WarningFilter, ...]] = [], ()
 """The filters that were encoded last, and their encoding."""
@@ -29,20 +29,21 @@ def get_warning_filters() -> tuple[WarningFilter, ...]:
     """Encode this process's filters for built-in categories; others may be slow to import in a worker."""
     global _cached
     if warnings.filters != _cached[0]:
-        present: list[Any] = list(warnings.filters)
-        builtin = [one for one in present if getattr(one[2], "__module__", None) == "builtins"]
+        filters: list[Any] = list(warnings.filters)
         encoded = (
-            (action, _pattern(m), kind.__name__, _pattern(module), line) for action, m, kind, module, line in builtin
+            (action, _pattern(message), category.__name__, _pattern(module), line)
+            for action, message, category, module, line in filters
+            if getattr(category, "__module__", None) == "builtins"
         )
-        _cached = present, tuple(encoded)
+        _cached = filters, tuple(encoded)
     return _cached[1]
 
 
-def _pattern(found: Any) -> str:
+def _pattern(value: Any) -> str:
     """A pattern as text; Python's default filters give the module as a string."""
-    if found is None:
+    if value is None:
         return ""
-    return rf"{re.escape(found)}\Z" if isinstance(found, str) else str(found.pattern)
+    return rf"{re.escape(value)}\Z" if isinstance(value, str) else str(value.pattern)
 
 
 def set_warning_filters(filters: tuple[WarningFilter, ...]) -> None:
@@ -50,6 +51,5 @@ def set_warning_filters(filters: tuple[WarningFilter, ...]) -> None:
     if filters != get_warning_filters():
         warnings.resetwarnings()
         for action, message, category, module, line in filters:
-            kind: Any = getattr(builtins, category)
-            choice: Any = action
-            warnings.filterwarnings(choice, message, kind, module, line, append=True)
+            category_class: type[Warning] = getattr(builtins, category)
+            warnings.filterwarnings(action, message, category_class, module, line, append=True)  # type: ignore[arg-type]

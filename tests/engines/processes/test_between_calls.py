@@ -195,10 +195,10 @@ def test_the_share_of_a_container(text: str, found: float, tmp_path: Path, monke
 def test_a_call_leaves_no_thread_awake() -> None:
     with wrap(nn.Linear(4, 3)) as model:
         model(torch.randn(6, 4)).sum().backward()
-        assert not getattr(affinity._thread_local, "awake", False)
+        assert not getattr(affinity._thread_local, "spins", False)
         with pytest.raises(RuntimeError):
             model(torch.randn(6, 5))
-        assert not getattr(affinity._thread_local, "awake", False)
+        assert not getattr(affinity._thread_local, "spins", False)
 
 
 def test_output_that_somebody_is_just_reading_is_shown_before_the_call_returns(
