@@ -181,7 +181,7 @@ def other(): return 1
 
 @pytest.mark.parametrize(
     ("thing", "advice"),
-    [("threading.Lock()", r"make it inside of the function that uses it\.$"), ("Keeps()", "`__getstate__` can leave")],
+    [("threading.Lock()", r"create it inside the function that uses it\.$"), ("Keeps()", "`__getstate__`")],
 )
 def test_what_is_said_of_a_global_helps_there(thing: str, advice: str) -> None:
     at_home, channel = script(KEPT % thing), LocalChannel()

@@ -122,6 +122,13 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
     return known
 
 
+def functions_of(attribute: Any) -> list[types.FunctionType]:
+    """The functions of a function, static method, class method or property."""
+    is_property = isinstance(attribute, property)
+    parts = (attribute.fget, attribute.fset) if is_property else (getattr(attribute, "__func__", attribute),)
+    return [part for part in parts if isinstance(part, types.FunctionType)]
+
+
 def submodules_used(code: types.CodeType, values: Iterable[Any]) -> list[str]:
     """The modules that code reaches as attributes of packages (`torch.nn.functional`): they have to be imported too."""
     words = attribute_names(code)

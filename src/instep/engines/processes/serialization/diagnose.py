@@ -1,20 +1,20 @@
-"""Finds the part of a value that cannot be sent and builds the error for it."""
+"""Finds the part of a value that cannot be sent, and builds the errors for it."""
 
 from __future__ import annotations
 
-import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from instep.autograd.graph_walk import reachable_leaves
-from instep.engines.processes.serialization.by_reference import global_names, is_by_reference
-from instep.engines.processes.serialization.globals import Namespaces
+from instep.engines.processes.serialization.by_reference import functions_of, global_names, is_by_reference
+from instep.engines.processes.serialization.globals import Namespaces, read_cell
 from instep.engines.processes.serialization.reducers import is_process_bound
 from instep.errors import CannotCross
+from instep.replicas.object_graph import Visit, is_atomic, references_of, walk
 from instep.replicas.write_watch import may_overlap
 from instep.structure.tree import tensors_in
 
@@ -22,169 +22,116 @@ _MAX_ATTEMPTS = 2000
 
 
 class PathStep(NamedTuple):
-    """One step from an object to something that it holds."""
+    """One step from an object to one that it references."""
 
     text: str
     kind: str = "item"
-    """Steps to an "item" or an "attribute" are written one after another; a "start" begins anew."""
+    """Steps to an "item" or an "attribute" are joined; a "start" begins a new path."""
     namespace: dict[str, Any] | None = None
-    """For a step from a function to a global: the dictionary of globals."""
+    """For a step from a function to a global: the namespace."""
     name: str = ""
+    """For a step from a function to a global: its name."""
 
 
 class UnpicklableObject(NamedTuple):
-    """What cannot be pickled, and the way there."""
+    """An object that cannot be pickled, and the path to it."""
 
     path: tuple[PathStep, ...]
     value: Any
 
     @property
     def global_step(self) -> PathStep | None:
-        """The last step on the way from a function to a global that it reads, if there is one."""
+        """The last step from a function to a global."""
         return next((step for step in reversed(self.path) if step.namespace is not None), None)
 
     @property
     def is_global(self) -> bool:
-        """Whether it is a global itself, and not something that one holds."""
+        """Whether the object itself is a global."""
         return bool(self.path) and self.path[-1].namespace is not None
 
-    def describe(self, what: str) -> str:
-        """The way in words: argument 'batch'['lock'] (a _thread.lock)."""
-        path, start = list(self.path), what
-        for place in range(len(path) - 1, -1, -1):
-            if path[place].kind == "start":
-                start, path = path[place].text, path[place + 1 :]
-                break
+    def describe(self, label: str) -> str:
+        """The path as text: ``argument 'batch'['lock'] (a _thread.lock)``. `label` is the start of the path."""
+        starts = [index for index, step in enumerate(self.path) if step.kind == "start"]
+        path = self.path[starts[-1] + 1 :] if starts else self.path
+        start = self.path[starts[-1]].text if starts else label
         rest = "".join(step.text for step in path)
         if path and path[0].kind == "attribute":
-            where = f"attribute '{rest[1:]}'"
-            start = f"{start.rstrip()}, {where}" if start else where
-        elif path and start.endswith(" ") and rest.startswith("["):
+            attribute = f"attribute '{rest[1:]}'"
+            start = f"{start.rstrip()}, {attribute}" if start else attribute
+        elif path and start.endswith(" ") and rest.startswith("["):  # "argument " and "['batch'][0]"
             start += rest.replace("[", "", 1).replace("]", "", 1)
         else:
             start = f"{start.rstrip()}{rest}" or "a value"
         return f"{start} (a {_type_name(self.value)})"
 
 
-def cannot_cross_error(described: str, reason: BaseException | None, *, is_global: bool = False) -> CannotCross:
-    """The error for something found; `is_global` says that it is a global itself, which no object can leave out."""
+def cannot_cross_error(description: str, reason: BaseException | None, *, is_global: bool = False) -> CannotCross:
+    """The error for an object that cannot be sent."""
     why = f": {reason}" if reason is not None and str(reason) else ""
-    otherwise = (
-        "make it inside of the function that uses it"
+    advice = (
+        "create it inside the function that uses it"
         if is_global
-        else "keep it out of what the replicas need (`__getstate__` can leave it out)"
+        else "leave it out of the object that holds it (`__getstate__`)"
     )
-    return CannotCross(f"{described} cannot be sent to another process{why}. Write engine='threads', or {otherwise}.")
+    return CannotCross(f"{description} cannot be sent to another process{why}. Use engine='threads', or {advice}.")
 
 
-def find_unpicklable(value: Any, failure: Callable[[Any], BaseException | None]) -> UnpicklableObject | None:
-    """Look for the innermost thing that cannot be packed; `failure` packs one alone and gives back the error."""
-    try:
-        return _UnpicklableSearch(failure).search(value, ())
-    except RecursionError:  # too deep to look for it: the error has to do without the path
-        return None
+def find_unpicklable(value: Any, pickling_error: Callable[[Any], BaseException | None]) -> UnpicklableObject:
+    """Find the object by which a value cannot be pickled: the first one whose references can all be pickled."""
+    results: dict[int, tuple[Any, bool]] = {}
+
+    def is_picklable(thing: Any) -> bool:
+        if id(thing) not in results:
+            picklable = is_atomic(thing) or len(results) > _MAX_ATTEMPTS or pickling_error(thing) is None
+            results[id(thing)] = thing, picklable
+        return results[id(thing)][1]
+
+    visit = Visit(value, PathStep(""))
+    for visit in walk([(PathStep(""), value)], _references, skip=is_picklable):
+        if all(is_picklable(child) for _, child in _references(visit.value)):
+            break
+    return UnpicklableObject(visit.path[1:], visit.value)
 
 
-class _UnpicklableSearch:
-    def __init__(self, failure: Callable[[Any], BaseException | None]) -> None:
-        self._pickling_error = failure
-        self._visited: dict[int, Any] = {}
-        self._attempts = 0
-
-    def _fails(self, thing: Any) -> bool:
-        self._attempts += 1
-        return self._pickling_error(thing) is not None
-
-    def search(self, thing: Any, path: tuple[PathStep, ...]) -> UnpicklableObject | None:
-        """The culprit in something known to fail, or None where all that fails in it is being looked at already."""
-        self._visited[id(thing)] = thing
-        own = True
-        for step, held in _children(thing):
-            if self._attempts > _MAX_ATTEMPTS:
-                break
-            if id(held) in self._visited:
-                own = False
-                continue
-            if _is_scalar(held) or not self._fails(held):
-                continue
-            own = False
-            found = self.search(held, (*path, step))
-            if found is not None:
-                return found
-        return UnpicklableObject(path, thing) if own or not path else None
-
-
-def _is_scalar(thing: Any) -> bool:
-    return thing is None or isinstance(thing, (bool, int, float, complex, str, bytes))
-
-
-def _children(thing: Any) -> Iterator[tuple[PathStep, Any]]:
-    """What pickling a thing would pickle next, roughly, with the step to it."""
+def _references(thing: Any) -> Iterator[tuple[PathStep, Any]]:
+    """The objects that are pickled with an object."""
     if is_process_bound(thing):
         return
-    if isinstance(thing, type):
+    if isinstance(thing, (type, types.FunctionType)):
         if not is_by_reference(thing):
-            yield from ((PathStep(f".{name}", "attribute"), held) for name, held in vars(thing).items())
-        return
-    if isinstance(thing, types.FunctionType):
-        if not is_by_reference(thing):
-            yield from _function_children(thing)
-        return
-    if isinstance(thing, (staticmethod, classmethod)):
-        yield PathStep(""), thing.__func__
-    elif isinstance(thing, property):
-        yield from ((PathStep(""), part) for part in (thing.fget, thing.fset, thing.fdel))
-    elif isinstance(thing, types.MethodType):
-        yield PathStep("'s own object"), thing.__self__
-        yield PathStep(""), thing.__func__
-    elif isinstance(thing, functools.partial):
-        yield PathStep("'s function"), thing.func
-        yield PathStep("'s arguments"), thing.args
-        yield PathStep("'s arguments"), thing.keywords
-    if isinstance(thing, dict):
-        for key, held in thing.items():
-            yield PathStep(f"'s key {key!r}"), key
-            yield PathStep(f"[{key!r}]"), held
-    elif isinstance(thing, (list, tuple)):
-        yield from ((PathStep(f"[{place}]"), held) for place, held in enumerate(thing))
-    elif isinstance(thing, (set, frozenset)):
-        yield from ((PathStep("'s element"), held) for held in thing)
-    yield from _attribute_children(thing)
-    if not isinstance(thing, (dict, list, tuple, set, frozenset)):
+            yield from _attributes(vars(thing)) if isinstance(thing, type) else _function_references(thing)
+    elif isinstance(thing, (staticmethod, classmethod, property)):
+        yield from ((PathStep(""), function) for function in functions_of(thing))
+    elif isinstance(thing, (dict, list, tuple, set, frozenset)):
+        yield from ((PathStep(f"[{key!r}]"), item) for key, item in references_of(thing))
+    else:
+        attributes = dict(vars(thing) if isinstance(thing, nn.Module) else references_of(thing))
+        if isinstance(thing, nn.Module):
+            for group in ("_parameters", "_buffers", "_modules"):
+                attributes.update(attributes.pop(group, None) or {})
+        yield from _attributes(attributes, getattr(type(thing), "PATHS", None))
         yield PathStep("'s class"), type(thing)
 
 
-def _attribute_children(thing: Any) -> Iterator[tuple[PathStep, Any]]:
-    attributes = getattr(thing, "__dict__", None)
-    held = dict(attributes) if isinstance(attributes, dict) else {}
-    for cls in type(thing).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
-                held[name] = getattr(thing, name)
-    if isinstance(thing, nn.Module):
-        for group in ("_parameters", "_buffers", "_modules"):
-            held.update(held.pop(group, None) or {})
-    starts = getattr(type(thing), "PATHS", {})
-    for name, value in held.items():
-        start = starts.get(name) if isinstance(starts, dict) else None
-        yield PathStep(f".{name}", "attribute") if start is None else PathStep(start, "start"), value
+def _attributes(
+    attributes: Mapping[str, Any], starts: Mapping[str, str] | None = None
+) -> Iterator[tuple[PathStep, Any]]:
+    starts = starts or {}
+    for name, value in attributes.items():
+        yield PathStep(starts[name], "start") if name in starts else PathStep(f".{name}", "attribute"), value
 
 
-def _function_children(function: types.FunctionType) -> Iterator[tuple[PathStep, Any]]:
+def _function_references(function: types.FunctionType) -> Iterator[tuple[PathStep, Any]]:
     name = function.__qualname__
-    space = function.__globals__
+    namespace = function.__globals__
     for variable in global_names(function.__code__):
-        if variable in space:
-            yield PathStep(f"global {variable!r}, which {name} reads", "start", space, variable), space[variable]
-    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            yield PathStep(f"variable {variable!r}, which {name} reads", "start"), cell.cell_contents
-        except ValueError:  # an empty cell
-            continue
-    yield PathStep(f"the defaults of {name}", "start"), function.__defaults__
-    yield PathStep(f"the defaults of {name}", "start"), function.__kwdefaults__
-    yield from ((PathStep(f".{key}", "attribute"), held) for key, held in function.__dict__.items())
+        if variable in namespace:
+            text = f"global {variable!r}, which {name} reads"
+            yield PathStep(text, "start", namespace, variable), namespace[variable]
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield PathStep(f"variable {variable!r}, which {name} reads", "start"), read_cell(cell)
+    yield PathStep(f"the defaults of {name}", "start"), (function.__defaults__, function.__kwdefaults__)
+    yield from _attributes(function.__dict__)
 
 
 def _type_name(thing: Any) -> str:
@@ -194,16 +141,19 @@ def _type_name(thing: Any) -> str:
 
 
 def check_not_aliased(arguments: Sequence[Tensor], written: int) -> None:
-    """`CannotCross` for a tensor that `forward` wrote to in a worker, where another argument does not see that."""
+    """`CannotCross` if an argument that `forward` wrote to in a worker shares memory with another argument."""
     if any(may_overlap(other, arguments[written]) for n, other in enumerate(arguments) if n != written):
         raise CannotCross(
-            "forward writes to an argument that shares its memory with another one; in a worker process they are two.\n"
-            "Pass a copy of one of them (x.clone()), or write engine='threads'."
+            "forward writes to an argument that shares its memory with another one; a worker process has two copies.\n"
+            "Pass a copy of one of them (x.clone()), or use engine='threads'."
         )
 
 
 class ForeignLeaves:
-    """Those that a worker has been sent, as long as somebody there holds them."""
+    """Tensors in a worker that require grad and are neither the module's nor arguments: globals, closure variables.
+
+    Their gradients could not be sent back. They are held by weak references.
+    """
 
     def __init__(self) -> None:
         self._leaves: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -211,51 +161,49 @@ class ForeignLeaves:
     def __bool__(self) -> bool:
         return bool(self._leaves)
 
-    def add(self, tensors: Sequence[Tensor], own: Iterable[Tensor], elsewhere: Iterable[Any]) -> None:
-        """Some tensors that need a gradient came with a message.
+    def add(self, tensors: Sequence[Tensor], module_tensors: Iterable[Tensor], reachable: Iterable[Any]) -> None:
+        """Add received tensors that require grad.
 
-        `own` are the module's, for which its replica has others; but not where globals and closures lead to them.
+        Tensors of the module are left out, because the replica has others in their place. But if globals or closure
+        variables (`reachable`) lead to them, `forward` may use the received ones.
         """
-        mine = set(map(id, own)).difference(map(id, _iter_tensors(elsewhere)))
-        self._leaves.update((id(t), t) for t in tensors if t.is_leaf and id(t) not in mine)
+        replaced = set(map(id, module_tensors)).difference(map(id, _iter_tensors(reachable)))
+        self._leaves.update((id(t), t) for t in tensors if t.is_leaf and id(t) not in replaced)
 
-    def check_outputs(self, outputs: Sequence[Tensor], spaces: Namespaces) -> None:
-        """Raise where a gradient of what comes out of a forward would come to one of them."""
-        below = reachable_leaves(outputs)
+    def check_outputs(self, outputs: Sequence[Tensor], namespaces: Namespaces) -> None:
+        """`CannotCross` if an output depends on one of the tensors."""
+        used = reachable_leaves(outputs)
         for key, tensor in list(self._leaves.items()):
-            if key in below:
-                raise lost_gradient_error(_describe(tensor, spaces))
+            if key in used:
+                raise lost_gradient_error(_describe_tensor(tensor, namespaces))
 
 
-def lost_gradient_error(what: str) -> CannotCross:
-    """Says of a tensor that its gradient would stay in a worker."""
+def lost_gradient_error(description: str) -> CannotCross:
+    """The error for a tensor whose gradient could not be sent back."""
     return CannotCross(
-        f"forward computes with {what}, which needs a gradient and is not reached through the module: a worker process "
+        f"forward computes with {description}, which needs a gradient and is not part of the module: a worker process "
         f"could not send the gradient back.\n"
-        f"Use it by way of the module (self.head = head), say that it needs none (requires_grad_(False), "
-        f"torch.no_grad()), or write engine='threads'."
+        f"Set it on the module (self.head = head), use it without a gradient (requires_grad_(False), "
+        f"torch.no_grad()), or use engine='threads'."
     )
 
 
 def describe_unnamed(tensor: Tensor) -> str:
-    """What is said of a tensor that has no name."""
+    """The description of a tensor that is not a global."""
     return f"a tensor of shape {tuple(tensor.shape)} that a closure or a container holds"
 
 
 def _iter_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
-        if isinstance(value, nn.Module):
-            yield from value.parameters()
-        else:
-            yield from tensors_in(value)
+        yield from value.parameters() if isinstance(value, nn.Module) else tensors_in(value)
 
 
-def _describe(tensor: Tensor, spaces: Namespaces) -> str:
-    for name, value in spaces.received_values():
+def _describe_tensor(tensor: Tensor, namespaces: Namespaces) -> str:
+    for name, value in namespaces.received_values():
         if value is tensor:
             return f"the global {name!r}"
         if isinstance(value, nn.Module):
-            inside = next((path for path, held in value.named_parameters() if held is tensor), None)
-            if inside is not None:
-                return f"the global {name!r} ({inside})"
+            path = next((path for path, parameter in value.named_parameters() if parameter is tensor), None)
+            if path is not None:
+                return f"the global {name!r} ({path})"
     return describe_unnamed(tensor)

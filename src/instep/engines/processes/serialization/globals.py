@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from instep.engines.processes.serialization.by_reference import is_by_reference, make_module
+from instep.engines.processes.serialization.by_reference import functions_of, is_by_reference, make_module
 from instep.engines.processes.serialization.reducers import cell_contents, has_strided_data, is_plain
+from instep.replicas.object_graph import is_numeric_array, mutable_storage, references_of, walk
 
 ABSENT, _UNSENT = object(), object()
 GLOBALS, CLASS = "globals", "class"
@@ -57,69 +58,62 @@ def take_snapshot(value: Any) -> ValueSnapshot:
 
 
 def fingerprint_of(value: Any) -> Any:
-    """A fingerprint that changes when a value changes in place; None for immutable values.
+    """A fingerprint that changes when a value changes in place; None if it cannot change or is too large.
 
-    Containers and objects are traversed up to `_MAX_PARTS` parts. Small tensors and arrays are compared by checksum,
-    because writes through ``.data`` and by fused optimizers do not change the version counter. For larger values
-    only assignment to the name is noticed. Of functions and methods, closure variables are compared.
+    The fingerprint has the items and attributes of all objects that can be reached from the value, plain values as
+    they are and other objects by `id()`. Small tensors and arrays are compared by checksum, because writes through
+    ``.data`` and by fused optimizers do not change the version counter. Of functions, closure variables are compared.
     """
-    if is_plain(value) or value is ABSENT:
+    if _is_fixed(value):
         return None
-    try:
-        fingerprint = _fingerprint(value, [_MAX_PARTS], {})
-    except _TooLarge:
-        return None
-    return None if fingerprint == id(value) else fingerprint
+    parts: list[tuple[Any, ...]] = []
+    count = 0
+    for visit in walk([(None, value)], _references, skip=_is_fixed):
+        parts.append(_fingerprint_one(visit.value))
+        count += len(parts[-1])
+        if count > _MAX_PARTS:
+            return None
+    return None if parts == [(id(value),)] and mutable_storage(value) is None else parts
 
 
-class _TooLarge(Exception):
-    """A value has too many parts."""
+def _is_fixed(value: Any) -> bool:
+    """Whether a value is compared by identity or, if it is plain, by value."""
+    if is_plain(value) or isinstance(value, _COMPARED_BY_IDENTITY) or value is ABSENT:
+        return True
+    return isinstance(value, _FUNCTIONS) and not any(map(_closure_cells, functions_of(value)))
 
 
-def _fingerprint(value: Any, left: list[int], visited: dict[int, Any]) -> Any:
-    left[0] -= 1
-    if left[0] < 0:
-        raise _TooLarge
-    if is_plain(value):
-        return type(value), value
-    if isinstance(value, _COMPARED_BY_IDENTITY) or id(value) in visited:
-        return id(value)
-    visited[id(value)] = value
+def _closure_cells(function: types.FunctionType) -> dict[str, types.CellType]:
+    """The closure cells, by name, of a function that is sent by value. The cell that `super()` uses is left out."""
+    if not function.__closure__ or is_by_reference(function):
+        return {}
+    cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+    return {name: cell for name, cell in cells if name != "__class__"}
+
+
+def _references(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, nn.Module):
+        return list(vars(value).items())
+    if isinstance(value, _FUNCTIONS):
+        cells = [cell for function in functions_of(value) for cell in _closure_cells(function).items()]
+        return [(name, read_cell(cell)) for name, cell in cells]
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return list(enumerate(value.ravel().tolist()))
+    return references_of(value)
+
+
+def _fingerprint_one(value: Any) -> tuple[Any, ...]:
+    """The fingerprint of one object, without that of objects that it references."""
     if isinstance(value, Tensor):
         version = -1 if value.is_inference() else value._version
         return id(value), version, value.requires_grad, _tensor_checksum(value)
-    if isinstance(value, np.ndarray):
-        if value.dtype.hasobject:
-            return id(value), tuple(_fingerprint(item, left, visited) for item in value.ravel().tolist())
+    if is_numeric_array(value):
         return id(value), value.shape, _array_checksum(value)
-    if isinstance(value, _FUNCTIONS):
-        variables = closure_variables(value)
-        return (id(value), *(_fingerprint(item, left, visited) for item in variables)) if variables else id(value)
-    parts: list[Any] = [id(value)]
-    if isinstance(value, dict):
-        parts += [(_fingerprint(key, left, visited), _fingerprint(item, left, visited)) for key, item in value.items()]
-    elif isinstance(value, (list, tuple)):
-        parts += [_fingerprint(item, left, visited) for item in value]
-    elif isinstance(value, (set, frozenset)):
-        parts += [frozenset(_fingerprint(item, left, visited) for item in value)]
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
-        parts += [(name, _fingerprint(item, left, visited)) for name, item in attributes.items()]
-    elif not isinstance(value, (dict, list, set)) and len(parts) == 1:
-        return id(value)
-    return tuple(parts)
+    return (id(value), *((_identity(key), _identity(item)) for key, item in _references(value)))
 
 
-def closure_variables(function: Any) -> list[Any]:
-    """The values of closure variables of a function, method or property that is not imported."""
-    parts = (function.fget, function.fset) if isinstance(function, property) else (function,)
-    values = []
-    for part in parts:
-        inner = getattr(part, "__func__", part)
-        if isinstance(inner, types.FunctionType) and inner.__closure__ and not is_by_reference(inner):
-            cells = zip(inner.__code__.co_freevars, inner.__closure__, strict=True)
-            values += [read_cell(cell) for name, cell in cells if name != "__class__"]
-    return values
+def _identity(value: Any) -> Any:
+    return (type(value), value) if is_plain(value) else id(value)
 
 
 @functools.lru_cache(maxsize=256)

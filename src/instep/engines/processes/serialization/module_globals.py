@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from instep.engines.processes.serialization.by_reference import attribute_names, is_importable
+from instep.engines.processes.serialization.by_reference import attribute_names, functions_of, is_importable
 from instep.errors import CannotCross
 
 _MAX_MODULES = 500
@@ -402,8 +402,7 @@ def _functions_in(module: types.ModuleType) -> Iterator[types.FunctionType]:
     for value in list(vars(module).values()):
         if isinstance(value, type) and value.__module__ == module.__name__:
             for attribute in list(vars(value).values()):
-                parts = (attribute.fget, attribute.fset) if isinstance(attribute, property) else (attribute,)
-                yield from (f for f in map(_unwrap, parts) if isinstance(f, types.FunctionType))
+                yield from (f for f in map(_unwrap, functions_of(attribute)) if isinstance(f, types.FunctionType))
         elif isinstance(function := _unwrap(value), types.FunctionType) and function.__module__ == module.__name__:
             yield function
 

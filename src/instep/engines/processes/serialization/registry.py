@@ -165,12 +165,11 @@ class CodeRegistry:
         if failure is None or key[0] == CLASS or value is ABSENT:
             return value
         culprit = find_unpicklable(value, self._pickling_error)
-        if culprit is not None and culprit.global_step is not None:
+        if culprit.global_step is not None:
             return value  # the global that it reads is left out
-        described = culprit.describe(f"global {name!r}") if culprit is not None else f"global {name!r}"
-        is_global = culprit is None or not culprit.path
-        reason = self.unsendable[key[1], name] = str(cannot_cross_error(described, failure, is_global=is_global))
-        return Unsendable(reason)
+        error = cannot_cross_error(culprit.describe(f"global {name!r}"), failure, is_global=not culprit.path)
+        self.unsendable[key[1], name] = str(error)
+        return Unsendable(str(error))
 
     def apply_globals(self, body: bytes, tensors: list[Tensor]) -> None:
         """Worker only: assign the values that `pack_changed_globals` packed in the parent."""
@@ -266,10 +265,8 @@ class CodeRegistry:
                     "Pass a flatter structure (a list instead of a linked list), or write engine='threads'."
                 ) from failure
             culprit = find_unpicklable(value, self._pickling_error)
-            if culprit is None or not self._mark_unsendable(culprit):
-                described = culprit.describe(what) if culprit else what or "a value"
-                itself = culprit is not None and culprit.is_global
-                raise cannot_cross_error(described, failure, is_global=itself) from failure
+            if not self._mark_unsendable(culprit):
+                raise cannot_cross_error(culprit.describe(what), failure, is_global=culprit.is_global) from failure
 
     def _mark_unsendable(self, culprit: UnpicklableObject) -> bool:
         step = culprit.global_step
