@@ -22,13 +22,13 @@ _GLOBAL_OPCODES = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", 
 _STDLIB_PREFIX = os.path.join(os.path.realpath(sysconfig.get_path("stdlib")), "")
 _global_names_cache: WeakKeyDictionary[types.CodeType, tuple[str, ...]] = WeakKeyDictionary()
 
-# cloudpickle promises its pickler only. Both of these are as old as its support for classes made at run time.
+# Private functions of cloudpickle. Both are as old as its support for classes that are created at run time.
 _cloudpickle_reduce_class: Callable[[type], tuple[Any, ...]] = _cloudpickle._dynamic_class_reduce
 _cloudpickle_by_reference: Callable[..., bool] = _cloudpickle._should_pickle_by_reference
 
 
 def is_by_reference(thing: Any) -> bool:
-    """Whether a function or class can be found by its name in a fresh interpreter, and is the same one there."""
+    """Whether a worker can import a function or class by its name."""
     return bool(_cloudpickle_by_reference(thing)) and is_importable(getattr(thing, "__module__", None) or "builtins")
 
 
@@ -39,87 +39,87 @@ def is_importable(name: str) -> bool:
     module = sys.modules.get(name)
     if name == "__main__" or not isinstance(module, types.ModuleType):
         return False
-    where = getattr(module, "__file__", None)
-    place = where if isinstance(where, str) else None
+    file = getattr(module, "__file__", None)
+    file = file if isinstance(file, str) else None
     if name.partition(".")[0] in sys.stdlib_module_names:
-        # A worker has the standard library's, whatever lies in the folders of the path.
-        return place is None or _is_stdlib_file(place)
-    return _is_importable(name, place, tuple(sys.path))
+        # A worker imports the standard library's module, even if the path has another one of that name.
+        return file is None or _is_stdlib_file(file)
+    return _is_importable(name, file, tuple(sys.path))
 
 
 @lru_cache(maxsize=4096)
-def _is_stdlib_file(place: str) -> bool:
-    return os.path.realpath(place).startswith(_STDLIB_PREFIX) and "site-packages" not in place
+def _is_stdlib_file(file: str) -> bool:
+    return os.path.realpath(file).startswith(_STDLIB_PREFIX) and "site-packages" not in file
 
 
 @lru_cache(maxsize=4096)
-def _is_importable(name: str, where: str | None, path: tuple[str, ...]) -> bool:
-    found = _find_spec(name, path)
-    if found is None:  # no file of its own: made by the package around it as that is imported
+def _is_importable(name: str, file: str | None, path: tuple[str, ...]) -> bool:
+    spec = _find_spec(name, path)
+    if spec is None:  # a module without a file, which its package creates
         parent = name.rpartition(".")[0]
         return bool(parent) and is_importable(parent)
-    if where is None or found.origin is None:  # built in, or a folder
-        return where is found.origin or found.origin in ("built-in", "frozen")
-    return os.path.realpath(found.origin) == os.path.realpath(where) or found.cached == where
+    if file is None or spec.origin is None:  # builtin, or a namespace package
+        return file is spec.origin or spec.origin in ("built-in", "frozen")
+    return os.path.realpath(spec.origin) == os.path.realpath(file) or spec.cached == file
 
 
 @lru_cache(maxsize=4096)
 def _find_spec(name: str, path: tuple[str, ...]) -> importlib.machinery.ModuleSpec | None:
-    """What a fresh interpreter would find under a name; nothing is imported."""
+    """The spec that a fresh interpreter would find for a name. Nothing is imported."""
     parent = name.rpartition(".")[0]
-    places: list[str] | None = None
+    locations: list[str] | None = None
     if parent:
-        around = _find_spec(parent, path)
-        if around is None or around.submodule_search_locations is None:
+        parent_spec = _find_spec(parent, path)
+        if parent_spec is None or parent_spec.submodule_search_locations is None:
             return None
-        places = list(around.submodule_search_locations)
+        locations = list(parent_spec.submodule_search_locations)
     for finder in sys.meta_path:
-        # pytest's finder finds test files in places that are on no path.
+        # pytest's finder finds test files outside the path.
         if type(finder).__module__.startswith("_pytest.") or not hasattr(finder, "find_spec"):
             continue
         try:
-            found = finder.find_spec(name, places, None)
+            spec = finder.find_spec(name, locations, None)
         except (ImportError, AttributeError, ValueError):
             continue
-        if found is not None:
-            return found
+        if spec is not None:
+            return spec
     return None
 
 
 _context_var_locations: dict[int, tuple[ContextVar[Any], tuple[str, str] | None, int]] = {}
-"""By the id of a variable: itself, where it is found, and how many modules there were when it was looked for."""
+"""By the `id()` of a variable: the variable, its location, and the number of modules at the time of the search."""
 
 
 def locate_context_var(variable: ContextVar[Any]) -> tuple[str, str] | None:
-    """The module that a fresh interpreter can import and the name in it by which a variable is found."""
-    known = _context_var_locations.get(id(variable))
-    if known is not None and (known[1] is not None or known[2] == len(sys.modules)):
-        return known[1]
-    found = None
-    for name, module in list(sys.modules.items()):
-        held = getattr(module, "__dict__", {})
-        names = [word for word, value in list(held.items()) if value is variable]
-        if names and is_importable(name):
-            found = name, names[0]
+    """The importable module and the name by which a worker finds a context variable."""
+    cached = _context_var_locations.get(id(variable))
+    if cached is not None and (cached[1] is not None or cached[2] == len(sys.modules)):
+        return cached[1]
+    location = None
+    for module_name, module in list(sys.modules.items()):
+        attributes = list(getattr(module, "__dict__", {}).items())
+        names = [name for name, value in attributes if value is variable]
+        if names and is_importable(module_name):
+            location = module_name, names[0]
             break
-    _context_var_locations[id(variable)] = variable, found, len(sys.modules)
-    return found
+    _context_var_locations[id(variable)] = variable, location, len(sys.modules)
+    return location
 
 
 def context_var_at(module: str, name: str) -> ContextVar[Any]:
-    """The inverse of `place_of`."""
-    found: ContextVar[Any] = getattr(importlib.import_module(module), name)
-    return found
+    """The inverse of `locate_context_var`."""
+    variable: ContextVar[Any] = getattr(importlib.import_module(module), name)
+    return variable
 
 
 def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The names that code, and the code nested in it, reads from or writes to its globals."""
-    known = _global_names_cache.get(code)
-    if known is None:
-        own = {step.argval for step in dis.get_instructions(code) if step.opname in _GLOBAL_OPCODES}
+    """The names of globals that code, and code nested in it, reads or writes."""
+    cached = _global_names_cache.get(code)
+    if cached is None:
+        names = {step.argval for step in dis.get_instructions(code) if step.opname in _GLOBAL_OPCODES}
         nested = (global_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-        known = _global_names_cache[code] = tuple(sorted(own.union(*nested)))
-    return known
+        cached = _global_names_cache[code] = tuple(sorted(names.union(*nested)))
+    return cached
 
 
 def functions_of(attribute: Any) -> list[types.FunctionType]:
@@ -130,34 +130,34 @@ def functions_of(attribute: Any) -> list[types.FunctionType]:
 
 
 def submodules_used(code: types.CodeType, values: Iterable[Any]) -> list[str]:
-    """The modules that code reaches as attributes of packages (`torch.nn.functional`): they have to be imported too."""
-    words = attribute_names(code)
+    """The modules that code uses as attributes of packages (`torch.nn.functional`), which have to be imported, too."""
+    names = attribute_names(code)
 
-    def under(package: str) -> Iterator[str]:
-        for word in words:
-            if f"{package}.{word}" in sys.modules:
-                yield f"{package}.{word}"
-                yield from under(f"{package}.{word}")
+    def submodules(package: str) -> Iterator[str]:
+        for name in names:
+            if f"{package}.{name}" in sys.modules:
+                yield f"{package}.{name}"
+                yield from submodules(f"{package}.{name}")
 
     packages = {value.__name__ for value in values if isinstance(value, types.ModuleType)}
-    return sorted({name for package in packages for name in under(package) if is_importable(name)})
+    return sorted({name for package in packages for name in submodules(package) if is_importable(name)})
 
 
 def attribute_names(code: types.CodeType) -> set[str]:
-    """The names that code, and the code nested in it, has for globals and attributes."""
+    """The names of globals and attributes in code, and in code nested in it."""
     nested = (attribute_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return set(code.co_names).union(*nested)
 
 
 def reduce_class(cls: type) -> tuple[Callable[..., type], tuple[Any, ...], Any, Callable[[type, Any], Any]]:
-    """A class taken apart: what makes an empty one, its arguments, what fills it, and what it is filled with."""
+    """Reduce a class: the function that creates it empty, its arguments, the contents, and the function to set them."""
     make, args, contents, _, _, fill = _cloudpickle_reduce_class(cls)
-    # The place before the last is cloudpickle's own number for the class; ours are kept for each line.
+    # The last argument but one is cloudpickle's id of the class, which is not used: registries have their own.
     return make, (*args[:-2], None, args[-1]), contents, fill
 
 
-def make_module(name: str, about: dict[str, Any]) -> types.ModuleType:
-    """A module that is in no list of modules: its dictionary holds the globals of functions from another process."""
+def make_module(name: str, attributes: dict[str, Any]) -> types.ModuleType:
+    """Create a module that is not in `sys.modules`: the globals of functions from another process."""
     module = types.ModuleType(name)
-    module.__dict__.update(about, __builtins__=builtins)
+    module.__dict__.update(attributes, __builtins__=builtins)
     return module

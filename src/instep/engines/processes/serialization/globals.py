@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 import logging
 import types
@@ -17,10 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from instep.engines.processes.serialization.by_reference import functions_of, is_by_reference, make_module
-from instep.engines.processes.serialization.reducers import cell_contents, has_strided_data, is_plain
-from instep.replicas.object_graph import is_numeric_array, mutable_storage, references_of, walk
+from instep.engines.processes.serialization.reducers import has_strided_data, is_plain
+from instep.replicas.object_graph import (
+    EMPTY_CELL,
+    cell_contents,
+    is_numeric_array,
+    mutable_storage,
+    references_of,
+    walk,
+)
 
-ABSENT, _UNSENT = object(), object()
+
+class _Marker(enum.Enum):
+    ABSENT = "absent"
+    UNSENT = "unsent"
+
+
+ABSENT = _Marker.ABSENT
+"""The value of a name that does not exist. It can be pickled."""
 GLOBALS, CLASS = "globals", "class"
 """Kinds of tracked mappings: a global namespace, the attributes of a class."""
 _MAX_PARTS = 2000
@@ -155,7 +170,7 @@ class ChangeTracker:
 
     def mark_all_unsent(self) -> None:
         """Record all values as not sent."""
-        self.mark_sent({name: ValueSnapshot(_UNSENT, None) for name in self._sent})
+        self.mark_sent({name: ValueSnapshot(_Marker.UNSENT, None) for name in self._sent})
 
     def is_current(self, name: str) -> bool:
         """Whether the peer has the current value of a name."""
@@ -312,4 +327,5 @@ def snapshot_cell(cell: types.CellType) -> ValueSnapshot:
 
 def read_cell(cell: types.CellType) -> Any:
     """The contents of a closure cell; `ABSENT` if it is empty."""
-    return (*cell_contents(cell), ABSENT)[0]
+    contents = cell_contents(cell)
+    return ABSENT if contents is EMPTY_CELL else contents

@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import Context, ContextVar
 from functools import lru_cache, partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import cloudpickle
 import torch
@@ -37,13 +37,13 @@ from instep.engines.processes.serialization.globals import (
     SentValues,
     TrackerKey,
     ValueSnapshot,
+    read_cell,
     snapshot_attributes,
     snapshot_cell,
     take_snapshot,
 )
 from instep.engines.processes.serialization.module_globals import References
 from instep.engines.processes.serialization.reducers import (
-    cell_contents,
     has_strided_data,
     is_immutable_function,
     reducer_for,
@@ -59,6 +59,7 @@ class UnpicklerMethod:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.method = f"_{name.lower()}"
 
     def __reduce__(self) -> str:
         return self.name
@@ -76,8 +77,6 @@ FILL_FUNCTION = UnpicklerMethod("FILL_FUNCTION")
 VARIABLE = UnpicklerMethod("VARIABLE")
 MODULE = UnpicklerMethod("MODULE")
 FILL_MODULE = UnpicklerMethod("FILL_MODULE")
-DELETED = UnpicklerMethod("DELETED")
-"""The value of a name that was deleted."""
 
 
 class Registry(Protocol):
@@ -122,7 +121,7 @@ class _PicklerBase:
 
     def reducer_override(self, thing: Any) -> Any:
         """Reduce anything but plain values and containers. The pickle module asks this first."""
-        kind = type(thing)
+        kind: Any = type(thing)
         if issubclass(kind, Tensor):
             return self._reduce_tensor(thing)
         if issubclass(kind, type):
@@ -203,7 +202,7 @@ class _PicklerBase:
         cells = function.__closure__ or ()
         new_cells = [cell for cell in cells if id(cell) not in self.closure_cells]
         self.closure_cells.update((id(cell), (cell, snapshot_cell(cell))) for cell in new_cells)
-        filled_cells = [(cell, cell_contents(cell)) for cell in new_cells]
+        filled_cells = [(cell, read_cell(cell)) for cell in new_cells]
         slots = {
             "__name__": function.__name__,
             "__qualname__": function.__qualname__,
@@ -214,7 +213,7 @@ class _PicklerBase:
             "__annotations__": function.__annotations__,
         }
         used_values = [function.__globals__.get(name) for name in names]
-        used_values += [contents[0] for _, contents in filled_cells if contents]
+        used_values += [contents for _, contents in filled_cells]
         imports = submodules_used(function.__code__, used_values)
         state = (slots, function.__dict__, filled_cells, namespace, values, imports)
         args = (number, function.__code__, namespace, module_attributes, cells)
@@ -299,18 +298,6 @@ def _dispatch_table(_: int) -> dict[type, Any]:
 class Unpickler(pickle.Unpickler):
     """Rebuilds one value. Its definitions are registered only when the whole value has been rebuilt."""
 
-    _METHODS: ClassVar = {
-        "KNOWN": "_known",
-        "TENSOR": "_tensor",
-        "DEFINE": "_define",
-        "FILL": "_fill",
-        "FUNCTION": "_function",
-        "FILL_FUNCTION": "_fill_function",
-        "VARIABLE": "_variable",
-        "MODULE": "_module",
-        "FILL_MODULE": "_fill_module",
-    }
-
     def __init__(self, registry: Registry, file: io.BytesIO, tensors: list[Tensor], buffers: list[Any]) -> None:
         super().__init__(file, buffers=buffers)
         self.registry = registry
@@ -324,10 +311,9 @@ class Unpickler(pickle.Unpickler):
         self._existing: set[int] = set()
 
     def find_class(self, module: str, name: str) -> Any:
-        """The object or the unpickler method with a name."""
-        if module == __name__ and name in self._METHODS:
-            return getattr(self, self._METHODS[name])
-        return super().find_class(module, name)
+        """The object with a name; for an `UnpicklerMethod`, the method."""
+        found = super().find_class(module, name)
+        return getattr(self, found.method) if isinstance(found, UnpicklerMethod) else found
 
     def _known(self, number: int) -> Any:
         return self.definitions[number] if number in self.definitions else self.registry.get_object(number)
@@ -381,10 +367,10 @@ class Unpickler(pickle.Unpickler):
         if values:
             self._receive_globals(namespace, values)
         for cell, contents in filled_cells:
-            if contents:
-                cell.cell_contents = contents[0]
+            if contents is not ABSENT:
+                cell.cell_contents = contents
                 if not self.registry.is_parent:
-                    self.closure_values.append(contents[0])
+                    self.closure_values.append(contents)
         for name, value in slots.items():
             setattr(function, name, value)
         function.__dict__.update(attributes)

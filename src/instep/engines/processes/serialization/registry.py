@@ -8,6 +8,7 @@ import struct
 import sys
 import threading
 import types
+from collections.abc import Mapping
 from contextvars import Context, ContextVar
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from instep.engines.processes.serialization.module_globals import (
     SentModuleValues,
     apply_updates,
 )
-from instep.engines.processes.serialization.pickler import DELETED, Pickler, Unpickler, Unsendable
+from instep.engines.processes.serialization.pickler import Pickler, Unpickler, Unsendable
 from instep.errors import CannotCross, EngineError
 
 _BUFFER_COUNT = struct.Struct("<I")
@@ -83,14 +84,14 @@ class CodeRegistry:
         with self._lock:
             return self._commit_value(self._pickle(value, label))
 
-    def pack_fields(self, order: PositionalMessage, label: str = "") -> Payload:
+    def pack_fields(self, message: PositionalMessage, label: str = "") -> Payload:
         """Pickle the field values of a message."""
         with self._lock:
-            packer, failure = self._try_pickle(order.fields())
-            if failure is not None:
-                self._pickle(order, label)  # raises with the path, or marks globals as unsendable
-                packer = self._pickle(order.fields(), label)
-            return self._commit_value(packer)
+            pickler, error = self._try_pickle(message.fields())
+            if error is not None:
+                self._pickle(message, label)  # raises with the path, or marks globals as unsendable
+                pickler = self._pickle(message.fields(), label)
+            return self._commit_value(pickler)
 
     def can_pack(self, value: Any) -> bool:
         """Whether a value can be pickled. Records nothing."""
@@ -105,23 +106,21 @@ class CodeRegistry:
             buffers: list[Any] = [tensor.numpy() for tensor in payload.tensors[end:]]
             file = io.BytesIO(payload.body)
             file.seek(_BUFFER_COUNT.size)
-            unpacker = Unpickler(self, file, list(payload.tensors[:end]), buffers)
+            unpickler = Unpickler(self, file, list(payload.tensors[:end]), buffers)
             try:
-                value = unpacker.load()
+                value = unpickler.load()
             except (EngineError, MemoryError):
                 raise
             except Exception as error:
                 raise CannotCross(
-                    f"what another process sent could not be rebuilt: {type(error).__name__}: {error}. "
-                    "Write engine='threads'."
+                    f"a value from another process could not be rebuilt: {type(error).__name__}: {error}.\n"
+                    "Use engine='threads'."
                 ) from error
-            self.requiring_grad, self.closure_values = unpacker.requiring_grad, unpacker.closure_values
-            unpacker.memo = {}  # it holds methods of the unpacker, and the unpacker the tensors
-            for number, thing in unpacker.definitions.items():
-                self._register(number, thing)
-                self._known_to_peer.add(number)
-            for space, names_received in unpacker.received_globals:
-                self.namespaces.watch_received(space, names_received)
+            self.requiring_grad, self.closure_values = unpickler.requiring_grad, unpickler.closure_values
+            unpickler.memo = {}  # it has bound methods of the unpickler: a reference cycle that holds the tensors
+            self._register(unpickler.definitions)
+            for namespace, names in unpickler.received_globals:
+                self.namespaces.watch_received(namespace, names)
             return value
 
     def pack_changed_globals(
@@ -139,46 +138,46 @@ class CodeRegistry:
             snapshots = [(key, {name: take_snapshot(value)}) for key, name, value in changes]
             for key, name, _ in changes:
                 self.unsendable.pop((key[1], name), None)
-            packer, failure = self._try_pickle((self._encode(changes), module_updates))
-            if failure is not None:
+            pickler, error = self._try_pickle((self._encode(changes), module_updates))
+            if error is not None:
                 changes = [(key, name, self._value_or_stand_in(key, name, value)) for key, name, value in changes]
-                packer = self._pickle((self._encode(changes), module_updates), "what changed in the script")
-            payload = self._commit(packer)
+                pickler = self._pickle((self._encode(changes), module_updates), "a changed value of the script")
+            payload = self._commit(pickler)
             for key, values in snapshots:
                 self.sent_values.mark_sent(key, values)
             if module_globals is not None:
                 module_globals.mark_sent()
             if changes:
-                self.sent_module_values.add_references(packer.references)
+                self.sent_module_values.add_references(pickler.references)
             return payload
 
     def _encode(self, changes: list[tuple[TrackerKey, str, Any]]) -> list[tuple[int | type, str, Any]]:
         """Changed values as they are pickled: with the id of the namespace, or with the class."""
         return [
-            (self.get_object(number) if kind == CLASS else number, name, DELETED if value is ABSENT else value)
+            (self.get_object(number) if kind == CLASS else number, name, value)
             for (kind, number), name, value in changes
         ]
 
     def _value_or_stand_in(self, key: TrackerKey, name: str, value: Any) -> Any:
         """A value; an `Unsendable` if it is a global that cannot be pickled."""
-        failure = self._pickling_error(value)
-        if failure is None or key[0] == CLASS or value is ABSENT:
+        error = self._pickling_error(value)
+        if error is None or key[0] == CLASS:
             return value
         culprit = find_unpicklable(value, self._pickling_error)
         if culprit.global_step is not None:
             return value  # the global that it reads is left out
-        error = cannot_cross_error(culprit.describe(f"global {name!r}"), failure, is_global=not culprit.path)
-        self.unsendable[key[1], name] = str(error)
-        return Unsendable(str(error))
+        reason = str(cannot_cross_error(culprit.describe(f"global {name!r}"), error, is_global=not culprit.path))
+        self.unsendable[key[1], name] = reason
+        return Unsendable(reason)
 
     def apply_globals(self, body: bytes, tensors: list[Tensor]) -> None:
         """Worker only: assign the values that `pack_changed_globals` packed in the parent."""
         changes, module_updates = self.unpack(Payload(body, tensors))
         for owner, name, value in changes:
             if isinstance(owner, int):
-                self.namespaces.receive(owner, {name: ABSENT if value is DELETED else value})
+                self.namespaces.receive(owner, {name: value})
                 self.namespaces.watch_received(owner, [name])
-            elif value is not DELETED:
+            elif value is not ABSENT:
                 setattr(owner, name, value)
             elif name in vars(owner):
                 delattr(owner, name)
@@ -224,51 +223,54 @@ class CodeRegistry:
         except KeyError:
             raise EngineError(f"a message refers to definition {number}, which was not received.") from None
 
-    def _register(self, number: int, thing: Any) -> None:
-        if number in self._objects and self._objects[number] is not thing:
-            self._ids.pop(id(self._objects[number]), None)  # it may go now, and leave its place to another
-        self._ids[id(thing)] = number
-        self._objects[number] = thing
+    def _register(self, definitions: Mapping[int, Any]) -> None:
+        """Record definitions as known to both ends."""
+        for number, definition in definitions.items():
+            previous = self._objects.get(number)
+            if previous is not None and previous is not definition:
+                self._ids.pop(id(previous), None)
+            self._ids[id(definition)] = number
+            self._objects[number] = definition
+            self._known_to_peer.add(number)
 
-    def _commit_value(self, packer: Pickler) -> Payload:
-        payload = self._commit(packer)
-        self.closure_cells, self.references = list(packer.closure_cells.values()), packer.references
+    def _commit_value(self, pickler: Pickler) -> Payload:
+        payload = self._commit(pickler)
+        self.closure_cells, self.references = list(pickler.closure_cells.values()), pickler.references
         return payload
 
-    def _commit(self, packer: Pickler) -> Payload:
+    def _commit(self, pickler: Pickler) -> Payload:
         """Record what was pickled as sent."""
-        for number, thing in packer.definitions.items():
-            self._register(number, thing)
-            self._known_to_peer.add(number)
+        self._register(pickler.definitions)
         if self.is_parent:
-            for known in packer.known & self._references.keys():
-                packer.references.add(self._references[known])
-            self._references.update(dict.fromkeys(packer.definitions, packer.references))
-            for key, (mapping, snapshots) in packer.snapshots.items():
+            for known in pickler.known & self._references.keys():
+                pickler.references.add(self._references[known])
+            self._references.update(dict.fromkeys(pickler.definitions, pickler.references))
+            for key, (mapping, snapshots) in pickler.snapshots.items():
                 self.sent_values.track(key, mapping)
                 self.sent_values.mark_sent(key, snapshots)
-                self._references.update(((key, name), packer.references) for name in snapshots)
-        body = _BUFFER_COUNT.pack(len(packer.buffers)) + packer.file.getvalue()
-        return Payload(body, [*packer.tensors, *packer.buffers])
+                self._references.update(((key, name), pickler.references) for name in snapshots)
+        body = _BUFFER_COUNT.pack(len(pickler.buffers)) + pickler.file.getvalue()
+        return Payload(body, [*pickler.tensors, *pickler.buffers])
 
-    def _pickle(self, value: Any, what: str) -> Pickler:
+    def _pickle(self, value: Any, label: str) -> Pickler:
         """Pickle a value. Globals that cannot be pickled become `Unsendable`, which raises when it is used."""
         while True:
-            packer, failure = self._try_pickle(value)
-            if failure is None:
-                return packer
-            if isinstance(failure, MemoryError):
-                raise failure
-            if isinstance(failure, RecursionError):
+            pickler, error = self._try_pickle(value)
+            if error is None:
+                return pickler
+            if isinstance(error, MemoryError):
+                raise error
+            if isinstance(error, RecursionError):
                 raise CannotCross(
-                    f"{what or 'a value'} cannot be sent to another process: it is nested too deeply to be pickled.\n"
-                    "Pass a flatter structure (a list instead of a linked list), or write engine='threads'."
-                ) from failure
+                    f"{label or 'a value'} cannot be sent to another process: it is nested too deeply to be pickled.\n"
+                    "Pass a flatter structure (a list instead of a linked list), or use engine='threads'."
+                ) from error
             culprit = find_unpicklable(value, self._pickling_error)
             if not self._mark_unsendable(culprit):
-                raise cannot_cross_error(culprit.describe(what), failure, is_global=culprit.is_global) from failure
+                raise cannot_cross_error(culprit.describe(label), error, is_global=culprit.is_global) from error
 
     def _mark_unsendable(self, culprit: UnpicklableObject) -> bool:
+        """Leave out the global that leads to an unpicklable object; False if there is none."""
         step = culprit.global_step
         if step is None or step.namespace is None:
             return False
@@ -284,19 +286,15 @@ class CodeRegistry:
     def _try_pickle(self, value: Any) -> tuple[Pickler, Exception | None]:
         """Pickle a value and record nothing."""
         pickler = Pickler(self)
-        return pickler, _dump(pickler, value)
-
-
-def _dump(packer: Pickler, value: Any) -> Exception | None:
-    try:
-        packer.dump(value)
-    except Exception as error:
-        return error
-    return None
+        try:
+            pickler.dump(value)
+        except Exception as error:
+            return pickler, error
+        return pickler, None
 
 
 _PROCESS_LOCAL_PACKAGES = frozenset({"IPython", "ipykernel", "numpy", "torch", "tornado", "traitlets"})
-"""Packages whose context variables belong to this process."""
+"""Packages whose context variables are not sent."""
 
 
 def sendable_context(context: Context, registry: CodeRegistry) -> list[tuple[ContextVar[Any], Any]]:
@@ -304,16 +302,16 @@ def sendable_context(context: Context, registry: CodeRegistry) -> list[tuple[Con
     return [
         (variable, _sendable_value(variable, value, registry))
         for variable, value in context.items()
-        if _is_readable_by_peer(variable, registry)
+        if _can_peer_read(variable, registry)
     ]
 
 
-def _is_readable_by_peer(variable: ContextVar[Any], registry: CodeRegistry) -> bool:
+def _can_peer_read(variable: ContextVar[Any], registry: CodeRegistry) -> bool:
     number = registry.id_of(variable)
     if number is not None:
         return registry.peer_has(number)
-    place = locate_context_var(variable)
-    package = "" if place is None else place[0].partition(".")[0]
+    location = locate_context_var(variable)
+    package = "" if location is None else location[0].partition(".")[0]
     return bool(package) and package not in _PROCESS_LOCAL_PACKAGES and package not in sys.stdlib_module_names
 
 
