@@ -62,15 +62,15 @@ class RemoteModuleState:
 
     def __post_init__(self) -> None:
         self.is_new = True
-        self.tensor_indices = {id(tensor): number for number, tensor in enumerate(self.tensors)}
-        self.source_ids = {id(made): id(source) for source, made in zip(self.tensors, self.local_tensors, strict=True)}
+        self.tensor_indices = {id(tensor): index for index, tensor in enumerate(self.tensors)}
+        """By `id()` of one of the module's tensors: its index."""
+        self.source_ids = dict(zip(map(id, self.local_tensors), map(id, self.tensors), strict=True))
         """By `id()` of a local tensor: `id()` of the module's tensor."""
-        self.local_indices = {id(made): number for number, made in enumerate(self.local_tensors)}
+        self.local_indices = {id(tensor): index for index, tensor in enumerate(self.local_tensors)}
         """By `id()` of a local tensor: its index."""
         self.versioned = versioned_tensors(self.local_tensors)
-        self._slots_on_device = all(
-            slot.device == self.tensors[number].device for number, slot in self.gradient_slots.items()
-        )
+        self._host_slots = {i for i, slot in self.gradient_slots.items() if slot.device != self.tensors[i].device}
+        """Indices of tensors on a device whose gradient slots are on the host."""
         self._tensor_attributes = _snapshot_attributes(self.tensors)
         self._parameters = [tensor for tensor in self.tensors if is_dense(tensor) and tensor.requires_grad]
         self._data_ptrs = list(map(_data_ptr, self._parameters))
@@ -90,30 +90,26 @@ class RemoteModuleState:
             self.staging.refresh(call)
         self.is_new = False
 
-    def read_gradients(self, numbers: Sequence[int]) -> dict[int, Tensor]:
+    def read_gradients(self, indices: Sequence[int]) -> dict[int, Tensor]:
         """Gradients from the slots of these tensors, on the tensors' device."""
-        memory = self.gradient_memory
-        if self._slots_on_device:
-            return {n: self.gradient_slots[n] for n in numbers}
-        far = [n for n in numbers if self.gradient_slots[n].device != self.tensors[n].device]
-        near = {n: self.gradient_slots[n] for n in numbers if self.gradient_slots[n].device == self.tensors[n].device}
-        if not far:
-            return near
-        assert isinstance(memory, SharedMemory)
-        brought = fetch_to_device(
-            memory, [(self.slot_offsets[n], self.gradient_slots[n]) for n in far], self.tensors[far[0]].device
-        )
-        return near | dict(zip(far, brought, strict=True))
+        gradients = {i: self.gradient_slots[i] for i in indices}
+        on_host = [i for i in indices if i in self._host_slots] if self._host_slots else []
+        if on_host:
+            assert isinstance(self.gradient_memory, SharedMemory)
+            slots = [(self.slot_offsets[i], gradients[i]) for i in on_host]
+            fetched = fetch_to_device(self.gradient_memory, slots, self.tensors[on_host[0]].device)
+            gradients.update(zip(on_host, fetched, strict=True))
+        return gradients
 
     def unshared_values(self) -> dict[int, Tensor]:
         """Values of the tensors that are not in shared memory, by index."""
-        return {number: self.tensors[number].detach() for number in self.unshared}
+        return {index: self.tensors[index].detach() for index in self.unshared}
 
 
 def versioned_tensors(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
     """The indices and tensors that have a version counter; inference tensors have none."""
-    places = [place for place, tensor in enumerate(tensors) if not tensor.is_inference()]
-    return places, [tensors[place] for place in places]
+    indices = [index for index, tensor in enumerate(tensors) if not tensor.is_inference()]
+    return indices, [tensors[index] for index in indices]
 
 
 _data_ptr = torch._C.TensorBase.data_ptr
@@ -124,22 +120,24 @@ def _snapshot_attributes(tensors: Sequence[Tensor]) -> list[dict[str, ValueSnaps
     return [{name: take_snapshot(value) for name, value in tensor.__dict__.items()} for tensor in tensors]
 
 
-def _attributes_changed(tensor: Tensor, marks: dict[str, ValueSnapshot]) -> bool:
+def _attributes_changed(tensor: Tensor, snapshots: dict[str, ValueSnapshot]) -> bool:
     """Whether a tensor's attributes differ from their snapshots."""
-    found = tensor.__dict__
-    if not found and not marks:
+    attributes = tensor.__dict__
+    if not attributes and not snapshots:
         return False
-    return found.keys() != marks.keys() or not all(marks[name].matches(value) for name, value in found.items())
+    if attributes.keys() != snapshots.keys():
+        return True
+    return not all(snapshots[name].matches(value) for name, value in attributes.items())
 
 
 class TensorTableBuilder:
     """Builds a tensor table: the specs, the memory blocks that they refer to, and storages to send."""
 
-    def __init__(self, tensors: Sequence[Tensor], replica: RemoteReplica, near: bool) -> None:
-        """The last argument says whether the worker can open memory of the source's device."""
+    def __init__(self, tensors: Sequence[Tensor], replica: RemoteReplica, same_device: bool) -> None:
+        """`same_device`: whether the worker can open memory on the source device."""
         self.blocks: dict[int, SharedMemory] = {}
         self.ipc_blocks: dict[int, DeviceMemory] = {}
-        self._same_device = near
+        self._same_device = same_device
         self.storages: list[Tensor] = []
         self.unshared: list[int] = []
         self._source_device = replica.source_device
@@ -148,41 +146,53 @@ class TensorTableBuilder:
         """Offsets in the staging copy that the worker copies from."""
         self._storage_indices: dict[int, int] = {}
         dense = [tensor for tensor in tensors if _has_data(tensor)]
-        far = [tensor for tensor in dense if needs_staging(tensor) and self._ipc_location(tensor) is None]
-        self.staging = staging_copy_for(replica.source_modules[0], far)
-        self.specs = [self._spec(number, tensor) for number, tensor in enumerate(tensors)]
+        staged = [tensor for tensor in dense if needs_staging(tensor) and self._ipc_location(tensor) is None]
+        self.staging = staging_copy_for(replica.source_modules[0], staged)
+        self.specs = [self._spec(index, tensor) for index, tensor in enumerate(tensors)]
 
-    def _spec(self, number: int, tensor: Tensor) -> TensorSpec:
-        spot = self._location(tensor) if _has_data(tensor) else None
-        if spot is None or not spot.block_id:
-            self.unshared.append(number)
-        value = tensor.detach() if spot is None else None
-        near = tensor.device == self._source_device
-        return TensorSpec(type(tensor), tensor.requires_grad, dict(tensor.__dict__), spot, value, near)
+    def _spec(self, index: int, tensor: Tensor) -> TensorSpec:
+        location = self._location(tensor) if _has_data(tensor) else None
+        if location is None or not location.block_id:
+            self.unshared.append(index)
+        return TensorSpec(
+            tensor_type=type(tensor),
+            requires_grad=tensor.requires_grad,
+            attributes=dict(tensor.__dict__),
+            location=location,
+            value=tensor.detach() if location is None else None,
+            on_source_device=tensor.device == self._source_device,
+        )
 
     def _location(self, tensor: Tensor) -> TensorLocation:
-        storage = tensor.untyped_storage()
-        block, offset = self._find_block(tensor)
-        start, size = int(tensor.storage_offset()), tuple(tensor.size())
-        pull = self._needs_copies and block in self.blocks and tensor.device == self._source_device
-        if pull and self.staging is not None and block == self.staging.block_id:
+        block_id, offset = self._find_block(tensor)
+        needs_copy = self._needs_copies and block_id in self.blocks and tensor.device == self._source_device
+        if needs_copy and self.staging is not None and block_id == self.staging.block_id:
             self.staged_offsets.add(offset)
-        return TensorLocation(block, offset, storage.nbytes(), start, size, tensor.stride(), tensor.dtype, pull)
+        return TensorLocation(
+            block_id,
+            offset,
+            nbytes=tensor.untyped_storage().nbytes(),
+            storage_offset=int(tensor.storage_offset()),
+            size=tuple(tensor.size()),
+            stride=tensor.stride(),
+            dtype=tensor.dtype,
+            needs_copy=needs_copy,
+        )
 
     def _find_block(self, tensor: Tensor) -> tuple[int, int]:
         """The block id and offset of a tensor's storage; or 0 and the index of a storage to send."""
-        address = tensor.untyped_storage().data_ptr()
-        opened, staging = self._ipc_location(tensor), self.staging
-        if opened is not None:
-            return opened
+        storage, staging = tensor.untyped_storage(), self.staging
+        address = storage.data_ptr()
+        ipc_location = self._ipc_location(tensor)
+        if ipc_location is not None:
+            return ipc_location
         if staging is not None and address in staging.offsets:
             self.blocks[staging.block_id] = staging.memory
             return staging.block_id, staging.offsets[address]
-        place = locate(tensor)
-        if place is not None and isinstance(place.block.memory, SharedMemory):
-            self.blocks[place.block.block_id] = place.block.memory
-            return place.block.block_id, place.offset
-        storage = tensor.untyped_storage()
+        shared = locate(tensor)
+        if shared is not None and isinstance(shared.block.memory, SharedMemory):
+            self.blocks[shared.block.block_id] = shared.block.memory
+            return shared.block.block_id, shared.offset
         if address not in self._storage_indices or not storage.nbytes():
             self._storage_indices[address] = len(self.storages)
             self.storages.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
@@ -190,11 +200,11 @@ class TensorTableBuilder:
 
     def _ipc_location(self, tensor: Tensor) -> tuple[int, int] | None:
         """The block id and offset of a tensor in device memory that the worker opens by CUDA IPC."""
-        place = locate(tensor) if self._same_device else None
-        if place is None or not isinstance(place.block.memory, DeviceMemory):
+        shared = locate(tensor) if self._same_device else None
+        if shared is None or not isinstance(shared.block.memory, DeviceMemory):
             return None
-        self.ipc_blocks[place.block.block_id] = place.block.memory
-        return place.block.block_id, place.offset
+        self.ipc_blocks[shared.block.block_id] = shared.block.memory
+        return shared.block.block_id, shared.offset
 
 
 def needs_device_copies(device: torch.device) -> bool:
