@@ -195,12 +195,18 @@ class ReplicaForward:
         return result
 
     def _changed_argument_error(self, path: Path) -> RemoteArgumentError:
-        keys = (key for key in path[1:] if key != "__dict__")
-        name = format_path((self._call.argument_names[path[0]], *keys))
+        index, *keys = (key for key in path if key != "__dict__")
+        sizes = self._call.sizes
+        values = [[*args, *kwargs.values()][index] for args, kwargs in self._call.arguments]
+        argument = values.pop(self._index)
+        is_shared = any(value is argument for value in values)
+        if keys and isinstance(argument, list) and not is_shared and len(argument) == sizes[self._index]:
+            keys[0] += sum(sizes[: self._index])  # the caller's index of the sample
+        name = format_path((self._call.argument_names[index], *keys))
         return RemoteArgumentError(
             f"forward changes argument {name!r} on {self._replica.name}, in a worker process, where it is a copy: the "
-            f"caller would not see the change.\n"
-            f"Return what changed, or use DataParallel(..., engine='threads')."
+            f"caller would not see the change.\nReturn the change"
+            + (", because every replica gets this object." if is_shared else ", or use engine='threads'.")
         )
 
     def _check_foreign_gradients(self, used: Collection[int]) -> None:

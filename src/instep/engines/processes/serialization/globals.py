@@ -6,6 +6,7 @@ import ctypes
 import enum
 import functools
 import logging
+import marshal
 import types
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,6 +40,7 @@ ABSENT = _Marker.ABSENT
 GLOBALS, CLASS = "globals", "class"
 """Kinds of tracked mappings: a global namespace, the attributes of a class."""
 _MAX_PARTS = 2000
+_MAX_DIGEST_BYTES = 16 * 1024
 _MAX_CHECKSUM_BYTES = 2**20
 """Larger tensors are compared by version only."""
 _COMPARED_BY_IDENTITY = (
@@ -75,12 +77,17 @@ def take_snapshot(value: Any) -> ValueSnapshot:
 def fingerprint_of(value: Any) -> Any:
     """A fingerprint that changes when a value changes in place; None if it cannot change or is too large.
 
-    The fingerprint has the items and attributes of all objects that can be reached from the value, plain values as
-    they are and other objects by `id()`. Small tensors and arrays are compared by checksum, because writes through
-    ``.data`` and by fused optimizers do not change the version counter. Of functions, closure variables are compared.
+    Plain containers, and objects whose attributes are plain, are compared by their bytes. Otherwise, the fingerprint
+    has the items and attributes of all objects that can be reached from the value: plain values as they are, other
+    objects by `id()`. Small tensors and arrays are compared by checksum, because writes through ``.data`` and by fused
+    optimizers do not change the version counter. Of functions, closure variables are compared.
     """
     if _is_fixed(value):
         return None
+    storage = mutable_storage(value)
+    digest = None if storage is None else plain_digest(storage)
+    if digest is not None and len(digest) <= _MAX_DIGEST_BYTES:
+        return digest
     parts: list[tuple[Any, ...]] = []
     count = 0
     for visit in walk([(None, value)], _references, skip=_is_fixed):
@@ -88,7 +95,17 @@ def fingerprint_of(value: Any) -> Any:
         count += len(parts[-1])
         if count > _MAX_PARTS:
             return None
-    return None if parts == [(id(value),)] and mutable_storage(value) is None else parts
+    return None if parts == [(id(value),)] and storage is None else parts
+
+
+def plain_digest(value: Any) -> bytes | None:
+    """The bytes of a number, a string, or a builtin container of them; None for other values."""
+    if isinstance(value, (types.CodeType, memoryview)):
+        return None
+    try:
+        return marshal.dumps(value, 2)  # later versions depend on reference counts
+    except ValueError:
+        return None
 
 
 def _is_fixed(value: Any) -> bool:

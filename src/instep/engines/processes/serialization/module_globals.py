@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.engines.processes.serialization.by_reference import attribute_names, functions_of, is_importable
+from instep.engines.processes.serialization.globals import plain_digest
 from instep.errors import CannotCross
 
 _MAX_MODULES = 500
@@ -366,13 +367,8 @@ def format_path(path: Path) -> str:
 
 def _digest(value: Any) -> bytes | None:
     """The bytes of a plain value; None if it is not plain, or too large."""
-    if isinstance(value, (types.CodeType, memoryview)):
-        return None
-    try:
-        digest = marshal.dumps(value, 2)  # later versions depend on reference counts
-    except ValueError:
-        return None
-    return digest if len(digest) <= _MAX_BYTES else None
+    digest = plain_digest(value)
+    return digest if digest is not None and len(digest) <= _MAX_BYTES else None
 
 
 def _same_value(before: _Entry, now: _Entry) -> bool:
