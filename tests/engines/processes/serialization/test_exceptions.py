@@ -79,7 +79,7 @@ BUILT_IN: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("function", "attributes"), BUILT_IN.values(), ids=BUILT_IN.keys())
-def test_exceptions_of_others(function: Any, attributes: tuple[str, ...]) -> None:
+def test_builtin_exceptions_keep_their_attributes(function: Any, attributes: tuple[str, ...]) -> None:
     error = raised(function)
     back = LocalChannel().error_to_parent(error)
     assert type(back) is type(error)
@@ -100,7 +100,7 @@ def test_groups_and_notes() -> None:
     assert back.__notes__ == ["a note"]
 
 
-def test_what_cannot_cross_of_it_is_shown() -> None:
+def test_parts_of_an_exception_that_cannot_be_pickled_are_sent_as_repr() -> None:
     at_home, lock = script(SCRIPT), threading.Lock()
     error = at_home.Shy("busy", lock)
     error.held = lock
@@ -110,7 +110,7 @@ def test_what_cannot_cross_of_it_is_shown() -> None:
     assert back.held == repr(lock)
 
 
-def test_an_endless_chain_ends() -> None:
+def test_a_cyclic_chain_of_causes() -> None:
     first, second = ValueError("first"), ValueError("second")
     first.__cause__, second.__context__ = second, first
     back = LocalChannel().error_to_parent(first)

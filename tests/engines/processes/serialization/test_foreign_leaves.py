@@ -1,4 +1,4 @@
-"""Tensors that need a gradient and are not the module's: a worker says so before it is lost."""
+"""Outputs that depend on tensors whose gradients a worker could not send back are errors."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_global_that_is_frozen_after_the_error(defined: Any) -> None:
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("function", ["by_tensor", "by_module"])
-def test_what_an_argument_holds(defined: Any, function: str) -> None:
+def test_a_leaf_in_an_argument_is_an_error(defined: Any, function: str) -> None:
     net, x = defined.Given(), torch.randn(5, 4)
     with wrapped(net) as model:
         with pytest.raises(CannotCross, match="a tensor of shape"):
@@ -163,7 +163,7 @@ def test_what_an_argument_holds(defined: Any, function: str) -> None:
 
 
 @pytest.mark.usefixtures("workers")
-def test_a_loss_with_a_head_of_the_scripts(defined: Any) -> None:
+def test_a_loss_with_a_global_head_is_an_error(defined: Any) -> None:
     with (
         wrapped(instep.with_loss(nn.Linear(4, 4), defined.criterion)) as model,
         pytest.raises(CannotCross, match="the global 'head'"),
@@ -172,7 +172,7 @@ def test_a_loss_with_a_head_of_the_scripts(defined: Any) -> None:
 
 
 @pytest.mark.usefixtures("workers")
-def test_what_needs_no_gradient_there_may_be_used(defined: Any) -> None:
+def test_global_modules_can_be_used_without_grad(defined: Any) -> None:
     net, x = defined.Taught(), torch.randn(5, 4)
     with wrapped(net) as model:
         for _ in range(2):
@@ -186,7 +186,7 @@ def test_what_needs_no_gradient_there_may_be_used(defined: Any) -> None:
 
 
 @pytest.mark.usefixtures("workers")
-def test_what_the_module_holds_in_whatever_way_gets_its_gradient(defined: Any) -> None:
+def test_a_module_in_a_closure_of_the_module_gets_its_gradient(defined: Any) -> None:
     net, x = defined.Holding(defined.by_module()), torch.randn(5, 4)
     own: Any = next(cell.cell_contents for cell in net.function.__closure__)
     with wrapped(net) as model:
@@ -197,7 +197,7 @@ def test_what_the_module_holds_in_whatever_way_gets_its_gradient(defined: Any) -
 
 
 @pytest.mark.usefixtures("workers")
-def test_threads_take_over_where_the_engine_was_chosen_by_itself(defined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_falls_back_to_threads(defined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "instep.parallel.choose_engine", lambda *_: EngineChoice("processes", "of the rule", automatic=True)
     )

@@ -1,4 +1,4 @@
-"""Globals that functions of the script read: the other side follows them."""
+"""Globals that functions of the script read are sent to workers, and again when they change."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_a_change_in_the_script_is_seen(change: str) -> None:
+def test_changed_globals_are_sent(change: str) -> None:
     at_home, channel = script(SCRIPT), LocalChannel()
     there = channel.to_worker(at_home.forward)
     assert there() == at_home.forward()
@@ -109,7 +109,7 @@ def test_an_equal_number_is_no_change() -> None:
     assert channel.send_changed_globals()
 
 
-def test_names_that_come_and_go() -> None:
+def test_added_and_deleted_globals_are_sent() -> None:
     at_home, channel = script(SCRIPT), LocalChannel()
     later = channel.to_worker(at_home.later)
     with pytest.raises(NameError):
@@ -123,7 +123,7 @@ def test_names_that_come_and_go() -> None:
         later()
 
 
-def test_attributes_of_classes_come_and_go() -> None:
+def test_added_and_deleted_class_attributes_are_sent() -> None:
     at_home, channel = script(SCRIPT), LocalChannel()
     scale = channel.to_worker(at_home.Scale)
     exec("Scale.new = lambda self: TEMP + 1", at_home.__dict__)
@@ -134,7 +134,7 @@ def test_attributes_of_classes_come_and_go() -> None:
     assert not channel.send_changed_globals()
 
 
-def test_functions_of_one_script_share_its_globals() -> None:
+def test_functions_of_a_script_share_one_namespace() -> None:
     at_home, channel = script(SCRIPT), LocalChannel()
     first, second = channel.to_worker(at_home.forward), channel.to_worker(at_home.helper)
     assert first.__globals__ is second.__globals__
@@ -142,7 +142,7 @@ def test_functions_of_one_script_share_its_globals() -> None:
     assert channel.to_parent(second) is at_home.helper
 
 
-def test_a_large_global_crosses_once() -> None:
+def test_a_large_global_is_sent_once() -> None:
     at_home, channel = (
         script("table = list(range(1000))\nread = lambda i: table[i]\nother = lambda i: table[i]"),
         LocalChannel(),
@@ -153,7 +153,7 @@ def test_a_large_global_crosses_once() -> None:
     assert channel.pickle_size < 1000
 
 
-def test_a_global_that_cannot_cross_fails_only_where_it_is_used() -> None:
+def test_an_unsendable_global_raises_only_where_it_is_used() -> None:
     at_home, channel = script(SCRIPT), LocalChannel()
     guarded, helper = channel.to_worker([at_home.guarded, at_home.helper])
     assert helper() == ("old", 1)
@@ -183,7 +183,7 @@ def other(): return 1
     ("thing", "advice"),
     [("threading.Lock()", r"create it inside the function that uses it\.$"), ("Keeps()", "`__getstate__`")],
 )
-def test_what_is_said_of_a_global_helps_there(thing: str, advice: str) -> None:
+def test_errors_for_globals_give_fitting_advice(thing: str, advice: str) -> None:
     at_home, channel = script(KEPT % thing), LocalChannel()
     use = channel.to_worker(at_home.use)
     with pytest.raises(CannotCross, match=advice):
@@ -197,7 +197,7 @@ def test_what_is_said_of_a_global_helps_there(thing: str, advice: str) -> None:
         use()
 
 
-def test_globals_that_a_function_writes_are_known() -> None:
+def test_globals_written_in_a_worker_are_reported() -> None:
     at_home, channel = (
         script("""
 COUNT, CACHE, OTHER = 0, [], {}
@@ -222,7 +222,7 @@ def forward(x):
     assert channel.send_changed_globals(), "they are still looked after"
 
 
-def test_a_logger_may_note_what_it_was_asked() -> None:
+def test_the_cache_of_a_logger_is_no_change() -> None:
     at_home, channel = (
         script("""
 import logging
@@ -240,7 +240,7 @@ def forward():
     assert not channel.send_changed_globals()
 
 
-def test_globals_of_an_imported_module_are_its_own() -> None:
+def test_functions_of_an_imported_module_use_its_globals() -> None:
     channel = LocalChannel()
     function = torch.no_grad()(lambda: torch.is_grad_enabled())
     there = channel.to_worker(function)

@@ -208,7 +208,7 @@ SAME: dict[str, Change] = {
 
 
 @pytest.mark.usefixtures("workers")
-def test_what_a_worker_makes_itself_is_no_error(nets: Any) -> None:
+def test_objects_that_a_worker_creates_itself_are_no_error(nets: Any) -> None:
     net, x = nets.Net(), torch.randn(6, 4)
     with instep.DataParallel(net, ["cpu"] * 3, engine="processes", probe=False) as model:
         model(x)
@@ -231,7 +231,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.usefixtures("workers")
-def test_code_of_the_script_names_the_values(nets: Any) -> None:
+def test_values_that_code_of_the_script_names_are_sent(nets: Any) -> None:
     conf, x = nets.conf, torch.randn(6, 4)
     net: nn.Module = script(SCRIPT.replace("conf_of_mine", conf.__name__)).Net()
     conf.args.scale = 3.0

@@ -1,4 +1,4 @@
-"""What crosses between processes comes out the same on the other side, and home again with home's own classes."""
+"""Values survive a round trip between two processes; classes of the script come back as the script's own."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Kept(Tensor):
     pass
 
 
-def test_a_script_crosses_and_comes_home_as_its_own_classes() -> None:
+def test_script_classes_survive_a_round_trip() -> None:
     at_home, channel = script(SCRIPT), LocalChannel()
     net = at_home.Net()
     copy = channel.to_worker(net)
@@ -112,7 +112,7 @@ def test_a_script_crosses_and_comes_home_as_its_own_classes() -> None:
     assert at_home.Net.forward.__globals__ is at_home.__dict__, "home's class is as it was"
 
 
-def test_definitions_cross_once() -> None:
+def test_definitions_are_sent_once() -> None:
     at_home, channel = script(SCRIPT), LocalChannel()
     first = type(channel.to_worker(at_home.Net()))
     sent = channel.pickle_size
@@ -124,7 +124,7 @@ def test_definitions_cross_once() -> None:
     assert type(channel.to_worker(redefined.Net())) is not first, "a class of the same name is another class"
 
 
-def test_definitions_that_never_came_are_sent_again() -> None:
+def test_definitions_are_sent_again_after_mark_all_unsent() -> None:
     at_home, channel = script(SCRIPT), LocalChannel()
     channel.parent.pack(at_home.Pair(1, 2))
     with pytest.raises(Exception, match="was not received"):
@@ -136,7 +136,7 @@ def test_definitions_that_never_came_are_sent_again() -> None:
     assert type(channel.to_parent(pair(3, 4))) is at_home.Pair
 
 
-def test_what_forward_makes_comes_home_with_homes_globals() -> None:
+def test_functions_created_in_a_worker_get_the_parents_globals() -> None:
     at_home, channel = script(SCRIPT), LocalChannel()
     made, function = channel.to_parent(channel.to_worker(at_home.Net()).made())
     assert function.__globals__ is at_home.__dict__
@@ -194,12 +194,12 @@ def flat(value: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("make", VALUES.values(), ids=VALUES.keys())
-def test_values(make: Any) -> None:
+def test_values_survive_a_round_trip(make: Any) -> None:
     value = make()
     assert flat(LocalChannel().to_worker(value)) == flat(value)
 
 
-def test_tensors_are_beside_the_pickle() -> None:
+def test_tensors_are_sent_outside_the_pickle() -> None:
     shared, weight = torch.ones(5000), nn.Parameter(torch.ones(5000), requires_grad=False)
     weight.group = "decay"  # type: ignore[attr-defined]
     array = np.arange(10_000)
@@ -274,13 +274,13 @@ def closing_over(lock: Any) -> Any:
         (lambda: threading.Thread(), "x", r"x \(a threading.Thread\)"),
     ],
 )
-def test_what_cannot_cross_is_named(value: Any, what: str, message: str) -> None:
+def test_errors_name_the_unpicklable_object(value: Any, what: str, message: str) -> None:
     with pytest.raises(CannotCross, match=message) as caught:
         LocalChannel().to_worker(value(), what)
     assert "engine='threads'" in str(caught.value)
 
 
-def test_a_failed_parcel_leaves_no_trace() -> None:
+def test_a_failed_pack_records_nothing() -> None:
     at_home, channel = script(SCRIPT), LocalChannel()
     with pytest.raises(CannotCross):
         channel.to_worker([at_home.Pair(1, 2), threading.Lock()])

@@ -1,4 +1,4 @@
-"""With a second interpreter: what it can import goes by name, all else by value."""
+"""With a second interpreter: importable definitions are sent by name, others by value."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def apart() -> Iterator[RemoteInterpreter]:
     other.close()
 
 
-def test_a_test_file(apart: RemoteInterpreter) -> None:
+def test_a_module_of_a_test_file(apart: RemoteInterpreter) -> None:
     net, x = Net(), torch.randn(2, 3)
     back, out = apart(net, x)
     assert type(back) is Net
@@ -79,7 +79,7 @@ def test_a_script(apart: RemoteInterpreter) -> None:
     assert caught.value.args == ("hot",)
 
 
-def test_what_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importable_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = ("torch.nn.modules.linear", "torch._C", "torch.ops", "numpy", "sys", "os", "os.path", "collections.abc")
     assert [name for name in here if not is_importable(name)] == []
     assert not is_importable("__main__")

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from instep.engines.processes.serialization.by_reference import attribute_names, functions_of, is_importable
-from instep.engines.processes.serialization.globals import plain_digest
+from instep.engines.processes.serialization.globals import ABSENT, plain_digest
 from instep.errors import CannotCross
+from instep.replicas.object_graph import read_contents, write_contents
 
 _MAX_MODULES = 500
 _MAX_ENTRIES = 5000
@@ -42,18 +43,16 @@ _INSTALLED = ("site-packages", "dist-packages")
 _CONTAINERS = (list, dict, set, bytearray)
 _IMMUTABLE = (torch.dtype, torch.device, torch.Size, enum.Enum, pathlib.PurePath, range, slice)
 """Types, beside those that `marshal` writes, whose values are sent."""
-_ABSENT = object()
 
 Path = tuple[tuple[str, Any], ...]
 """A module's name, then attributes and keys: ``(("module", "conf"), ("attribute", "args"), ("item", "scale"))``."""
 
 
 class Update(NamedTuple):
-    """A new value for one path; `exists` is False for a name that was deleted."""
+    """A new value for one path; `ABSENT` for a name that was deleted."""
 
     path: Path
     value: Any
-    exists: bool = True
     in_place: bool = False
     """Whether the container that the path leads to was changed, and not replaced."""
 
@@ -256,11 +255,11 @@ class ModuleGlobals:
         for path, entry in before.items():
             is_watched = path[0][1] in self._modules
             if is_watched and path not in entries and entry.kind == "value" and _parent_is_kept(path, entries, before):
-                yield Update(path, None, exists=False)
+                yield Update(path, ABSENT)
 
 
 class _Scan:
-    """The present values of all watched names."""
+    """The current values of all watched names."""
 
     def __init__(self, names: set[str]) -> None:
         self._names = names
@@ -269,6 +268,7 @@ class _Scan:
         self.namespaces: list[_Namespace] = []
 
     def visit(self, path: Path, mapping: Mapping[Any, Any], is_dict: bool) -> None:
+        """Read the values of a mapping, and of the namespaces in it."""
         names, values, containers, nested = [], [], [], []
         for name, value in list(mapping.items()):
             if len(self.entries) >= _MAX_ENTRIES:
@@ -283,22 +283,23 @@ class _Scan:
                 self.entries[here] = _Entry(value, digest, "value")
                 if isinstance(value, _CONTAINERS) and digest is not None:
                     containers.append((value, digest))
-            elif (inside := _namespace_of(value)) is not None and len(path) < _MAX_DEPTH:
+            elif (attributes := _namespace_of(value)) is not None and len(path) < _MAX_DEPTH:
                 self.entries[here] = _Entry(value, kind="namespace")
-                nested.append((here, value, inside))
+                nested.append((here, value, attributes))
             elif is_dict or isinstance(value, types.ModuleType):
-                continue  # registries and caches hold objects that each process makes itself
+                continue  # dictionaries of objects are registries and caches, which each process fills itself
             else:
                 self.entries[here] = _Entry(value)
             names.append(name)
             values.append(value)
-        get_values: Any = itemgetter(*names, *names[:1]) if names else lambda _: ()  # of one name it gives no tuple
+        # The first name is given twice: an `itemgetter` of one name would not return a tuple.
+        get_values: Any = itemgetter(*names, *names[:1]) if names else lambda _: ()
         size = len(mapping)
         self.namespaces.append(_Namespace(mapping, size, get_values, (*values, *values[:1]), tuple(containers)))
-        for here, value, inside in nested:
+        for here, value, attributes in nested:
             if id(value) not in self._visited:
                 self._visited.add(id(value))
-                self.visit(here, inside, isinstance(value, dict))
+                self.visit(here, attributes, isinstance(value, dict))
 
 
 def apply_updates(updates: Iterable[Update], functions: Iterable[FunctionName]) -> None:
@@ -306,34 +307,30 @@ def apply_updates(updates: Iterable[Update], functions: Iterable[FunctionName]) 
     for update in updates:
         _assign(Update(*update))
     for path, module, qualname in functions:
-        found = _unwrap(_get(path))
-        if isinstance(found, types.FunctionType) and (found.__module__, found.__qualname__) != (module, qualname):
+        own = _unwrap(_get(path))
+        if isinstance(own, types.FunctionType) and (own.__module__, own.__qualname__) != (module, qualname):
             raise CannotCross(
                 f"{format_path(path)} was replaced by {module}.{qualname}: a worker process imports the module itself "
-                f"and has {found.__module__}.{found.__qualname__}.\n{_hint(path)}"
+                f"and has {own.__module__}.{own.__qualname__}.\n{_hint(path)}"
             )
 
 
 def _assign(update: Update) -> None:
     owner, (kind, name) = _get(update.path[:-1]), update.path[-1]
-    if owner is _ABSENT:
+    if owner is ABSENT:
         return
-    if not update.exists:
+    if update.value is ABSENT:
         if kind == "item":
             owner.pop(name, None)
         elif name in vars(owner):
             delattr(owner, name)
         return
-    now = owner.get(name, _ABSENT) if kind == "item" else vars(owner).get(name, _ABSENT)
-    digest = _digest(now)
+    current = owner.get(name, ABSENT) if kind == "item" else vars(owner).get(name, ABSENT)
+    digest = _digest(current)
     if digest is not None and digest == _digest(update.value):
         return
-    if update.in_place and type(now) is type(update.value) and isinstance(now, (dict, set, list)):
-        if isinstance(now, list):
-            now[:] = update.value
-        else:
-            now.clear()
-            now.update(update.value)
+    if update.in_place and type(current) is type(update.value) and isinstance(current, (dict, set, list)):
+        write_contents(current, read_contents(update.value))
     elif kind == "item":
         owner[name] = update.value
     elif dataclasses.is_dataclass(owner) and not isinstance(owner, type):
@@ -343,12 +340,13 @@ def _assign(update: Update) -> None:
 
 
 def _get(path: Path) -> Any:
-    found: Any = importlib.import_module(path[0][1])
+    """The object at a path in this process, or `ABSENT`."""
+    value: Any = importlib.import_module(path[0][1])
     for kind, name in path[1:]:
-        found = found.get(name, _ABSENT) if kind == "item" else getattr(found, name, _ABSENT)
-        if found is _ABSENT:
+        value = value.get(name, ABSENT) if kind == "item" else getattr(value, name, ABSENT)
+        if value is ABSENT:
             break
-    return found
+    return value
 
 
 def is_user_module(name: str) -> bool:
@@ -436,7 +434,7 @@ def _replaced_error(path: Path, before: Any, now: Any) -> CannotCross:
 
 def _hint(path: Path) -> str:
     name = str(path[-1][1])
-    return f"Set it on the module (self.{name} = ...), pass it to forward, or write engine='threads'."
+    return f"Set it on the module (self.{name} = ...), pass it to forward, or use engine='threads'."
 
 
 def _shown(value: Any) -> str:
