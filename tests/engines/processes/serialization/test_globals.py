@@ -46,7 +46,8 @@ def with_method():
         @property
         def shift(self):
             return shift
-        def twice(self):
+        @staticmethod
+        def twice():
             return 2 * shift
     def write(value):
         nonlocal shift

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from instep.engines.processes.transport.copy_streams import CallStreams
 from instep.errors import CannotCross, EngineError, RemoteArgumentError
 from instep.replicas.diff import MISSING, STRUCTURE_CHANGED, AttributeChange, Changes, ContainerChange
 from instep.replicas.mutable_arguments import mutable_arguments
-from instep.replicas.object_graph import read_contents, write_contents
+from instep.replicas.object_graph import is_unchanged, read_contents, write_contents
 from instep.replicas.replica import ReplicaResult
 from instep.replicas.write_watch import deduplicate_views
 from instep.runtime.ambient import AmbientState, EncodedAmbientState
@@ -199,7 +200,7 @@ class ReplicaForward:
         sizes = self._call.sizes
         values = [[*args, *kwargs.values()][index] for args, kwargs in self._call.arguments]
         argument = values.pop(self._index)
-        is_shared = any(value is argument for value in values)
+        is_shared = any(value is argument or _has_same_items(value, argument) for value in values)
         if keys and isinstance(argument, list) and not is_shared and len(argument) == sizes[self._index]:
             keys[0] += sum(sizes[: self._index])  # the caller's index of the sample
         name = format_path((self._call.argument_names[index], *keys))
@@ -232,6 +233,12 @@ class ReplicaForward:
             random.track(generator).streams_used = True
         for i, state in reply.exclusive_generator_states.items():
             self._request.exclusive_generators[i].set_state(state)
+
+
+def _has_same_items(value: Any, other: Any) -> bool:
+    """Whether two replicas' copies of a list or dictionary have the same items."""
+    is_container = isinstance(value, (list, dict)) and type(value) is type(other)
+    return is_container and is_unchanged(value, read_contents(other))
 
 
 def _find_argument_generators(

@@ -84,7 +84,7 @@ def fingerprint_of(value: Any) -> Any:
     """
     if _is_fixed(value):
         return None
-    storage = mutable_storage(value)
+    storage = None if isinstance(value, _FUNCTIONS) else mutable_storage(value)
     digest = None if storage is None else plain_digest(storage)
     if digest is not None and len(digest) <= _MAX_DIGEST_BYTES:
         return digest
