@@ -44,7 +44,7 @@ def test_a_name_that_forward_does_not_have(option: str) -> None:
             assert "Did you mean 'class_weights'?" in str(error.value)
 
 
-def test_the_rest_of_a_path_is_kept_in_what_is_proposed() -> None:
+def test_proposed_names_keep_the_rest_of_the_path() -> None:
     with (
         instep.DataParallel(Weighing(), ["cpu"] * 2, engine="serial", in_dims={"class_weight.a": None}) as model,
         pytest.raises(instep.StructureError, match=r"Did you mean 'class_weights\.a'"),

@@ -107,7 +107,7 @@ def test_compiled_batch_normalisation_meets_once_and_is_one_break(engine: str) -
     torch._dynamo.reset()
 
 
-def test_explain_speaks_of_the_call_it_is_asked_about() -> None:
+def test_explain_depends_on_plain_arguments() -> None:
     class Net(nn.Module):
         def forward(self, x: Tensor, how: str) -> Tensor:
             return x.square().mean() if how == "mean" else x.square().sum()

@@ -103,7 +103,7 @@ def test_a_module_that_is_wrapped_already() -> None:
         instep.DataParallel(nn.DataParallel(nn.Linear(2, 2)), ["cpu"] * 2)
 
 
-def test_what_to_do_with_unmerged_state_is_one_of_two_words() -> None:
+def test_values_of_on_unmerged_state() -> None:
     with pytest.raises(instep.WrapError, match=r"on_unmerged_state='ignore': write 'error' or 'warn'"):
         instep.DataParallel(nn.Linear(2, 2), ["cpu"] * 2, on_unmerged_state="ignore")
 

@@ -80,7 +80,7 @@ def shown(given: Any) -> str:
 @pytest.mark.parametrize("probe", [True, False])
 @both_engines
 @pytest.mark.parametrize("case", CASES)
-def test_what_every_replica_holds_is_not_written(wrap: Any, case: str, engine: str, probe: bool, grad: bool) -> None:
+def test_shared_arguments_are_not_written(wrap: Any, case: str, engine: str, probe: bool, grad: bool) -> None:
     make, write, name = CASES[case]
     given = make()
     before = shown(given)
@@ -95,7 +95,7 @@ def test_what_every_replica_holds_is_not_written(wrap: Any, case: str, engine: s
 
 
 @both_engines
-def test_what_is_only_read_is_no_error(wrap: Any, engine: str) -> None:
+def test_shared_arguments_that_are_only_read_are_no_error(wrap: Any, engine: str) -> None:
     net, x, settings = Writes(lambda given: given.scale), torch.randn(6, 4), Settings()
     model = wrap(net, 3, engine=engine)
     for _ in range(2):

@@ -274,7 +274,7 @@ def test_without_an_accelerator_the_default_is_the_module_itself(net: Net) -> No
     assert instep.DataParallel(net)._instep_devices == [torch.device("cpu")]
 
 
-def test_explain_tells_what_happens_to_each_leaf(model: instep.DataParallel) -> None:
+def test_explain_has_a_row_for_each_leaf(model: instep.DataParallel) -> None:
     x = torch.randn(5, 3)
     text = str(model.explain(x, scale=2.0))
     assert "a batch of 5: 3 on cpu, 2 on cpu (threads" in text

@@ -56,7 +56,7 @@ def test_it_refuses_to_be_wrapped(model: instep.DataParallel, tmp_path: object) 
         torch.distributed.destroy_process_group()
 
 
-def test_it_refuses_what_cannot_be_wrapped() -> None:
+def test_modules_that_cannot_be_wrapped() -> None:
     with pytest.raises(instep.WrapError, match=r"wraps an nn\.Module, not a int"):
         instep.DataParallel(3)
     with pytest.raises(instep.WrapError, match=r"(?s)already wrapped by DataParallel.*model\.module"):

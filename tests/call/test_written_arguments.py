@@ -70,7 +70,7 @@ def gradients(model: Any, leaf: Tensor, *, before: Callable[[Tensor], Tensor], a
 
 @each_engine
 @pytest.mark.parametrize("begin", BEGIN.values(), ids=BEGIN.keys())
-def test_what_forward_made_of_an_argument_is_there_with_its_history(engine: str, begin: Callable[..., Tensor]) -> None:
+def test_in_place_writes_to_arguments_keep_their_history(engine: str, begin: Callable[..., Tensor]) -> None:
     plain, arguments = Head(begin), 2 if begin is BEGIN["the second"] else 1
     befores: list[Callable[[Tensor], Tensor]] = [lambda x: x * 1.5, lambda x: torch.cat([x, x], 1)[:, 2:6]]
     with instep.DataParallel(copy.deepcopy(plain), ["cpu"] * 3, engine=engine) as model:
@@ -83,7 +83,7 @@ def test_what_forward_made_of_an_argument_is_there_with_its_history(engine: str,
 
 
 @each_engine
-def test_what_the_caller_still_needed_is_an_error_as_on_one_device(engine: str) -> None:
+def test_writing_to_a_tensor_saved_for_backward_is_an_error_as_on_one_device(engine: str) -> None:
     plain = Head(BEGIN["scaled"])
     with instep.DataParallel(copy.deepcopy(plain), ["cpu"] * 2, engine=engine) as model:
         for each in (plain, model):

@@ -126,7 +126,7 @@ def test_where_it_cannot_be_tried_the_call_goes_on() -> None:
         assert model(batches[0]).shape == (7, 5)
 
 
-def test_the_trial_is_made_once_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_tried_once_without_side_effects(monkeypatch: pytest.MonkeyPatch) -> None:
     from instep.probe import probe
 
     made: list[bool] = []

@@ -114,7 +114,7 @@ class Counts(nn.Module):
 TRIED: list[int] = []
 
 
-def test_what_forward_sets_itself_is_no_change() -> None:
+def test_state_set_by_forward_does_not_change_the_fingerprint() -> None:
     TRIED.clear()
     with instep.DataParallel(Counts(), ["cpu"] * 2, engine="serial") as model:
         for _ in range(6):

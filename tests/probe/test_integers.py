@@ -67,7 +67,7 @@ def test_a_wide_mask_in_which_few_entries_differ(wrap: Any, dtype: torch.dtype, 
 
 
 @both_engines
-def test_what_rounding_turns_over_is_no_error(wrap: Any, engine: str) -> None:
+def test_integers_changed_by_rounding_are_no_error(wrap: Any, engine: str) -> None:
     """The threshold moves a little with the number of samples, as sums in short numbers do: one entry turns over."""
 
     def make(scores: Tensor) -> Tensor:

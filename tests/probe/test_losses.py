@@ -182,7 +182,7 @@ def test_a_mean_over_tokens_that_is_left_on_the_module(made: Any, engine: str) -
         torch.testing.assert_close(net.head.weight.grad, plain.head.weight.grad)
 
 
-def test_a_mean_over_what_no_argument_tells(made: Any) -> None:
+def test_a_mean_with_weights_that_are_not_arguments(made: Any) -> None:
     """Weights of classes in a loss: the message has the lines to write."""
 
     class Weighs(nn.Linear):

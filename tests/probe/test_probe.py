@@ -201,7 +201,7 @@ def test_a_scalar_that_no_rule_explains_is_an_error(wrap: Any, engine: str, name
     assert mine(x)["loss"].ndim == 0
 
 
-def test_what_the_user_says_is_not_judged(wrap: Any) -> None:
+def test_outputs_with_user_rules_get_no_verdict(wrap: Any) -> None:
     x = torch.randn(6, 3)
     for options in ({"merge": "cat"}, {"merge": {"p": "cat"}}, {"out_dims": {"p": 0}}, {"out_dims": 0}):
         model = wrap(Net(lambda _, h: {"p": h.softmax(0)}), **options)

@@ -65,7 +65,7 @@ class Restless(nn.Module):
         return self.layer(x)
 
 
-def test_nobody_notices_a_trial() -> None:
+def test_a_trial_has_no_side_effects() -> None:
     net = Restless()
     model = instep.DataParallel(net, ["cpu"] * 2, engine="serial")
     x, extra = torch.randn(6, 3), {"seen": [], "x": torch.ones(6, 2)}
@@ -116,7 +116,7 @@ def test_a_module_that_writes_to_its_weights_is_restored() -> None:
     assert torch.equal(net.layer.weight, before)
 
 
-def test_hooks_fire_once_for_each_replica_and_never_for_a_trial(wrap: Any) -> None:
+def test_hooks_run_once_per_replica_and_not_in_trials(wrap: Any) -> None:
     net, fired = Net(lambda _, h: h), []
     net.layer.register_forward_hook(lambda *_: fired.append(is_probing()))
     net.layer.register_forward_pre_hook(lambda *_: fired.append(is_probing()))

@@ -20,7 +20,7 @@ def record_counts(model: Any) -> list[int]:
     return [len(records) for records in probe_of(model)._records.values()]
 
 
-def test_zeros_prove_nothing_until_there_are_others(wrap: Any) -> None:
+def test_zeros_are_tried_again(wrap: Any) -> None:
     net = Net(lambda s, h: {"loss": (h * s.gate).pow(2).mean()})
     net.gate = nn.Parameter(torch.zeros(()))
     model, x = wrap(net), torch.randn(6, 3)
@@ -53,7 +53,7 @@ def test_calls_that_cannot_be_tried_do_not_prevent_later_trials(wrap: Any, first
 
 
 @both_engines
-def test_what_a_few_samples_do_not_show_is_looked_for_among_more(wrap: Any, engine: str) -> None:
+def test_undetermined_outputs_are_tried_on_more_samples(wrap: Any, engine: str) -> None:
     """Five samples are all right, the next ones are not: a share, and a count."""
     net = Net(lambda _, h: {"share": (h[:, 0] > 0).float().mean(), "wrong": int((h[:, 0] <= 0).sum())})
     nn.init.zeros_(net.layer.bias)
@@ -65,7 +65,7 @@ def test_what_a_few_samples_do_not_show_is_looked_for_among_more(wrap: Any, engi
     assert model(x)["wrong"] == 4
 
 
-def test_a_head_of_zeros_hides_nothing_for_ever(wrap: Any) -> None:
+def test_outputs_of_zeros_are_tried_again_later(wrap: Any) -> None:
     net = Net(lambda _, h: h - h.mean(0))
     nn.init.zeros_(net.layer.weight)
     model, x = wrap(net), torch.randn(6, 3)
@@ -103,7 +103,7 @@ def test_a_new_structure_is_tried_anew(wrap: Any) -> None:
     assert probe_of(model).last_record.trials.count == 1
 
 
-def test_strings_that_do_not_matter_are_not_tried_for_ever(wrap: Any) -> None:
+def test_the_number_of_tried_strings_is_bounded(wrap: Any) -> None:
     model, x = wrap(Net(lambda _, h, text: h.mean())), torch.randn(7, 3)
     for index in range(60):
         torch.testing.assert_close(model(x, text=f"text {index}"), model.layer(x).mean())
@@ -124,7 +124,7 @@ def test_explain_adds_no_records(wrap: Any) -> None:
     assert probe_of(model).last_record.status == "tried"
 
 
-def test_switches_are_tried_whatever_else_was_passed(wrap: Any) -> None:
+def test_booleans_and_enums_are_always_tried(wrap: Any) -> None:
     def then(_: Net, h: Tensor, step: int, total: bool = False) -> Tensor:
         return h.sum() if total else h.mean()
 

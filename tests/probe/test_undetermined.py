@@ -174,7 +174,7 @@ def test_a_part_without_a_mean_is_no_part_of_a_mean_over_samples(wrap: Any) -> N
         model(x, y=torch.tensor([0, 0, 0, 1, 2, 1]))
 
 
-def test_what_nothing_explained_is_not_explained_by_chance(wrap: Any) -> None:
+def test_an_unexplained_output_stays_an_error(wrap: Any) -> None:
     model = wrap(Net(lambda _, h, score: score.median()), **SERIAL)
     for score in (torch.randn(6).double(), torch.ones(6).double(), torch.ones(6).double() * 2):
         with pytest.raises(instep.MergeError, match="no sum, mean or constant explains it"):

@@ -79,7 +79,7 @@ KNOWN: dict[str, tuple[Any, Any]] = {
 
 @both_engines
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_loss_inside_the_module_says_what_it_divides_by(wrap: Any, engine: str, name: str) -> None:
+def test_a_criterion_of_the_module_determines_the_weights(wrap: Any, engine: str, name: str) -> None:
     loss, make = KNOWN[name]
     model, plain = wrapped(wrap, Learner(loss), engine)
     for size in (30, 7, 12):
@@ -147,7 +147,7 @@ HIDDEN: dict[str, tuple[Any, Tensor, tuple[int, ...]]] = {
 
 @both_engines
 @pytest.mark.parametrize("name", HIDDEN)
-def test_weights_that_nothing_tells_are_an_error(wrap: Any, engine: str, name: str) -> None:
+def test_unknown_weights_are_an_error(wrap: Any, engine: str, name: str) -> None:
     """The first samples weigh alike, the last do not."""
     loss, y, shape = HIDDEN[name]
     model = wrap(Learner(loss), engine=engine)

@@ -142,7 +142,7 @@ def test_draws_repeat_differ_between_replicas_and_are_the_same_on_every_engine(n
 
 
 @engines
-def test_each_replica_draws_what_its_seed_says(engine: str) -> None:
+def test_each_replica_draws_from_its_seed(engine: str) -> None:
     seeds = CallerGenerator(torch.default_generator)
     with wrap(Runs(torch.rand_like), engine) as model:
         out = model(torch.zeros(4, 5))
@@ -152,7 +152,7 @@ def test_each_replica_draws_what_its_seed_says(engine: str) -> None:
 
 
 @engines
-def test_the_caller_moves_by_one_number_whatever_the_count_of_replicas(engine: str) -> None:
+def test_the_callers_generator_advances_by_one_number(engine: str) -> None:
     torch.default_generator.manual_seed(5)
     torch.empty((), dtype=torch.int64).random_()
     expected = state()

@@ -75,7 +75,7 @@ class Holds(nn.Module):
 
 @engines
 @pytest.mark.parametrize("where", ["attribute", "list", "dict", "object", "closure", "partial"])
-def test_a_generator_of_the_module_gives_each_replica_one_of_its_own(engine: str, where: str) -> None:
+def test_each_replica_has_its_own_copy_of_a_generator_of_the_module(engine: str, where: str) -> None:
     net = Holds(where)
     source = net.find()
     runs, afters = [], []
@@ -171,7 +171,7 @@ def test_a_generator_that_is_given_is_each_replicas_own(engine: str, nested: boo
 
 
 @engines
-def test_a_generator_for_each_sample_is_used_as_it_is(engine: str) -> None:
+def test_one_generator_per_sample(engine: str) -> None:
     def some() -> list[torch.Generator]:
         return [torch.Generator().manual_seed(seed) for seed in range(6)]
 
