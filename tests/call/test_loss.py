@@ -151,7 +151,7 @@ def test_a_divisor_that_is_wrong_is_found(engine: str, monkeypatch: pytest.Monke
     ) as model:
         for _ in range(2):
             with pytest.raises(
-                instep.MergeError, match=r"the mean of MSELoss is taken for its sum over 2.*\n.*\n.*weight="
+                instep.MergeError, match=r"the mean of MSELoss was expected to be its sum divided by 2.*\n.*\n.*weight="
             ):
                 model(x, y)
 
@@ -161,7 +161,7 @@ def test_a_divisor_that_does_not_add_up_is_found(engine: str) -> None:
     """Each part alone is right, and both together are not: a sum with a divisor of its own for every shard."""
     module = instep.with_loss(nn.Linear(4, 1), lambda output, _: output.pow(2).sum(), weight=lambda *_: 1)
     model = instep.DataParallel(module, ["cpu"] * 2, engine=engine)
-    with pytest.raises(instep.MergeError, match="weight= is not what its mean divides by"):
+    with pytest.raises(instep.MergeError, match="weight= is not the divisor of its mean"):
         model(torch.randn(B, 4), torch.zeros(B))
     time_first = instep.with_loss(nn.Linear(4, CLASSES), nn.KLDivLoss(reduction="batchmean"))
     model = instep.DataParallel(time_first, ["cpu"] * 2, engine=engine, dim=1)
@@ -352,7 +352,7 @@ def test_a_wrong_weight_is_refused(engine: str) -> None:
 
     module = instep.with_loss(nn.Linear(4, 1), masked, weight=lambda output, target: len(target))
     model = instep.DataParallel(module, ["cpu"] * 2, engine=engine)
-    with pytest.raises(instep.MergeError, match="weight= is not what its mean divides by"):
+    with pytest.raises(instep.MergeError, match="weight= is not the divisor of its mean"):
         model(torch.randn(B, 4), torch.tensor([0, 1, 1, 0, 1, 0, 1]))
 
 

@@ -282,7 +282,7 @@ def test_explain_has_a_row_for_each_leaf(model: instep.DataParallel) -> None:
     assert "scale  float          whole (float)" in text
     assert "outputs: known after the first call" in text
     model(x, scale=2.0)
-    assert "joined along dim 0" in str(model.explain(x, scale=2.0))
+    assert "concatenated along dim 0" in str(model.explain(x, scale=2.0))
     assert "no argument is batched" in str(model.explain(3.0))
 
 

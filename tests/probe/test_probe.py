@@ -121,7 +121,7 @@ def test_noise_is_no_error(wrap: Any, engine: str) -> None:
     model = wrap(net, engine=engine)
     assert model(x).shape == (6, 4)
     assert "forward draws random numbers" in model.explain(x).trial
-    assert said(model, x) == {"(output)": "joined along dim 0 (the probe: batch in dim 0, by shapes alone)"}
+    assert said(model, x) == {"(output)": "concatenated along dim 0 (the probe: batch in dim 0, by shapes alone)"}
     scalar = wrap(Net(lambda _, h: (h + torch.randn_like(h)).mean()), engine=engine)
     with pytest.raises(instep.MergeError, match="0-d tensor that differs"):
         scalar(x)

@@ -99,7 +99,7 @@ def test_graphs_with_something_more_are_refused_whichever_part_has_it(engine: st
             large[sample] = 200
             with pytest.raises(MergeError) as caught:
                 model(large)
-            what = "the attribute 'z' of 'user'" if more == "key" else "the kind of nodes or edges 'item'"
+            what = "the attribute 'z' of 'user'" if more == "key" else "the node or edge type 'item'"
             assert f"cannot merge the output 'graphs': {what} is in {where}; give it to every graph" in str(
                 caught.value
             )

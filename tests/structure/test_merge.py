@@ -66,9 +66,9 @@ def test_declared_dims() -> None:
 
 def test_a_declared_dim_that_is_not_there() -> None:
     message = refused([{"h": torch.zeros(2, 3)}, {"h": torch.zeros(2, 4)}], [2, 2], out_dims={"h": 0})
-    assert "'h': tensors of shapes [[2, 3], [2, 4]] cannot be joined along dim 0" in message
-    assert "cannot be joined" in refused([torch.zeros(2), torch.zeros(2)], [2, 2], out_dims=1)
-    assert "cannot be joined" in refused([torch.zeros(2), torch.zeros(2, 1)], [2, 2], out_dims=0)
+    assert "'h': tensors of shapes [[2, 3], [2, 4]] cannot be concatenated along dim 0" in message
+    assert "cannot be concatenated" in refused([torch.zeros(2), torch.zeros(2)], [2, 2], out_dims=1)
+    assert "cannot be concatenated" in refused([torch.zeros(2), torch.zeros(2, 1)], [2, 2], out_dims=0)
 
 
 def test_a_declared_dim_leaves_words_joined() -> None:
@@ -252,8 +252,8 @@ def test_the_merger_reports_what_it_did_at_each_path() -> None:
     assert {path[0]: what for path, what in merger.actions.items()} == {
         "loss": "rule mean",
         "top": "rule max",
-        "y": "joined along dim 0",
-        "names": "joined, one entry per sample",
+        "y": "concatenated along dim 0",
+        "names": "concatenated, one entry per sample",
         "k": "equal on every replica",
     }
     merger.merge([torch.zeros(3), torch.zeros(2)], SIZES)

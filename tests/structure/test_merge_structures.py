@@ -61,7 +61,7 @@ def test_entries_in_another_order_are_the_same_entries() -> None:
 def test_other_entries_are_refused_by_path() -> None:
     message = refused([{"out": {"a": 1}}, {"out": {"a": 1, "b": 2}}])
     assert "the output 'out'" in message
-    assert "replica 1 has ['b'] besides" in message
+    assert "replica 1 also has ['b']" in message
 
 
 def test_results_of_torch() -> None:

@@ -98,14 +98,13 @@ def test_sizes_in_doubt_word_for_word() -> None:
     assert "2 and 3 and 4 all match" in split_error(a=["x"] * 2, b=["x"] * 3, c=["x"] * 4)
 
 
-def test_a_loss_word_for_word() -> None:
+def test_message_for_a_loss() -> None:
     parts = [{"loss": torch.tensor(1.0)}, {"loss": torch.tensor(2.0)}]
     assert merge_error(parts, [3, 2]).splitlines() == [
         "cannot merge the output 'loss': a 0-d tensor that differs between replicas (1.0, 2.0), from shards of [3, 2] "
         "samples.",
-        "Write what it means:  merge={'loss': ...}  with 'mean', 'sum', 'max', 'min', 'stack', 'list', 'first', "
-        "'drop',",
-        "  instep.weighted_by(...) for a mean over something else than samples, or a function (parts, sizes) -> value.",
+        "Set a rule:  merge={'loss': ...}  with 'mean', 'sum', 'max', 'min', 'stack', 'list', 'first', 'drop',",
+        "  instep.weighted_by(...) for a mean over other things than samples, or a function (parts, sizes) -> value.",
     ]
 
 
@@ -122,27 +121,27 @@ def test_shapes_are_shown() -> None:
     assert "all_gather" not in message
 
 
-def test_two_dims_that_follow_the_batch() -> None:
+def test_message_for_two_batch_dims() -> None:
     message = merge_error([{"sim": torch.zeros(3, 3)}, {"sim": torch.zeros(2, 2)}], [3, 2])
     assert "compute it outside forward" in message
 
 
-def test_other_entries_word_for_word() -> None:
+def test_message_for_different_keys() -> None:
     parts = [{"out": {"a": 1, "b": 2}}, {"out": {"a": 1, "c": 2}}]
     assert merge_error(parts, [3, 2]).splitlines() == [
-        "cannot merge the output 'out': the first replica has the entries ['a', 'b'], replica 1 has no ['b'] and has "
-        "['c'] besides, from shards of [3, 2] samples.",
-        "Return the same entries always, None where there is nothing, or write what it means:",
+        "cannot merge the output 'out': the first replica has the entries ['a', 'b'], replica 1 has no ['b'] and "
+        "also has ['c'], from shards of [3, 2] samples.",
+        "Always return the same entries, with None for missing values, or set a rule:",
         "  merge={'out': ...}  with 'list', 'first', 'drop' or a function (parts, sizes) -> value.",
     ]
 
 
-def test_a_list_in_doubt_word_for_word() -> None:
+def test_message_for_an_ambiguous_list() -> None:
     parts = [{"f": [torch.zeros(2, 3), torch.zeros(2, 3)]}, {"f": [torch.zeros(2, 3), torch.zeros(2, 3)]}]
     assert merge_error(parts, [2, 2]).splitlines() == [
-        "cannot tell how to read the output 'f': each replica gave a list as long as its shard, whose entries hold as "
-        "many samples as the shard too.",
-        "Write the line that is meant:",
+        "cannot determine how to merge the output 'f': on each replica, both the list and its entries have the size of "
+        "the shard.",
+        "Write one of:",
         "  merge={'f': 'list'}   # one entry per sample",
         "  merge={'f.*': 'cat'}   # a structure of batched tensors, in dim 0",
     ]
@@ -165,14 +164,14 @@ def test_an_unknown_type() -> None:
         pass
 
     message = merge_error([{"it": Thing()}, {"it": Thing()}], [1, 1])
-    assert "the output 'it': instep has not been told how to merge a Thing" in message
+    assert "the output 'it': Thing is not a registered type" in message
     assert "instep.register(Thing, size=" in message
-    assert "merge={'it': 'first'}" in message
+    assert "merge={'it': ...}  with 'first'" in message
 
 
 def test_different_types() -> None:
     message = merge_error([{"y": torch.zeros(2)}, {"y": "none"}], [2, 2])
-    assert "'y': the replicas gave different types, ['Tensor', 'str']" in message
+    assert "'y': the replicas returned different types, ['Tensor', 'str']" in message
 
 
 @pytest.mark.parametrize("rule", ["avg", "", None, 3, ("pad",), ("mean", 2), ("pad", 1, 2), {"a": "mean"}, ["mean"]])

@@ -177,7 +177,7 @@ _PLAIN_TYPES = frozenset(SCALARS)
 
 @functools.cache
 def _cat_description(dim: int) -> str:
-    return f"joined along dim {dim}"
+    return f"concatenated along dim {dim}"
 
 
 class _MergePass:
@@ -240,7 +240,7 @@ class _MergePass:
             return self._merge_tensors(parts, context, path, spec)
         if len(types) > 1 and not all(isinstance(part, NUMBER_TYPES) for part in parts):
             names = [type(part).__name__ for part in parts]
-            raise cannot_merge(path, parts, f"the replicas gave different types, {names}", context.sizes)
+            raise cannot_merge(path, parts, f"the replicas returned different types, {names}", context.sizes)
         return self._merge_by_type(parts, context, path, spec, rule)
 
     def _apply_rule(
@@ -309,7 +309,7 @@ class _MergePass:
         if is_per_sample:
             if not is_structure and (fits_both or len(set(sizes)) > 1):
                 self.readings[path] = PerSample
-            self._record(path, "joined, one entry per sample")
+            self._record(path, "concatenated, one entry per sample")
             return concat_sequences(parts)
         if is_structure:
             if lengths != sizes:
@@ -360,7 +360,9 @@ class _MergePass:
         handler = handlers[0]
         if handler is None or any(other is not handler for other in handlers):
             layouts = [layout_of(part) for part in parts]
-            raise cannot_merge(path, parts, f"the replicas gave tensors of different layouts, {layouts}", context.sizes)
+            raise cannot_merge(
+                path, parts, f"the replicas returned tensors of different layouts, {layouts}", context.sizes
+            )
         return self._merge_custom(parts, context, path, handler)
 
     def _merge_arrays(self, parts: Sequence[Any], context: MergeContext, path: Path, spec: DimSpec) -> Any:
@@ -386,7 +388,9 @@ class _MergePass:
             dim = spec.batch_dim % rank if rank else 0
             if same_rank and can_cat(shapes, [shape[dim] for shape in shapes], rank, dim):
                 return dim
-            raise cannot_merge(path, parts, f"tensors of shapes {shape_lists} cannot be joined along dim {dim}", sizes)
+            raise cannot_merge(
+                path, parts, f"tensors of shapes {shape_lists} cannot be concatenated along dim {dim}", sizes
+            )
         preferred = self.merger.dim % rank if -rank <= self.merger.dim < rank else -1
         matches = [dim for dim in range(rank) if has_batch_dim(shapes, sizes, rank, dim)]
         known_dim = self.batch_dims.get(path)
@@ -417,7 +421,7 @@ class _MergePass:
         try:
             counts = [handler.size(part) for part in parts]
             if counts == list(context.sizes):
-                self._record(path, "joined by its type's rule")
+                self._record(path, "merged by its type's handler")
                 return merge_by_handler(handler, parts)
         except InstepError as error:  # the handler cannot locate the samples
             raise cannot_merge(path, parts, str(error), context.sizes) from error
@@ -428,7 +432,7 @@ class _MergePass:
     def _merge_plain(self, parts: Sequence[Any], context: MergeContext, path: Path) -> Any:
         first = parts[0]
         if isinstance(first, torch.Size):
-            self._record(path, "a shape, number by number")
+            self._record(path, "a shape, merged entry by entry")
             return merge_torch_sizes(self.verdicts, parts, context, path)
         if not isinstance(first, (*SCALARS, np.generic, np.ndarray)):
             raise unregistered_type(path, first)

@@ -10,6 +10,8 @@ from instep.structure.shapes import shape_of
 from instep.structure.tree import Path, flatten_one_level, format_path
 from instep.structure.types import handler_for_type
 
+_GATHER_LINE = "  z = instep.all_gather(z)   # in forward, before samples interact: every replica gets the whole batch"
+
 
 def _output_name(path: Path) -> str:
     name = format_path(path)
@@ -47,16 +49,16 @@ def cannot_merge(
         choices = "'mean', 'sum', 'max', 'min', 'stack', 'list', 'first', 'drop'"
     lines = [
         f"cannot merge {_output_name(path)}: {why}, from shards of {list(sizes)} samples.",
-        f"Write what it means:  {_rule_line(path, '...')}  with {choices},",
-        "  instep.weighted_by(...) for a mean over something else than samples, or a function (parts, sizes) -> value.",
+        f"Set a rule:  {_rule_line(path, '...')}  with {choices},",
+        "  instep.weighted_by(...) for a mean over other things than samples, or a function (parts, sizes) -> value.",
     ]
     lines += [f"  {_rule_line(path, count)}" for count in suggestions]
     if 1 in sizes:
-        lines.append("Where a shard of one sample loses a dim (squeeze), min_shard=2 keeps shards larger.")
+        lines.append("If a shard of one sample loses a dim (squeeze), min_shard=2 avoids such shards.")
     if has_two_batch_dims:
         lines.append(
-            "Where an entry depends on the whole batch, gather what it is computed from, instep.all_gather(z), or "
-            "compute it outside forward, on the merged outputs."
+            "If an entry depends on the whole batch, gather its inputs with instep.all_gather(z), or compute it "
+            "outside forward, on the merged outputs."
         )
     return MergeError("\n".join(lines))
 
@@ -65,12 +67,12 @@ def depends_on_other_samples(path: Path, why: str, sizes: Sequence[int]) -> Merg
     """The output of a sample depends on other samples of the batch."""
     first, second = sizes
     return MergeError(
-        f"cannot merge {_output_name(path)}: {why}. It was tried on {first} and {second} samples apart and "
-        f"on the {first + second} together.\n"
-        f"Samples meet somewhere in forward. Write one of:\n"
-        f"  z = instep.all_gather(z)   # inside forward, before samples meet: every replica sees the whole batch\n"
+        f"cannot merge {_output_name(path)}: {why}. The trial ran {first} and {second} samples "
+        f"separately and all {first + second} together.\n"
+        f"Samples interact in forward. Write one of:\n"
+        f"{_GATHER_LINE}\n"
         f"  compute it outside forward, on the merged outputs\n"
-        f"  {_rule_line(path, '...')}   # 'cat', 'list', 'drop', ...: what the parts give is what is meant\n"
+        f"  {_rule_line(path, '...')}   # 'cat', 'list', 'drop', ...: accept the outputs of the parts\n"
         f"  {_rule_line(path, '(lambda parts, sizes: ...)')}   # a function of the parts"
     )
 
@@ -80,8 +82,8 @@ def no_rule_fits(path: Path, parts: Sequence[Any], why: str, sizes: Sequence[int
     error = cannot_merge(path, parts, f"{why}; no sum, mean or constant explains it", sizes, suggestions=counts)
     return MergeError(
         f"{error}\n"
-        f"If samples meet in it (a contrastive loss, a variance), none of these is right. Write one of:\n"
-        f"  z = instep.all_gather(z)   # inside forward, before samples meet: every replica sees the whole batch\n"
+        f"If samples interact in it (a contrastive loss, a variance), none of these is right. Write one of:\n"
+        f"{_GATHER_LINE}\n"
         f"  compute it outside forward, on the merged outputs"
     )
 
@@ -90,9 +92,8 @@ def conflicting_trials(path: Path, before: str, now: str) -> MergeError:
     """Two trials gave contradictory verdicts."""
     return MergeError(
         f"cannot merge {_output_name(path)}: some samples of the batch show a {before}, others a {now}.\n"
-        f"Write what it means:  {_rule_line(path, 'instep.weighted_by(...)')}  for a mean over "
-        "something else than samples, "
-        f"or a function (parts, sizes) -> value."
+        f"Set a rule:  {_rule_line(path, 'instep.weighted_by(...)')}  for a mean over other things than samples, or a "
+        f"function (parts, sizes) -> value."
     )
 
 
@@ -100,11 +101,11 @@ def keys_differ(path: Path, keys: Sequence[Any], index: int, other: Sequence[Any
     """The keys of a container differ between replicas."""
     missing = [key for key in keys if key not in set(other)]
     added = [key for key in other if key not in set(keys)]
-    differences = [f"has no {missing}"] * bool(missing) + [f"has {added} besides"] * bool(added)
+    differences = [f"has no {missing}"] * bool(missing) + [f"also has {added}"] * bool(added)
     return MergeError(
         f"cannot merge {_output_name(path)}: the first replica has the entries {list(keys)}, replica {index} "
         f"{' and '.join(differences)}, from shards of {list(sizes)} samples.\n"
-        f"Return the same entries always, None where there is nothing, or write what it means:\n"
+        f"Always return the same entries, with None for missing values, or set a rule:\n"
         f"  {_rule_line(path, '...')}  with 'list', 'first', 'drop' or a function (parts, sizes) -> value."
     )
 
@@ -112,9 +113,8 @@ def keys_differ(path: Path, keys: Sequence[Any], index: int, other: Sequence[Any
 def ambiguous_list(path: Path, dim: int) -> MergeError:
     """A list could hold one entry per sample or be a structure of batched leaves."""
     return MergeError(
-        f"cannot tell how to read {_output_name(path)}: each replica gave a list as long as its "
-        "shard, whose entries hold as "
-        f"many samples as the shard too.\nWrite the line that is meant:\n"
+        f"cannot determine how to merge {_output_name(path)}: on each replica, both the list and its entries have the "
+        f"size of the shard.\nWrite one of:\n"
         f"  {_rule_line(path, repr('list'))}   # one entry per sample\n"
         f"  {_rule_line((*path, '*'), repr('cat'))}   # a structure of batched tensors, in dim {dim}"
     )
@@ -124,29 +124,27 @@ def unregistered_type(path: Path, value: Any) -> MergeError:
     """The type is not registered."""
     name = type(value).__name__
     return MergeError(
-        f"cannot merge {_output_name(path)}: instep has not been told how to merge a {name}.\n"
-        f"Write, once:\n"
+        f"cannot merge {_output_name(path)}: {name} is not a registered type.\n"
+        f"Write once:\n"
         f"  instep.register({name}, size=lambda v: ..., split=lambda v, sizes: [...], merge=lambda parts: ...)\n"
-        f"or choose:  {_rule_line(path, repr('first'))}  or 'list', 'drop', a function (parts, sizes) -> value."
+        f"or set a rule:  {_rule_line(path, '...')}  with 'first', 'list', 'drop' or a function (parts, sizes)."
     )
 
 
 def attributes_differ(path: Path, parts: Sequence[Any], names: Sequence[str], sizes: Sequence[int]) -> MergeError:
     """Extra attributes of a container, number or string differ between replicas."""
     type_name = type(parts[0]).__name__
-    why = f"the attributes {list(names)} of a {type_name} differ between replicas, and only what it holds is merged"
+    why = f"the attributes {list(names)} of a {type_name} differ between replicas, and attributes are not merged"
     error = cannot_merge(path, parts, why, sizes)
-    return MergeError(f"{error}\nOr return them as entries of a dictionary, each of which is merged by itself.")
+    return MergeError(f"{error}\nOr return them as entries of a dictionary: these are merged.")
 
 
 def no_batch_size(path: Path, value: Any) -> MergeError:
     """A value of a batched type has no batch size, such as a TensorDict of losses."""
     name = type(value).__name__
     return MergeError(
-        f"cannot merge {_output_name(path)}: a {name} that does not say how many samples it holds "
-        "(no batch size), so that "
-        f"its entries are not merged one by one.\n"
-        f"Return a dictionary ({name}.to_dict() makes one), or write what it means:\n"
+        f"cannot merge {_output_name(path)}: a {name} without a batch size.\n"
+        f"Return a dictionary ({name}.to_dict()), whose entries are merged one by one, or set a rule:\n"
         f"  {_rule_line(path, '...')}  with 'list', 'first', 'drop' or a function (parts, sizes) -> value."
     )
 
@@ -155,8 +153,8 @@ def ambiguous_part_sizes(length: int | None, inner: Sequence[set[int | None]]) -
     """The parts are lists of tensors, and nothing else gives their numbers of samples."""
     batched = [next(iter(sizes)) for sizes in inner]
     return MergeError(
-        f"cannot tell how many samples the parts hold: each has a list of {length} tensors.\n"
-        f"Write the line that is meant:\n"
+        f"cannot determine the number of samples in the parts: each has a list of {length} tensors.\n"
+        f"Write one of:\n"
         f"  merge(parts, {[length] * len(batched)})   # one entry per sample\n"
         f"  merge(parts, {batched})   # a structure of batched tensors"
     )
@@ -165,21 +163,21 @@ def ambiguous_part_sizes(length: int | None, inner: Sequence[set[int | None]]) -
 def wrong_divisor(criterion: str, divisor: Any, computed: Any, expected: Any) -> MergeError:
     """The mean of a criterion is not its sum divided by the assumed divisor."""
     return MergeError(
-        f"the mean of {criterion} is taken for its sum over {float(divisor):g}, which is {float(computed):.6g} for the "
-        f"samples that were tried, and the criterion itself says {float(expected):.6g}.\n"
+        f"the mean of {criterion} was expected to be its sum divided by {float(divisor):g}, which is "
+        f"{float(computed):.6g} for the samples tried, but the criterion returned {float(expected):.6g}.\n"
         "Write one of:\n"
-        "  instep.with_loss(net, criterion, weight=lambda output, target: ...)   # what its mean divides by\n"
-        "  loss = criterion(model(x), y)   # the loss outside, on the merged output"
+        "  instep.with_loss(net, criterion, weight=lambda output, target: ...)   # the divisor of its mean\n"
+        "  loss = criterion(model(x), y)   # outside, on the merged output"
     )
 
 
 def loss_not_additive() -> MergeError:
     """The losses of the parts of a batch do not add up to the loss of the whole batch."""
     return MergeError(
-        "the losses of two parts of the batch do not add up to the loss of both: samples meet in forward or in the "
-        "criterion, or weight= is not what its mean divides by.\n"
+        "the losses of two parts of the batch do not add up to the loss of both: samples interact in forward or in the "
+        "criterion, or weight= is not the divisor of its mean.\n"
         "Write one of:\n"
-        "  z = instep.all_gather(z)   # inside forward, before samples meet: every replica sees the whole batch\n"
-        "  loss = criterion(model(x), y)   # the loss outside, on the merged output\n"
-        "  probe=False   # if what each shard gives alone is what is meant"
+        f"{_GATHER_LINE}\n"
+        "  loss = criterion(model(x), y)   # outside, on the merged output\n"
+        "  probe=False   # accept the losses of separate shards"
     )

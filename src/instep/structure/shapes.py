@@ -11,17 +11,17 @@ from torch import Tensor
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor is numbers in strided memory: not sparse, not nested."""
+    """Whether a tensor is strided, neither sparse nor nested."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:
-    """Whether a tensor is one of torch's own class, and dense."""
+    """Whether a tensor is dense and not of a subclass."""
     return type(tensor) is Tensor and is_dense(tensor)
 
 
 def is_integer(part: Tensor) -> bool:
-    """Whether a tensor holds whole numbers; booleans are none."""
+    """Whether a tensor has an integer dtype. Booleans do not count."""
     return not (part.is_floating_point() or part.is_complex() or part.dtype is torch.bool)
 
 
@@ -31,7 +31,7 @@ def has_batch_dim(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank:
 
 
 def can_cat_plain_tensors(parts: Sequence[Any], sizes: Sequence[int], rank: int, dim: int) -> bool:
-    """Whether ordinary tensors, each replica its own, follow the batch in the dim that was seen before."""
+    """Whether the parts are distinct dense tensors that can be concatenated along the batch dim `dim`."""
     for part in parts:
         if type(part) is not Tensor or part.layout is not torch.strided or part.is_nested:
             return False
@@ -39,7 +39,7 @@ def can_cat_plain_tensors(parts: Sequence[Any], sizes: Sequence[int], rank: int,
 
 
 def can_cat(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: int, dim: int) -> bool:
-    """Whether tensors of these shapes follow the batch along a dim and agree in the others."""
+    """Whether tensors of these shapes have the shards' sizes in `dim` and equal sizes in the other dims."""
     first = shapes[0]
     for shape, size in zip(shapes, sizes, strict=True):
         if len(shape) != rank or shape[dim] != size:
@@ -50,26 +50,26 @@ def can_cat(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], rank: int, 
 
 
 def tensors_equal(parts: Sequence[Tensor]) -> bool:
-    """Whether tensors of one shape are equal to the last bit, or all nothing but NaN."""
+    """Whether tensors of one shape are bitwise equal, or all NaN."""
     first = parts[0]
     return all(part.dtype == first.dtype and torch.equal(part, first) for part in parts) or all(
         part.dtype == first.dtype and bool(torch.isnan(part).all()) for part in parts
     )
 
 
-def equal_values(one: Any, other: Any) -> bool:
-    """Whether two numbers or arrays are equal, or both nothing but NaN."""
-    return bool(np.all(one == other)) or bool(np.all(one != one) and np.all(other != other))
+def equal_values(left: Any, right: Any) -> bool:
+    """Whether two numbers or arrays are equal, or both all NaN."""
+    return bool(np.all(left == right)) or bool(np.all(left != left) and np.all(right != right))
 
 
 def format_values(parts: Sequence[Any]) -> str:
-    """The first values, for a message."""
+    """The first scalar values, for a message."""
     shown = [repr(part.item()) if isinstance(part, Tensor) else repr(part) for part in parts[:4]]
     return ", ".join(shown) + (", ..." if len(parts) > 4 else "")
 
 
 def summarize_values(values: Sequence[Any]) -> str:
-    """The first values of any kind, for a message: what fits in a few words, else what it is and its shape."""
+    """The first values, for a message. Large tensors are shown by shape, long values are truncated."""
     return " and ".join(map(_summarize_value, values[:4])) + (", ..." if len(values) > 4 else "")
 
 
@@ -82,9 +82,9 @@ def _summarize_value(value: Any) -> str:
 
 
 def shape_of(value: Any) -> list[Any]:
-    """The shape of a tensor, for a message; `*` where the rows of a nested one differ."""
+    """The shape of a tensor, for a message. Ragged dims of a nested tensor are `*`."""
     if getattr(value, "is_nested", False):
-        sizes = ["*"] * value.dim() if value.layout is torch.strided else value.shape  # the first has none
+        sizes = ["*"] * value.dim() if value.layout is torch.strided else value.shape  # strided: no shape
         return [value.size(0), *[size if isinstance(size, int) else "*" for size in sizes[1:]]]
     return list(getattr(value, "shape", ()))
 

@@ -8,9 +8,9 @@ from itertools import accumulate
 
 
 def balanced_sizes(batch: int, replicas: int, min_shard: int = 1, shares: Sequence[float] = ()) -> tuple[int, ...]:
-    """Sizes that sum to `batch` and use fewer replicas rather than less than `min_shard`.
+    """Shard sizes that sum to `batch`. Uses fewer replicas if shards would be smaller than `min_shard`.
 
-    They differ by at most one, or follow `shares` as closely as whole samples can.
+    The sizes differ by at most one, or are proportional to `shares` up to rounding.
 
     >>> balanced_sizes(10, 4)
     (3, 3, 2, 2)
@@ -32,7 +32,7 @@ def balanced_sizes(batch: int, replicas: int, min_shard: int = 1, shares: Sequen
 def sizes_by_cost(
     costs: Sequence[float], parts: int, min_shard: int = 1, shares: Sequence[float] = ()
 ) -> tuple[int, ...]:
-    """Sizes of `parts` runs of samples whose costs add up to about the same, or to about their shares.
+    """Sizes of `parts` consecutive shards with similar total costs, or with costs proportional to `shares`.
 
     >>> sizes_by_cost([8, 1, 1, 1, 1, 4], 2)
     (1, 5)
@@ -45,21 +45,20 @@ def sizes_by_cost(
 
 
 def _shard_ends(shares: Sequence[float], total: float) -> list[float]:
-    """Where each part should end, on the scale of what is added up."""
-    whole = sum(shares)
-    return [total * reached / whole for reached in accumulate(shares)]
+    """The cumulative cost at which each shard should end."""
+    return [total * cumulative / sum(shares) for cumulative in accumulate(shares)]
 
 
-def _sizes_near_ends(amounts: Sequence[float], targets: Sequence[float], least: int) -> tuple[int, ...]:
-    """Runs that end as near to the targets as they can, none shorter than `least`."""
-    reached = [0.0, *accumulate(amounts)]
-    count, parts, start = len(amounts), len(targets), 0
+def _sizes_near_ends(costs: Sequence[float], ends: Sequence[float], min_shard: int) -> tuple[int, ...]:
+    """Sizes of shards whose cumulative costs are nearest to `ends`, none smaller than `min_shard`."""
+    cumulative = [0.0, *accumulate(costs)]
+    count, parts, start = len(costs), len(ends), 0
     sizes = []
-    for index, target in enumerate(targets[:-1]):
-        at = bisect_left(reached, target)
-        if at > 0 and target - reached[at - 1] < reached[min(at, count)] - target:
-            at -= 1
-        stop = min(max(at, start + least), count - least * (parts - 1 - index))
+    for index, end in enumerate(ends[:-1]):
+        nearest = bisect_left(cumulative, end)
+        if nearest > 0 and end - cumulative[nearest - 1] < cumulative[min(nearest, count)] - end:
+            nearest -= 1
+        stop = min(max(nearest, start + min_shard), count - min_shard * (parts - 1 - index))
         sizes.append(stop - start)
         start = stop
     return (*sizes, count - start)
