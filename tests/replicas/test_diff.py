@@ -10,7 +10,7 @@ from torch import nn
 
 from instep.replicas import diff, write_watch
 from instep.replicas.diff import ChangeTracker, IdentitySnapshot
-from instep.replicas.write_watch import MemoryLayout, WriteDetector
+from instep.replicas.write_watch import MemoryLayout, SavedValues, WriteDetector, data_ptr
 
 
 @pytest.fixture(params=[True, False], ids=["by address", "object by object"])
@@ -122,15 +122,17 @@ def test_memory_that_is_read_otherwise_is_seen(
     assert not lay.is_unchanged()
 
 
-def test_writes_to_leaves_are_seen() -> None:
-    source = nn.Parameter(torch.zeros(3))
-    alias, private = source.detach().requires_grad_(), source.detach().clone().requires_grad_()
-    writes = WriteDetector([(source, alias), (source, private)])
-    writes.begin()
-    assert not writes.written()
+def test_writes_are_detected_by_version_address_and_value() -> None:
+    leaf = nn.Parameter(torch.zeros(3))
+    versions, addresses = WriteDetector(["leaf"], [leaf]), WriteDetector(["leaf"], [leaf], read=data_ptr)
+    values = SavedValues([("leaf", leaf)])
+    assert versions.written() == addresses.written() == values.changed() == []
     with torch.no_grad():
-        alias.add_(1)
-    assert [(one is source, held is alias) for one, held in writes.written()] == [(True, True)]
-    writes.begin()
-    private.data = torch.ones(3)
-    assert [(one is source, held is private) for one, held in writes.written()] == [(True, True)]
+        leaf.detach().add_(1)  # a view has the counter of its base
+    assert (versions.written(), addresses.written(), values.changed()) == (["leaf"], [], ["leaf"])
+    versions.reset()
+    values.restore(["leaf"])
+    leaf.data.add_(1)
+    assert (versions.written(), addresses.written(), values.changed()) == ([], [], ["leaf"])
+    leaf.data = torch.zeros(3)
+    assert (addresses.written(), values.changed()) == (["leaf"], [])

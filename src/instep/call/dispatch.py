@@ -27,7 +27,7 @@ from instep.replicas.object_graph import Contents
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.replicas.state.carried import CarriedValue
 from instep.replicas.tensors import ParameterSharing
-from instep.replicas.write_watch import memory_key
+from instep.replicas.write_watch import WriteDetector, memory_key
 from instep.runtime.ambient import AmbientState
 from instep.runtime.rng import ReplicaRng, rng_state_reads
 from instep.structure.shapes import is_plain_tensor
@@ -72,11 +72,11 @@ class ReplicaDispatch:
         self._records_graph = self.ambient.grad_enabled and not self.ambient.inference_mode
         self._inputs = [_GraphInputs() for _ in self.replicas]
         self._joint_inputs = _JointInputs()
-        self._argument_versions: list[tuple[str, Tensor, int]] = []
+        self._argument_writes: WriteDetector[str] = WriteDetector([], [])
 
     def written_argument(self) -> str | None:
         """The name of an argument that a replica wrote to in place."""
-        return next((name for name, tensor, version in self._argument_versions if tensor._version != version), None)
+        return next(iter(self._argument_writes.written()), None)
 
     def restore_shared_arguments(self) -> None:
         """Undo the replicas' changes of arguments that every replica receives whole."""
@@ -92,7 +92,7 @@ class ReplicaDispatch:
         """Run the replicas. Tensors in the results belong to the caller's graph."""
         values = self._enter_graph(self._append_carried(shards))
         arguments = [list(row[: len(names)]) for row in values]
-        self._record_versions(arguments, names)
+        self._watch_arguments(arguments, names)
         self._assign_carried([row[len(names) :] for row in values])
         results = self._forward(arguments, positional, names)
         self._restore_module_tensors(results)
@@ -117,13 +117,11 @@ class ReplicaDispatch:
             return [self._joint_inputs.enter(shard) for shard in shards]
         return [inputs.enter(shard) for inputs, shard in zip(self._inputs, shards, strict=True)]
 
-    def _record_versions(self, arguments: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
+    def _watch_arguments(self, arguments: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
         """Record the state of the arguments, to detect in-place writes by the replicas."""
         named = [(name, value) for values in arguments for name, value in zip(names, values, strict=True)]
-        tensors = [(name, tensor) for name, value in named for tensor in tensors_in(value)]
-        self._argument_versions = [
-            (name, tensor, tensor._version) for name, tensor in tensors if not tensor.is_inference()
-        ]
+        tensors = ((name, tensor) for name, value in named for tensor in tensors_in(value))
+        self._argument_writes = WriteDetector.from_pairs(tensors)
         if self.shared_arguments is not None:
             self.shared_arguments.enter(arguments)
             self.argument_ids = {*self.argument_ids, *self.shared_arguments.ids}

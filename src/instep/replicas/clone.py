@@ -1,4 +1,4 @@
-"""Cloning a module for a replica, around the replica's own tensors."""
+"""Copying of the source module for a replica. Objects that lead to no tensor or module are shared."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ WEAK_PROXIES: tuple[Any, ...] = (weakref.ProxyType, weakref.CallableProxyType)
 
 
 class ModuleWrapper(ABC):
-    """A wrapper that stands where a module could; inside a replica there is only the module."""
+    """A wrapper around a module. Replicas have a copy of the module in its place."""
 
     module: nn.Module
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the wrapper holds beside the module."""
+        """Release the resources of the wrapper."""
 
 
 @dataclass
 class CloneScope:
-    """What was made for one value: it is forgotten together with it."""
+    """The copies made for one value. They are forgotten together."""
 
     memo: dict[int, tuple[Any, Any]] = field(default_factory=dict)
-    """By the id of the source: the source, held so that its id is not used again, and what was made of it."""
+    """By id of the original: the original, which keeps the id valid, and its copy."""
     containers: list[tuple[Any, Contents, Any]] = field(default_factory=list)
-    """Containers of the source that were rebuilt, with what they held and what was made of them."""
+    """Containers that were copied: the original, its contents then, and the copy."""
     generators: list[tuple[torch.Generator, torch.Generator]] = field(default_factory=list)
-    """Generators of the source, with what was made of them."""
+    """(original, copy) of each generator."""
 
 
 class Cloner:
-    """Rebuilds objects of one source module for one replica; the same object is always rebuilt as the same object."""
+    """Copies objects of one source module for one replica. Each object is copied once."""
 
     def __init__(
         self,
@@ -89,28 +89,31 @@ class Cloner:
         self._shareable: dict[int, Any] = {}
         self._depth = 0
         self.shares_generator = False
-        """Whether replicas share a generator of the source, because what holds it does not let itself be copied."""
+        """Whether replicas share a generator because the object that holds it cannot be copied."""
         self.modules: list[tuple[nn.Module, nn.Module]] = []
-        """Every module of the source that was met, registered or not, with what was made of it."""
+        """(original, copy) of each module, registered or not."""
 
     @property
     def containers(self) -> list[tuple[Any, Contents, Any]]:
-        """Every container of the source that was rebuilt, with what it held then and what was made of it."""
-        return [entry for layer in (self._root_scope, *self._scopes.values()) for entry in layer.containers]
+        """The containers that were copied: the original, its contents then, and the copy."""
+        return [entry for scope in self._all_scopes() for entry in scope.containers]
 
     @property
     def generators(self) -> list[tuple[torch.Generator, torch.Generator]]:
-        """Every generator of the source that was met, with what was made of it."""
-        return [entry for layer in (self._root_scope, *self._scopes.values()) for entry in layer.generators]
+        """(original, copy) of each generator."""
+        return [entry for scope in self._all_scopes() for entry in scope.generators]
+
+    def _all_scopes(self) -> list[CloneScope]:
+        return [self._root_scope, *self._scopes.values()]
 
     def clone(self, value: Any) -> Any:
-        """The replica's counterpart of a value of the source; the value itself where it holds nothing of the source."""
+        """The replica's copy of a value, or the value itself if it can be shared."""
         known = self._lookup(value)
         if known is not None:
             return known[1]
         if is_atomic(value):
             return value
-        if type(value) in WEAK_PROXIES:  # it says that it is of the class of what it stands for
+        if type(value) in WEAK_PROXIES:  # its `__class__` is that of the referent
             return self._remember(value, weakref.proxy(self.clone(value.__init__.__self__)))
         self._depth += 1
         try:
@@ -123,58 +126,57 @@ class Cloner:
     def _lookup(self, value: Any) -> tuple[Any, Any] | None:
         known = self._root_scope.memo.get(id(value)) or self._scope.memo.get(id(value))
         if known is None and self._scopes:
-            known = next((layer.memo[id(value)] for layer in self._scopes.values() if id(value) in layer.memo), None)
+            known = next((scope.memo[id(value)] for scope in self._scopes.values() if id(value) in scope.memo), None)
         return known
 
     def reclone_attribute(self, key: Any, name: str, value: Any) -> tuple[Any, list[Any]]:
-        """The counterpart of an attribute that was set after the clone was made, known by `key`.
+        """Copy an attribute that was set after the module was copied; `key` identifies the attribute.
 
-        Also returns what had been made for the value it had before, which nothing needs any longer.
+        Also returns the copies that were made for its previous value.
         """
         before = self._scopes.pop(key, CloneScope())
         self._scope = CloneScope()
         try:
-            made = self.clone_attribute(name, value)
+            copy = self.clone_attribute(name, value)
             if self._scope.memo:
                 self._scopes[key] = self._scope
         finally:
             self._scope = self._root_scope
-        return made, [old for _, old in before.memo.values()]
+        return copy, [old for _, old in before.memo.values()]
 
     def has_clone(self, value: Any) -> bool:
-        """Whether something else was made of a value."""
+        """Whether a value was copied, not shared."""
         known = self._lookup(value)
         return known is not None and known[1] is not value
 
     def sources_by_clone_id(self) -> dict[int, Any]:
-        """By the id of what was made: the object of the source that it stands for."""
-        layers = (self._root_scope, *self._scopes.values())
-        return {id(made): source for layer in layers for source, made in layer.memo.values()}
+        """The original of each copy, by the id of the copy."""
+        return {id(copy): source for scope in self._all_scopes() for source, copy in scope.memo.values()}
 
-    def update_container(self, source: Any, made: Any) -> list[Any]:
-        """Bring what was made of a container up to the source's contents; returns what nothing needs any longer."""
+    def update_container(self, source: Any, copy: Any) -> list[Any]:
+        """Update the copy of a container to the contents of the original. Returns the copies that are not used now."""
         key = ("inside", id(source))
         before, contents = self._scopes.pop(key, CloneScope()), read_contents(source)
-        held = {id(item) for item in contents.items if isinstance(item, Tensor)}
-        self._scope = CloneScope({name: pair for name, pair in before.memo.items() if name in held})
+        kept = {id(item) for item in contents.items if isinstance(item, Tensor)}
+        self._scope = CloneScope({number: pair for number, pair in before.memo.items() if number in kept})
         try:
             keys = tuple(map(self.clone, contents.keys))
-            write_contents(made, Contents(keys, tuple(map(self.clone, contents.items))))
-            self._scope.containers.append((source, contents, made))
+            write_contents(copy, Contents(keys, tuple(map(self.clone, contents.items))))
+            self._scope.containers.append((source, contents, copy))
             self._scopes[key] = self._scope
         finally:
             self._scope = self._root_scope
-        for layer in (self._root_scope, *self._scopes.values()):
-            layer.containers = [e for e in layer.containers if e[2] is not made or e[1] is contents]
-        return [old for name, (_, old) in before.memo.items() if name not in held]
+        for scope in self._all_scopes():
+            scope.containers = [e for e in scope.containers if e[2] is not copy or e[1] is contents]
+        return [old for number, (_, old) in before.memo.items() if number not in kept]
 
     def _clone_new(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._remember(value, self._clone_tensor(value))
         if isinstance(value, torch.Generator):
-            made = self._remember(value, self._clone_generator(value))
-            self._scope.generators.append((value, made))
-            return made
+            generator = self._remember(value, self._clone_generator(value))
+            self._scope.generators.append((value, generator))
+            return generator
         if isinstance(value, ModuleWrapper):
             return self._remember(value, self.clone(value.module))
         if isinstance(value, nn.Module):
@@ -183,19 +185,19 @@ class Cloner:
             return self._remember(value, CallerOnly(value, self._caller_only_accesses))
         return self._rebuild(value) if self._reaches_source(value) else value
 
-    def _remember(self, source: Any, made: Any) -> Any:
-        self._scope.memo[id(source)] = (source, made)
-        return made
+    def _remember(self, source: Any, copy: Any) -> Any:
+        self._scope.memo[id(source)] = (source, copy)
+        return copy
 
     def _clone_module(self, source: nn.Module) -> nn.Module:
-        made = self._remember(source, source.__class__.__new__(source.__class__))
-        self.modules.append((source, made))
+        module: nn.Module = self._remember(source, source.__class__.__new__(source.__class__))
+        self.modules.append((source, module))
         for name, value in source.__dict__.items():
-            made.__dict__[name] = self.clone_attribute(name, value)
-        return made  # type: ignore[no-any-return]
+            module.__dict__[name] = self.clone_attribute(name, value)
+        return module
 
     def clone_attribute(self, name: str, value: Any) -> Any:
-        """The counterpart of one entry of a module's `__dict__`; its tables are the replica's own."""
+        """Copy one entry of a module's `__dict__`. Registries and hook tables are always copied."""
         if self._device_pair is not None and type(value) is torch.device and value == self._device_pair[0]:
             return self._device_pair[1]
         if name in REGISTRIES_AND_HOOKS and isinstance(value, dict):
@@ -203,63 +205,57 @@ class Cloner:
         return self.clone(value)
 
     def _rebuild(self, value: Any) -> Any:
-        maker = _CLONE_METHODS.get(type(value))
-        if maker is not None:
-            return maker(self, value)
+        method = _CLONE_METHODS.get(type(value))
+        if method is not None:
+            return method(self, value)
         if is_numeric_array(value):
             return self._clone_array(value)
-        for base in (dict, list, set, deque):
-            if isinstance(value, base):
-                return self._clone_container(value)
+        if isinstance(value, (dict, list, set, deque)):
+            return self._clone_container(value)
         if isinstance(value, (tuple, frozenset)):
             return self._clone_tuple(value)
         return self._clone_object(value)
 
     def _clone_container(self, value: Any) -> Any:
-        """A list, set or dictionary, with its attributes if it has any."""
-        made = _empty_like(value)
-        attributes = extra_attributes(value)
-        pairs = [(value, made)] if attributes is None else [(value, made), (attributes, made.__dict__)]
-        for source, copy in pairs:
-            self._remember(source, copy)
-            contents = read_contents(source)
-            self._scope.containers.append((source, contents, copy))
-            write_contents(
-                copy, Contents(tuple(map(self.clone, contents.keys)), tuple(map(self.clone, contents.items)))
-            )
-        return made
+        """Copy a list, deque, set or dictionary, and the attributes of a subclass."""
+        copy = self._remember(value, _empty_like(value))
+        contents = read_contents(value)
+        self._scope.containers.append((value, contents, copy))
+        write_contents(copy, Contents(tuple(map(self.clone, contents.keys)), tuple(map(self.clone, contents.items))))
+        self._clone_extra_attributes(value, copy)
+        return copy
 
     def _clone_tuple(self, value: Any) -> Any:
         items = [self.clone(item) for item in value]
         cls = type(value)
-        made = self._remember(value, cls._make(items) if hasattr(cls, "_make") else cls(items))
-        self._clone_extra_attributes(value, made)
-        return made
+        copy = self._remember(value, cls._make(items) if hasattr(cls, "_make") else cls(items))
+        self._clone_extra_attributes(value, copy)
+        return copy
 
-    def _clone_extra_attributes(self, value: Any, made: Any) -> None:
-        """Give a copy the attributes that a value has beside its items."""
+    def _clone_extra_attributes(self, value: Any, copy: Any) -> None:
+        """Copy the attributes of a function, or those of a container beside its items."""
         attributes = extra_attributes(value)
         if attributes is not None:
-            self._remember(attributes, made.__dict__)
-            made.__dict__.update({name: self.clone(item) for name, item in attributes.items()})
-            self._scope.containers.append((attributes, read_contents(attributes), made.__dict__))
+            self._remember(attributes, copy.__dict__)
+            copy.__dict__.update({name: self.clone(item) for name, item in attributes.items()})
+            self._scope.containers.append((attributes, read_contents(attributes), copy.__dict__))
 
     def _clone_function(self, value: types.FunctionType) -> Any:
-        """A function whose cells or defaults hold something of the source, around the replica's own."""
+        """Copy a function with copies of its closure, defaults and attributes."""
         cells = tuple(types.CellType() for _ in value.__closure__ or ())
-        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, cells or None)
-        self._remember(value, made)
-        for cell, old in zip(cells, value.__closure__ or (), strict=True):
-            content = cell_contents(old)
+        copy = types.FunctionType(value.__code__, value.__globals__, value.__name__, None, cells or None)
+        self._remember(value, copy)
+        for cell, source_cell in zip(cells, value.__closure__ or (), strict=True):
+            content = cell_contents(source_cell)
             if content is not EMPTY_CELL:
                 cell.cell_contents = self.clone(content)
-        made.__defaults__ = self.clone(value.__defaults__)
-        made.__kwdefaults__ = self.clone(value.__kwdefaults__)
-        if extra_attributes(value) is None:  # torch's own
-            made.__dict__.update({name: self.clone(item) for name, item in value.__dict__.items()})
-        self._clone_extra_attributes(value, made)
-        made.__qualname__, made.__doc__, made.__module__ = value.__qualname__, value.__doc__, value.__module__
-        return made
+        copy.__defaults__ = self.clone(value.__defaults__)
+        copy.__kwdefaults__ = self.clone(value.__kwdefaults__)
+        if extra_attributes(value) is None:  # a function of torch
+            copy.__dict__.update({name: self.clone(item) for name, item in value.__dict__.items()})
+        self._clone_extra_attributes(value, copy)
+        copy.__qualname__, copy.__doc__, copy.__module__ = value.__qualname__, value.__doc__, value.__module__
+        return copy
 
     def _clone_method(self, value: types.MethodType) -> Any:
         return self._remember(value, types.MethodType(self.clone(value.__func__), self.clone(value.__self__)))
@@ -274,37 +270,37 @@ class Cloner:
         return self._remember(value, value if target is None else weakref.ref(self.clone(target)))
 
     def _clone_object(self, value: Any) -> Any:
-        """Some object with attributes; one that does not let itself be copied is shared."""
+        """Copy an object with attributes. One that cannot be copied is shared."""
         try:
             if isinstance(value, enum.Enum):
-                raise TypeError("a member of an enumeration is one for the whole program")
-            made = types.SimpleNamespace() if type(value) is types.SimpleNamespace else shallow_copy(value)
+                raise TypeError("there is one object for each member of an enum")
+            copy = types.SimpleNamespace() if type(value) is types.SimpleNamespace else shallow_copy(value)
         except TypeError:
             self.shares_generator = self.shares_generator or any(
                 isinstance(i, torch.Generator) for i in attributes_of(value).values()
             )
             return self._remember(value, value)
-        self._remember(value, made)
+        self._remember(value, copy)
         for name, item in attributes_of(value).items():
             if name in getattr(value, "__dict__", ()):
-                made.__dict__[name] = self.clone(item)
+                copy.__dict__[name] = self.clone(item)
             else:
-                object.__setattr__(made, name, self.clone(item))
-        holder = attribute_storage(value)
-        if holder is None or holder is value:
-            self._scope.containers.append((value, read_contents(value), made))
+                object.__setattr__(copy, name, self.clone(item))
+        storage = attribute_storage(value)
+        if storage is None or storage is value:
+            self._scope.containers.append((value, read_contents(value), copy))
         else:
-            self._scope.containers.append((holder, read_contents(holder), made.__dict__))
-        return made
+            self._scope.containers.append((storage, read_contents(storage), copy.__dict__))
+        return copy
 
     def _clone_array(self, value: Any) -> Any:
-        made = self._remember(value, value.copy())
-        self._scope.containers.append((value, read_contents(value), made))
-        self._clone_extra_attributes(value, made)
-        return made
+        copy = self._remember(value, value.copy())
+        self._scope.containers.append((value, read_contents(value), copy))
+        self._clone_extra_attributes(value, copy)
+        return copy
 
     def _reaches_source(self, value: Any) -> bool:
-        """Whether a tensor, module, generator or container that each replica has for itself can be reached."""
+        """Whether a value has to be copied (see `reaches_source`)."""
         if reaches_source(value, self._private_containers, self._shareable):
             return True
         self._shareable[id(value)] = value
@@ -339,7 +335,7 @@ def reaches_structure(value: Any) -> bool:
 
 
 MODULE_REGISTRIES = ("_parameters", "_buffers", "_modules")
-# What a call depends on, of the dictionaries that `nn.Module` keeps for itself.
+# The dictionaries of `nn.Module` on which a call depends.
 REGISTRIES_AND_HOOKS = frozenset(
     (*MODULE_REGISTRIES, "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 )
@@ -360,14 +356,14 @@ _CLONE_METHODS: dict[type, Callable[[Cloner, Any], Any]] = {
 
 def _empty_like(value: Any) -> Any:
     cls: Any = type(value)
-    made = cls.__new__(cls)
+    empty = cls.__new__(cls)
     if isinstance(value, defaultdict):
-        made.default_factory = value.default_factory
+        empty.default_factory = value.default_factory
     if isinstance(value, deque):
-        deque.__init__(made, (), value.maxlen)
+        deque.__init__(empty, (), value.maxlen)
     if getattr(value, "__dict__", None) is value:  # its items are its attributes
-        made.__dict__ = made
-    return made
+        empty.__dict__ = empty
+    return empty
 
 
 def _rebuild_dict(registry: Any, items: list[tuple[Any, Any]]) -> Any:

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from instep.replicas.object_graph import (
-    Contents,
-    is_atomic,
-    is_numeric_array,
-    is_unchanged,
-    mutable_storage,
-    read_contents,
-    walk,
-    write_contents,
-)
+from instep.replicas.object_graph import is_atomic, is_numeric_array, mutable_storage, walk
+from instep.replicas.write_watch import ObjectSnapshot
 from instep.structure.tree import Path
 
 _MAX_ARGUMENT_OBJECTS = 2000  # arguments are searched in every call
@@ -64,33 +55,15 @@ class ArgumentSnapshot:
     def __init__(self, values: Sequence[Any], paths: Sequence[Path]) -> None:
         """`paths` are those of the arguments to watch (see `MutableArgument`)."""
         found = {one.path: one for one in _find_mutable(values)}
-        watched = ((number, found[path]) for number, path in enumerate(paths) if path in found)
-        self._saved = [(number, one.value, one.container, read_contents(one.container)) for number, one in watched]
+        self._saved = {
+            number: ObjectSnapshot.of(found[path].value) for number, path in enumerate(paths) if path in found
+        }
 
     def changed(self) -> list[int]:
-        """The indices in `paths` of the arguments that have changed.
-
-        An object that has only computed a `functools.cached_property` counts as unchanged.
-        """
-        return [
-            number
-            for number, value, container, before in self._saved
-            if not is_unchanged(container, before) and not _only_cached(value, container, before)
-        ]
+        """The indices in `paths` of the arguments that have changed."""
+        return [number for number, saved in self._saved.items() if saved is not None and not saved.is_unchanged()]
 
     def restore(self) -> None:
         """Undo all changes."""
-        for _, _, container, before in self._saved:
-            if not is_unchanged(container, before):
-                write_contents(container, before)
-
-
-def _only_cached(value: Any, container: Any, before: Contents) -> bool:
-    """Whether all that is new are values of cached properties."""
-    if container is value:
-        return False
-    members = (item for cls in type(value).__mro__ for item in vars(cls).items())
-    cached = {name for name, member in members if isinstance(member, functools.cached_property)}
-    old = before.by_key()
-    rest = {key: item for key, item in read_contents(container).by_key().items() if key in old or key not in cached}
-    return rest.keys() == old.keys() and all(item is old[key] for key, item in rest.items())
+        for saved in filter(None, self._saved.values()):
+            saved.restore()

@@ -169,10 +169,12 @@ def mutable_storage(value: Any) -> Any:
     """The object that is changed when a value is changed in place, or None.
 
     It is the value itself for a container, an array of numbers and an object with slots, and the `__dict__` of any
-    other object.
+    other object, such as a tuple of a user's class.
     """
     if isinstance(value, (dict, list, deque, set)) or is_numeric_array(value):
         return value
+    if isinstance(value, (tuple, frozenset)):
+        return extra_attributes(value)
     if isinstance(value, (Tensor, nn.Module, torch.Generator, *_COLLECTIONS, *_FUNCTIONS)):
         return None
     return attribute_storage(value)

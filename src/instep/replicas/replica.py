@@ -18,6 +18,7 @@ from instep.replicas.diff import MISSING, NO_CHANGES, AttributeChange, Changes, 
 from instep.replicas.object_graph import Contents, read_contents, tensors_equal, write_contents
 from instep.replicas.state.carried import CarriedValue
 from instep.replicas.tensors import ParameterSharing, ReplicaTensors, shared_storage_ptrs
+from instep.replicas.write_watch import WriteDetector
 from instep.runtime.modes import call_compiled, set_inference_mode
 from instep.runtime.rng import replica_generator
 from instep.structure.shapes import is_dense
@@ -83,7 +84,8 @@ class Replica:
             if patch is not None:
                 patch(original, made)
         self._tracker = self._new_tracker()
-        self._versions: list[int] = []
+        self._state_writes: WriteDetector[TensorPair] = WriteDetector([], [])
+        """Detects writes to state on an accelerator."""
         self._unversioned: set[int] = set()
         """By their ids, copies that `forward` was seen to write without moving a version counter."""
         self.private_container_paths: list[str] = []
@@ -168,8 +170,7 @@ class Replica:
                     map_tensors(lambda t: t.detach().clone(), parts[number]),
                 )
                 self._tracker.accept(Changes(False, [AttributeChange(index, slot.name, None, parts[number], buffer)]))
-        if self._versions:
-            self._versions = [copy._version for _, copy in self.tensors.state]
+        self._watch_state()
 
     def _written_shards(self) -> list[AttributeChange]:
         """Carried state that `forward` wrote in place."""
@@ -200,8 +201,12 @@ class Replica:
             for source, copy in stale:
                 if id(copy) not in done:
                     copy.data = self.tensors.copy(source).data
+        self._watch_state()
+
+    def _watch_state(self) -> None:
         if self.device.type != "cpu":
-            self._versions = [copy._version for _, copy in self.tensors.state]
+            state = list(self.tensors.state)
+            self._state_writes = WriteDetector(state, [copy for _, copy in state])
 
     def _is_known_equal(self, source: Tensor, copy: Tensor) -> bool:
         """Whether values are equal, as far as that can be determined without synchronizing an accelerator."""
@@ -229,8 +234,9 @@ class Replica:
             if isinstance(module, _BatchNorm) and module.training
             for buffer in module.buffers(recurse=False)
         }
-        moved = zip(self.tensors.state, self._versions, strict=True)
-        found = [pair for pair, version in moved if pair[1]._version != version or id(pair[1]) in silent]
+        found = self._state_writes.written()
+        counted = {id(copy) for _, copy in found}
+        found += [pair for pair in self.tensors.state if id(pair[1]) in silent and id(pair[1]) not in counted]
         if self._value_checks_left[self.module.training]:
             self._value_checks_left[self.module.training] -= 1
             known = {id(copy) for _, copy in found}

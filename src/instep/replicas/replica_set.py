@@ -15,13 +15,12 @@ from instep.replicas.clone import reaches_source
 from instep.replicas.diff import STRUCTURE_CHANGED, Changes, ChangeTracker
 from instep.replicas.fingerprint import ConfigFingerprint
 from instep.replicas.names import module_names, parameter_write_error
-from instep.replicas.object_graph import tensors_equal
 from instep.replicas.replica import ModulePatch, Replica, ReplicaResult
 from instep.replicas.shared_containers import SharedContainers
 from instep.replicas.state.carried import CarriedValue
 from instep.replicas.state.max_norm import is_weight_shared, max_norm_weights, merge_renormed_rows
 from instep.replicas.tensors import ParameterSharing
-from instep.replicas.write_watch import MemoryLayout, WriteDetector
+from instep.replicas.write_watch import MemoryLayout, SavedValues, WriteDetector, data_ptr
 from instep.runtime.backoff import NEVER, Backoff
 
 
@@ -80,8 +79,8 @@ class ReplicaSet:
         """What was found by looking ahead of a call."""
         self._value_checks = Backoff(limit=NEVER, calls=1)
         """When to compare the values of trainable tensors before and after a call."""
-        self._saved_values: list[tuple[Tensor, Tensor]] = []
-        """Those of the source, with what they held before this call; only now and then."""
+        self._saved_values: SavedValues[int] = SavedValues()
+        """The values of trainable tensors before this call, by index, if the call is checked by value."""
 
     def sync(self) -> list[Replica]:
         """The replicas, with everything that changed on the source since the last call."""
@@ -103,19 +102,20 @@ class ReplicaSet:
         if not self.frozen:
             self._send_parameters()
         self._saved_values = self._save_values()
-        self._write_detector.begin()
+        self._version_detector.reset()
         self._running = True
         return self.replicas
 
-    def _save_values(self) -> list[tuple[Tensor, Tensor]]:
-        """What weights hold before the first call, and on the CPU before ever fewer of the later ones.
+    def _save_values(self) -> SavedValues[int]:
+        """Save trainable leaves before the first call, and on the CPU before ever fewer of the later ones.
 
-        A tensor that an earlier call left on the module is none: what becomes of it is state.
+        A tensor with a history, which an earlier call set, is state.
         """
         shares = self.sharing[0] in (ParameterSharing.ALIAS, ParameterSharing.SOURCE)
         if not shares or not self._value_checks.is_due:
-            return []
-        return [(source, source.detach().clone()) for source, _ in self.replicas[0].trainable if source.is_leaf]
+            return SavedValues()
+        sources = enumerate(source for source, _ in self.replicas[0].trainable)
+        return SavedValues((index, source) for index, source in sources if source.is_leaf)
 
     def has_shared_max_norm_weight(self) -> bool:
         """Whether code outside of an `Embedding(max_norm=...)` uses its weight, which the embedding rewrites."""
@@ -213,27 +213,24 @@ class ReplicaSet:
         return self.state_changed or not self.frozen
 
     def written_parameters(self) -> list[Tensor]:
-        """Trainable tensors of the source that `forward` wrote to since the replicas were last ready.
+        """Trainable tensors of the source that `forward` wrote to in this call.
 
-        Writes through `.data` move no version counter, so the first call of all, and on the CPU those numbered 2, 4, 8
-        and so on, are checked by value, and undone.
+        Writes through `.data` do not increment the version counter. Some calls are checked by value (`_save_values`);
+        the writes are undone there.
         """
         self.overwritten_parameters = []
-        before, self._saved_values = self._saved_values, []
-        if before:
+        saved, self._saved_values = self._saved_values, SavedValues()
+        if saved:
             self._value_checks.record()
             if self.devices[0].type != "cpu":
                 self._value_checks.stop()
         self._value_checks.advance()
-        if before:
-            changed = [pair for pair in before if not tensors_equal(*pair)]
-            with torch.no_grad():
-                for source, value in changed:
-                    source.data.copy_(value)
-            if changed:
-                return [source for source, _ in changed]
-        found = self._write_detector.written()
-        self.overwritten_parameters = [source for source, held in found if held.data_ptr() == source.data_ptr()]
+        changed = saved.changed()
+        if changed:
+            saved.restore(changed)
+            return [self.replicas[0].trainable[index][0] for index in changed]
+        found = [*self._version_detector.written(), *self._address_detector.written()]
+        self.overwritten_parameters = [source for source, tensor in found if tensor.data_ptr() == source.data_ptr()]
         return [source for source, _ in found]
 
     def discard(self) -> None:
@@ -304,10 +301,15 @@ class ReplicaSet:
             replica.source_changes_ref = weakref.WeakMethod(self.source_changes_if_tracked)
 
     def _watch_writes(self) -> None:
-        pairs = [pair for replica in self.replicas for pair in replica.trainable]
-        self._write_detector = WriteDetector(
-            [(source, held) for source, held in pairs if id(source) not in self._private_weights]
-        )
+        trainable = [pair for replica in self.replicas for pair in replica.trainable]
+        pairs = [(source, tensor) for source, tensor in trainable if id(source) not in self._private_weights]
+        counters = {}  # replicas that share memory with the source share its version counter
+        for source, tensor in pairs:
+            if not tensor.is_inference():
+                counters[id(source) if tensor.data_ptr() == source.data_ptr() else id(tensor)] = (source, tensor)
+        leaves = [(source, tensor) for source, tensor in pairs if tensor is not source and tensor.is_leaf]
+        self._version_detector = WriteDetector(list(counters.values()), [tensor for _, tensor in counters.values()])
+        self._address_detector = WriteDetector(leaves, [tensor for _, tensor in leaves], read=data_ptr)
 
     def _create_replica(self, index: int, device: torch.device, sharing: ParameterSharing) -> Replica:
         return self._replica_classes[index](

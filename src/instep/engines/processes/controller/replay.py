@@ -20,7 +20,7 @@ from instep.engines.processes.transport.channel import reply_rebuilder
 from instep.errors import WorkerFailure
 from instep.replicas.diff import MISSING, Changes
 from instep.replicas.object_graph import Contents, is_atomic, read_contents, tensors_equal, write_contents
-from instep.replicas.write_watch import get_version
+from instep.replicas.write_watch import WriteDetector
 from instep.structure.tree import map_tensors, tensors_in
 
 AttributeKey = tuple[nn.Module, str, bool]
@@ -82,8 +82,8 @@ class ReplayableCall:
 
     def record_versions(self) -> None:
         """Record tensor versions: later writes count as after the forward."""
-        self._argument_versions = TensorVersions(*versioned_tensors(self.arguments))
-        self._module_versions = TensorVersions(*self.module_state.versioned)
+        self._argument_versions = WriteDetector(*versioned_tensors(self.arguments))
+        self._module_versions = WriteDetector(*self.module_state.versioned)
 
     def tensor_indices(self, leaves: Sequence[Tensor]) -> list[int | None]:
         """The leaves' indices in the worker's tensor table; None for a leaf that is not in it."""
@@ -91,7 +91,7 @@ class ReplayableCall:
 
     def changed_tensors(self) -> tuple[list[int], list[int]]:
         """Indices of arguments, and of module tensors, written to since the forward."""
-        return self._argument_versions.changed(), self._module_versions.changed()
+        return self._argument_versions.written(), self._module_versions.written()
 
     def record_changes(self, changes: Changes) -> None:
         """Record the old values of attributes and containers that change now."""
@@ -242,19 +242,3 @@ def _set_attribute(key: AttributeKey, value: Any) -> None:
         holder.pop(name, None)
     else:
         holder[name] = value
-
-
-class TensorVersions:
-    """The versions of tensors at the time of creation."""
-
-    def __init__(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        self._indices, self._tensors = indices, tensors
-        self._versions = list(map(get_version, tensors))
-
-    def changed(self) -> list[int]:
-        """The indices of the tensors written to since."""
-        versions = list(map(get_version, self._tensors))
-        if versions == self._versions:
-            return []
-        pairs = zip(self._indices, self._versions, versions, strict=True)
-        return [index for index, before, now in pairs if before != now]

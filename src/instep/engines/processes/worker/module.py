@@ -33,10 +33,10 @@ from instep.engines.processes.transport.cuda_driver import DeviceMemory
 from instep.engines.processes.transport.cuda_ipc import open_shared
 from instep.engines.processes.transport.doorbell import Doorbell, gradient_chunks
 from instep.engines.processes.transport.shared_memory import SharedMemory
-from instep.replicas.object_graph import tensors_equal
 from instep.replicas.replica import Replica, ReplicaResult, TensorPair
 from instep.replicas.replica_set import ReplicaSet
 from instep.replicas.tensors import ReplicaTensors, has_gradients
+from instep.replicas.write_watch import SavedValues, WriteDetector
 from instep.runtime.backoff import NEVER, Backoff
 from instep.runtime.modes import set_inference_mode
 from instep.runtime.rng import GeneratorPairs
@@ -253,26 +253,21 @@ class WorkerModule:
         Writes through `.data` do not change the version counter. They are detected by comparing values: in all calls of
         a method that makes such writes, in others ever more rarely.
         """
-        versions = [tensor._version for tensor in tensors]
+        detector = WriteDetector.from_pairs(enumerate(tensors))
         checks = self._value_checks[method]
         checks.advance()
-        before = [tensor.detach().clone() for tensor in tensors] if checks.is_due else None
+        saved = SavedValues(enumerate(tensors)) if checks.is_due else None
 
         def written() -> dict[int, Tensor]:
-            written_values = {
-                i: t.detach() for i, (t, then) in enumerate(zip(tensors, versions, strict=True)) if t._version != then
-            }
-            if before is not None:
-                pairs = enumerate(zip(tensors, before, strict=True))
-                hidden = {
-                    i: t.detach() for i, (t, then) in pairs if i not in written_values and not tensors_equal(t, then)
-                }
+            numbers = set(detector.written())
+            if saved is not None:
+                hidden = set(saved.changed()) - numbers
                 if hidden:
                     del self._value_checks[method]  # compare again in the next call
                 else:
                     checks.record()
-                written_values |= hidden
-            return written_values
+                numbers |= hidden
+            return {number: tensors[number].detach() for number in sorted(numbers)}
 
         return written
 
