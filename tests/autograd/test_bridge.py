@@ -67,7 +67,7 @@ def test_a_tensor_that_escapes_forward_cannot_be_differentiated() -> None:
     net = Leaky(out)
     with instep.DataParallel(net, ["cpu"] * 2) as model:
         model(torch.randn(4, 3))
-        with pytest.raises(instep.BridgeError, match="from outside its call"):
+        with pytest.raises(instep.BridgeError, match="outside of the backward of its call"):
             sum(y.sum() for y in out).backward()
         assert net.layer.weight.grad is None
 

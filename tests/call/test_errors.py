@@ -155,8 +155,11 @@ def count(net: Net, y: Tensor) -> Tensor:
 
 
 BAD_STATE: dict[str, tuple[Callable[[Net, Tensor], Any], list[str]]] = {
-    "a buffer": (add_up, ["changed 'total' differently", "state={'total': 'sum'}", "on_unmerged_state='warn'"]),
-    "an attribute": (set_note, ["changed 'note' differently", "state={'note': 'sum'}"]),
+    "a buffer": (
+        add_up,
+        ["'total' to a different value", "state={'total': 'sum'}", "on_unmerged_state='warn'"],
+    ),
+    "an attribute": (set_note, ["changed 'note' to a different value", "state={'note': 'sum'}"]),
     "a loss on the module": (keep_loss, ["'note'", "cannot be merged", "merge={'note': ...}"]),
 }
 
@@ -180,7 +183,7 @@ def test_a_backward_inside_forward_is_refused_where_its_gradients_would_be_lost(
 
     assert_fails(
         instep.BridgeError,
-        ["inside forward", "call backward() on it outside"],
+        ["inside forward", "call backward() outside forward"],
         Net(descend),
         torch.randn(5, 3),
         engine=engine,
@@ -193,11 +196,11 @@ def write(net: Net, y: Tensor) -> Tensor:
     return y
 
 
-UNTOUCHED = ["once more.\nThe module's own is as it was before the call.\nChange it"]
+UNTOUCHED = ["write to it.\nThe module's parameter has its value from before the call.\nChange it"]
 OVERWRITTEN = [
-    "once more.\nWhat forward wrote is now in the module's own 'layer.weight', whose memory replicas share",
-    "(load_state_dict)",
-    "With private_copies=True every replica has memory of its own, and no write of theirs can reach the module.",
+    "write to it.\nThe module's parameters 'layer.weight' have the new values, because replicas share their memory",
+    "restore them with load_state_dict",
+    "With private_copies=True replicas do not share memory with the module.",
 ]
 
 
@@ -348,7 +351,7 @@ def test_unmerged_state_can_be_a_warning(engine: str) -> None:
     net = Net(set_note)
     with (
         instep.DataParallel(net, ["cpu"] * 2, engine=engine, on_unmerged_state="warn") as model,
-        pytest.warns(UserWarning, match="note was changed differently"),
+        pytest.warns(UserWarning, match="changed 'note' to a different value"),
     ):
         model(torch.randn(5, 3))
     assert net.note == "saw 3"

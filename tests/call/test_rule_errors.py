@@ -144,7 +144,7 @@ def test_an_object_that_forward_changes_and_that_cannot_be_copied(engine: str) -
     net = Net(count)
     net.tape = Tape(b"abc")
     net.tape.seen = 0
-    words = ["forward changes 'tape'", "which every replica would do once more", "Change it outside forward."]
+    words = ["forward changes 'tape'", "which all replicas share", "Change it outside forward."]
     assert_fails(instep.StateError, words, net, torch.randn(5, 3), engine=engine)
     assert net.tape.seen == 0
 

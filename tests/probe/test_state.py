@@ -66,7 +66,7 @@ def test_the_size_of_a_shard_does_not_stay_on_the_module(wrap: Any, engine: str,
     note, name = SIZES[case]
     net = Notes(note)
     model = wrap(net, 3, engine=engine)
-    with pytest.raises(instep.StateError, match=f"'{name}' by what may come from the size of a shard"):
+    with pytest.raises(instep.StateError, match=f"'{name}' to a value that may depend on the size"):
         model(torch.randn(6, 4))
     assert float(net.rate) == float(net.plain) == 1
     assert not any([net.seen, net.sizes, net.log, net.last, net.table])

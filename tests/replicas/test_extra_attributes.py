@@ -261,7 +261,7 @@ MEMBERS = {"enum": Mode.LOW, "int": Grade.LOW, "str": Sort.LOW}
 def test_what_cannot_be_copied_is_refused(wrap: Callable[..., Any], held: Any) -> None:
     held.calls = 0.0
     net = Holds((held,), lambda now: count(now[0]))
-    words = r"forward changes 'held\.0', which every replica would do once more.*\nChange it outside forward\."
+    words = r"forward changes 'held\.0', which all replicas share.*\nChange it outside forward\."
     with pytest.raises(instep.StateError, match=words):
         wrap(net)(torch.randn(5, 3))
     assert held.calls == 0.0
@@ -300,7 +300,7 @@ def test_values_that_differ_in_their_attributes_are_not_equal(
 ) -> None:
     net = Remakes(make)
     before = net.held
-    with pytest.raises(instep.StateError, match="forward changed 'held' differently on each replica"):
+    with pytest.raises(instep.StateError, match="forward changed 'held' to a different value on each replica"):
         wrap(net)(torch.arange(15.0).view(5, 3))
     assert net.held is before
 

@@ -29,7 +29,7 @@ def _item_addresses(items: list[Any]) -> bytes:
 
 
 def _has_expected_list_layout() -> bool:
-    """Whether this interpreter's lists are laid out as assumed; sizes are asked first, before any address is read."""
+    """Whether lists of this interpreter have the layout that `_item_addresses` reads."""
     if sys.implementation.name != "cpython" or list.__basicsize__ != _POINTER_SIZE * len(_LIST_FIELDS):
         return False
     sample: list[Any] = [object(), [], "text"]
@@ -44,7 +44,7 @@ CAN_READ_ADDRESSES = _has_expected_list_layout()
 
 
 class IdentitySnapshot:
-    """What some dictionaries held when this was made; holds on to it, so that no identity is used again."""
+    """The values of dictionaries, by identity. Comparing the addresses at once is faster than one `is` per value."""
 
     def __init__(self, tables: Sequence[_Dict]) -> None:
         self._tables = list(tables)
@@ -54,7 +54,7 @@ class IdentitySnapshot:
         self._addresses = _item_addresses(self._referents) if CAN_READ_ADDRESSES else b""
 
     def is_unchanged(self) -> bool:
-        """Whether every dictionary still holds the very same objects."""
+        """Whether every dictionary still has the same values."""
         if CAN_READ_ADDRESSES:
             return _item_addresses(gc.get_referents(*self._tables)) == self._addresses
         sizes = [len(table) for table in self._tables]
@@ -68,7 +68,7 @@ _get_requires_grad = attrgetter("requires_grad")
 
 
 class AttributeChange(NamedTuple):
-    """An attribute or buffer that was set: the index of its module, its name, and both values."""
+    """An attribute or buffer that was set."""
 
     module_index: int
     name: str
@@ -78,7 +78,7 @@ class AttributeChange(NamedTuple):
 
 
 class ContainerChange(NamedTuple):
-    """A container that was changed in place, with what it held before and after."""
+    """A container that was changed in place, with its contents before and after."""
 
     container: Any
     before: Contents
@@ -86,12 +86,12 @@ class ContainerChange(NamedTuple):
 
 
 MISSING = object()
-"""The old value of an attribute that was not there."""
+"""The old value of an attribute that did not exist."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What a look found: what was set, or that the structure is another."""
+    """Attributes, buffers and containers that changed, or the fact that the structure changed."""
 
     is_structural: bool
     attributes: Sequence[AttributeChange] = ()
@@ -106,12 +106,12 @@ STRUCTURE_CHANGED = Changes(True)
 
 
 def is_registry_or_hooks(name: str, value: Any) -> bool:
-    """Whether a module attribute is a registry or holds hooks that run in a call."""
+    """Whether a module attribute is a registry or a table of hooks that run in a call."""
     return name in REGISTRIES_AND_HOOKS and isinstance(value, dict)
 
 
 class DictSnapshot(NamedTuple):
-    """A dictionary of a module as it was; `name` is None for the module's `__dict__`."""
+    """The contents of a dictionary of a module. `name` is None for its `__dict__`."""
 
     module_index: int
     name: str | None
@@ -122,7 +122,7 @@ class DictSnapshot(NamedTuple):
 
 @dataclass
 class ModuleDicts:
-    """The dictionaries of one module: those that hold something, and the empty ones, for hooks or not."""
+    """The dictionaries of one module."""
 
     filled: list[DictSnapshot] = field(default_factory=list)
     empty_registries: list[AnyDict] = field(default_factory=list)
@@ -130,24 +130,20 @@ class ModuleDicts:
 
     @classmethod
     def from_module(cls, index: int, module: nn.Module) -> ModuleDicts:
-        stock = cls()
+        dicts = cls()
         attributes = module.__dict__
         for name, table in ((None, attributes), *((n, t) for n, t in attributes.items() if is_registry_or_hooks(n, t))):
             if table:
-                stock.filled.append(DictSnapshot(index, name, table, tuple(table), tuple(table.values())))
+                dicts.filled.append(DictSnapshot(index, name, table, tuple(table), tuple(table.values())))
             elif name in MODULE_REGISTRIES:
-                stock.empty_registries.append(table)
+                dicts.empty_registries.append(table)
             else:
-                stock.empty_hooks.append(table)
-        return stock
+                dicts.empty_hooks.append(table)
+        return dicts
 
 
 class ChangeTracker:
-    """Modules as they were when the watch was made or last brought up to date.
-
-    `containers` are lists, dictionaries and the like, with what they held; `tensors` those whose `requires_grad`
-    belongs to the structure.
-    """
+    """Finds changes of modules since it was created or last updated."""
 
     def __init__(
         self,
@@ -155,6 +151,12 @@ class ChangeTracker:
         containers: Sequence[tuple[Any, Contents]] = (),
         tensors: Sequence[Tensor] = (),
     ) -> None:
+        """
+        Args:
+            modules: The modules to track.
+            containers: Containers to track, with their contents.
+            tensors: Tensors whose `requires_grad` is part of the structure.
+        """
         self._modules = list(modules)
         self._containers = list(containers)
         self._tensors = list(tensors)
@@ -163,47 +165,49 @@ class ChangeTracker:
         self._rebuild_index()
 
     def _rebuild_index(self) -> None:
-        self._empty_registries = [table for stock in self._module_dicts for table in stock.empty_registries]
-        self._empty_hooks = [table for stock in self._module_dicts for table in stock.empty_hooks]
+        self._empty_registries = [table for dicts in self._module_dicts for table in dicts.empty_registries]
+        self._empty_hooks = [table for dicts in self._module_dicts for table in dicts.empty_hooks]
         self._types = list(map(type, self._modules))
-        self._identities = IdentitySnapshot([held.table for stock in self._module_dicts for held in stock.filled])
+        self._identities = IdentitySnapshot([one.table for dicts in self._module_dicts for one in dicts.filled])
 
     def diff(self) -> Changes:
-        """What changed. Attributes and buffers that were only set anew, and containers that only hold other values,
-        are listed; anything else is a new structure."""
+        """The changes since the last update.
+
+        Attributes and buffers that were set, and containers with other contents, are listed. Other changes are changes
+        of structure: modules, parameters, hooks, deleted attributes, `requires_grad`.
+        """
         if list(map(_get_requires_grad, self._tensors)) != self._requires_grad:
             return STRUCTURE_CHANGED
-        inside = [
+        containers = [
             ContainerChange(container, before, read_contents(container))
             for container, before in self._containers
             if not is_unchanged(container, before)
         ]
-        if any(map(_is_structural, inside)):
+        if any(map(_is_structural, containers)):
             return STRUCTURE_CHANGED
         if any(self._empty_registries) or any(self._empty_hooks) or list(map(type, self._modules)) != self._types:
             return STRUCTURE_CHANGED
         if self._identities.is_unchanged():
-            return Changes(False, (), inside) if inside else NO_CHANGES
-        return self._diff_in_detail(inside)
+            return Changes(False, (), containers) if containers else NO_CHANGES
+        return self._diff_in_detail(containers)
 
-    def _diff_in_detail(self, inside: Sequence[ContainerChange]) -> Changes:
+    def _diff_in_detail(self, containers: Sequence[ContainerChange]) -> Changes:
         found: list[AttributeChange] = []
-        for stock in self._module_dicts:
-            for held in stock.filled:
-                if len(held.table) == len(held.keys) and all(map(is_, held.table.values(), held.values)):
-                    continue
-                changes = _attribute_changes(held) if held.name is None else _buffer_changes(held)
-                if changes is None:
-                    return STRUCTURE_CHANGED
-                found += changes
-        return Changes(False, found, inside)
+        for snapshot in (snapshot for dicts in self._module_dicts for snapshot in dicts.filled):
+            if len(snapshot.table) == len(snapshot.keys) and all(map(is_, snapshot.table.values(), snapshot.values)):
+                continue
+            changes = _attribute_changes(snapshot) if snapshot.name is None else _buffer_changes(snapshot)
+            if changes is None:
+                return STRUCTURE_CHANGED
+            found += changes
+        return Changes(False, found, containers)
 
     def accept(self, changes: Changes) -> None:
-        """Take what a look found as seen."""
-        touched = {change.module_index for change in changes.attributes}
-        for index in touched:
+        """Update the tracker: these changes are known."""
+        indices = {change.module_index for change in changes.attributes}
+        for index in indices:
             self._module_dicts[index] = ModuleDicts.from_module(index, self._modules[index])
-        if touched:
+        if indices:
             self._rebuild_index()
         if changes.containers:
             self._containers = [(container, read_contents(container)) for container, _ in self._containers]
@@ -211,46 +215,44 @@ class ChangeTracker:
     def retarget(
         self, changes: Changes, containers: Sequence[tuple[Any, Contents]] = (), tensors: Sequence[Tensor] = ()
     ) -> None:
-        """Take what was set as seen, and watch these containers and tensors from now on."""
+        """Update the tracker, and track these containers and tensors from now on."""
         self.accept(Changes(False, changes.attributes))
         self._containers, self._tensors = list(containers), list(tensors)
         self._requires_grad = list(map(_get_requires_grad, tensors))
 
 
 def _is_structural(change: ContainerChange) -> bool:
-    """Whether a module or a trainable parameter came or went."""
-    then, now = ({id(item): item for item in held.items} for held in (change.before, change.after))
-    return any(
-        reaches_structure(held[key]) for held in (then, now) for key in held if key not in then or key not in now
-    )
+    """Whether a module or a trainable parameter was added or removed."""
+    before, after = ({id(item): item for item in contents.items} for contents in (change.before, change.after))
+    return any(reaches_structure({**before, **after}[key]) for key in before.keys() ^ after.keys())
 
 
-def _attribute_changes(held: DictSnapshot) -> list[AttributeChange] | None:
-    """Plain attributes that were set or added; None where something else happened."""
-    before = dict(zip(held.keys, held.values, strict=True))
-    if any(name not in held.table for name in before):
+def _attribute_changes(snapshot: DictSnapshot) -> list[AttributeChange] | None:
+    """Attributes that were set or added; None for any other change."""
+    before = dict(zip(snapshot.keys, snapshot.values, strict=True))
+    if any(name not in snapshot.table for name in before):
         return None
     found = []
-    for name, value in held.table.items():
+    for name, value in snapshot.table.items():
         old = before.get(name, MISSING)
         if value is old:
             continue
         if is_registry_or_hooks(name, value) and (value or old is not MISSING):
             return None
-        found.append(AttributeChange(held.module_index, name, old, value))
+        found.append(AttributeChange(snapshot.module_index, name, old, value))
     return found
 
 
-def _buffer_changes(held: DictSnapshot) -> list[AttributeChange] | None:
-    """Buffers that are another tensor now; None for any other change, or in another registry."""
-    if held.name != "_buffers" or tuple(held.table) != held.keys:
+def _buffer_changes(snapshot: DictSnapshot) -> list[AttributeChange] | None:
+    """Buffers that were set; None for any other change, or in another registry."""
+    if snapshot.name != "_buffers" or tuple(snapshot.table) != snapshot.keys:
         return None
     found = []
-    for name, old in zip(held.keys, held.values, strict=True):
-        new = held.table[name]
+    for name, old in zip(snapshot.keys, snapshot.values, strict=True):
+        new = snapshot.table[name]
         if new is old:
             continue
         if any(tensor is not None and tensor.requires_grad for tensor in (old, new)):
             return None
-        found.append(AttributeChange(held.module_index, name, old, new, is_buffer=True))
+        found.append(AttributeChange(snapshot.module_index, name, old, new, is_buffer=True))
     return found

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from instep.errors import StateError
 
-_NOT_OVERWRITTEN = "The module's own is as it was before the call."
+_NOT_OVERWRITTEN = "The module's parameter has its value from before the call."
 _OVERWRITTEN = (
-    "What forward wrote is now in the module's own {names}, whose memory replicas share: bring back the values from "
-    "before (load_state_dict).\n"
-    "With private_copies=True every replica has memory of its own, and no write of theirs can reach the module."
+    "The module's parameters {names} have the new values, because replicas share their memory: restore them with "
+    "load_state_dict.\n"
+    "With private_copies=True replicas do not share memory with the module."
 )
 
 
@@ -25,7 +25,7 @@ class TensorOwner(NamedTuple):
     path: str
 
 
-_NO_OWNER = TensorOwner(None, "", "a tensor that no module holds by name")
+_NO_OWNER = TensorOwner(None, "", "a tensor without a name")
 
 
 def module_names(source: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
@@ -35,8 +35,7 @@ def module_names(source: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
 
 
 class TensorOwners:
-    """Who holds each tensor of a source module; looked up in one pass when it is first asked, and again after `renew`
-    for one that is not where it was."""
+    """Cache of the owners of a source module's tensors. After `invalidate`, tensors that moved are searched again."""
 
     def __init__(self, source: nn.Module) -> None:
         self._source = source
@@ -44,7 +43,7 @@ class TensorOwners:
         self._is_current = False
 
     def invalidate(self) -> None:
-        """Search again for tensors that are not where they were found before."""
+        """Allow one more search, for tensors that their owner does not hold any more."""
         self._is_current = False
 
     def find(self, tensor: Tensor) -> TensorOwner:
@@ -76,12 +75,12 @@ def _still_holds(owner: TensorOwner, tensor: Tensor) -> bool:
 def parameter_write_error(
     source: nn.Module, written: Sequence[Tensor], overwritten: Sequence[Tensor] = ()
 ) -> StateError:
-    """The error for trainable tensors that `forward` wrote to. `overwritten` ones now hold the new values."""
+    """The error for trainable tensors that `forward` wrote to. The `overwritten` ones have the new values."""
     owners = TensorOwners(source)
     names = [repr(owners.find(tensor).path) for tensor in {id(tensor): tensor for tensor in overwritten}.values()]
     path = owners.find((overwritten or written)[0]).path
     return StateError(
-        f"forward wrote to the trainable parameter {path!r}, which every replica would do once more.\n"
+        f"forward wrote to the trainable parameter {path!r}, so that every replica would write to it.\n"
         f"{_OVERWRITTEN.format(names=', '.join(names)) if names else _NOT_OVERWRITTEN}\n"
-        f"Change it outside forward (after optimizer.step()), or make it a buffer and give it a state rule."
+        f"Change it outside forward (after optimizer.step()), or make it a buffer with a state rule."
     )

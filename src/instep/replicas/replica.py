@@ -26,19 +26,20 @@ from instep.structure.tree import map_tensors, tensors_in
 
 TensorPair = tuple[Tensor, Tensor]
 ModulePatch = Callable[[nn.Module, nn.Module], None]
-"""What is done to each module of a replica when it is made, given the module that it stands for."""
+"""Called with each module of the source and its copy when a replica is created."""
 
-_VALUE_CHECKS = 3  # calls, in training and in evaluation, in which values are compared on an accelerator
+_VALUE_CHECKS = 3
+"""The number of calls, in each of training and evaluation mode, that compare the values of state on an accelerator."""
 
 
 class Replica:
-    """The module on one device, with its own tensors; everything else is the source's own objects."""
+    """A copy of the source module on one device. Objects without tensors or modules are shared with the source."""
 
     tensors_class = ReplicaTensors
     is_remote = False
-    """Whether it stands for a replica of another process, in the source's own memory."""
+    """Whether the replica runs in another process."""
     same_device = False
-    """Whether it stands for one that works in the source's own memory too, on one accelerator."""
+    """Whether the replica runs in another process on the source's accelerator, and uses the source's memory."""
 
     def __init__(
         self,
@@ -79,40 +80,37 @@ class Replica:
         self.module: nn.Module = self.cloner.clone(source)
         if sharing in (ParameterSharing.COPY, ParameterSharing.DIFFERENTIABLE_COPY):
             self._flatten_weights()
-        for original, made in self.cloner.modules:
-            made.__dict__["zero_grad"] = _raise_on_zero_grad
+        for original, copy in self.cloner.modules:
+            copy.__dict__["zero_grad"] = _raise_on_zero_grad
             if patch is not None:
-                patch(original, made)
-        self._tracker = self._new_tracker()
+                patch(original, copy)
+        self._tracker = ChangeTracker(self.modules, *self._tracked_state())
         self._state_writes: WriteDetector[TensorPair] = WriteDetector([], [])
         """Detects writes to state on an accelerator."""
         self._unversioned: set[int] = set()
-        """By their ids, copies that `forward` was seen to write without moving a version counter."""
+        """Ids of copies that `forward` has written without incrementing the version counter."""
         self.private_container_paths: list[str] = []
         """The paths of the private containers."""
         self.source_changes_ref: Callable[[], Callable[[], Changes | None] | None] = _no_source
-        """What says what has changed on the source since its replicas were last ready, as long as that exists."""
+        """A weak reference to the function that returns what has changed on the source since the last `sync`."""
         self.container_paths: Mapping[int, Any] = {}
-        """By the id of a container of the source: where it is."""
+        """The paths of the source's containers, by id."""
         self._value_checks_left = {True: _VALUE_CHECKS, False: _VALUE_CHECKS}
         self._assigned_shards: dict[tuple[int, str], tuple[Any, Any]] = {}
-        """Parts of carried state that the replica was given for one call, each with a copy of it as it was."""
+        """By module index and name: the shard of carried state for this call, and a copy of it."""
 
     def __repr__(self) -> str:
         return self.name
 
-    def _new_tracker(self) -> ChangeTracker:
-        return ChangeTracker([module for _, module in self.cloner.modules], *self._tracked_state())
-
     def _tracked_state(self) -> tuple[list[tuple[Any, Contents]], list[Tensor]]:
-        """What is watched beside the modules themselves: containers, and whether tensors take a gradient."""
-        made = [(made, read_contents(made)) for _, _, made in self.cloner.containers]
-        return made, [held for _, held in (*self.tensors.trainable, *self.tensors.state)]
+        """The containers and tensors that are tracked beside the modules."""
+        containers = [(copy, read_contents(copy)) for _, _, copy in self.cloner.containers]
+        return containers, [tensor for _, tensor in (*self.tensors.trainable, *self.tensors.state)]
 
     @property
     def modules(self) -> list[nn.Module]:
         """Every module of the replica."""
-        return [made for _, made in self.cloner.modules]
+        return [copy for _, copy in self.cloner.modules]
 
     @property
     def source_modules(self) -> list[nn.Module]:
@@ -121,153 +119,142 @@ class Replica:
 
     @property
     def trainable(self) -> list[TensorPair]:
-        """(source, counterpart) for each tensor that takes a gradient."""
+        """(source, replica's tensor) for each tensor that requires a gradient."""
         return self.tensors.trainable
 
     def _flatten_weights(self) -> None:
-        """Lay recurrent weights out as cuDNN wants them, once, where they have memory of their own."""
+        """Make the weights of recurrent layers contiguous for cuDNN."""
         with set_inference_mode(False):
             for module in self.modules:
                 if isinstance(module, nn.RNNBase):
                     module.flatten_parameters()
 
     def apply(self, changes: Changes) -> None:
-        """Set on the replica what was set on the source."""
+        """Apply changes of the source to the replica."""
         for change in changes.attributes:
             _, module = self.cloner.modules[change.module_index]
-            held = module._buffers if change.is_buffer else module.__dict__
+            table = module._buffers if change.is_buffer else module.__dict__
             key = (change.module_index, change.name, change.is_buffer)
-            held[change.name], gone = self.cloner.reclone_attribute(key, change.name, change.new)
-            self.tensors.forget({id(made) for made in gone if isinstance(made, Tensor)})
-        for inside in changes.containers:
-            counterparts = {id(source): made for source, _, made in self.cloner.containers}
-            if id(inside.container) in counterparts:
-                gone = self.cloner.update_container(inside.container, counterparts[id(inside.container)])
-                self.tensors.forget({id(made) for made in gone if isinstance(made, Tensor)})
+            table[change.name], unused = self.cloner.reclone_attribute(key, change.name, change.new)
+            self.tensors.forget({id(copy) for copy in unused if isinstance(copy, Tensor)})
+        for container, _, _ in changes.containers:
+            copies = {id(source): copy for source, _, copy in self.cloner.containers}
+            if id(container) in copies:
+                unused = self.cloner.update_container(container, copies[id(container)])
+                self.tensors.forget({id(copy) for copy in unused if isinstance(copy, Tensor)})
         self._tracker.retarget(changes, *self._tracked_state())
 
     def accepts_host_arguments(self, chosen: bool) -> bool:  # noqa: ARG002
-        """Whether arguments may be left on the host; not where somebody has `chosen` which of them stay there."""
+        """Whether arguments may stay on the host. `chosen` says that the user has chosen their devices."""
         return False
 
     def on_shared_object_changed(self) -> None:
-        """Something was changed inside an object that the replica shares with the source."""
+        """Called when an object that the replica shares with the source was changed."""
 
-    def assign_shard(self, slots: Sequence[CarriedValue], parts: Sequence[Any] | None) -> None:
-        """Give the replica its samples' part of carried state; None only forgets the whole that it had."""
+    def assign_shard(self, values: Sequence[CarriedValue], shards: Sequence[Any] | None) -> None:
+        """Set the replica's shards of carried state. None only drops the copies of the whole values."""
         self._assigned_shards = {}
-        places = {id(module): index for index, module in enumerate(self.source_modules)}
-        for number, slot in enumerate(slots):
-            index = places[id(slot.module)]
+        indices = {id(module): index for index, module in enumerate(self.source_modules)}
+        for number, value in enumerate(values):
+            index, name = indices[id(value.module)], value.name
             source, module = self.cloner.modules[index]
-            buffer = slot.name in source._buffers
-            held = module._buffers if buffer else module.__dict__
-            self.tensors.forget({id(tensor) for tensor in tensors_in(held.get(slot.name))})
-            if parts is not None:
-                held[slot.name] = parts[number]
-                self._assigned_shards[index, slot.name] = (
-                    parts[number],
-                    map_tensors(lambda t: t.detach().clone(), parts[number]),
-                )
-                self._tracker.accept(Changes(False, [AttributeChange(index, slot.name, None, parts[number], buffer)]))
+            is_buffer = name in source._buffers
+            table = module._buffers if is_buffer else module.__dict__
+            self.tensors.forget({id(tensor) for tensor in tensors_in(table.get(name))})
+            if shards is not None:
+                shard = table[name] = shards[number]
+                self._assigned_shards[index, name] = (shard, map_tensors(lambda t: t.detach().clone(), shard))
+                self._tracker.accept(Changes(False, [AttributeChange(index, name, None, shard, is_buffer)]))
         self._watch_state()
 
     def _written_shards(self) -> list[AttributeChange]:
-        """Carried state that `forward` wrote in place."""
+        """Shards of carried state that `forward` wrote in place."""
         found = []
-        for (index, name), (part, before) in self._assigned_shards.items():
+        for (index, name), (shard, copy) in self._assigned_shards.items():
             _, module = self.cloner.modules[index]
-            buffer = name in module._buffers
-            same = (module._buffers if buffer else module.__dict__).get(name) is part
-            pairs = zip(tensors_in(part), tensors_in(before), strict=True)
-            if same and not all(tensors_equal(now, then) for now, then in pairs):
-                found.append(AttributeChange(index, name, part, part, buffer))
+            is_buffer = name in module._buffers
+            is_assigned = (module._buffers if is_buffer else module.__dict__).get(name) is shard
+            if is_assigned and not all(map(tensors_equal, tensors_in(shard), tensors_in(copy))):
+                found.append(AttributeChange(index, name, shard, shard, is_buffer))
         return found
 
     def sync_state(self) -> None:
-        """Bring buffers and other tensors without gradient up to the source's values.
+        """Copy buffers and other tensors that require no gradient from the source.
 
-        They are written without moving their version counters. A graph that still needs an old value then meets the new
-        one exactly as it would on one device, and is told of it in the same way (see `Notes`).
+        Version counters are not incremented here: `VersionTracker` increments them if the caller has written to the
+        source, so that a backward through an older graph fails exactly when it would on one device.
         """
         if not self.tensors.state:
             return
         stale = [pair for pair in self.tensors.state if not self._is_known_equal(*pair)]
         with set_inference_mode(False), torch.no_grad():
-            alike = [(s, c) for s, c in stale if s.shape == c.shape and s.dtype == c.dtype and is_dense(s)]
-            if alike:
-                torch._foreach_copy_([copy.data for _, copy in alike], [source.detach() for source, _ in alike])
-            done = {id(copy) for _, copy in alike}
+            same_layout = [(s, c) for s, c in stale if s.shape == c.shape and s.dtype == c.dtype and is_dense(s)]
+            if same_layout:
+                torch._foreach_copy_([c.data for _, c in same_layout], [s.detach() for s, _ in same_layout])
+            copied = {id(copy) for _, copy in same_layout}
             for source, copy in stale:
-                if id(copy) not in done:
+                if id(copy) not in copied:
                     copy.data = self.tensors.copy(source).data
         self._watch_state()
 
     def _watch_state(self) -> None:
         if self.device.type != "cpu":
-            state = list(self.tensors.state)
-            self._state_writes = WriteDetector(state, [copy for _, copy in state])
+            self._state_writes = WriteDetector.from_pairs((pair, pair[1]) for pair in self.tensors.state)
 
     def _is_known_equal(self, source: Tensor, copy: Tensor) -> bool:
-        """Whether values are equal, as far as that can be determined without synchronizing an accelerator."""
+        """Whether values on the CPU are equal. On an accelerator the comparison would synchronize."""
         return self.device.type == "cpu" and source.device.type == "cpu" and tensors_equal(source, copy)
 
     def changes(self) -> Changes:
-        """What `forward` set on the replica since it was last brought up to date."""
+        """The attributes and containers that `forward` changed on the replica."""
         changes = self._tracker.diff()
         if self._assigned_shards and not changes.is_structural:
             return Changes(False, [*changes.attributes, *self._written_shards()], changes.containers)
         return changes
 
     def written_state(self) -> list[TensorPair]:
-        """State tensors whose values `forward` wrote in place, as (source, copy).
+        """State tensors that `forward` wrote in place, as (source, copy).
 
-        On the CPU values are compared. On an accelerator that would wait for the device, so there the version counter
-        tells, and the statistics of batch normalisation, which move without it, are known by their class. The first
-        calls compare values there too, on the source's device: what they find is taken as written ever after.
+        On the CPU values are compared. On an accelerator that would synchronize, so version counters are compared.
+        Batch norm does not increment them for its statistics, which count as written in training mode. Other such
+        writes are found by the first calls, which do compare values, and count as written in all later calls.
         """
         if self.device.type == "cpu":
             return [pair for pair in self.tensors.state if not tensors_equal(pair[0].cpu(), pair[1])]
-        silent = self._unversioned | {
-            id(buffer)
-            for module in self.modules
-            if isinstance(module, _BatchNorm) and module.training
-            for buffer in module.buffers(recurse=False)
-        }
-        found = self._state_writes.written()
-        counted = {id(copy) for _, copy in found}
-        found += [pair for pair in self.tensors.state if id(pair[1]) in silent and id(pair[1]) not in counted]
+        norms = [module for module in self.modules if isinstance(module, _BatchNorm) and module.training]
+        written = {id(copy) for _, copy in self._state_writes.written()} | self._unversioned
+        written.update(id(buffer) for norm in norms for buffer in norm.buffers(recurse=False))
         if self._value_checks_left[self.module.training]:
             self._value_checks_left[self.module.training] -= 1
-            known = {id(copy) for _, copy in found}
-            rest = [pair for pair in self.tensors.state if id(pair[1]) not in known and pair[0].device == self.device]
-            quiet = [pair for pair in rest if not tensors_equal(*pair)]
-            self._unversioned.update(id(copy) for _, copy in quiet)
-            found += quiet
-        return found
+            unknown = [pair for pair in self.tensors.state if id(pair[1]) not in written]
+            self._unversioned.update(
+                id(copy) for source, copy in unknown if source.device == self.device and not tensors_equal(source, copy)
+            )
+            written |= self._unversioned
+        return [pair for pair in self.tensors.state if id(pair[1]) in written]
 
     def revert(self, changes: Changes) -> None:
-        """Set back what `forward` set on the replica."""
+        """Undo changes that `forward` made on the replica."""
         for change in changes.attributes:
             _, module = self.cloner.modules[change.module_index]
-            held = module._buffers if change.is_buffer else module.__dict__
+            table = module._buffers if change.is_buffer else module.__dict__
             if change.old is MISSING:
-                held.pop(change.name, None)
+                table.pop(change.name, None)
             else:
-                held[change.name] = change.old
-        for inside in changes.containers:
-            write_contents(inside.container, inside.before)
+                table[change.name] = change.old
+        for container, before, _ in changes.containers:
+            write_contents(container, before)
         self._tracker.accept(changes)
 
 
 def _no_source() -> None:
-    """There is nothing to look at yet."""
+    """The reference of a replica that belongs to no set."""
 
 
 def _raise_on_zero_grad(*_: Any, **__: Any) -> None:
     raise BridgeError(
-        "zero_grad() was called inside forward: gradients belong to the module, and replicas have none of their own.\n"
-        "Call it outside, before backward()."
+        "zero_grad() was called inside forward: gradients belong to the module, replicas have none.\n"
+        "Call it outside forward, before backward()."
     )
 
 
@@ -293,21 +280,21 @@ class RemoteGraph(Protocol):
 
 @dataclass
 class ReplicaResult:
-    """What one replica did in a call."""
+    """The output of one replica's forward, and what it changed."""
 
     output: Any = None
     changes: Changes = NO_CHANGES
     written_state: list[TensorPair] = field(default_factory=list)
-    """State tensors that were written in place, as (source, copy)."""
+    """State tensors that forward wrote in place, as (source, copy)."""
     error: BaseException | None = None
     written_parameters: Sequence[Tensor] = ()
-    """Trainable tensors of the source that a replica of another process wrote to, in memory of its own."""
+    """Trainable tensors of the source that a replica in another process wrote to."""
     changed_containers: Sequence[str] = ()
-    """Places of containers that a replica of another process changed, and that each needs for itself."""
+    """Paths of shared containers that a replica in another process changed."""
     written_arguments: Mapping[int, Tensor] = field(default_factory=dict)
-    """By the id of an argument that a replica of another process wrote to: what it made of it."""
+    """The new values of arguments that a replica in another process wrote to, by the id of the argument."""
     used_arguments: Collection[int] = ()
-    """The ids of arguments that such a replica's outputs come from."""
+    """Ids of the arguments on which the outputs of a replica in another process depend."""
     remote_graph: RemoteGraph | None = None
     """The graph of a replica in another process, if it recorded one."""
     context: GraphContext | None = None
@@ -317,10 +304,7 @@ class ReplicaResult:
 def run_replica(
     replica: Replica, method: str, args: list[Any], kwargs: dict[str, Any], compiler: Any = None
 ) -> ReplicaResult:
-    """One replica's part of a call, and what it changed on the replica."""
-    outcome = ReplicaResult()
+    """Run a method on one replica, and record what it changed."""
     function: Callable[..., Any] = replica.module if method == "forward" else getattr(replica.module, method)
-    outcome.output = call_compiled(compiler, function, args, kwargs)
-    outcome.changes = replica.changes()
-    outcome.written_state = replica.written_state()
-    return outcome
+    output = call_compiled(compiler, function, args, kwargs)
+    return ReplicaResult(output, replica.changes(), replica.written_state())

@@ -25,7 +25,7 @@ from instep.runtime.backoff import NEVER, Backoff
 
 
 class ReplicaSet:
-    """One replica a device. `ready` makes them when they are first needed and follows the source at every call."""
+    """One replica per device. `sync` creates them for the first call and updates them before each later one."""
 
     def __init__(
         self,
@@ -42,52 +42,50 @@ class ReplicaSet:
         """`source_device` is the device that attributes of the source name, if it is not the first of `devices`."""
         self.source = source
         self._share_tensors = share_tensors
-        """Moves the source's tensors to where its replicas can reach them."""
+        """Moves the source's tensors to memory that the replicas can access."""
         self._replica_classes = replica_classes or [Replica] * len(devices)
         self.devices = list(devices)
         self._source_device = source_device or self.devices[0]
-        near = [
-            d == self.devices[0] or kind.is_remote for d, kind in zip(self.devices, self._replica_classes, strict=True)
-        ]
-        self.sharing = [_sharing_for(is_near and not private_copies, joint_graph) for is_near in near]
+        classes = zip(self.devices, self._replica_classes, strict=True)
+        can_share = [device == self.devices[0] or cls.is_remote for device, cls in classes]
+        self.sharing = [_sharing_for(shares and not private_copies, joint_graph) for shares in can_share]
         self.patch = patch
         self._configured_sharing = list(self.sharing)
         self.frozen = False
-        """Whether values are taken as unchanged: nothing is sent or compared."""
+        """Whether parameters count as unchanged and are not sent."""
         self.state_changed = False
         """Whether the last call changed state of the module."""
         self.replicas: list[Replica] = []
         self.shared_containers: SharedContainers
-        """The containers of the source, and which of them replicas share."""
+        """The containers of the source that replicas share."""
         self._private_weights: dict[int, Tensor] = {}
-        """By their ids, trainable weights that `forward` itself rewrites: each replica has its own."""
+        """By id, trainable weights that `forward` rewrites (`max_norm`). Each replica has a copy."""
         self._shared_max_norm_weight = False
         self._private_containers: dict[int, Any] = {}
-        """By their ids, containers that each replica has for itself, because `forward` changes them."""
+        """By id, containers that `forward` changes. Each replica has a copy."""
         self.overwritten_parameters: list[Tensor] = []
-        """Of the tensors that were last found written, those that hold now what `forward` wrote."""
+        """The parameters, among those written in the last call, that have the new values."""
         self.caller_only_accesses: list[Any] = []
-        """Iterators of the source that a replica wanted something of."""
+        """Objects that a replica used and only the caller may use."""
         self.generation = 0
-        """How many times the modules of the source were taken stock of."""
+        """Incremented when the modules of the source are tracked anew."""
         self._running = False
         self.fingerprint = ConfigFingerprint()
         self._shared_object_changed = False
-        """Whether something inside an object that the source holds was changed since the last call."""
+        """Whether an object that the replicas share was changed since the last call."""
         self._tracker: ChangeTracker | None = None
         self._prefetched_changes: Changes | None = None
-        """What was found by looking ahead of a call."""
+        """The changes of the source for the next `sync`, if they are known already."""
         self._value_checks = Backoff(limit=NEVER, calls=1)
         """When to compare the values of trainable tensors before and after a call."""
         self._saved_values: SavedValues[int] = SavedValues()
         """The values of trainable tensors before this call, by index, if the call is checked by value."""
 
     def sync(self) -> list[Replica]:
-        """The replicas, with everything that changed on the source since the last call."""
-        changes, self._prefetched_changes = (
-            self.source_changes() if self._prefetched_changes is None else self._prefetched_changes,
-            None,
-        )
+        """Update the replicas to the source and return them."""
+        changes, self._prefetched_changes = self._prefetched_changes, None
+        if changes is None:
+            changes = self.source_changes()
         if changes.is_structural:
             self._create_replicas()
         elif changes:
@@ -121,95 +119,89 @@ class ReplicaSet:
         """Whether code outside of an `Embedding(max_norm=...)` uses its weight, which the embedding rewrites."""
         return self._shared_max_norm_weight
 
-    def attribute_name(self, held: Any) -> str:
-        """What an attribute of a module is called that holds this; its type, if it is deeper inside."""
-        modules = [module for module in self.source.modules() if any(v is held for v in module.__dict__.values())]
-        if not modules:
-            return type(held).__name__
-        prefix = module_names(self.source, modules[:1])[0]
-        name = next(key for key, value in modules[0].__dict__.items() if value is held)
-        return f"{prefix}.{name}" if prefix else name
+    def attribute_name(self, value: Any) -> str:
+        """The dotted name of the attribute that is this value; its type if no attribute is."""
+        for prefix, module in self.source.named_modules():
+            for name, attribute in module.__dict__.items():
+                if attribute is value:
+                    return f"{prefix}.{name}" if prefix else name
+        return type(value).__name__
 
-    def holds_any(self, iterators: Sequence[Any]) -> bool:
-        """Whether the source holds one of these."""
-        return any(self.replicas[0].cloner.has_clone(iterator) for iterator in iterators)
+    def holds_any(self, objects: Sequence[Any]) -> bool:
+        """Whether the source holds one of these caller-only objects."""
+        return any(self.replicas[0].cloner.has_clone(value) for value in objects)
 
-    def privatize_changed(self, places: Sequence[str] = ()) -> bool:
-        """Whether `forward` changed containers that replicas share, here or, at these places, elsewhere.
+    def privatize_changed(self, paths: Sequence[str] = ()) -> bool:
+        """Restore shared containers that `forward` changed and give each replica a copy from now on.
 
-        Then they are put back, and from now on each replica has its own.
+        `paths` are those that replicas in other processes changed. Returns whether there were any.
         """
-        changed = {
-            id(container): container
-            for container in (*self.restore_containers(), *self.shared_containers.at_paths(places))
-        }.values()
-        if not changed:
-            return False
-        for container in changed:
+        changed = [*self.restore_containers(), *self.shared_containers.at_paths(paths)]
+        for container in {id(container): container for container in changed}.values():
             if id(container) in self._private_containers:
                 raise StateError(
-                    f"forward changes {str(self.shared_containers.paths[id(container)])!r}, which every replica would "
-                    f"do once more, and of which no copy can be made for each.\nChange it outside forward."
+                    f"forward changes {str(self.shared_containers.paths[id(container)])!r}, which all replicas share "
+                    f"because it cannot be copied.\nChange it outside forward."
                 )
             self._private_containers[id(container)] = container
-        self.discard()
-        return True
+        if changed:
+            self.discard()
+        return bool(changed)
 
     def restore_containers(self) -> list[Any]:
-        """Put back what `forward` changed in containers that replicas share, and say which those were."""
+        """Undo changes of `forward` to shared containers. Returns the containers."""
         found = self.shared_containers.restore() if self._running else []
-        self._running = False  # not before: an interrupted one is called again
+        self._running = False  # last: an interrupted restore runs again
         return found
 
     def deferred_restore(self) -> Callable[[], object]:
-        """What puts the containers of this call back, if its replicas go on after it has failed."""
+        """A function that restores shared containers after replicas of a failed call have ended."""
         return self.shared_containers.restore if self._running else lambda: None
 
-    def record_state_attributes(self, outcomes: Sequence[ReplicaResult]) -> None:
-        """What these calls of `forward` have set is state, and no setting of the module's."""
+    def record_state_attributes(self, results: Sequence[ReplicaResult]) -> None:
+        """Exclude attributes that `forward` set from the configuration fingerprint."""
         modules = self.replicas[0].source_modules
-        changes = [change for outcome in outcomes for change in outcome.changes.attributes]
+        changes = [change for result in results for change in result.changes.attributes]
         if changes:
             self.fingerprint.exclude_state([(modules[change.module_index], change.name) for change in changes], modules)
 
     def finish_call(self) -> None:
-        """The call is over: what changes from now on is the user's doing."""
+        """End a call. Later changes of shared containers are the user's."""
         self._running = False
 
     def prefetch_changes(self) -> None:
-        """Look for changes now: `ready` does not have to, if it is known by then that there were no more."""
+        """Find the changes of the source ahead of the next `sync`."""
         self._prefetched_changes = self.source_changes()
 
     def discard_prefetched(self) -> None:
-        """What was found by looking ahead may no longer be all."""
+        """Drop prefetched changes, because there may be more by now."""
         self._prefetched_changes = None
 
     def source_changes(self) -> Changes:
-        """What changed on the source since the last call, apart from values."""
+        """What changed on the source since the last call, except the values of tensors."""
         if self._tracker is None or not self._layout.is_unchanged():
             return STRUCTURE_CHANGED
-        moved = self.shared_containers.changed()
-        if moved:
-            self._shared_object_changed = self._shared_object_changed or any(
-                id(container) not in self._private_containers for container in moved
-            )
-            if any(reaches_source(container, self._private_containers) for container in moved):
+        changed = self.shared_containers.changed()
+        if changed:
+            if any(id(container) not in self._private_containers for container in changed):
+                self._shared_object_changed = True
+            if any(reaches_source(container, self._private_containers) for container in changed):
                 return STRUCTURE_CHANGED
             self._track_containers()
         return self._tracker.diff()
 
     def source_changes_if_tracked(self) -> Changes | None:
-        """The same; None where nobody has watched, after a failure or when the replicas were given up."""
+        """The same; None if the source is not tracked, e.g. after a failure."""
         return None if self._tracker is None else self.source_changes()
 
     @property
     def private_weights(self) -> Mapping[int, Tensor]:
-        """By their ids, trainable weights that `forward` itself rewrites: each replica has its own."""
+        """By id, trainable weights that `forward` rewrites (`max_norm`). Each replica has a copy."""
         return self._private_weights
 
     @property
     def needs_state_sync(self) -> bool:
-        """Whether replicas have to look at the source's buffers and other state before they run."""
+        """Whether replicas have to copy buffers and other state from the source before they run."""
         return self.state_changed or not self.frozen
 
     def written_parameters(self) -> list[Tensor]:
@@ -234,12 +226,12 @@ class ReplicaSet:
         return [source for source, _ in found]
 
     def discard(self) -> None:
-        """Make the replicas anew at the next call: after a failure nobody knows what they hold."""
+        """Create new replicas for the next call."""
         self._tracker = self._prefetched_changes = None
         self.replicas = []
 
     def _apply_changes(self, changes: Changes) -> None:
-        """Set on every replica what was set on the source; new modules need new replicas."""
+        """Apply changes of the source to every replica. If there are new modules, create new replicas."""
         before = len(self.replicas[0].cloner.modules)
         for replica in self.replicas:
             replica.apply(changes)
@@ -250,10 +242,10 @@ class ReplicaSet:
             self._create_replicas()
 
     def _create_replicas(self) -> None:
-        home, now = self.devices[0], module_device(self.source)
-        if now not in (None, home):
+        expected, device = self.devices[0], module_device(self.source)
+        if device not in (None, expected):
             raise WrapError(
-                f"the module was moved to {now} after it was wrapped for {home}.\n"
+                f"the module was moved to {device} after it was wrapped for {expected}.\n"
                 f"Wrap it anew: instep.DataParallel(model, device_ids=[...])."
             )
         _check_dense(self.source)
@@ -261,16 +253,15 @@ class ReplicaSet:
             self._share_tensors([*self.source.parameters(), *self.source.buffers()])
         self._private_weights = max_norm_weights(self.source.modules())
         self.sharing = [
-            ParameterSharing.DIFFERENTIABLE_COPY if self._private_weights and way is ParameterSharing.SOURCE else way
-            for way in self._configured_sharing
+            ParameterSharing.DIFFERENTIABLE_COPY if self._private_weights and s is ParameterSharing.SOURCE else s
+            for s in self._configured_sharing
         ]
-        places = zip(self.devices, self.sharing, strict=True)
-        self.replicas = [self._create_replica(index, *place) for index, place in enumerate(places)]
+        self.replicas = [self._create_replica(index) for index in range(len(self.devices))]
         self._track_source()
 
     @property
     def modules(self) -> list[nn.Module] | None:
-        """The modules of the source, registered or not; None before they are known."""
+        """The modules of the source, registered or not; None before the replicas are created."""
         return self.replicas[0].source_modules if self.replicas else None
 
     def _track_source(self) -> None:
@@ -281,9 +272,7 @@ class ReplicaSet:
         first = self.replicas[0]
         containers = [(value, items) for value, items, _ in first.cloner.containers]
         trainable, state = ([source for source, _ in pairs] for pairs in (first.trainable, first.tensors.state))
-        joint = (
-            ParameterSharing.SOURCE in self.sharing
-        )  # replicas that hold the source's own tensors follow wherever these move
+        joint = ParameterSharing.SOURCE in self.sharing  # such replicas use the source's tensors wherever they are
         self._tracker = ChangeTracker(first.source_modules, containers, [*trainable, *state] if joint else state)
         self._layout = MemoryLayout([] if joint else trainable)
         self._track_containers()
@@ -311,12 +300,12 @@ class ReplicaSet:
         self._version_detector = WriteDetector(list(counters.values()), [tensor for _, tensor in counters.values()])
         self._address_detector = WriteDetector(leaves, [tensor for _, tensor in leaves], read=data_ptr)
 
-    def _create_replica(self, index: int, device: torch.device, sharing: ParameterSharing) -> Replica:
+    def _create_replica(self, index: int) -> Replica:
         return self._replica_classes[index](
             index,
             self.source,
-            device,
-            sharing,
+            self.devices[index],
+            self.sharing[index],
             source_device=self._source_device,
             patch=self.patch,
             private_containers=self._private_containers,
@@ -325,36 +314,32 @@ class ReplicaSet:
         )
 
     def _refresh_graph_copies(self) -> None:
-        """Replicas that are linked to the source's graph are made anew: their tensors belong to one call."""
-        for index, way in enumerate(self.sharing):
-            if way is ParameterSharing.DIFFERENTIABLE_COPY:
-                self.replicas[index] = self._create_replica(index, self.devices[index], way)
+        """Create replicas with differentiable copies anew: the copies belong to the graph of one call."""
+        for index, sharing in enumerate(self.sharing):
+            if sharing is ParameterSharing.DIFFERENTIABLE_COPY:
+                self.replicas[index] = self._create_replica(index)
         if ParameterSharing.DIFFERENTIABLE_COPY in self.sharing:
             self._watch_writes()
 
     def _send_parameters(self) -> None:
-        """Parameters to the replicas that have memory of their own."""
-        far = [
-            replica for replica, way in zip(self.replicas, self.sharing, strict=True) if way is ParameterSharing.COPY
-        ]
-        if far:
-            sources = [source for source, _ in far[0].trainable]
-            copy_to_replicas(sources, [[leaf for _, leaf in replica.trainable] for replica in far])
+        """Copy parameters to the replicas that do not share the source's memory."""
+        copies = self._replicas_with(ParameterSharing.COPY)
+        if copies:
+            sources = [source for source, _ in copies[0].trainable]
+            copy_to_replicas(sources, [[leaf for _, leaf in replica.trainable] for replica in copies])
         if self._private_weights:
-            near = [
-                replica
-                for replica, way in zip(self.replicas, self.sharing, strict=True)
-                if way is ParameterSharing.ALIAS
-            ]
-            apart = [[pair for pair in replica.trainable if id(pair[0]) in self._private_weights] for replica in near]
-            for pairs in apart:
+            for replica in self._replicas_with(ParameterSharing.ALIAS):
+                pairs = [pair for pair in replica.trainable if id(pair[0]) in self._private_weights]
                 copy_to_replicas([source for source, _ in pairs], [[leaf for _, leaf in pairs]])
 
+    def _replicas_with(self, sharing: ParameterSharing) -> list[Replica]:
+        return [replica for replica, own in zip(self.replicas, self.sharing, strict=True) if own is sharing]
+
     def renormed_values(self, active: int) -> list[tuple[Tensor, Tensor]]:
-        """Weights that `forward` itself rewrote rows of, each with its new values."""
+        """The private weights of which `forward` rewrote rows, with their new values. `active` replicas took part."""
         found = []
         for key, weight in self._private_weights.items():
-            copies = [held for replica in self.replicas[:active] for s, held in replica.trainable if id(s) == key]
+            copies = [copy for replica in self.replicas[:active] for s, copy in replica.trainable if id(s) == key]
             try:
                 values = merge_renormed_rows(weight, copies)
             except ValueError:
@@ -363,24 +348,24 @@ class ReplicaSet:
                 found.append((weight, values))
         return found
 
-    def release_carried(self, slots: Sequence[CarriedValue], active: int) -> None:
-        """Let replicas that have no part in a call forget carried state that the others get parts of."""
+    def release_carried(self, values: Sequence[CarriedValue], active: int) -> None:
+        """Drop the copies of carried state on replicas that take no part in a call."""
         for replica in self.replicas[active:]:
-            replica.assign_shard(slots, None)
+            replica.assign_shard(values, None)
 
 
-def _sharing_for(near: bool, joint: bool) -> ParameterSharing:
-    if joint:
-        return ParameterSharing.SOURCE if near else ParameterSharing.DIFFERENTIABLE_COPY
-    return ParameterSharing.ALIAS if near else ParameterSharing.COPY
+def _sharing_for(can_share: bool, joint_graph: bool) -> ParameterSharing:
+    if joint_graph:
+        return ParameterSharing.SOURCE if can_share else ParameterSharing.DIFFERENTIABLE_COPY
+    return ParameterSharing.ALIAS if can_share else ParameterSharing.COPY
 
 
 def _check_dense(source: nn.Module) -> None:
-    """`WrapError` for a weight that is sparse itself; gradients may be."""
+    """Raise `WrapError` for a sparse trainable parameter. Its gradients may be sparse."""
     for name, parameter in source.named_parameters():
         if parameter.requires_grad and parameter.layout is not torch.strided:
             raise WrapError(
-                f"the parameter {name!r} is a {parameter.layout} tensor, which gets new memory whenever it changes: "
-                f"replicas would lose sight of it.\n"
-                f"Keep its values as a dense parameter, and make it sparse in forward."
+                f"the parameter {name!r} is a {parameter.layout} tensor. Replicas cannot share it, because it gets new "
+                f"memory whenever it changes.\n"
+                f"Make it a dense parameter, and convert it to a sparse tensor in forward."
             )

@@ -18,9 +18,9 @@ from instep.structure.shapes import is_dense
 
 
 class GradientGuard:
-    """Refuses a gradient that reaches a replica's leaf by another way than the bridge.
+    """A hook on the replica's leaves that raises for gradients outside of the bridge's backward.
 
-    Such a gradient would stay on the replica and be lost to the source.
+    Such a gradient would stay on the replica and never reach the source.
     """
 
     __slots__ = ("open", "touched")
@@ -28,7 +28,7 @@ class GradientGuard:
     def __init__(self) -> None:
         self.open = False
         self.touched = False
-        """Whether a gradient came by since this was last set to False."""
+        """Whether a leaf received a gradient since this was last set to False."""
 
     def set(self, state: bool) -> None:
         self.open = state
@@ -40,20 +40,20 @@ class GradientGuard:
 
 
 _STRAY_GRADIENT = (
-    "a gradient reached a replica's parameter from outside its call: a tensor made inside forward was kept by another "
-    "way than the outputs (a list, a hook, a global).\n"
-    "Return it from forward, or set it as an attribute of the module, so that its gradient finds the way."
+    "a gradient reached a replica's parameter outside of the backward of its call: a tensor of forward was stored in a "
+    "list, a hook or a global.\n"
+    "Return the tensor from forward, or set it as an attribute of the module."
 )
 get_grad: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
 def has_gradients(leaves: Iterable[Tensor]) -> bool:
-    """Whether gradients lie on leaves."""
+    """Whether a leaf has a gradient."""
     return any(gradient is not None for gradient in map(get_grad, leaves))
 
 
 def check_no_stray_gradients(leaves: Sequence[Tensor]) -> None:
-    """`BridgeError` if gradients lie on leaves that no guard has watched."""
+    """Raise `BridgeError` if a leaf without a guard has a gradient."""
     if has_gradients(leaves):
         for leaf in leaves:
             leaf.grad = None
@@ -61,23 +61,22 @@ def check_no_stray_gradients(leaves: Sequence[Tensor]) -> None:
 
 
 def check_no_inner_backward(leaves: Iterable[Tensor]) -> None:
-    """`BridgeError` if a backward inside `forward` left gradients on leaves, where the source would not see them."""
-    left = [leaf for leaf in leaves if leaf.is_leaf and leaf.grad is not None]
-    for leaf in left:
+    """Raise `BridgeError` if a backward inside `forward` left gradients on leaves."""
+    found = [leaf for leaf in leaves if leaf.is_leaf and leaf.grad is not None]
+    for leaf in found:
         leaf.grad = None
-    if left:
+    if found:
         raise BridgeError(
             "backward() was called inside forward: its gradients would stay on the replicas.\n"
-            "Return the loss and call backward() on it outside, or use torch.autograd.grad inside. (If it was another "
-            "thread that called backward(), beside a call on engine='serial': engine='threads' allows that.)"
+            "Return the loss and call backward() outside forward, or use torch.autograd.grad inside. If another thread "
+            "called backward() during a call with engine='serial': use engine='threads'."
         )
 
 
 class GradientStash:
-    """Around a `forward` that works on the source's own tensors: refuses a backward inside it, as elsewhere.
+    """Removes the gradients of the source during a `forward` on its own tensors, to detect a backward inside it.
 
-    Gradients that the source has are put aside meanwhile. It is no context manager: one that an interruption leaves
-    without its end would lose them, or bring them back later, over new ones.
+    This is not a context manager: if an interruption skipped its exit, gradients would be lost or restored too late.
     """
 
     def __init__(self, sources: Iterable[Tensor]) -> None:
@@ -96,15 +95,15 @@ class GradientStash:
 
 
 def shared_storage_ptrs(modules: Iterable[nn.Module]) -> set[int]:
-    """The addresses of storages that two or more tensors without gradient of some modules are views of."""
-    held = {
+    """The addresses of storages that several tensors of modules view. Tensors that require a gradient do not count."""
+    tensors = {
         id(tensor): tensor
         for module in modules
         for table in (module._buffers, module._parameters, module.__dict__)
         for tensor in table.values()
         if isinstance(tensor, Tensor) and not tensor.requires_grad
     }
-    dense = [t for t in held.values() if is_dense(t) and type(t) in _PLAIN_TYPES]
+    dense = [t for t in tensors.values() if is_dense(t) and type(t) in _PLAIN_TYPES]
     count = Counter(tensor.untyped_storage().data_ptr() for tensor in dense if not tensor.is_meta)
     return {address for address, number in count.items() if number > 1 and address}
 
@@ -113,67 +112,63 @@ _PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def leaf_like(source: Tensor, data: Tensor) -> Tensor:
-    """A leaf of the source tensor's own class and attributes around `data`."""
-    made = torch.Tensor._make_subclass(type(source), data, source.requires_grad)
-    made.__dict__ = source.__dict__  # what is set on the source's parameter is there for the replicas too
-    return made
+    """A leaf with the class and the attributes of the source tensor, and the memory of `data`."""
+    leaf = torch.Tensor._make_subclass(type(source), data, source.requires_grad)
+    leaf.__dict__ = source.__dict__  # attributes that are set on the source appear on the replicas
+    return leaf
 
 
 class ParameterSharing(Enum):
-    """How a replica comes by the source's tensors that take a gradient."""
+    """How a replica gets the source's tensors that require a gradient."""
 
-    ALIAS = "leaves of its own that share the source's memory"
-    COPY = "leaves of its own in memory of its own, sent at each call"
-    SOURCE = "the source's own tensors: one joint graph"
-    DIFFERENTIABLE_COPY = "differentiable copies of the source's tensors: one joint graph"
+    ALIAS = "leaves that share the source's memory"
+    COPY = "leaves with their own memory, sent at each call"
+    SOURCE = "the source's tensors themselves, in a joint graph"
+    DIFFERENTIABLE_COPY = "differentiable copies of the source's tensors, in a joint graph"
 
 
 @dataclass
 class ReplicaTensors:
-    """Makes the tensors of one replica and remembers what each stands for."""
+    """Creates the tensors of one replica."""
 
     uses_guard: ClassVar[bool] = True
-    """Whether each leaf is watched for gradients."""
+    """Whether each leaf has a `GradientGuard`."""
     device: torch.device
     sharing: ParameterSharing
     private_weights: Mapping[int, Tensor] = field(default_factory=dict)
-    """By their ids, trainable tensors that get memory of their own here whatever the way."""
+    """By id, trainable tensors that are copied whatever `sharing` is."""
     shared_storages: Collection[int] = ()
-    """Storages that several tensors of the source are views of, by their addresses."""
+    """Addresses of storages that several tensors of the source view."""
     guard: GradientGuard = field(default_factory=GradientGuard)
     trainable: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """(source, counterpart) for each tensor that takes a gradient."""
+    """(source, replica's tensor) for each tensor that requires a gradient."""
     state: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """(source, copy) for each tensor that takes none."""
+    """(source, copy) for each other tensor."""
     _storage_copies: dict[int, Tensor] = field(default_factory=dict)
     sources: dict[int, Tensor] = field(default_factory=dict)
-    """By the id of a counterpart: what it stands for."""
+    """The source of each tensor, by the id of the replica's tensor."""
 
     def create(self, source: Tensor) -> Tensor:
-        """The replica's counterpart of one tensor of the source."""
-        if not source.requires_grad:
-            made = self.copy(source)
-            self.state.append((source, made))
-        else:
-            made = self._create_trainable(source)
-            self.trainable.append((source, made))
-        self.sources[id(made)] = source
-        return made
+        """Create the replica's tensor for a tensor of the source."""
+        tensor = self._create_trainable(source) if source.requires_grad else self.copy(source)
+        (self.trainable if source.requires_grad else self.state).append((source, tensor))
+        self.sources[id(tensor)] = source
+        return tensor
 
     def _create_trainable(self, source: Tensor) -> Tensor:
         if self.sharing is ParameterSharing.SOURCE:
             return source
         if self.sharing is ParameterSharing.DIFFERENTIABLE_COPY:
             grad = torch.is_grad_enabled()
-            with set_inference_mode(False), torch.set_grad_enabled(grad):  # the first turns gradients on by itself
-                made = source.to(self.device) if source.device != self.device else source.clone()
-            made.__dict__ = source.__dict__
-            return made
+            with set_inference_mode(False), torch.set_grad_enabled(grad):  # leaving inference mode enables gradients
+                copy = source.to(self.device) if source.device != self.device else source.clone()
+            copy.__dict__ = source.__dict__
+            return copy
         with set_inference_mode(False), torch.no_grad():
-            made = self._create_leaf(source)
+            leaf = self._create_leaf(source)
         if self.uses_guard:
-            made.register_hook(self.guard)
-        return made
+            leaf.register_hook(self.guard)
+        return leaf
 
     def _create_leaf(self, source: Tensor) -> Tensor:
         data = source.detach()
@@ -183,10 +178,10 @@ class ReplicaTensors:
             data = data.clone()
         if source.is_leaf:
             return leaf_like(source, data)
-        return data.requires_grad_()  # a buffer that was computed: a leaf here, its graph goes on at the source
+        return data.requires_grad_()  # a buffer with a history, which continues on the source
 
     def copy(self, source: Tensor) -> Tensor:
-        """A copy of a tensor that takes no gradient, as the class that the source is."""
+        """Copy a tensor that requires no gradient. The copy has the class of the source."""
         with set_inference_mode(False), torch.no_grad():
             data = self._copy_data(source)
             if isinstance(source, nn.Parameter) or type(source) is not Tensor:
@@ -195,7 +190,7 @@ class ReplicaTensors:
             return data
 
     def _copy_data(self, source: Tensor) -> Tensor:
-        """Its values here; where tensors of the source are views of one storage, they are views of one copy."""
+        """Copy the values. Views of one storage of the source become views of one copy."""
         if not is_dense(source) or not self.shared_storages:
             return source.detach().to(self.device, copy=True)
         storage = source.untyped_storage()
@@ -204,20 +199,20 @@ class ReplicaTensors:
         if storage.data_ptr() not in self._storage_copies:
             whole = torch.empty(0, dtype=torch.uint8, device=source.device).set_(storage)
             self._storage_copies[storage.data_ptr()] = whole.to(self.device, copy=True)
-        here = self._storage_copies[storage.data_ptr()].untyped_storage()
-        made = torch.empty(0, dtype=source.dtype, device=self.device)
-        return made.set_(here, source.storage_offset(), source.size(), source.stride())
+        copy = self._storage_copies[storage.data_ptr()].untyped_storage()
+        view = torch.empty(0, dtype=source.dtype, device=self.device)
+        return view.set_(copy, source.storage_offset(), source.size(), source.stride())
 
     def may_have_gradients(self) -> bool:
-        """Whether gradients may have come to the leaves in a forward."""
+        """Whether leaves may have received gradients in a forward."""
         return self.guard.touched
 
-    def forget(self, made: Collection[int]) -> None:
-        """Forget counterparts by their ids."""
-        self.trainable = [pair for pair in self.trainable if id(pair[1]) not in made]
-        self.state = [pair for pair in self.state if id(pair[1]) not in made]
-        for counterpart in made:
-            self.sources.pop(counterpart, None)
+    def forget(self, ids: Collection[int]) -> None:
+        """Forget tensors of the replica by their ids."""
+        self.trainable = [pair for pair in self.trainable if id(pair[1]) not in ids]
+        self.state = [pair for pair in self.state if id(pair[1]) not in ids]
+        for number in ids:
+            self.sources.pop(number, None)
 
 
 _DEFAULT_TORCH_FUNCTION: Any = nn.Parameter.__torch_function__

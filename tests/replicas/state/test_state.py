@@ -370,3 +370,24 @@ def test_what_a_function_returns_is_looked_at_before_anything_is_written(wrap: C
         model(torch.randn(7, 3))
     assert model.seen == 0
     assert model.log == ["start"]
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+def test_an_attribute_that_one_replica_sets_is_merged(engine: str) -> None:
+    class Best(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.best = nn.Linear(3, 2), 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if float(x.max()) > self.best:
+                self.best = float(x.max())
+            return self.layer(x)
+
+    net, x = Best(), torch.full((4, 3), -1.0)
+    x[0] = 5.0
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine, state={"best": "max"}) as model:
+        model(x)
+        assert net.best == 5.0
+        model(x.flip(0) + 1)
+        assert net.best == 6.0

@@ -1,4 +1,4 @@
-"""State rules: the user's, and those of torch's own layers."""
+"""State rules: those of the user, and those for layers of torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATE_RULES = ("sum", "mean", "max", "min", "first", "cat")
 def apply_state_rule(
     rule: StateRule, old: Any, new: list[Any], sizes: Sequence[int], path: str, *, entry: bool = False
 ) -> Any:
-    """The whole's new value under a rule. An `entry` of a container may come from nothing: it counts as zero."""
+    """The new value under a rule. An `entry` of a container may be new: its old value counts as zero."""
     if callable(rule):
         return rule(None if old is MISSING else old, [None if v is MISSING else v for v in new], list(sizes))
     try:
@@ -37,7 +37,7 @@ def apply_state_rule(
     except (MergeError, TypeError, ValueError, RuntimeError) as error:
         kind = type(next((value for value in new if value is not MISSING), None)).__name__
         raise StateError(
-            f"state={{{path!r}: {rule!r}}} cannot be applied to what forward left there, a {kind}: {error}\n"
+            f"state={{{path!r}: {rule!r}}} cannot be applied to a {kind}: {error}\n"
             f"Write another rule, or a function (old, new, sizes) -> value."
         ) from error
 
@@ -47,19 +47,19 @@ def _apply_named_rule(rule: str, old: Any, new: list[Any], sizes: Sequence[int],
         return new[0]
     if rule == "sum":
         return _sum_changes(old, new, path, entry)
-    there = [(value, size) for value, size in zip(new, sizes, strict=True) if value is not MISSING]
-    values = [value for value, _ in there]
+    present = [(value, size) for value, size in zip(new, sizes, strict=True) if value is not MISSING]
+    values = [value for value, _ in present]
     if rule == "cat" and all(isinstance(value, (list, tuple)) for value in values):
         return type(values[0])(item for value in values for item in value)
-    return Merger.from_options(rule).merge(_on_one_device(values), [size for _, size in there])
+    return Merger.from_options(rule).merge(_on_one_device(values), [size for _, size in present])
 
 
 def _sum_changes(old: Any, new: list[Any], path: str, entry: bool) -> Any:
     if old is MISSING or old is None:
         if not entry:
             raise StateError(f"state={{{path!r}: 'sum'}} needs a value from before the call: set it in __init__.")
-        there = [value for value in _on_one_device(new) if value is not MISSING]
-        return sum(there[1:], start=there[0])
+        present = [value for value in _on_one_device(new) if value is not MISSING]
+        return sum(present[1:], start=present[0])
     device = old.device if isinstance(old, Tensor) else None
     total = old
     for value in new:
@@ -74,7 +74,7 @@ def _on_one_device(values: list[Any]) -> list[Any]:
 
 
 def check_state_rule(pattern: str, rule: Any) -> None:
-    """Refuse a rule that does not exist, when it is given."""
+    """Raise `StateError` for a rule that does not exist."""
     if not callable(rule) and rule not in STATE_RULES:
         raise StateError(
             f"state={{{pattern!r}: {rule!r}}}: write one of {', '.join(STATE_RULES)} or a function (old, new, sizes)."
@@ -82,12 +82,11 @@ def check_state_rule(pattern: str, rule: Any) -> None:
 
 
 def builtin_rule(module: nn.Module | None, name: str) -> StateRule | None:
-    """The rule of a layer whose state torch itself changes in `forward`.
+    """The rule for state of a layer of torch, or None.
 
-    Batch normalisation counts its calls, alike on every replica. Instance normalisation averages over samples, so the
-    weighted mean is exact. The vectors of spectral normalisation come from the weights alone. What a quantization
-    observer keeps is the least and the greatest value, also where it is a moving average, which grows with what comes
-    in.
+    Batch norm counts calls, equally on every replica. Instance norm averages over samples, so the weighted mean is
+    exact. The vectors of spectral norm depend only on the weights. Quantization observers keep minima and maxima, or
+    moving averages of them.
     """
     if isinstance(module, _BatchNorm) and name == "num_batches_tracked":
         return "first"
@@ -101,16 +100,16 @@ def builtin_rule(module: nn.Module | None, name: str) -> StateRule | None:
 
 
 def _observer_classes() -> tuple[Any, ...]:
-    """The observers of quantization, if anybody has imported them."""
-    held = sys.modules.get("torch.ao.quantization.observer")
+    """The observer classes, if their module is imported."""
+    module = sys.modules.get("torch.ao.quantization.observer")
     names = ("MinMaxObserver", "PerChannelMinMaxObserver")
-    return () if held is None else tuple(getattr(held, name) for name in names if hasattr(held, name))
+    return () if module is None else tuple(getattr(module, name) for name in names if hasattr(module, name))
 
 
 def may_be_shard_size(old: Any, new: Any, sizes: Sequence[int]) -> bool:
-    """Whether a value may speak of the samples of a shard: equal on even shards, and not what the whole would get.
+    """Whether a value that is equal on all replicas may come from the size of their equal shards.
 
-    That is a number that grew by a shard's samples or came to be their number, and a shape that begins with it.
+    It may if it is a number that grew by that size or is that size, or a shape that starts with it.
     """
     size = sizes[0]
     if size < 2 or len(set(sizes)) > 1 or isinstance(new, (bool, np.bool_)):
@@ -133,12 +132,12 @@ _FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 
 
 def is_parameter_cache(module: nn.Module, name: str) -> bool:
-    """Whether an attribute only lists the module's parameters once more; it has no meaning outside one replica."""
+    """Whether an attribute is a list of the module's own parameters, which every replica creates for itself."""
     return isinstance(module, nn.RNNBase) and name in _FLAT_WEIGHTS
 
 
 def is_computed_from_parameters(module: nn.Module, name: str) -> bool:
-    """Whether a hook of torch's own computes an attribute from parameters alone: equal on every replica."""
+    """Whether a hook of torch computes an attribute from parameters only, equally on every replica."""
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, (WeightNorm, SpectralNorm)) and hook.name == name:
             return True
