@@ -49,7 +49,7 @@ def test_parameters_are_real_leaves_that_share_memory() -> None:
         assert mine.data_ptr() == theirs.data_ptr()
 
 
-def test_private_parameters_have_memory_of_their_own() -> None:
+def test_private_parameters_share_no_memory() -> None:
     net = nn.Linear(3, 4)
     replica = replica_of(net, alias=False)
     assert replica.module.weight.data_ptr() != net.weight.data_ptr()
@@ -91,7 +91,7 @@ class Closed(nn.Module):
         return self.layer.bias.sum()
 
 
-def test_closures_lead_to_the_replica() -> None:
+def test_closures_reference_the_replica() -> None:
     net = Closed()
     module = replica_of(net).module
     cells = [cell.cell_contents for cell in module.forward.__closure__]
@@ -109,7 +109,7 @@ def test_closures_lead_to_the_replica() -> None:
         torch.testing.assert_close(mine, net.layer.weight.grad)
 
 
-def test_hooks_that_hold_the_source_are_rebuilt() -> None:
+def test_hooks_that_reference_the_source_are_copied() -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     net[0].register_forward_hook(lambda module, args, out: out + net[1].bias)
     net[1].register_forward_pre_hook(functools.partial(shifted, net[0]))
@@ -139,7 +139,7 @@ class Owner:
         self.again = self
 
 
-def test_objects_that_point_at_the_module_point_at_the_replica() -> None:
+def test_objects_that_reference_the_module_are_copied() -> None:
     net = nn.Linear(2, 2)
     net.owner = Owner(net)
     net.bound = net.owner.method
@@ -162,7 +162,7 @@ def numbers() -> Iterator[int]:
     yield 1
 
 
-def test_what_cannot_be_copied_is_shared(tmp_path: Path) -> None:
+def test_objects_that_cannot_be_copied_are_shared(tmp_path: Path) -> None:
     net = nn.Linear(2, 2)
     net.lock = threading.Lock()
     net.numbers = numbers()
@@ -196,7 +196,7 @@ class Parent(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_a_proxy_stands_for_the_replicas_own(engine: str) -> None:
+def test_weak_proxies_reference_the_replica(engine: str) -> None:
     net, x = Parent(), torch.randn(6, 4)
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, private_copies=True) as model:
         model(x).sum().backward()
@@ -247,7 +247,7 @@ def test_a_user_parametrization() -> None:
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_parameter_lists_and_dicts_are_full(engine: str) -> None:
+def test_parameter_lists_and_dicts_are_copied(engine: str) -> None:
     class Bag(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -262,7 +262,7 @@ def test_parameter_lists_and_dicts_are_full(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_lazy_modules_come_to_be_on_the_source(engine: str) -> None:
+def test_lazy_modules_are_initialized_on_the_source(engine: str) -> None:
     net = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2))
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
         x = torch.randn(6, 3)
@@ -281,7 +281,7 @@ def test_a_clone_made_in_inference_mode_trains_afterwards() -> None:
         assert net.weight.grad is not None
 
 
-def test_two_lists_that_hold_each_other() -> None:
+def test_lists_that_reference_each_other() -> None:
     net = nn.Linear(2, 2)
     net.ring = [net, []]
     net.ring[1].append(net.ring)
@@ -330,7 +330,7 @@ def test_a_generator_of_the_module_repeats() -> None:
 
 @pytest.mark.filterwarnings("ignore:Pickle, copy:DeprecationWarning")  # an iterator on its way to a worker
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_an_iterator_is_drawn_from_once_a_call(engine: str) -> None:
+def test_an_iterator_advances_once_per_call(engine: str) -> None:
     class Scheduled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * next(self.schedule)

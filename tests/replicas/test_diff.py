@@ -36,7 +36,7 @@ class Equal:
     [([1], [1]), (0, torch.tensor(0)), (torch.ones(3), torch.ones(3)), (Equal(), Equal()), (1.5, float("1.5"))],
     ids=["equal lists", "a number and a tensor", "equal tensors", "always equal", "equal numbers"],
 )
-def test_holdings_compare_identity_not_equality(old: object, new: object) -> None:
+def test_identity_snapshots_compare_identity_not_equality(old: object, new: object) -> None:
     table = {"a": old, "b": None}
     holdings = IdentitySnapshot([table, {}])
     assert holdings.is_unchanged()
@@ -57,7 +57,7 @@ def test_holdings_compare_identity_not_equality(old: object, new: object) -> Non
     ],
     ids=["added", "removed", "swapped", "cleared"],
 )
-def test_holdings_see_the_shape_of_a_table(change: Callable[[dict[str, object]], object]) -> None:
+def test_identity_snapshots_detect_added_and_removed_keys(change: Callable[[dict[str, object]], object]) -> None:
     table: dict[str, object] = {"a": object(), "b": object()}
     holdings = IdentitySnapshot([table])
     change(table)
@@ -65,7 +65,7 @@ def test_holdings_see_the_shape_of_a_table(change: Callable[[dict[str, object]],
 
 
 @pytest.mark.usefixtures("fast")
-def test_a_watch_lists_what_was_set_and_tells_structure() -> None:
+def test_change_tracker_lists_attributes_and_detects_structure_changes() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     watch = ChangeTracker(list(net.modules()), tensors=list(net.parameters()))
     assert not watch.diff()
@@ -103,7 +103,7 @@ def test_a_watch_lists_what_was_set_and_tells_structure() -> None:
 )
 @pytest.mark.parametrize("quick", [True, False], ids=["one pass", "one by one"])
 @pytest.mark.parametrize("beside", [0, 1], ids=["alone", "beside a sparse one"])
-def test_memory_that_is_read_otherwise_is_seen(
+def test_memory_layout_detects_changed_metadata(
     change: Callable[[nn.Parameter], None], quick: bool, beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not quick:

@@ -191,7 +191,9 @@ USERS: list[Callable[[], Any]] = [
 
 
 @pytest.mark.parametrize("make", VALUES.values(), ids=VALUES.keys())
-def test_what_is_set_on_a_value_is_the_plain_modules(wrap: Callable[..., Any], make: Callable[[], Holds]) -> None:
+def test_attributes_set_on_a_container_match_the_plain_module(
+    wrap: Callable[..., Any], make: Callable[[], Holds]
+) -> None:
     plain, net = make(), make()
     net.load_state_dict(plain.state_dict())
     held, model = net.held, wrap(net)
@@ -206,7 +208,7 @@ def test_what_is_set_on_a_value_is_the_plain_modules(wrap: Callable[..., Any], m
 
 
 @pytest.mark.parametrize("make", USERS, ids=lambda make: type(make()).__name__)
-def test_the_users_own_change_reaches_every_replica(wrap: Callable[..., Any], make: Callable[[], Any]) -> None:
+def test_a_change_by_the_user_reaches_every_replica(wrap: Callable[..., Any], make: Callable[[], Any]) -> None:
     net = Holds(make(), lambda held: held.calls)
     model, x = wrap(net), torch.randn(5, 3)
     for calls in (0.0, 2.0, 5.0):
@@ -229,7 +231,7 @@ class Sums(nn.Module):
 
 
 @pytest.mark.parametrize("make", [lambda: Level("low"), lambda: Word("text")], ids=["int", "str"])
-def test_what_differs_is_refused_by_name_or_follows_its_rule(wrap: Callable[..., Any], make: Callable[[], Any]) -> None:
+def test_different_attribute_values_need_a_rule(wrap: Callable[..., Any], make: Callable[[], Any]) -> None:
     held, x = make(), torch.arange(15.0).view(5, 3)
     net = Sums(held)
     with pytest.raises(instep.StateError, match=r"forward changed 'held\.calls'.*\n.*\n  state=\{'held\.calls': 'sum'"):
@@ -258,7 +260,7 @@ MEMBERS = {"enum": Mode.LOW, "int": Grade.LOW, "str": Sort.LOW}
 
 
 @pytest.mark.parametrize("held", [*MEMBERS.values(), Day(2020, 1, 1)], ids=[*MEMBERS, "date"])
-def test_what_cannot_be_copied_is_refused(wrap: Callable[..., Any], held: Any) -> None:
+def test_changing_an_object_that_cannot_be_copied_is_an_error(wrap: Callable[..., Any], held: Any) -> None:
     held.calls = 0.0
     net = Holds((held,), lambda now: count(now[0]))
     words = r"forward changes 'held\.0', which all replicas share.*\nChange it outside forward\."
@@ -269,7 +271,7 @@ def test_what_cannot_be_copied_is_refused(wrap: Callable[..., Any], held: Any) -
 
 @pytest.mark.parametrize("engine", ["serial", "threads"])
 @pytest.mark.parametrize("held", MEMBERS.values(), ids=MEMBERS.keys())
-def test_a_member_of_an_enumeration_is_one_for_the_whole_program(engine: str, held: Any) -> None:
+def test_enum_members_are_shared(engine: str, held: Any) -> None:
     """Whatever it holds: `forward` may ask whether it is this one."""
     held.shift = torch.ones(2)
     net = Holds(held, lambda now: now.shift if now is type(now).LOW else -1.0)

@@ -36,7 +36,7 @@ class Keeps(nn.Module):
 
 
 @pytest.mark.parametrize("between", ["nothing", "no_grad", "inference", "another", "backward"])
-def test_a_kept_tensor_is_refused_whatever_came_between(between: str) -> None:
+def test_backward_through_a_stored_tensor_is_an_error(between: str) -> None:
     torch.manual_seed(0)
     plain = Keeps()
     net = copy.deepcopy(plain)

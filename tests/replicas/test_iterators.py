@@ -75,7 +75,7 @@ MADE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 @pytest.mark.filterwarnings("ignore:Pickle, copy:DeprecationWarning")  # an iterator on its way to a worker
 @pytest.mark.parametrize(("make", "how"), MADE.values(), ids=MADE.keys())
-def test_an_iterator_goes_on_once_a_call(
+def test_an_iterator_advances_once_per_call(
     wrap: Callable[..., Any], make: Callable[[], Any], how: Callable[[Any], float]
 ) -> None:
     plain, net = Net(make(), how).double(), Net(make(), how).double()
@@ -90,7 +90,7 @@ def test_an_iterator_goes_on_once_a_call(
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads"])
-def test_an_iterator_that_forward_leaves_alone_is_no_hindrance(engine: str) -> None:
+def test_an_unused_iterator_does_not_prevent_parallel_calls(engine: str) -> None:
     class Numbered(Net):
         def forward(self, x: Tensor) -> Tensor:
             SIZES.append(len(x))
@@ -117,7 +117,7 @@ def test_an_iterator_that_forward_leaves_alone_is_no_hindrance(engine: str) -> N
     model.close()
 
 
-def test_what_is_an_iterator() -> None:
+def test_is_library_iterator() -> None:
     class Own:
         def __iter__(self) -> Own:
             return self

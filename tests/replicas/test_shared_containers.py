@@ -143,7 +143,7 @@ HOLDERS: dict[str, Callable[[], Holds]] = {
 
 
 @pytest.mark.parametrize("make", HOLDERS.values(), ids=HOLDERS.keys())
-def test_what_a_holder_holds_is_the_plain_modules(wrap: Callable[..., Any], make: Callable[[], Holds]) -> None:
+def test_container_contents_match_the_plain_module(wrap: Callable[..., Any], make: Callable[[], Holds]) -> None:
     plain, net = make(), make()
     net.load_state_dict(plain.state_dict())
     held, model = net.held, wrap(net)
@@ -173,7 +173,7 @@ class Keeps(nn.Module):
         return out
 
 
-def test_what_follows_the_batch_is_joined_whatever_size_it_had_before(wrap: Callable[..., Any]) -> None:
+def test_tensors_with_a_batch_dim_are_concatenated_whatever_their_old_size(wrap: Callable[..., Any]) -> None:
     """A part may have the shape of what an earlier, smaller batch left; and a shard of one sample is no entry."""
     net = Keeps()
     model = wrap(net, replicas=4)

@@ -128,9 +128,7 @@ CHANGES: dict[str, Callable[[Net], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_a_change_is_there_at_the_next_call(
-    pair: tuple[instep.DataParallel, Net], change: Callable[[Net], object]
-) -> None:
+def test_a_change_reaches_the_next_call(pair: tuple[instep.DataParallel, Net], change: Callable[[Net], object]) -> None:
     model, net = pair
     change(net)
     plain = copy.deepcopy(net)
@@ -145,7 +143,7 @@ def test_a_change_is_there_at_the_next_call(
             torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_a_hook_that_is_removed_is_gone(pair: tuple[instep.DataParallel, Net]) -> None:
+def test_a_removed_hook_does_not_run(pair: tuple[instep.DataParallel, Net]) -> None:
     model, net = pair
     x = torch.randn(5, 3, dtype=torch.float64)
     handle = net.first.register_forward_hook(lambda module, args, out: out * 2)
@@ -155,7 +153,7 @@ def test_a_hook_that_is_removed_is_gone(pair: tuple[instep.DataParallel, Net]) -
     torch.testing.assert_close(model(x), net(x))
 
 
-def test_freezing_and_thawing_is_read_at_each_call(pair: tuple[instep.DataParallel, Net]) -> None:
+def test_requires_grad_is_read_at_each_call(pair: tuple[instep.DataParallel, Net]) -> None:
     model, net = pair
     x = torch.randn(5, 3, dtype=torch.float64)
     for trainable in (False, True, False, True):
@@ -173,7 +171,7 @@ def test_everything_frozen_needs_no_gradient(pair: tuple[instep.DataParallel, Ne
     assert not model(torch.randn(5, 3, dtype=torch.float64)).requires_grad
 
 
-def test_the_dtype_follows() -> None:
+def test_a_changed_dtype_reaches_the_replicas() -> None:
     net = nn.Linear(3, 2)
     with instep.DataParallel(net, ["cpu"] * 2) as model:
         assert model(torch.randn(4, 3)).dtype is torch.float32
@@ -194,7 +192,7 @@ def test_nothing_is_sent_again_inside_frozen() -> None:
         torch.testing.assert_close(model(x), net(x))
 
 
-def test_an_attribute_set_on_the_wrapper_is_the_modules() -> None:
+def test_an_attribute_set_on_the_wrapper_is_set_on_the_module() -> None:
     net = Net()
     with instep.DataParallel(net, ["cpu"] * 2) as model:
         model.gain = 4.0
@@ -247,7 +245,9 @@ HIDDEN: dict[str, Callable[[Hidden], object]] = {
 
 @pytest.mark.parametrize(("engine", "private"), ENGINES)
 @pytest.mark.parametrize("change", HIDDEN.values(), ids=HIDDEN.keys())
-def test_what_is_hidden_deep_inside_is_followed(engine: str, private: bool, change: Callable[[Hidden], object]) -> None:
+def test_changes_in_nested_objects_reach_the_replicas(
+    engine: str, private: bool, change: Callable[[Hidden], object]
+) -> None:
     net = Hidden()
     x = torch.randn(5, 3)
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, private_copies=private) as model:
@@ -262,7 +262,7 @@ def test_what_is_hidden_deep_inside_is_followed(engine: str, private: bool, chan
 
 
 @pytest.mark.parametrize(("engine", "private"), ENGINES)
-def test_a_buffer_that_comes_to_need_a_gradient(engine: str, private: bool) -> None:
+def test_a_buffer_that_starts_to_require_a_gradient(engine: str, private: bool) -> None:
     net = Hidden()
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, private_copies=private) as model:
         model(torch.randn(4, 3))
@@ -286,7 +286,7 @@ class Stateful(nn.Module):
 
 
 @pytest.mark.parametrize(("engine", "private"), ENGINES)
-def test_containers_left_on_the_module_do_not_pile_up(engine: str, private: bool) -> None:
+def test_copies_of_replaced_containers_are_freed(engine: str, private: bool) -> None:
     net = Stateful()
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, private_copies=private) as model:
         sizes = []

@@ -120,7 +120,7 @@ def seen(held: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.parametrize("probe", [True, False])
 @pytest.mark.parametrize(("make", "body"), BODIES.values(), ids=BODIES.keys())
-def test_a_call_is_the_plain_modules(
+def test_calls_with_a_thread_local_match_the_plain_module(
     engine: str, probe: bool, make: Callable[[], Any], body: Callable[[Any, Tensor], Any]
 ) -> None:
     one, net = Net(make(), body), Net(make(), body)
@@ -137,7 +137,7 @@ def test_a_call_is_the_plain_modules(
 
 @pytest.mark.parametrize("engine", ["serial", "threads"])
 @pytest.mark.parametrize("make", [Scratch, plain])
-def test_one_that_forward_leaves_alone_is_no_hindrance(engine: str, make: Callable[[], Any]) -> None:
+def test_an_unused_thread_local_does_not_prevent_parallel_calls(engine: str, make: Callable[[], Any]) -> None:
     sizes: list[int] = []
     note = sizes.append  # which no replica follows to the list
     net = Net(make(), lambda _, x: (note(len(x)), 0.0)[1])
@@ -147,7 +147,7 @@ def test_one_that_forward_leaves_alone_is_no_hindrance(engine: str, make: Callab
     assert sizes == [2, 2, 2]
 
 
-def test_each_thread_of_the_callers_has_its_own() -> None:
+def test_each_calling_thread_has_its_own_values() -> None:
     net = Net(Scratch(), count)
     found: list[float] = []
 

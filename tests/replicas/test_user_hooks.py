@@ -46,7 +46,7 @@ KINDS: dict[str, Callable[[nn.Module, Callable[..., None]], Any]] = {
 @each_engine
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", ["", "2"])
-def test_a_hook_sees_whole_batches_and_this_is_said_once(engine: str, kind: str, path: str) -> None:
+def test_a_hook_sees_whole_batches_with_one_warning(engine: str, kind: str, path: str) -> None:
     module, plain, seen = net(), net(), Recorder()
     plain.load_state_dict(module.state_dict())
     with instep.DataParallel(module, ["cpu"] * 2, engine=engine) as model:
@@ -68,7 +68,7 @@ def test_a_hook_sees_whole_batches_and_this_is_said_once(engine: str, kind: str,
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_shards_where_that_was_asked_for(engine: str) -> None:
+def test_per_replica_hooks_see_shards(engine: str) -> None:
     seen: list[int] = []
     module = net()
     module[0].register_forward_hook(lambda m, args, out: seen.append(len(out)))
@@ -116,7 +116,7 @@ def test_a_hook_on_a_module_that_is_not_registered() -> None:
     assert seen.sizes == [5]
 
 
-def test_a_layer_that_brings_its_hook_along() -> None:
+def test_a_new_layer_with_a_hook_is_noticed() -> None:
     seen, module, late = Recorder(), net(), nn.Linear(3, 4)
     late.register_forward_hook(seen)
     with instep.DataParallel(module, ["cpu"] * 2) as model:
@@ -152,7 +152,7 @@ WORKERS: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.parametrize("work", WORKERS.values(), ids=WORKERS.keys())
-def test_hooks_by_which_torch_works_do_not_count(engine: str, work: Callable[[nn.Module], Any]) -> None:
+def test_hooks_of_torch_layers_do_not_count(engine: str, work: Callable[[nn.Module], Any]) -> None:
     shards: list[int] = []
 
     class Asks(nn.Linear):
@@ -178,7 +178,7 @@ def test_hooks_by_which_torch_works_do_not_count(engine: str, work: Callable[[nn
             torch.testing.assert_close(mine, theirs, msg=name)
 
 
-def test_another_word_is_refused() -> None:
+def test_an_unknown_hooks_option_is_an_error() -> None:
     with pytest.raises(instep.WrapError, match="write 'whole' or 'per_replica'"):
         instep.DataParallel(net(), ["cpu"] * 2, hooks="shards")
 

@@ -108,9 +108,9 @@ class Cloner:
 
     def clone(self, value: Any) -> Any:
         """The replica's copy of a value, or the value itself if it can be shared."""
-        known = self._lookup(value)
-        if known is not None:
-            return known[1]
+        entry = self._lookup(value)
+        if entry is not None:
+            return entry[1]
         if is_atomic(value):
             return value
         if type(value) in WEAK_PROXIES:  # its `__class__` is that of the referent
@@ -124,10 +124,10 @@ class Cloner:
                 self._shareable.clear()
 
     def _lookup(self, value: Any) -> tuple[Any, Any] | None:
-        known = self._root_scope.memo.get(id(value)) or self._scope.memo.get(id(value))
-        if known is None and self._scopes:
-            known = next((scope.memo[id(value)] for scope in self._scopes.values() if id(value) in scope.memo), None)
-        return known
+        entry = self._root_scope.memo.get(id(value)) or self._scope.memo.get(id(value))
+        if entry is None and self._scopes:
+            entry = next((scope.memo[id(value)] for scope in self._scopes.values() if id(value) in scope.memo), None)
+        return entry
 
     def reclone_attribute(self, key: Any, name: str, value: Any) -> tuple[Any, list[Any]]:
         """Copy an attribute that was set after the module was copied; `key` identifies the attribute.
@@ -146,8 +146,8 @@ class Cloner:
 
     def has_clone(self, value: Any) -> bool:
         """Whether a value was copied, not shared."""
-        known = self._lookup(value)
-        return known is not None and known[1] is not value
+        entry = self._lookup(value)
+        return entry is not None and entry[1] is not value
 
     def sources_by_clone_id(self) -> dict[int, Any]:
         """The original of each copy, by the id of the copy."""

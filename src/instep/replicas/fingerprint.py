@@ -34,44 +34,44 @@ class ConfigFingerprint:
     def update(self, modules: Iterable[nn.Module], edited: bool = False) -> None:
         """Recompute `current` after a change. `edited` marks a change inside an object that the source holds."""
         self._edit_count += edited
-        key, held = self._key(modules)
+        key, objects = self._key(modules)
         if key not in self._ids and len(self._ids) >= _MAX_FINGERPRINTS:
             self._ids.clear()
         if key not in self._ids:
-            self._ids[key] = next(self._count), held
+            self._ids[key] = next(self._count), objects
         self.current = self._ids[key][0]
 
     def _key(self, modules: Iterable[nn.Module]) -> tuple[Any, list[Any]]:
-        held: list[Any] = []
-        return (self._edit_count, *[self._describe(module, held) for module in modules]), held
+        objects: list[Any] = []
+        return (self._edit_count, *[self._describe(module, objects) for module in modules]), objects
 
     def exclude_state(self, attributes: Iterable[tuple[nn.Module, str]], modules: Iterable[nn.Module]) -> None:
         """Exclude attributes that `forward` sets: they are state, not configuration."""
         new = {(self._serial(module), name) for module, name in attributes} - self._state_attributes
         if new:
             self._state_attributes |= new
-            key, held = self._key(modules)
-            self._ids[key] = self.current, held
+            key, objects = self._key(modules)
+            self._ids[key] = self.current, objects
 
     def _serial(self, module: nn.Module) -> int:
         if module not in self._serials:
             self._serials[module] = next(self._count)
         return self._serials[module]
 
-    def _describe(self, module: nn.Module, held: list[Any]) -> tuple[Any, ...]:
+    def _describe(self, module: nn.Module, objects: list[Any]) -> tuple[Any, ...]:
         serial = self._serial(module)
         found: list[Any] = [serial, type(module)]
         for name, value in module.__dict__.items():
             if name in _BASE_ATTRIBUTES or (serial, name) in self._state_attributes or isinstance(value, Tensor):
                 continue
-            bare = is_atomic(value)
-            if bare and isinstance(value, float):
+            atomic = is_atomic(value)
+            if atomic and isinstance(value, float):
                 continue
-            if (bare and isinstance(value, SCALARS)) or isinstance(value, enum.Enum):
+            if (atomic and isinstance(value, SCALARS)) or isinstance(value, enum.Enum):
                 found.append((name, type(value), value))
             elif isinstance(value, nn.Module) and type(value) not in WEAK_PROXIES:
                 found.append((name, self._serial(value)))
             else:
-                held.append(value)
+                objects.append(value)
                 found.append((name, id(value)))
         return tuple(found)

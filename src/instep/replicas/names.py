@@ -30,8 +30,8 @@ _NO_OWNER = TensorOwner(None, "", "a tensor without a name")
 
 def module_names(source: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
     """The dotted name of each module; the class name if it is not registered."""
-    known = {id(module): name for name, module in source.named_modules()}
-    return [known.get(id(module), type(module).__name__) for module in modules]
+    names = {id(module): name for name, module in source.named_modules()}
+    return [names.get(id(module), type(module).__name__) for module in modules]
 
 
 class TensorOwners:

@@ -168,7 +168,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize(("build", "shape"), CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("size", [8, 7])
-def test_without_a_rule_calls_run_on_one_device_and_say_so(
+def test_without_a_rule_calls_run_on_one_device_with_a_warning(
     wrap: Callable[..., Any], build: Callable[[], nn.Module], shape: tuple[int, ...], size: int
 ) -> None:
     plain, net = twins(build)
@@ -206,7 +206,7 @@ def test_full_back_propagation_through_several_calls(wrap: Callable[..., Any]) -
             torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_another_batch_size_is_what_the_module_makes_of_it(wrap: Callable[..., Any]) -> None:
+def test_another_batch_size_behaves_as_in_the_plain_module(wrap: Callable[..., Any]) -> None:
     plain, net = twins(Cell)
     assert_same_story(plain, wrap(net, state={"h": "cat"}), [normal(size, 3) for size in (8, 8, 4, 4, 8, 5, 1, 8, 8)])
     _, net = twins(Recurrent)
@@ -231,7 +231,7 @@ def test_a_reset_between_calls(wrap: Callable[..., Any]) -> None:
     assert_same_story(plain, model, [normal(8, 3)])
 
 
-def test_what_is_set_before_the_first_call_is_cut_where_a_rule_says_so(wrap: Callable[..., Any]) -> None:
+def test_state_set_before_the_first_call_is_split_by_rule(wrap: Callable[..., Any]) -> None:
     plain, net = twins(Cell)
     model = wrap(net, state={"h": "cat"})
     for module in (plain, model):
@@ -366,7 +366,7 @@ def test_features_in_a_dictionary_are_no_state(wrap: Callable[..., Any]) -> None
     assert reads(model) == [[False]]
 
 
-def test_what_nobody_reads_is_not_carried(wrap: Callable[..., Any]) -> None:
+def test_state_that_no_code_reads_is_not_carried(wrap: Callable[..., Any]) -> None:
     plain, net = twins(Kept)
     model = wrap(net)
     assert_same_story(plain, model, [normal(size, 3) for size in (8, 5, 7, 8)])
@@ -377,7 +377,7 @@ def test_what_nobody_reads_is_not_carried(wrap: Callable[..., Any]) -> None:
 @pytest.mark.filterwarnings("ignore:calls run on one device")
 @pytest.mark.parametrize("first", ["train", "eval"])
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_state_that_is_read_in_another_way_in_another_mode(engine: str, first: str) -> None:
+def test_reads_are_checked_per_mode(engine: str, first: str) -> None:
     """Each sample its own row in training, all rows in evaluation."""
 
     class Modes(nn.Module):

@@ -195,7 +195,7 @@ CASES: dict[str, tuple[Change, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("change", "rules"), CASES.values(), ids=CASES.keys())
-def test_state_is_the_plain_modules(wrap: Callable[..., Any], change: Change, rules: dict[str, Any]) -> None:
+def test_state_matches_the_plain_module(wrap: Callable[..., Any], change: Change, rules: dict[str, Any]) -> None:
     plain, net = Net(change), Net(change)
     net.load_state_dict(plain.state_dict())
     model = wrap(net, state=rules)
@@ -228,7 +228,7 @@ WRONG: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize(("change", "path"), WRONG.values(), ids=WRONG.keys())
-def test_no_rule_is_an_error_that_leaves_the_module_as_it_was(
+def test_a_missing_rule_is_an_error_and_restores_the_module(
     wrap: Callable[..., Any], change: Change, path: str
 ) -> None:
     net = Net(change)
@@ -241,7 +241,7 @@ def test_no_rule_is_an_error_that_leaves_the_module_as_it_was(
 
 
 @pytest.mark.parametrize("name", ["list", "dict", "set", "object", "array"])
-def test_warn_keeps_the_first_replicas(wrap: Callable[..., Any], name: str) -> None:
+def test_warn_keeps_the_first_replicas_value(wrap: Callable[..., Any], name: str) -> None:
     change, path = WRONG[name]
     net, first = Net(change), Net(change)
     first.load_state_dict(net.state_dict())
@@ -265,7 +265,7 @@ def test_a_tensor_named_in_merge_is_an_output_also_where_replicas_agree(wrap: Ca
         assert_equal(state_of(net), state_of(plain), "state")
 
 
-def test_what_the_user_changes_between_calls_is_there(wrap: Callable[..., Any]) -> None:
+def test_changes_between_calls_reach_the_replicas(wrap: Callable[..., Any]) -> None:
     """Also in containers that `forward` changes, and of which replicas therefore have their own."""
 
     def change(net: Net, x: Tensor, y: Tensor) -> None:
@@ -294,7 +294,7 @@ def test_what_the_user_changes_between_calls_is_there(wrap: Callable[..., Any]) 
         assert_equal(state_of(net), state_of(plain), "state")
 
 
-def test_a_failed_call_puts_containers_back(wrap: Callable[..., Any]) -> None:
+def test_a_failed_call_restores_containers(wrap: Callable[..., Any]) -> None:
     def change(net: Net, x: Tensor, y: Tensor) -> None:
         net.log.append("call")
         net.table["n"] += 1
@@ -357,7 +357,7 @@ class Total(nn.Module):
         return out
 
 
-def test_what_a_function_returns_is_looked_at_before_anything_is_written(wrap: Callable[..., Any]) -> None:
+def test_the_result_of_a_rule_function_is_checked_before_writes(wrap: Callable[..., Any]) -> None:
     def add(old: Any, new: list[Any], sizes: list[int]) -> Any:
         return old + sum(one - old for one in new)
 

@@ -121,8 +121,8 @@ class CarriedState:
     ) -> None:
         """Register a dictionary entry that was merged along batch dims."""
         batch_dims = {p: dim for p, (_, dim) in dims.items()}
-        made = CarriedValue(None, attribute, path, batch_dims, container=container, key=key)
-        self.values.setdefault((id(container), str(key)), made)
+        value = CarriedValue(None, attribute, path, batch_dims, container=container, key=key)
+        self.values.setdefault((id(container), str(key)), value)
 
     def select(
         self,

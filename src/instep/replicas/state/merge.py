@@ -50,7 +50,7 @@ class StateMerger:
     """The merger of outputs. Its rules apply to tensors that `forward` sets on the module too."""
     on_unmerged: str = "error"
     default_rule: Callable[[nn.Module, str], StateRule | None] | None = None
-    """The rule for state without a rule that differs between replicas, by the module and the path."""
+    """The rule, by module and path, for running statistics without a rule that differ between replicas."""
     list_growth: dict[str, str] = field(default_factory=dict)
     """By path, whether a list grows by one entry per sample or not (`PER_SAMPLE`, `PER_CALL`)."""
     mergers: dict[str, Merger] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class StateMerger:
                 table[key].new if key in table else _current_value(replicas[r], change)
                 for r, table in enumerate(tables)
             ]
-            new = [known.get(id(value), value) for known, value in zip(origins, new, strict=True)]
+            new = [originals.get(id(value), value) for originals, value in zip(origins, new, strict=True)]
             new = [_map_device(value, replica, replicas[0]) for replica, value in zip(replicas, new, strict=True)]
             path = f"{names[index]}.{name}" if names[index] else name
             if is_computed_from_parameters(modules[index], name):
@@ -148,16 +148,15 @@ class StateMerger:
         for key, original in touched.items():
             values = [table[key] for table in copies]
             owner = owners.find(original)
-            path = (
-                StatePath(owner.path)
-                if owner.module is not None
-                else _path_in_container(original, replicas[0], container_paths)
-            )
-            known = builtin_rule(owner.module, owner.name)
-            usual = self.default_rule(source, owner.path) if known is None and self.default_rule is not None else None
-            if usual is not None:
-                known = "first" if all(values_equal(value, values[0]) for value in values[1:]) else usual
-            pairs.append((original, self.merge_value(path, original, values, sizes, known)))
+            path = StatePath(owner.path)
+            if owner.module is None:
+                path = _path_in_container(original, replicas[0], container_paths)
+            rule = builtin_rule(owner.module, owner.name)
+            if rule is None and self.default_rule is not None:
+                rule = self.default_rule(source, owner.path)
+                if rule is not None and all(values_equal(value, values[0]) for value in values[1:]):
+                    rule = "first"
+            pairs.append((original, self.merge_value(path, original, values, sizes, rule)))
         return [partial(_copy_values, pairs)]
 
     def _owners_for(self, source: nn.Module, replica: Replica) -> TensorOwners:
@@ -177,18 +176,19 @@ class StateMerger:
         """Merge containers that `forward` changed in place."""
         if not any(result.changes.containers for result in results):
             return []
-        counterparts = [{id(source): made for source, _, made in replica.cloner.containers} for replica in replicas]
+        copies = [{id(source): copy for source, _, copy in replica.cloner.containers} for replica in replicas]
         origins = [replica.cloner.sources_by_clone_id() for replica in replicas]
         changed = [{id(inside.container): inside.after for inside in o.changes.containers} for o in results]
         writes: list[StateWrite] = []
         for key, container in {id(source): source for source, _, _ in replicas[0].cloner.containers}.items():
-            made = [table.get(key) for table in counterparts]
-            if not any(id(one) in table for one, table in zip(made, changed, strict=True)):
+            containers = [table.get(key) for table in copies]
+            if not any(id(copy) in table for copy, table in zip(containers, changed, strict=True)):
                 continue
             new = []
-            for one, table, known in zip(made, changed, origins, strict=True):
-                after = table[id(one)] if id(one) in table else read_contents(one)
-                new.append(Contents(_to_source_objects(after.keys, known), _to_source_objects(after.items, known)))
+            for copy, table, originals in zip(containers, changed, origins, strict=True):
+                after = table[id(copy)] if id(copy) in table else read_contents(copy)
+                keys, items = (tuple(originals.get(id(item), item) for item in part) for part in after)
+                new.append(Contents(keys, items))
             path = container_paths.get(key, StatePath("a container without a name"))
             merged = merge_contents(container, path, read_contents(container), new, sizes, self)
             writes.append(partial(write_contents, container, merged))
@@ -344,11 +344,6 @@ def _path_in_container(tensor: Tensor, replica: Replica, container_paths: Mappin
             if item is tensor and id(container) in container_paths:
                 return container_paths[id(container)].child(contents.keys[index] if contents.keys else index)
     return StatePath("a tensor without a name")
-
-
-def _to_source_objects(items: Sequence[Any], origins: Mapping[int, Any]) -> tuple[Any, ...]:
-    """Items of a replica's container, with copies replaced by their originals."""
-    return tuple(origins.get(id(item), item) for item in items)
 
 
 def _any_batch_dim(shapes: Sequence[torch.Size], sizes: Sequence[int]) -> bool:
