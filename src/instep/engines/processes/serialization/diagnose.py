@@ -77,7 +77,7 @@ def cannot_cross_error(description: str, reason: BaseException | None, *, is_glo
 
 
 def find_unpicklable(value: Any, pickling_error: Callable[[Any], BaseException | None]) -> UnpicklableObject:
-    """Find the object by which a value cannot be pickled: the first one whose references can all be pickled."""
+    """Find the reason why a value cannot be pickled: the first unpicklable object whose references are picklable."""
     results: dict[int, tuple[Any, bool]] = {}
 
     def is_picklable(thing: Any) -> bool:

@@ -232,7 +232,7 @@ class SentValues:
         self._trackers: dict[TrackerKey, ChangeTracker] = {}
 
     def track(self, key: TrackerKey, mapping: Mapping[str, Any]) -> None:
-        """Track a mapping, whose values may be sent."""
+        """Start to track a mapping."""
         if key not in self._trackers:
             self._trackers[key] = ChangeTracker(mapping, include_new=key[0] == CLASS)
 

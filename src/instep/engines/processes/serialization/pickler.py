@@ -194,7 +194,7 @@ class _PicklerBase:
             self.references.modules.add(function.__module__)
             self.references.names.add(function.__name__)
             return NotImplemented
-        # Functions without a name of their own are made again and again: they get no id.
+        # Lambdas and nested functions get no id: each run of the code around them creates new ones.
         number = 0 if "<" in function.__qualname__ else self._assign_id(function)
         names = global_names(function.__code__)
         namespace, module_attributes, values = self._collect_globals(function.__globals__, names)
