@@ -57,14 +57,14 @@ def resolve_devices(specs: Sequence[DeviceLike] | None, module: nn.Module) -> li
 
 def module_device(module: nn.Module) -> torch.device | None:
     """The device of a module's parameters and buffers; None if it has none."""
-    places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
-    if len(places) > 1:
-        names = ", ".join(sorted(str(place) for place in places))
+    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    if len(devices) > 1:
+        names = sorted(map(str, devices))
         raise WrapError(
-            f"the module is on several devices ({names}), but instep keeps a whole replica on each device. "
-            f"Move it to one device first: module.to({sorted(str(place) for place in places)[0]!r})."
+            f"the module is on several devices ({', '.join(names)}), but instep keeps a whole replica on each device. "
+            f"Move it to one device first: module.to({names[0]!r})."
         )
-    return places.pop() if places else None
+    return devices.pop() if devices else None
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -88,13 +88,11 @@ def move_to_device(value: Any, device: torch.device) -> Any:
     """Move every tensor of a structure to `device`."""
     if isinstance(value, Tensor):
         return to_device(value, device)
-    kind = handler_for_type(type(value))
-    if kind is not None:
-        return (
-            kind.to_device(value, device)
-            if kind.to_device is not None
-            else kind.map(lambda t: to_device(t, device), value)
-        )
+    handler = handler_for_type(type(value))
+    if handler is not None:
+        if handler.to_device is not None:
+            return handler.to_device(value, device)
+        return handler.map(lambda tensor: to_device(tensor, device), value)
     node = flatten_one_level(value)
     if node is None:
         return value
@@ -115,10 +113,9 @@ def place(value: Any, path: Path, device: torch.device, keep_host: bool, rules: 
                 return move_to_device(value, resolve_device(spec))
     if isinstance(value, Tensor):
         return value if keep_host and value.device.type == "cpu" else to_device(value, device)
-    kind = handler_for_type(type(value))
-    if kind is not None:
-        stay = keep_host and all(tensor.device.type == "cpu" for tensor in tensors_in(value))
-        return value if stay else move_to_device(value, device)
+    if handler_for_type(type(value)) is not None:
+        stays = keep_host and all(tensor.device.type == "cpu" for tensor in tensors_in(value))
+        return value if stays else move_to_device(value, device)
     node = flatten_one_level(value)
     if node is None:
         return value
@@ -145,8 +142,8 @@ class Bucket:
 
 
 def make_buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[Bucket]:
-    """Group dense tensors by dtype and device, in order, up to `limit` bytes a bucket."""
-    found: list[Bucket] = []
+    """Group dense tensors by dtype and device, in order, up to `limit` bytes per bucket."""
+    buckets: list[Bucket] = []
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for index, tensor in enumerate(tensors):
@@ -154,9 +151,9 @@ def make_buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[B
         filling.setdefault(key, []).append(index)
         sizes[key] = sizes.get(key, 0) + tensor.numel()
         if sizes[key] * tensor.element_size() >= limit:
-            found.append(Bucket(tuple(filling.pop(key)), tensor.dtype, sizes.pop(key)))
-    found += [Bucket(tuple(indices), key[0], sizes[key]) for key, indices in filling.items()]
-    return found
+            buckets.append(Bucket(tuple(filling.pop(key)), tensor.dtype, sizes.pop(key)))
+    buckets += [Bucket(tuple(indices), key[0], sizes[key]) for key, indices in filling.items()]
+    return buckets
 
 
 def pack(tensors: Sequence[Tensor], bucket: Bucket) -> Tensor:
@@ -179,12 +176,13 @@ def copy_to_replicas(tensors: Sequence[Tensor], into: Sequence[Sequence[Tensor]]
     with torch.no_grad(), set_inference_mode(False):
         for bucket in make_buckets(tensors):
             flat: Tensor | None = None
-            for targets in into:
-                mine = [targets[index].data for index in bucket.indices]
-                if mine[0].device == tensors[bucket.indices[0]].device:
-                    torch._foreach_copy_(mine, [tensors[index].detach() for index in bucket.indices])
+            for replica_tensors in into:
+                targets = [replica_tensors[index].data for index in bucket.indices]
+                device = targets[0].device
+                if device == tensors[bucket.indices[0]].device:
+                    torch._foreach_copy_(targets, [tensors[index].detach() for index in bucket.indices])
                     continue
                 if flat is None:
                     flat = pack(tensors, bucket)
-                there = flat.to(mine[0].device, non_blocking=mine[0].device.type != "cpu")
-                torch._foreach_copy_(mine, unpack(there, tensors, bucket))
+                moved = flat.to(device, non_blocking=device.type != "cpu")
+                torch._foreach_copy_(targets, unpack(moved, tensors, bucket))

@@ -1,4 +1,4 @@
-"""The structure layer: what a batch is made of, how it is cut and put together. Pure: no devices, no threads."""
+"""Splitting and merging of batches of any structure. Pure: no devices, no threads."""
 
 from __future__ import annotations
 
