@@ -1,4 +1,4 @@
-"""A module whose step depends on everything that a step can depend on."""
+"""A module that uses every kind of state a training step can depend on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import instep
 
 
 class Net(nn.Module):
-    """Everything that a step can depend on: weights, draws, state of every kind, and what the other replicas have."""
+    """Uses weights, random numbers, buffers, attributes, batch statistics and a collective."""
 
     def __init__(self) -> None:
         super().__init__()

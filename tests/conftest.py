@@ -1,4 +1,4 @@
-"""Every test starts from the same seeds and leaves the process as it found it."""
+"""Fixtures for all tests: fixed seeds, shared workers, and a check that a test leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from instep.engines.processes.lifecycle.pool import WorkerPool
 
 SECONDS_TO_END = 2.0
 
-# A shell that starts the suite in the background has it ignore Ctrl-C, which tests send to themselves and to others.
+# A shell that starts the suite in the background makes it ignore SIGINT, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Set by pytest for every phase, by torch when it first needs its compiler or CUDA, and by scikit-learn on import.
@@ -39,7 +39,7 @@ FOREIGN_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkse
 
 
 class TorchRandom:
-    """Torch's generator in the shape that hypothesis seeds before every example."""
+    """Torch's default generator with the interface that hypothesis needs to seed it before every example."""
 
     seed = staticmethod(torch.manual_seed)
     getstate = staticmethod(torch.get_rng_state)
@@ -55,24 +55,24 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_collection_finish() -> None:
-    # What is imported by now stays: a collection after every test need not walk through it.
+    # Imported modules are never freed: exclude them from the collection after every test.
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def seeds() -> None:
-    """Every test draws the same numbers, alone or in any order."""
+    """Seed all generators, so that a test draws the same numbers alone and in any order."""
     random.seed(0)
     np.random.seed(0)
-    torch.default_generator.manual_seed(0)  # all devices at once would cost milliseconds a test
+    torch.default_generator.manual_seed(0)  # torch.manual_seed would take milliseconds per test
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture
 def one_core() -> Iterator[None]:
-    """Operations on a handful of numbers spend their time waiting for each other's cores."""
+    """Run torch on one thread: small operations are slower on several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -81,59 +81,60 @@ def one_core() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[WorkerPool]:
-    """Worker processes that stay from test to test: each takes seconds to come up."""
-    hands = WorkerPool([torch.device("cpu")] * 4)
-    yield hands
-    hands.close()
+    """Worker processes that all tests share: each takes seconds to start."""
+    pool = WorkerPool([torch.device("cpu")] * 4)
+    yield pool
+    pool.close()
 
 
-def _in_processes(request: pytest.FixtureRequest) -> bool:
-    called = getattr(request.node, "callspec", None)
-    return called is not None and "processes" in str(called.params.values())
+def _uses_workers(request: pytest.FixtureRequest) -> bool:
+    callspec = getattr(request.node, "callspec", None)
+    return callspec is not None and "processes" in str(callspec.params.values())
 
 
 @pytest.fixture(autouse=True)
-def leaves_no_trace(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test after which threads or processes live on, or the environment or torch's settings are changed.
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves threads or processes running, or changes the environment or torch's settings.
 
-    Whatever was changed is put back, so that one culprit fails and not everything after it.
+    The environment and the settings are restored, so that later tests do not fail too.
     """
-    if _in_processes(request):
-        hands: WorkerPool = request.getfixturevalue("workers")
-        for index in (1, 2, 3):  # some test may have ended one
-            if not hands.get(index).is_alive():
-                hands.replace(index)
-    gc.freeze()  # what outlived the tests before stays: the collection after this one need not walk through it
+    if _uses_workers(request):
+        pool: WorkerPool = request.getfixturevalue("workers")
+        for index in (1, 2, 3):  # an earlier test may have killed one
+            if not pool.get(index).is_alive():
+                pool.replace(index)
+    gc.freeze()  # exclude objects of earlier tests from the collection after this one
     threads, processes = set(threading.enumerate()), _children()
     variables, settings = _variables(), _torch_settings()
     yield
     gc.collect()
     complaints = [
-        *(f"thread still runs: {name}" for name in _still_there(lambda: _thread_names(threads))),
-        *(f"process still runs: {name}" for name in _still_there(lambda: _process_names(processes))),
+        *(f"thread still runs: {name}" for name in _wait_until_empty(lambda: _thread_names(threads))),
+        *(f"process still runs: {name}" for name in _wait_until_empty(lambda: _process_names(processes))),
         *_differences("os.environ", variables, _variables()),
         *_differences("torch", settings, _torch_settings()),
     ]
-    _put_back(variables, settings)
+    _restore(variables, settings)
     if complaints:
         pytest.fail("the test left something behind:\n  " + "\n  ".join(complaints), pytrace=False)
 
 
 @pytest.fixture
 def wrap() -> Iterator[Callable[..., instep.DataParallel]]:
-    """Wraps modules for CPU replicas; the wrappers are closed when the test ends."""
-    made: list[instep.DataParallel] = []
+    """Wraps modules for CPU replicas and closes the wrappers when the test ends."""
+    wrappers: list[instep.DataParallel] = []
 
     def make(net: nn.Module, replicas: int = 2, **options: Any) -> instep.DataParallel:
-        made.append(instep.DataParallel(net, ["cpu"] * replicas, **options))
-        return made[-1]
+        wrappers.append(instep.DataParallel(net, ["cpu"] * replicas, **options))
+        return wrappers[-1]
 
     yield make
-    for model in made:
+    for model in wrappers:
         model.close()
 
 
-def _still_there(names: Callable[[], list[str]]) -> list[str]:
+def _wait_until_empty(names: Callable[[], list[str]]) -> list[str]:
+    """Poll `names` until it returns nothing or the time is up; return its last value."""
     deadline = time.monotonic() + SECONDS_TO_END
     while (found := names()) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -143,24 +144,24 @@ def _still_there(names: Callable[[], list[str]]) -> list[str]:
 def _thread_names(before: set[threading.Thread]) -> list[str]:
     new = set(threading.enumerate()) - before
     started = {t for t in new if not (t.daemon and any(word in t.name for word in FOREIGN_THREADS))}
-    # Some versions of torch's compiler keep a pool of threads, without a name of its own.
+    # Some versions of torch's compiler keep a thread pool with the default thread names.
     pools = "torch._dynamo" in sys.modules
     return sorted(t.name for t in started if not (pools and t.name.startswith("ThreadPoolExecutor-")))
 
 
 def _children() -> set[int]:
-    """The ids of this process's children; empty where there is no /proc to tell."""
+    """The ids of this process's children; empty where there is no /proc."""
     found: set[int] = set()
     for task in Path("/proc/self/task").glob("*/children"):
         try:
             found.update(map(int, task.read_text().split()))
-        except OSError:  # the thread ended while it was looked at
+        except OSError:  # the thread has ended meanwhile
             continue
     return found
 
 
 def _process_names(before: set[int]) -> list[str]:
-    named = []
+    names = []
     for child in sorted(_children() - before):
         try:
             words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
@@ -168,8 +169,8 @@ def _process_names(before: set[int]) -> list[str]:
             continue
         command = b" ".join(words).decode(errors="replace").strip() or "ended, but nobody waited for it"
         if not any(word in command for word in FOREIGN_PROCESSES):
-            named.append(f"{child} ({command})")
-    return named
+            names.append(f"{child} ({command})")
+    return names
 
 
 def _variables() -> dict[str, str]:
@@ -197,7 +198,7 @@ def _differences(where: str, before: dict[str, Any], after: dict[str, Any]) -> l
     ]
 
 
-def _put_back(variables: dict[str, str], settings: dict[str, Any]) -> None:
+def _restore(variables: dict[str, str], settings: dict[str, Any]) -> None:
     for name in _variables().keys() - variables.keys():
         del os.environ[name]
     os.environ.update(variables)

@@ -1,4 +1,4 @@
-"""What the system says of a process: which sockets it holds, and that it is gone with all that it had."""
+"""Sockets, threads and remains of processes, read from the operating system."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def sockets_of(pid: int | str) -> set[str]:
-    """The numbers of the sockets that a process holds."""
+    """The inode numbers of the sockets that a process has open."""
     inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -23,7 +23,7 @@ def sockets_of(pid: int | str) -> set[str]:
 
 
 def assert_gone(pid: int, before: Collection[str], folder: Path) -> None:
-    """A process ends by itself, and leaves nothing in shared memory that was not there before, nor in a folder."""
+    """Assert that a process ends by itself and leaves no new shared memory and no file in a folder."""
     deadline = time.monotonic() + 5
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -33,7 +33,7 @@ def assert_gone(pid: int, before: Collection[str], folder: Path) -> None:
 
 
 def wait_for_threads(name: str, seconds: float) -> None:
-    """Wait until no thread of this process is called so, or for so long."""
+    """Wait until this process has no thread with this name, but at most `seconds`."""
     deadline = time.monotonic() + seconds
     while any(thread.name == name for thread in threading.enumerate()) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The guards in conftest.py fail the tests they are there to fail, and no others."""
+"""The leak checks in conftest.py fail tests that leak, and no others."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ CLEAN = """
     def test_draws_of_every_example_are_seeded(number):
         assert torch.rand(()) == torch.rand((), generator=torch.Generator().manual_seed(0))
 
-    def test_what_is_put_back_is_no_leak(monkeypatch):
+    def test_restored_settings_are_no_leak(monkeypatch):
         monkeypatch.setenv("INSTEP_SET", "for now")
         with torch.no_grad(), torch.device("meta"):
             torch.empty(1)
@@ -81,7 +81,7 @@ CLEAN = """
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.RunResult:
-    # In a process of its own, since what leaks there must not leak into this one.
+    # In a separate process, so that nothing leaks into this one.
     monkeypatch.setenv("INSTEP_GIVEN", "given")
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(test_clean=CLEAN, test_leaking=LEAKING)

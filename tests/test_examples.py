@@ -1,4 +1,4 @@
-"""Each example beside its plain form prints the same numbers."""
+"""The examples run, and give the same numbers as plain torch."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def output_of(script: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_the_quickstart_prints_the_same_in_both_forms() -> None:
+def test_quickstart_prints_the_same_numbers_with_and_without_instep() -> None:
     lines = output_of(EXAMPLES / "quickstart" / "plain.py")
     assert len(lines) == 5
     assert lines == output_of(EXAMPLES / "quickstart" / "parallel.py")
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in QUESTIONS.glob("*.py") if path.name != "beside.py"))
-def test_each_question_is_answered_as_plain_torch_does(
+@pytest.mark.parametrize("script", sorted(path.name for path in QUESTIONS.glob("*.py") if path.name != "common.py"))
+def test_each_question_gives_the_numbers_of_plain_torch(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each script compares the two itself, and stops where they differ."""
+    """Each script compares both results itself and fails where they differ."""
     monkeypatch.syspath_prepend(str(QUESTIONS))
-    monkeypatch.setitem(sys.modules, "beside", None)  # another one may have been imported by that name
-    del sys.modules["beside"]
+    monkeypatch.setitem(sys.modules, "common", None)  # another module of that name may be imported
+    del sys.modules["common"]
     runpy.run_path(str(QUESTIONS / script), run_name="__main__")
     instep.shutdown()
     assert ": the same, (" in capsys.readouterr().out

@@ -16,11 +16,11 @@ def test_scatter_and_gather_are_inverse() -> None:
     batch = {"x": torch.randn(5, 3, requires_grad=True), "names": list("abcde"), "scale": 2.0}
     parts = instep.scatter(batch, ["cpu", "cpu", "cpu"])
     assert [len(part["names"]) for part in parts] == [2, 2, 1]
-    back = instep.gather(parts, "cpu")
-    assert back["names"] == batch["names"]
-    assert back["scale"] == 2.0
-    assert torch.equal(back["x"], batch["x"])
-    back["x"].sum().backward()
+    gathered = instep.gather(parts, "cpu")
+    assert gathered["names"] == batch["names"]
+    assert gathered["scale"] == 2.0
+    assert torch.equal(gathered["x"], batch["x"])
+    gathered["x"].sum().backward()
     assert batch["x"].grad.eq(1).all()
 
 
@@ -73,8 +73,8 @@ def test_parallel_apply_names_the_replica() -> None:
 
     with pytest.raises(KeyError) as caught:
         instep.parallel_apply([nn.Linear(3, 2), Fails()], [torch.randn(2, 3)] * 2)
-    said = [*getattr(caught.value, "__notes__", []), str(caught.value.__cause__)]
-    assert any("raised in replica 1 on cpu" in line for line in said)
+    notes = [*getattr(caught.value, "__notes__", []), str(caught.value.__cause__)]
+    assert any("raised in replica 1 on cpu" in line for line in notes)
 
 
 def test_data_parallel() -> None:
@@ -90,11 +90,11 @@ def test_data_parallel() -> None:
     torch.testing.assert_close(instep.data_parallel(net, None, ["cpu"] * 2, module_kwargs={"input": x}), plain(x))
 
 
-def test_scatter_of_nothing_batched_gives_every_device_all_of_it() -> None:
+def test_scatter_replicates_values_without_a_batch() -> None:
     assert instep.scatter({"scale": 2.0}, ["cpu", "cpu"]) == [{"scale": 2.0}, {"scale": 2.0}]
 
 
-def test_parallel_apply_inside_a_replica_does_not_wait_for_itself() -> None:
+def test_parallel_apply_inside_a_replica_does_not_deadlock() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()

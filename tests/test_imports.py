@@ -1,4 +1,4 @@
-"""Import rules: a folder imports only from folders below it, and no module imports in a circle.
+"""Import rules: a folder imports only from folders below it, and there is no import cycle.
 
 Imports inside functions count, and so do modules that are named in strings (`"instep.engines.serial:SerialEngine"`).
 """
@@ -19,7 +19,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src"
 MAX_LINES = 700
 
-# From the ground up. `__init__` is the public face: above what it exports, below the command line that uses it.
+# Lowest first. `__init__` is above the modules whose names it exports, and below the command line.
 FLOORS = (
     "errors",
     "runtime",
@@ -40,7 +40,7 @@ FLOORS = (
 PROCESSES = "instep.engines.processes"
 PROCESSES_FLOORS = ("messages", "serialization", "transport", "nccl", "lifecycle", "worker", "controller", "engine")
 BOOTSTRAP = f"{PROCESSES}.lifecycle.bootstrap"
-"""The script that a worker process runs. Nobody imports it, and it names the modules that the worker loads."""
+"""The script that a worker process runs. No module imports it. It names the modules that the worker loads."""
 
 ENGINES = {"serial", "threads", "processes", "torchrun"}
 IMPURE = {"asyncio", "concurrent", "multiprocessing", "os", "queue", "signal", "socket", "subprocess", "threading"}
@@ -69,9 +69,9 @@ def floor(module: str) -> int:
 
 
 def processes_floor(module: str) -> int | None:
-    """The floor of a module inside of the processes engine; None for all others."""
-    inside = module.removeprefix(f"{PROCESSES}.")
-    return PROCESSES_FLOORS.index(inside.split(".")[0]) if inside != module else None
+    """The floor of a module inside the processes engine; None for other modules."""
+    relative = module.removeprefix(f"{PROCESSES}.")
+    return PROCESSES_FLOORS.index(relative.split(".")[0]) if relative != module else None
 
 
 @functools.cache
@@ -106,7 +106,7 @@ def _absolute(node: ast.ImportFrom, package: str) -> str:
 def internal_imports(module: str) -> Iterator[tuple[str, int]]:
     """The modules of the package that a module imports, each with its line."""
     names = ((name, line) for name, line in imported(module) if name.split(".")[0] == "instep")
-    # The last part of `from a import b` is a module or a name in one.
+    # In `from a import b`, `b` is a module or a name in module `a`.
     found = ((name if name in modules() else name.rpartition(".")[0] or name, line) for name, line in names)
     yield from dict.fromkeys(found)
 
@@ -115,7 +115,7 @@ def location(module: str, line: int) -> str:
     return f"{modules()[module].relative_to(SOURCE)}:{line}"
 
 
-def test_the_package_has_exactly_these_entries() -> None:
+def test_the_package_contains_exactly_the_listed_entries() -> None:
     folder = SOURCE / "instep"
     found = {path.stem for path in folder.iterdir() if path.name not in ("__pycache__", "py.typed")}
     assert found == set(FLOORS)
@@ -149,11 +149,11 @@ def test_imports_inside_the_processes_engine_point_down() -> None:
 
 
 def _names_entry_point(module: str) -> bool:
-    """`lifecycle.process` hands the name of the worker's main function to the bootstrap script."""
+    """`lifecycle.process` passes the name of the worker's main function to the bootstrap script."""
     return module == f"{PROCESSES}.lifecycle.process"
 
 
-def test_nobody_imports_the_bootstrap_script() -> None:
+def test_no_module_imports_the_bootstrap_script() -> None:
     users = [module for module in modules() if any(target == BOOTSTRAP for target, _ in internal_imports(module))]
     assert not users
 
@@ -168,7 +168,7 @@ def test_imports_name_modules_that_exist() -> None:
     assert not missing
 
 
-def test_nothing_imports_in_a_circle() -> None:
+def test_there_is_no_import_cycle() -> None:
     graph = {
         module: set(_required(module)) - {module}
         for module in modules()
@@ -177,11 +177,11 @@ def test_nothing_imports_in_a_circle() -> None:
     try:
         list(graphlib.TopologicalSorter(graph).static_order())
     except graphlib.CycleError as error:
-        pytest.fail("import circle: " + " <- ".join(error.args[1]), pytrace=False)
+        pytest.fail("import cycle: " + " <- ".join(error.args[1]), pytrace=False)
 
 
 def _required(module: str) -> Iterator[str]:
-    """The modules that a module imports, and the packages around them that are not around itself."""
+    """The modules that a module imports, and their parent packages except those that contain the module itself."""
     for target, _ in internal_imports(module):
         yield target
         while target := target.rpartition(".")[0]:
@@ -226,7 +226,7 @@ def test_only_the_command_line_uses_rich() -> None:
     assert not elsewhere
 
 
-def test_import_instep_brings_no_optional_package() -> None:
+def test_importing_instep_imports_no_optional_package() -> None:
     code = f"""
 import sys
 import torch

@@ -1,4 +1,4 @@
-"""In a notebook: classes and functions defined in cells, results shown, errors read as anywhere else."""
+"""instep in a notebook: classes, functions and globals defined in cells, and errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ MISTAKE = "model({'x': torch.randn(5, 4), 'names': list('abc'), 'more': torch.ra
 
 
 def run(*cells: str) -> list[str]:
-    """What each cell printed."""
+    """Run cells as a notebook and return the output of each."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
     return ["".join(out.get("text", "") for out in cell.outputs) for cell in notebook.cells]
@@ -79,21 +79,21 @@ def run(*cells: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_classes_of_cells_run_in_other_processes() -> None:
-    *_, first, second = run(DEFINE, CHANGE_A_CLASS, IN_PROCESSES, CHANGE_A_GLOBAL)
-    assert "[replica 1 on cpu] here 2\n" in first
-    assert second.endswith("True True\n")
+def test_classes_and_globals_of_cells_reach_worker_processes() -> None:
+    *_, in_processes, after_change = run(DEFINE, CHANGE_A_CLASS, IN_PROCESSES, CHANGE_A_GLOBAL)
+    assert "[replica 1 on cpu] here 2\n" in in_processes
+    assert after_change.endswith("True True\n")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_cells_define_train_and_define_again() -> None:
+def test_training_in_cells_and_redefining_a_class() -> None:
     printed = run(DEFINE, TRAIN, CHANGE_A_CLASS)
     assert printed == ["", "Answer ['A', 'B', 'C', 'D', 'E']\n" * 2 + "True\n", "True\n"]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_mistake_in_a_cell_names_the_leaf() -> None:
+def test_a_structure_error_in_a_cell_names_the_leaf() -> None:
     with pytest.raises(CellExecutionError, match=r"StructureError.*'batch\.(x|more)'"):
         run(DEFINE, MISTAKE)

@@ -16,11 +16,11 @@ import pytest
 import instep
 
 ROOT = Path(__file__).parents[1]
-PATIENCE = 100
+TIMEOUT = 100
 
 
 def run(*command: object, folder: Path) -> str:
-    # Nothing of the checkout may be found by accident, and nothing may be downloaded.
+    # The command must not find the checkout, and must not download anything.
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_", "COV_"))}
     environment = {
         **clean,
@@ -31,7 +31,7 @@ def run(*command: object, folder: Path) -> str:
     }
     arguments = [str(part) for part in command]
     done = subprocess.run(
-        arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+        arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -42,13 +42,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     run(*pip, "--wheel-dir", folder, ROOT, folder=folder)
-    [made] = folder.glob("*.whl")
-    return made
+    [path] = folder.glob("*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` folder of an environment that has the wheel, and the dependencies of the one that runs the tests."""
+    """The `bin` folder of a new environment with the wheel and the dependencies of the current environment."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
     [packages] = folder.glob("lib/python*/site-packages")
@@ -64,7 +64,7 @@ def _site_packages() -> list[str]:
     return list(dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]))
 
 
-def test_the_wheel_holds_the_package_and_its_types(wheel: Path) -> None:
+def test_the_wheel_contains_only_the_package_and_its_metadata(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "instep/py.typed" in names
     assert "instep/__init__.py" in names
@@ -72,7 +72,7 @@ def test_the_wheel_holds_the_package_and_its_types(wheel: Path) -> None:
     assert not [name for name in names if "__pycache__" in name]
 
 
-def test_the_wheel_is_what_is_imported(installed: Path, tmp_path: Path) -> None:
+def test_python_imports_instep_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     path = run(installed / "python", "-c", "import instep; print(instep.__file__)", folder=tmp_path)
     assert Path(path.strip()).is_relative_to(installed.parent)
 
@@ -83,6 +83,6 @@ def test_the_version(installed: Path, tmp_path: Path, command: list[str]) -> Non
 
 
 def test_the_demo_runs(installed: Path, tmp_path: Path) -> None:
-    # It exits with 1 where a step differs from the plain module's.
+    # The demo exits with 1 if a step differs from the plain module's.
     run(installed / "instep", "demo", "--steps", "2", "--replicas", "2", folder=tmp_path)
     assert (tmp_path / "instep-demo.pt").exists()

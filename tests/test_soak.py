@@ -1,4 +1,4 @@
-"""Two thousand calls of every kind: memory, tensors, files and threads stay as many as they were, in workers too."""
+"""2000 calls of many kinds do not leak memory, tensors, file descriptors or threads, also not in workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEBIBYTE = 2**20
 
 
 class Mixed(nn.Module):
-    """State, dropout, batch normalisation, an output kept on itself, and a failure on request."""
+    """Has state, dropout, batch normalization and an output kept as an attribute; raises on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,24 +34,24 @@ class Mixed(nn.Module):
         h = self.body(x)
         self.penalty = h.square().mean()
         if fail:
-            raise ZeroDivisionError("as asked")
+            raise ZeroDivisionError("on request")
         out: dict[str, Tensor | list[str]] = {"out": self.head(h), "hidden": h}
         return out if names is None else {**out, "names": names}
 
 
-class Use(NamedTuple):
-    """What a process has of what can run out."""
+class Usage(NamedTuple):
+    """Resources of one process."""
 
     memory: int
     files: int
     threads: int
 
 
-def use(pid: int) -> Use:
+def usage(pid: int) -> Usage:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     found = {word: int(rest.split()[0]) for word, _, rest in (line.partition(":") for line in lines) if "kB" in rest}
-    own = found["RssAnon"] + found["RssShmem"]  # not the pages of libraries, which come and go
-    return Use(own * 1024, len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task")))
+    resident = found["RssAnon"] + found["RssShmem"]  # without mapped files, whose pages the kernel may drop
+    return Usage(resident * 1024, len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task")))
 
 
 def tensors() -> int:
@@ -60,17 +60,17 @@ def tensors() -> int:
 
 
 def pids(model: instep.DataParallel) -> list[int]:
-    """This process, and the workers of a wrapper."""
-    hands = getattr(model._instep_engine, "_pool", None)
-    workers = [] if hands is None else [hands.get(index).pid for index in range(1, len(model._instep_devices))]
+    """The ids of this process and of the workers of a wrapper."""
+    pool = getattr(model._instep_engine, "_pool", None)
+    workers = [] if pool is None else [pool.get(index).pid for index in range(1, len(model._instep_devices))]
     return [os.getpid(), *workers]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="there is no /proc to tell the memory")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_nothing_grows(engine: str) -> None:
+def test_calls_do_not_leak_resources(engine: str) -> None:
     choose = random.Random(0)
     net = Mixed()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -80,16 +80,15 @@ def test_nothing_grows(engine: str) -> None:
             one_call(model, optimizer, choose, kept)
             if call in (CALLS // 4, CALLS - 1):
                 kept.clear()
-                count, uses = tensors(), list(map(use, pids(model)))
+                count, usages = tensors(), list(map(usage, pids(model)))
             if call == CALLS // 4:
-                before = count, uses
+                before = count, usages
     assert count - before[0] < 20
-    assert len(uses) == (3 if engine == "processes" else 1)
-    for then, now in zip(before[1], uses, strict=True):
-        assert now.threads <= then.threads  # fewer, where one that another test had left came to its end
-        assert (
-            now.files <= then.files + 4 * MODULES_PER_GC
-        )  # so many modules a worker lets go at a time, with four each
+    assert len(usages) == (3 if engine == "processes" else 1)
+    for then, now in zip(before[1], usages, strict=True):
+        assert now.threads <= then.threads  # fewer if a thread of an earlier test has ended
+        # A worker frees this many modules at a time; each has four descriptors.
+        assert now.files <= then.files + 4 * MODULES_PER_GC
         assert now.memory - then.memory < 24 * MEBIBYTE
     assert net.calls > CALLS // 2
 
@@ -102,7 +101,7 @@ def one_call(
     kind = choose.choice(["step", "step", "drop", "keep", "fail", "eval", "inference", "names", "misfit", "no_sync"])
     model.train(kind != "eval")
     if kind == "fail":
-        with pytest.raises(ZeroDivisionError, match="as asked"):
+        with pytest.raises(ZeroDivisionError, match="on request"):
             model(x, fail=True)
     elif kind == "misfit":
         with pytest.raises(instep.StructureError):

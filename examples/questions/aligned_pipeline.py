@@ -1,9 +1,9 @@
-"""A pipeline that keeps non-tensor data aligned: the loader yields both, and each sample's answer knows its own."""
+"""A pipeline that keeps data other than tensors aligned with the samples over an epoch."""
 
 import copy
 
 import torch
-from beside import DEVICES, compare
+from common import DEVICES, compare
 from torch import nn
 from torch.utils.data import DataLoader
 

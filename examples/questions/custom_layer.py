@@ -1,9 +1,9 @@
-"""A layer of one's own, whose parameters are its own tensors."""
+"""A custom layer with its own parameters."""
 
 import copy
 
 import torch
-from beside import DEVICES, compare, compare_weights
+from common import DEVICES, compare, compare_weights
 from torch import nn
 
 import instep

@@ -1,9 +1,9 @@
-"""A model of one's own, trained: one line is new."""
+"""Training of a custom model. One line differs from plain torch."""
 
 import copy
 
 import torch
-from beside import DEVICES, compare, compare_weights
+from common import DEVICES, compare, compare_weights
 from torch import nn
 
 import instep

@@ -1,23 +1,23 @@
-"""Objects of your own go in and come back: as a column beside the batch, or as a batch that knows how to be split."""
+"""Custom objects as inputs and outputs: one object per sample, or a registered batch type."""
 
 import copy
 
 import torch
-from beside import DEVICES, compare
+from common import DEVICES, compare
 from torch import nn
 
 import instep
 
 
 class Origin:
-    """Anything: it is handed to the replica of its sample and back, never pickled."""
+    """Any object. It is passed to the replica of its sample and returned, without pickling."""
 
     def __init__(self, value):
         self.value = value
 
 
 class Patient:
-    """A batch of one's own kind, with tensors inside."""
+    """A custom batch type that contains tensors."""
 
     def __init__(self, images, names):
         self.images, self.names = images, names
@@ -45,7 +45,7 @@ class Net(nn.Module):
         return self.linear(data["tensor"]), data["origin"]
 
 
-class OfPatients(Net):
+class PatientNet(Net):
     def forward(self, batch):
         return Patient(self.linear(batch.images), [name.title() for name in batch.names])
 
@@ -56,11 +56,11 @@ def main():
     net = Net()
     plain, _ = copy.deepcopy(net)(batch)
     out, origins = instep.DataParallel(net, DEVICES)(batch)
-    compare("objects beside the batch", plain, out)
-    assert all(mine is given for mine, given in zip(origins, batch["origin"], strict=True))
+    compare("one object per sample", plain, out)
+    assert all(returned is passed for returned, passed in zip(origins, batch["origin"], strict=True))
 
     patients = Patient(torch.randn(5, 10), ["ada", "ben", "cleo", "dan", "eve"])
-    net = OfPatients()
+    net = PatientNet()
     expected = copy.deepcopy(net)(patients)
     got = instep.DataParallel(net, DEVICES)(patients)
     compare("a registered type", expected.images, got.images)

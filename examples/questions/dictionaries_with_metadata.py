@@ -1,9 +1,9 @@
-"""A dictionary with tensors and metadata goes in; each sample keeps its own metadata."""
+"""Dictionaries of tensors and metadata: each sample keeps its metadata."""
 
 import copy
 
 import torch
-from beside import DEVICES, compare
+from common import DEVICES, compare
 from torch import nn
 
 import instep
@@ -19,8 +19,8 @@ class Net(nn.Module):
         return {"out": self.linear(data["tensor"]), "sources": sources}
 
 
-class NetOfSamples(Net):
-    """The same for a list with one dictionary a sample, uncollated."""
+class ListNet(Net):
+    """The same for an uncollated list of one dictionary per sample."""
 
     def forward(self, data):
         out = self.linear(torch.stack([sample["tensor"] for sample in data]))
@@ -38,9 +38,9 @@ def main():
     assert out["sources"] == plain["sources"] == ["A", "B", "A", "B", "A"]
 
     samples = [{"tensor": row, "metadata": entry} for row, entry in zip(batch["tensor"], metadata, strict=True)]
-    net = NetOfSamples()
+    net = ListNet()
     plain = copy.deepcopy(net)(samples)
-    # Every tensor in the list has 10 entries: only you know that the batch is the list itself.
+    # Each tensor in the list has 10 entries, so the list could also be 5 tensors with a batch of 10: in_dims decides.
     out = instep.DataParallel(net, DEVICES, in_dims={"data": "samples"})(samples)
     compare("a list of dictionaries", plain["out"], out["out"])
     assert out["sources"] == plain["sources"]

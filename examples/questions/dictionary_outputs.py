@@ -1,9 +1,9 @@
-"""A dictionary comes out: every entry is joined as what it is, gradients included."""
+"""Dictionary outputs: every entry is merged by its type, with gradients."""
 
 import copy
 
 import torch
-from beside import DEVICES, compare, compare_weights
+from common import DEVICES, compare, compare_weights
 from torch import nn
 
 import instep

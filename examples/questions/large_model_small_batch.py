@@ -1,11 +1,11 @@
-"""A large model with a small batch: what it costs, beside plain torch."""
+"""The time of a step of a large model with a small batch, with instep and with plain torch."""
 
 import copy
 import statistics
 import time
 
 import torch
-from beside import DEVICES, compare
+from common import DEVICES, compare
 from torch import nn
 
 import instep
@@ -27,14 +27,14 @@ def main():
     torch.manual_seed(0)
     plain = large()
     model = instep.DataParallel(copy.deepcopy(plain), DEVICES)
-    sides = {
+    runs = {
         "plain": (plain, torch.optim.SGD(plain.parameters(), lr=0.01)),
         "instep": (model, torch.optim.SGD(model.parameters(), lr=0.01)),
     }
-    times, losses = {name: [] for name in sides}, {name: [] for name in sides}
+    times, losses = {name: [] for name in runs}, {name: [] for name in runs}
     for _ in range(10):
         x, y = torch.randn(16, 1000), torch.randn(16, 1000)
-        for name, (module, optimizer) in sides.items():
+        for name, (module, optimizer) in runs.items():
             start = time.perf_counter()
             out = module(x)
             loss = nn.functional.mse_loss(out, y.to(out.device))
@@ -44,8 +44,8 @@ def main():
             losses[name].append(loss.item())
             times[name].append(time.perf_counter() - start)
     compare("losses", torch.tensor(losses["plain"]), torch.tensor(losses["instep"]))
-    for name, spent in times.items():
-        print(f"{name:8} {statistics.median(spent) * 1e3:6.1f} ms a step")
+    for name, seconds in times.items():
+        print(f"{name:8} {statistics.median(seconds) * 1e3:6.1f} ms per step")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A layer that asks where it is: on each replica its tensors are there, also those that nobody registered."""
+"""A layer that reads its own device. On each replica its tensors are on that device, unregistered ones too."""
 
 import copy
 
 import torch
-from beside import DEVICES, compare, compare_weights
+from common import DEVICES, compare, compare_weights
 from torch import nn
 
 import instep

@@ -1,9 +1,9 @@
-"""One answer a sample, in the order of the samples, for any number of them."""
+"""One output per sample, in the order of the samples, for any batch size."""
 
 import copy
 
 import torch
-from beside import DEVICES, compare
+from common import DEVICES, compare
 from torch import nn
 
 import instep

@@ -1,9 +1,9 @@
-"""State that forward changes, in a tensor that nobody registered: one word says what it means."""
+"""Unregistered state that forward changes: a state rule says how to merge it."""
 
 import copy
 
 import torch
-from beside import DEVICES, compare
+from common import DEVICES, compare
 from torch import nn
 
 import instep
@@ -31,7 +31,7 @@ def main():
         compare("the total that forward returned", total, got)
     compare("the total on the module", plain.total, model.total)
 
-    # Without the word it is an error that says which one to write, and nothing has changed.
+    # Without a rule the call raises an error that names the rule to write, and changes nothing.
     model = instep.DataParallel(Net(), DEVICES)
     try:
         model(torch.randn(5, 10))

@@ -1,9 +1,9 @@
-"""An output whose size has nothing to do with the batch's: one word says how the parts come together."""
+"""An output whose size does not depend on the batch size: a merge rule says how to combine the parts."""
 
 import copy
 
 import torch
-from beside import DEVICES, compare
+from common import DEVICES, compare
 from torch import nn
 
 import instep
@@ -21,12 +21,12 @@ class Net(nn.Module):
 def main():
     torch.manual_seed(0)
     plain = Net()
-    x = torch.randn(4, 5).repeat(3, 1)  # twelve samples, four of which are different
+    x = torch.randn(4, 5).repeat(3, 1)  # twelve samples, four of them distinct
     model = instep.DataParallel(copy.deepcopy(plain), DEVICES, merge="unique")
     with torch.no_grad():
         compare("unique rows", plain(x), model(x))
 
-    # Without the word it is an error that says which ones there are.
+    # Without a rule the call raises an error that lists the rules.
     try:
         instep.DataParallel(copy.deepcopy(plain), DEVICES)(x)
     except instep.MergeError as error:

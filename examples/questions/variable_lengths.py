@@ -1,9 +1,9 @@
-"""Sequences of different lengths: padded by the loader, packed, or just a list of them."""
+"""Sequences of different lengths: padded, packed, or as a list."""
 
 import copy
 
 import torch
-from beside import DEVICES, compare, compare_weights
+from common import DEVICES, compare, compare_weights
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.utils.data import DataLoader
@@ -20,15 +20,15 @@ class Padded(nn.Module):
         return self.linear(x)
 
 
-class Listed(Padded):
-    """Takes the sequences as they are, and returns one answer for each."""
+class SequenceList(Padded):
+    """Takes a list of sequences and returns one output for each."""
 
     def forward(self, sequences):
         return [self.linear(sequence).mean(0) for sequence in sequences]
 
 
 class Packed(nn.Module):
-    """Reads packed sequences, and returns the last state of each."""
+    """Takes packed sequences and returns the last hidden state of each."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ def main():
     packed = pack_sequence(sequences, enforce_sorted=False)
     compare("packed sequences", plain(packed), model(packed).cpu())
 
-    plain = Listed()
+    plain = SequenceList()
     model = instep.DataParallel(copy.deepcopy(plain), DEVICES)
     compare("a list of sequences", torch.stack(plain(sequences)), torch.stack(model(sequences)).cpu())
 

@@ -1,4 +1,4 @@
-"""The same classifier on every GPU, or on two replicas on the CPU where there is none: two lines are new."""
+"""The same classifier on all GPUs, or on two CPU replicas without GPUs. Two lines differ from plain.py."""
 
 import torch
 from plain import NAMES, Net, make_batch

@@ -7,7 +7,7 @@ NAMES = ["anna", "bert", "carlotta", "dmitri", "eve", "fredericka", "gus", "hild
 
 
 class Net(nn.Module):
-    """Says of each name whether it is long, and hands the names back beside the answer."""
+    """Classifies names as short or long, and returns the logits and the names."""
 
     def __init__(self) -> None:
         super().__init__()

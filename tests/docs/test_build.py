@@ -21,28 +21,28 @@ REMOTE = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "sphinx", *OPTIONS, "-d", str(folder / "doctrees"), str(DOCS), str(folder / "html")],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     return folder / "html"
 
 
-def test_every_page_is_in_the_site(site: Path) -> None:
+def test_every_markdown_page_is_built(site: Path) -> None:
     sources = {path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")}
     assert sources <= {path.relative_to(site) for path in site.rglob("*.html")}
 
 
-def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+def test_pages_load_no_remote_resources(site: Path) -> None:
     remote = [f"{page.name}: {found[0]}" for page in site.glob("*.html") for found in REMOTE.finditer(page.read_text())]
     assert not remote
 
 
-def test_images_have_alternative_texts(site: Path) -> None:
+def test_images_have_alt_texts(site: Path) -> None:
     images = [(page.name, tag) for page in site.glob("*.html") for tag in re.findall(r"<img\b[^>]*>", page.read_text())]
     assert images
     assert not [(page, tag) for page, tag in images if not re.search(r'\balt="[^"]{10,}"', tag)]

@@ -63,13 +63,13 @@ def names() -> dict[str, Any]:
 
 @pytest.fixture
 def two_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Where an example names no devices, it gets two replicas on the CPU."""
-    made, wrap = [], instep.DataParallel
+    """Examples that name no devices run on two CPU replicas."""
+    wrappers, wrap = [], instep.DataParallel
 
     class Replicated(wrap):  # type: ignore[misc, valid-type]
         def __init__(self, module: nn.Module, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
             super().__init__(module, device_ids or REPLICAS, *args, **kwargs)
-            made.append(self)
+            wrappers.append(self)
 
     Replicated.__name__ = Replicated.__qualname__ = "DataParallel"
     monkeypatch.setattr(instep, "DataParallel", Replicated)
@@ -77,7 +77,7 @@ def two_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    for model in made:
+    for model in wrappers:
         model.close()
     instep.shutdown()
     torch.set_num_threads(threads)
@@ -85,7 +85,7 @@ def two_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
 
 @pytest.mark.usefixtures("two_replicas")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
-def test_the_code_of_a_page_runs(page: Path) -> None:
+def test_the_code_blocks_of_a_page_run(page: Path) -> None:
     namespace = names()
     for line, language, source in blocks(page):
         if language == "pycon":

@@ -1,4 +1,4 @@
-"""Relative links of the Markdown files that Sphinx does not build lead to files that exist."""
+"""Relative links exist in the Markdown files that Sphinx does not build."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
+def test_relative_links_point_to_existing_files(page: str) -> None:
     path = ROOT / page
     broken = [link for link in LINK.findall(path.read_text("utf-8")) if not (path.parent / link).exists()]
     assert not broken

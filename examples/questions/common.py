@@ -1,4 +1,4 @@
-"""What the examples share: the devices to use, and the comparison with plain torch."""
+"""Helpers of the examples: the devices to use, and the comparison with plain torch."""
 
 import torch
 
@@ -7,7 +7,7 @@ DEVICES = None if torch.cuda.device_count() > 1 else ["cpu"] * 2
 
 
 def compare(what: str, plain: torch.Tensor, parallel: torch.Tensor) -> None:
-    """Print that both are the same up to rounding, or stop."""
+    """Assert that both tensors are equal up to rounding, and print it."""
     assert plain.shape == parallel.shape, f"{what}: {tuple(plain.shape)} and {tuple(parallel.shape)}"
     difference = (plain - parallel.to(plain.device)).abs().max().item()
     assert difference < 1e-4, f"{what}: they differ by {difference}"
@@ -15,6 +15,6 @@ def compare(what: str, plain: torch.Tensor, parallel: torch.Tensor) -> None:
 
 
 def compare_weights(plain: torch.nn.Module, parallel: torch.nn.Module) -> None:
-    """The same for every parameter."""
-    mine = torch.cat([parameter.detach().flatten().cpu() for parameter in parallel.parameters()])
-    compare("weights", torch.cat([parameter.detach().flatten() for parameter in plain.parameters()]), mine)
+    """Compare all parameters of two modules."""
+    weights = torch.cat([parameter.detach().flatten().cpu() for parameter in parallel.parameters()])
+    compare("weights", torch.cat([parameter.detach().flatten() for parameter in plain.parameters()]), weights)
