@@ -1,4 +1,4 @@
-"""What the files of the gallery share that pytest has to know of."""
+"""Fixtures of the gallery."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .ranks import run_two_ranks
 
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """By the name of a file: what two ranks of DistributedDataParallel came to."""
+    """The results of two ranks of DistributedDataParallel, by the name of the test file."""
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("torch was built without Gloo")
     return run_two_ranks(tmp_path_factory.mktemp("ranks"))

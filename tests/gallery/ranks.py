@@ -1,7 +1,7 @@
-"""Two real ranks of DistributedDataParallel on Gloo, started once, that run their part of every file which has one.
+"""Runs two ranks of DistributedDataParallel with Gloo, started once for all files of the gallery.
 
-A file of the gallery that shows what ranks do has a function `on_a_rank(rank)`; what it gives on each rank comes back
-to the fixture `two_ranks`, by the name of the file.
+A test file that compares with ranks has a function `run_rank(rank)`. The fixture `two_ranks` returns its results on
+both ranks, by the name of the file.
 """
 
 from __future__ import annotations
@@ -30,30 +30,35 @@ _SECONDS = 90
 
 
 def run_two_ranks(folder: Path) -> dict[str, list[Any]]:
-    """What each file's `on_a_rank` gave on the two ranks."""
-    around = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    """The results of each file's `run_rank` on the two ranks."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.gallery.ranks", str(folder)]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank)], cwd=_ROOT, env=around, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, str(rank)],
+            cwd=_ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=_SECONDS)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=_SECONDS)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
-    found = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
-    return {name: [each[name] for each in found] for name in FILES}
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    results = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return {name: [result[name] for result in results] for name in FILES}
 
 
 def main(folder: Path, rank: int) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
-    found = {name: importlib.import_module(f"tests.gallery.{name}").on_a_rank(rank) for name in FILES}
-    torch.save(found, folder / f"{rank}.pt")
+    results = {name: importlib.import_module(f"tests.gallery.{name}").run_rank(rank) for name in FILES}
+    torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from .side_by_side import on_each_engine, one_rank, train_beside
+from .common import on_each_engine, one_rank, train_both
 
 
 class TwoHeads(nn.Module):
@@ -22,14 +22,14 @@ class TwoHeads(nn.Module):
 
 
 @on_each_engine
-def test_a_missing_gradient_is_none_as_on_one_device(engine: str) -> None:
-    net, _ = train_beside(TwoHeads(), [torch.randn(5, 3)] * 3, lambda model, x: model(x).square().mean(), engine)
+def test_the_gradient_of_an_unused_parameter_is_none(engine: str) -> None:
+    net, _ = train_both(TwoHeads(), [torch.randn(5, 3)] * 3, lambda model, x: model(x).square().mean(), engine)
     assert isinstance(net, TwoHeads)
     assert net.unused.weight.grad is None
 
 
 class Sorted(TwoHeads):
-    """Each sample goes through the head that its sign says; a head without samples is not called."""
+    """The sign of a sample selects its head. A head without samples is not called."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden, positive = torch.tanh(self.body(x)), x[:, 0] > 0
@@ -43,7 +43,7 @@ class Sorted(TwoHeads):
 @on_each_engine
 def test_a_parameter_that_only_some_replicas_use(engine: str) -> None:
     batch = torch.cat([torch.rand(3, 3) + 0.5, -torch.rand(2, 3) - 0.5])  # one head for each of the two shards
-    net, _ = train_beside(Sorted(), [batch, batch], lambda model, x: model(x).square().mean(), engine)
+    net, _ = train_both(Sorted(), [batch, batch], lambda model, x: model(x).square().mean(), engine)
     assert isinstance(net, Sorted)
     assert net.used.weight.grad is not None
     assert bool(net.used.weight.grad.any())
@@ -51,7 +51,7 @@ def test_a_parameter_that_only_some_replicas_use(engine: str) -> None:
     assert bool(net.unused.weight.grad.any())
 
 
-def test_ddp_refuses(tmp_path: Path) -> None:
+def test_ddp_raises(tmp_path: Path) -> None:
     with one_rank(tmp_path):
         model = nn.parallel.DistributedDataParallel(TwoHeads())
         model(torch.randn(5, 3)).sum().backward()

@@ -1,4 +1,4 @@
-"""A shard without targets, or with a loss of zero, on which every other rank waits."""
+"""A shard without targets or with a zero loss: with DDP, every other rank waits for it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .side_by_side import on_each_engine, train_beside
+from .common import on_each_engine, train_both
 
 
 class Detector(nn.Module):
-    """Returns a loss only for samples that have boxes, and None where a shard has none."""
+    """Returns the loss of the samples that have boxes, or None if no sample has any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,19 +32,19 @@ class Detector(nn.Module):
 BOXES: list[list[float]] = [[1.0], [2.0, 3.0], [], [], []]
 
 
-def on_a_rank(rank: int) -> str:
-    """How a rank of DistributedDataParallel fares when the other one has nothing to learn from."""
+def run_rank(rank: int) -> str:
+    """What happens on a rank of DistributedDataParallel when the other rank has no loss."""
     model = DistributedDataParallel(Detector(), process_group=dist.new_group(timeout=timedelta(seconds=1)))
     loss = model(torch.randn(2, 3), BOXES[:2] if rank == 0 else BOXES[3:])
-    said = "had no loss"
+    outcome = "had no loss"
     if loss is not None:
         try:
             loss.backward()
-            said = "went on"
+            outcome = "continued"
         except RuntimeError as error:
-            said = f"waited: {error}"
-    dist.barrier()  # the other one is there, and waits as well
-    return said
+            outcome = f"waited: {error}"
+    dist.barrier()  # both ranks arrive here
+    return outcome
 
 
 def test_the_other_rank_waits_until_its_timeout(two_ranks: dict[str, list[Any]]) -> None:
@@ -56,11 +56,11 @@ def test_the_other_rank_waits_until_its_timeout(two_ranks: dict[str, list[Any]])
 
 @on_each_engine
 def test_a_shard_without_targets(engine: str) -> None:
-    train_beside(Detector(), [torch.randn(5, 3)] * 2, lambda model, x: model(x, BOXES), engine, merge="sum")
+    train_both(Detector(), [torch.randn(5, 3)] * 2, lambda model, x: model(x, BOXES), engine, merge="sum")
 
 
 class Detached(nn.Module):
-    """Gives a constant, which needs no gradient, where a shard has nothing to learn from."""
+    """Returns a constant without a gradient for a shard of zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,4 +81,4 @@ def test_a_shard_whose_output_needs_no_gradient(engine: str) -> None:
         out: Tensor = model(batch)[:3].square().sum()
         return out
 
-    train_beside(Detached(), [x, x], loss, engine)
+    train_both(Detached(), [x, x], loss, engine)

@@ -30,8 +30,8 @@ def padded_batch() -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def on_a_rank(rank: int) -> Tensor:
-    """The gradient that DistributedDataParallel leaves of one uneven half of a batch with padding."""
+def run_rank(rank: int) -> Tensor:
+    """The gradient that DistributedDataParallel computes from uneven halves of a padded batch."""
     torch.manual_seed(0)
     net = Tagger()
     shards = [column.split(3)[rank] for column in padded_batch()]
@@ -42,7 +42,7 @@ def on_a_rank(rank: int) -> Tensor:
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_ranks_average_their_means(engine: str, two_ranks: dict[str, list[Any]]) -> None:
+def test_ddp_averages_the_means_of_ranks_and_instep_does_not(engine: str, two_ranks: dict[str, list[Any]]) -> None:
     torch.manual_seed(0)
     plain = Tagger()
     net, batch = copy.deepcopy(plain), padded_batch()
@@ -59,7 +59,7 @@ def test_ranks_average_their_means(engine: str, two_ranks: dict[str, list[Any]])
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_mean_of_means(engine: str, padded: bool) -> None:
+def test_the_loss_is_the_mean_over_the_whole_batch(engine: str, padded: bool) -> None:
     net = Tagger()
     plain, averaged = copy.deepcopy(net), copy.deepcopy(net)
     ids = torch.randint(0, 9, (5, 6))
@@ -73,7 +73,7 @@ def test_mean_of_means(engine: str, padded: bool) -> None:
     torch.testing.assert_close(loss, plain(ids, labels))
     torch.testing.assert_close(net.head.weight.grad, plain.head.weight.grad)
 
-    # What averaging over replicas gives, as DistributedDataParallel does with gradients.
+    # Averaging over replicas, as DistributedDataParallel averages gradients, gives another result.
     shards = zip(ids.split(3), labels.split(3), strict=True)
     torch.stack([averaged(*shard) for shard in shards]).mean().backward()
     assert averaged.head.weight.grad is not None

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 import instep
 
-from .side_by_side import on_each_engine
+from .common import on_each_engine
 
 SEEN: list[tuple[int, str]] = []
 
 
-class Watched(nn.CrossEntropyLoss):
-    """Notes how many samples it was given at a time, and by which thread."""
+class RecordingLoss(nn.CrossEntropyLoss):
+    """Records the number of samples and the thread of each call."""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         SEEN.append((len(input), threading.current_thread().name))
@@ -24,25 +24,25 @@ class Watched(nn.CrossEntropyLoss):
 
 
 @on_each_engine
-def test_the_loss_is_computed_where_the_outputs_are(engine: str) -> None:
+def test_with_loss_computes_the_loss_on_the_replicas(engine: str) -> None:
     net, x, y = nn.Linear(4, 1000), torch.randn(5, 4), torch.randint(1000, (5,))
     with instep.DataParallel(instep.with_loss(net, nn.CrossEntropyLoss()), ["cpu"] * 2, engine=engine) as model:
         loss = model(x, y)
         loss.backward()
-        given, net.weight.grad = net.weight.grad, None
-        assert loss.shape == ()  # nothing else came back
+        gradient, net.weight.grad = net.weight.grad, None
+        assert loss.shape == ()  # only the loss is gathered
     expected = nn.functional.cross_entropy(net(x), y)
     expected.backward()
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(given, net.weight.grad)
+    torch.testing.assert_close(gradient, net.weight.grad)
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads"])  # a worker's globals are its own
-def test_each_replica_sees_its_own_samples_only(engine: str) -> None:
-    module = instep.with_loss(nn.Linear(4, 6), Watched(), weight=lambda output, target: len(target))
+@pytest.mark.parametrize("engine", ["serial", "threads"])  # workers have their own globals
+def test_each_replica_computes_the_loss_of_its_own_samples(engine: str) -> None:
+    module = instep.with_loss(nn.Linear(4, 6), RecordingLoss(), weight=lambda output, target: len(target))
     with instep.DataParallel(module, ["cpu"] * 2, engine=engine) as model:
         model(torch.randn(5, 4), torch.randint(6, (5,)))
-        SEEN.clear()  # what is asked once, before the first call
+        SEEN.clear()  # calls of the probe
         model(torch.randn(5, 4), torch.randint(6, (5,)))
     assert sorted(size for size, _ in SEEN) == [2, 3]
     assert engine == "serial" or len({thread for _, thread in SEEN}) == 2

@@ -1,4 +1,4 @@
-"""Lists and strings beside a batch: every replica is handed all of them."""
+"""Lists and strings as arguments: nn.DataParallel passes all of them to every replica."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn.parallel import scatter_gather
 
 import instep
 
-from .side_by_side import on_each_engine
+from .common import on_each_engine
 
 NAMES = ["a", "b", "c", "d", "e"]
 
@@ -20,12 +20,12 @@ class Labelled(nn.Module):
 
 
 @on_each_engine
-def test_columns_are_sliced_with_the_batch(engine: str) -> None:
+def test_lists_are_split_with_the_batch(engine: str) -> None:
     x, targets = torch.arange(5), [{"id": index} for index in range(5)]
     net = Labelled()
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
         assert model(x, NAMES, targets) == net(x, NAMES, targets) == ["a0:0", "b1:1", "c2:2", "d3:3", "e4:4"]
 
 
-def test_torch_hands_every_replica_all_of_them() -> None:
+def test_torch_passes_the_whole_list_to_every_replica() -> None:
     assert scatter_gather.scatter(NAMES, [0, 1]) == [NAMES, NAMES]

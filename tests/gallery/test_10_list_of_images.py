@@ -1,4 +1,4 @@
-"""A list of [C, H, W] images, which is sliced along C."""
+"""A list of [C, H, W] images, which nn.DataParallel splits along C."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import instep
 from instep.errors import StructureError
 
-from .side_by_side import on_each_engine, torch_scatter
+from .common import on_each_engine, torch_scatter
 
 
 class Sizes(nn.Module):
@@ -27,14 +27,14 @@ def detection(count: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     return images, [{"box": torch.randn(index, 4)} for index in range(count)]
 
 
-def test_torch_cuts_every_image_along_its_colours() -> None:
+def test_torch_splits_every_image_along_its_channels() -> None:
     images, _ = detection(4)
-    for (cut,), colours in zip(torch_scatter(images, devices=2), (2, 1), strict=True):
-        assert [len(image) for image in cut] == [colours] * 4
+    for (shard,), channels in zip(torch_scatter(images, devices=2), (2, 1), strict=True):
+        assert [len(image) for image in shard] == [channels] * 4
 
 
 @on_each_engine
-def test_a_list_of_samples_is_the_batch(engine: str) -> None:
+def test_a_list_of_images_is_split_by_image(engine: str) -> None:
     batch, net = detection(4), Sizes()
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
         for mine, plain in zip(model(*batch), net(*batch), strict=True):
@@ -42,8 +42,8 @@ def test_a_list_of_samples_is_the_batch(engine: str) -> None:
 
 
 @on_each_engine
-def test_as_many_images_as_they_have_colours(engine: str) -> None:
-    """Both readings fit: it asks, unless an earlier batch has shown which one is meant."""
+def test_as_many_images_as_channels_is_ambiguous(engine: str) -> None:
+    """Both readings fit. The call raises, unless an earlier batch has shown which one is meant."""
     batch, net = detection(3), Sizes()
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
         with pytest.raises(StructureError, match=r"in_dims=\{'images': 'samples'\}"):

@@ -1,4 +1,4 @@
-"""Custom dictionaries, BatchEncoding and namedtuples break, or come in as something else."""
+"""Custom dictionaries, BatchEncoding and namedtuples fail, or reach forward as another type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter
 
 import instep
 
-from .side_by_side import on_each_engine
+from .common import on_each_engine
 
 
 class Pair(NamedTuple):
@@ -57,7 +57,7 @@ class Reads(nn.Module):
     ],
     ids=["dict", "OrderedDict", "UserDict", "mappingproxy", "namedtuple", "BatchEncoding"],
 )
-def test_any_mapping_goes_in_as_what_it_is(make: Any, engine: str) -> None:
+def test_mappings_and_namedtuples_keep_their_type(make: Any, engine: str) -> None:
     batch = make()
     net = Reads()
     net.expected = type(batch)
@@ -68,7 +68,7 @@ def test_any_mapping_goes_in_as_what_it_is(make: Any, engine: str) -> None:
     assert torch.equal(*first)
 
 
-def test_torch_hands_it_whole_to_every_device_and_cannot_gather_it() -> None:
+def test_torch_neither_splits_nor_gathers_a_user_dict() -> None:
     batch = Bag(ITEMS)
     assert [part is batch for part in scatter(batch, [0, 1])] == [True, True]
     with pytest.raises((TypeError, ValueError)):

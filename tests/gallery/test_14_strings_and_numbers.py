@@ -1,4 +1,4 @@
-"""Pitfall 14: strings come back as `<map object>`, numbers fail; here each is merged by what it is."""
+"""Pitfall 14: torch gathers strings to `<map object>` and fails on numbers; here each is merged by its type."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Net(nn.Linear):
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.parametrize("batch", [2, 5])
-def test_each_is_merged_by_what_it_is(engine: str, batch: int) -> None:
+def test_strings_and_numbers_are_merged(engine: str, batch: int) -> None:
     net, x, names = Net(3, 2), torch.randn(batch, 3), [f"n{index}" for index in range(batch)]
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
         ours, plain = model(x, names), net(x, names)
@@ -36,7 +36,7 @@ def test_each_is_merged_by_what_it_is(engine: str, batch: int) -> None:
     assert ours == plain
 
 
-def test_what_torch_gives() -> None:
+def test_torch_does_not_gather_strings_and_numbers() -> None:
     assert "map object" in repr(gather([["a"], ["b"]], torch.device("cpu")))
     with pytest.raises(TypeError):
         gather([3, 2], torch.device("cpu"))

@@ -12,7 +12,7 @@ import instep
 
 
 class Selects(nn.Linear):
-    """The rows that are worth keeping, and the boxes of each sample."""
+    """Returns the selected rows and the boxes of each sample."""
 
     def forward(self, x: Tensor) -> Any:
         out = super().forward(x)
@@ -20,14 +20,14 @@ class Selects(nn.Linear):
 
 
 class Encodes(nn.Linear):
-    """Padded to the longest of what it is given."""
+    """Returns outputs padded to the longest sequence of its shard."""
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x)[:, : int(lengths.max())]
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_rows_that_were_selected_follow_one_another(engine: str) -> None:
+def test_selected_rows_are_concatenated(engine: str) -> None:
     net, x = Selects(3, 2), torch.randn(7, 3)
     x[:, 0] = torch.tensor([1.0, -1, 1, 1, -1, 1, 1])
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, merge={"boxes": "list"}) as model:
@@ -38,7 +38,7 @@ def test_rows_that_were_selected_follow_one_another(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_shapes_that_cannot_be_joined_are_named(engine: str) -> None:
+def test_shapes_that_cannot_be_concatenated_raise_and_merge_rules_help(engine: str) -> None:
     net, x, lengths = Encodes(3, 2), torch.randn(4, 6, 3), torch.tensor([2, 3, 6, 4])
     with (
         instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model,
@@ -47,21 +47,21 @@ def test_shapes_that_cannot_be_joined_are_named(engine: str) -> None:
         model(x, lengths)
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, merge="pad") as model:
         padded = model(x, lengths)
-    whole = net(x, lengths)
-    torch.testing.assert_close(padded[:2], nn.functional.pad(whole[:2, :3], (0, 0, 0, 3)))
-    torch.testing.assert_close(padded[2:], whole[2:])
+    expected = net(x, lengths)
+    torch.testing.assert_close(padded[:2], nn.functional.pad(expected[:2, :3], (0, 0, 0, 3)))
+    torch.testing.assert_close(padded[2:], expected[2:])
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, merge="nested") as model:
         nested = model(x, lengths).unbind()
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, merge="list") as model:
         parts = model(x, lengths)
     for sample, row in enumerate(nested):
-        torch.testing.assert_close(row, whole[sample, : 3 if sample < 2 else 6])
+        torch.testing.assert_close(row, expected[sample, : 3 if sample < 2 else 6])
     assert [tuple(part.shape) for part in parts] == [(2, 3, 2), (2, 6, 2)]
-    torch.testing.assert_close(parts[1], whole[2:])
+    torch.testing.assert_close(parts[1], expected[2:])
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_unique_values_are_an_error_that_names_the_rule(engine: str) -> None:
+def test_unique_values_raise_without_a_merge_rule(engine: str) -> None:
     class Distinct(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return torch.unique((2 * super().forward(x)).round())

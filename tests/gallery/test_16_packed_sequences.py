@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.scatter_gather import scatter
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from .side_by_side import on_each_engine, train_beside
+from .common import on_each_engine, train_both
 
 
 class Reader(nn.Module):
@@ -36,19 +36,19 @@ LENGTHS = torch.tensor([2, 5, 1, 4, 3])
 
 
 @on_each_engine
-def test_padded_with_lengths(engine: str) -> None:
+def test_padded_sequences_with_lengths(engine: str) -> None:
     x = torch.randn(5, 5, 3)
-    train_beside(Reader(), [x, x], lambda model, x: model(x, LENGTHS).square().mean(), engine)
+    train_both(Reader(), [x, x], lambda model, x: model(x, LENGTHS).square().mean(), engine)
 
 
 @on_each_engine
 @pytest.mark.parametrize("in_order", [True, False])
-def test_packed(engine: str, in_order: bool) -> None:
+def test_packed_sequences(engine: str, in_order: bool) -> None:
     lengths = LENGTHS.sort(descending=True).values if in_order else LENGTHS
     packed = pack_padded_sequence(torch.randn(5, 5, 3), lengths, batch_first=True, enforce_sorted=in_order)
-    train_beside(ReadsPacked(), [packed, packed], lambda model, x: model(x).data.square().mean(), engine)
+    train_both(ReadsPacked(), [packed, packed], lambda model, x: model(x).data.square().mean(), engine)
 
 
-def test_torch_hands_all_lengths_to_every_device() -> None:
+def test_torch_passes_all_lengths_to_every_device() -> None:
     lengths = LENGTHS.tolist()
     assert scatter(lengths, [0, 1]) == [lengths, lengths]

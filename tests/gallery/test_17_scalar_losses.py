@@ -1,4 +1,4 @@
-"""Pitfall 17: scalar losses are gathered to a vector; here a loss is one number, that of the whole batch."""
+"""Pitfall 17: torch gathers scalar losses to a vector; here the loss is a scalar, that of the whole batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Net(nn.Linear):
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("batch", [2, 5, 7])
-def test_a_loss_is_one_number(engine: str, reduction: str, batch: int) -> None:
+def test_the_loss_is_a_scalar(engine: str, reduction: str, batch: int) -> None:
     net = Net(reduction)
     plain, x, y = copy.deepcopy(net), torch.randn(batch, 3), torch.randn(batch, 2)
     with instep.DataParallel(net, ["cpu"] * 3, engine=engine) as model:

@@ -1,4 +1,4 @@
-"""Pitfall 19: strings and objects cannot be gathered; here they merge as tensors do, or the line to write is named."""
+"""Pitfall 19: torch cannot gather strings and objects; here they are merged, or the error names what to write."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Net(nn.Linear):
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_one_object_a_sample(engine: str) -> None:
+def test_one_object_per_sample_is_merged(engine: str) -> None:
     net, x = Net(3, 2), torch.randn(5, 3)
-    options: Any = {"engine": engine, "merge": {"records": "list"}}  # its texts count from the start of each shard
+    options: Any = {"engine": engine, "merge": {"records": "list"}}  # "text" counts from the start of each shard
     with instep.DataParallel(net, ["cpu"] * 2, **options) as model:
         ours, plain = model(x), net(x)
     assert [box.corners for box in ours["boxes"]] == [pytest.approx(box.corners) for box in plain["boxes"]]
@@ -38,7 +38,7 @@ def test_one_object_a_sample(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_texts_that_count_samples_are_seen(engine: str) -> None:
+def test_records_that_depend_on_the_shard_raise(engine: str) -> None:
     with (
         instep.DataParallel(Net(3, 2), ["cpu"] * 2, engine=engine) as model,
         pytest.raises(instep.MergeError, match=r"'records'.*not the same entries"),
@@ -47,7 +47,7 @@ def test_texts_that_count_samples_are_seen(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_an_object_for_the_whole_batch_names_the_line(engine: str) -> None:
+def test_one_object_per_batch_raises_and_names_register(engine: str) -> None:
     class One(nn.Linear):
         def forward(self, x: Tensor) -> Any:
             return Box(super().forward(x).sum().tolist())

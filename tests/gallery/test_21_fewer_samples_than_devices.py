@@ -1,4 +1,4 @@
-"""A batch smaller than the number of devices, and 36 samples over 7 devices in 6 chunks."""
+"""Batches smaller than the number of devices, and 36 samples on 7 devices, which torch splits into 6 chunks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import instep
 
-from .side_by_side import on_each_engine
+from .common import on_each_engine
 
 
 class Counts(nn.Module):
@@ -29,4 +29,4 @@ def test_shards_are_balanced(engine: str) -> None:
     with instep.DataParallel(Counts(), ["cpu"] * 7, engine=engine, probe=False) as model:
         _, sizes = model(torch.randn(36, 2))
     assert sorted(set(sizes.tolist())) == [5, 6]
-    assert len(torch.randn(36, 2).chunk(7)) == 6  # what torch makes of it
+    assert len(torch.randn(36, 2).chunk(7)) == 6  # torch leaves one device idle

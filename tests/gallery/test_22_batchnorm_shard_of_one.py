@@ -12,7 +12,7 @@ import instep
 
 
 class Net(nn.Module):
-    """Batch normalisation of vectors, and a `.squeeze()` that a shard of one sample would lose its batch to."""
+    """Batch normalization, and a `.squeeze()` that removes the batch dimension of a shard of one sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ def test_a_shard_of_one_sample_trains(engine: str, size: int, replicas: int) -> 
     net = Net().double()
     plain, x = copy.deepcopy(net), torch.randn(size, 3, dtype=torch.float64)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
-        copy.deepcopy(plain)(x[-1:])  # what a replica of nn.DataParallel or DDP meets
+        copy.deepcopy(plain)(x[-1:])  # what a replica of nn.DataParallel or DDP would run
     with instep.DataParallel(net, ["cpu"] * replicas, engine=engine) as model:
         out, expected = model(x), plain(x)
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
@@ -40,7 +40,7 @@ def test_a_shard_of_one_sample_trains(engine: str, size: int, replicas: int) -> 
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_without_synchronisation_min_shard_keeps_shards_large_enough(engine: str) -> None:
+def test_min_shard_avoids_shards_of_one_without_sync_batchnorm(engine: str) -> None:
     net = nn.BatchNorm1d(3).double()
     x = torch.randn(4, 3, dtype=torch.float64)
     options = {"engine": engine, "sync_batchnorm": False}

@@ -15,7 +15,7 @@ import instep
 
 
 class Net(nn.Module):
-    """Looks at its own parameters in forward."""
+    """Reads its own parameters in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class Net(nn.Module):
         return y, y.sum(1) * 0 + penalty
 
 
-def test_torchs_replicas_have_none() -> None:
-    """`torch.nn.parallel.replicate` begins with this, and then sets plain tensors."""
+def test_torchs_replicas_have_no_parameters() -> None:
+    """`torch.nn.parallel.replicate` calls this first, and then sets plain tensors."""
     net: Any = Net()
     for module in (net, net.layer, net.scales):
         assert list(module.parameters())
@@ -40,7 +40,7 @@ def test_torchs_replicas_have_none() -> None:
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_parameters_are_there_on_every_replica(engine: str) -> None:
+def test_every_replica_has_its_parameters(engine: str) -> None:
     net, plain = Net(), Net()
     plain.load_state_dict(net.state_dict())
     x = torch.randn(5, 3)

@@ -1,4 +1,4 @@
-"""Row 24: attributes that forward sets vanish with the replicas of `torch.nn.DataParallel`."""
+"""Row 24: attributes that forward sets are lost with the replicas of `torch.nn.DataParallel`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import instep
 
 
 class Net(nn.Module):
-    """Keeps a count, a log, a loss and its features."""
+    """Sets counters, a log, a loss and features in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,8 +31,8 @@ class Net(nn.Module):
         return y
 
 
-def test_a_replica_that_is_thrown_away_keeps_nothing() -> None:
-    """What `torch.nn.parallel.replicate` makes of the module, for one call."""
+def test_torchs_replica_does_not_change_the_module() -> None:
+    """`torch.nn.parallel.replicate` creates such a replica for each call."""
     net: Any = Net()
     replica = net._replicate_for_data_parallel()
     replica(torch.randn(3, 3))
@@ -41,7 +41,7 @@ def test_a_replica_that_is_thrown_away_keeps_nothing() -> None:
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_attributes_are_the_whole_batchs(engine: str) -> None:
+def test_attributes_are_merged_to_those_of_the_whole_batch(engine: str) -> None:
     net, plain = Net(), Net()
     plain.load_state_dict(net.state_dict())
     with instep.DataParallel(
@@ -60,7 +60,7 @@ def test_attributes_are_the_whole_batchs(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_without_a_rule_it_is_said(engine: str) -> None:
+def test_a_missing_state_rule_raises_and_changes_nothing(engine: str) -> None:
     net = Net()
     with (
         instep.DataParallel(net, ["cpu"] * 2, engine=engine, merge={"loss": "mean"}) as model,

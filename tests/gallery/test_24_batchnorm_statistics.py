@@ -1,4 +1,4 @@
-"""Running statistics of batch normalisation came from the first GPU's shard alone."""
+"""Running statistics of batch normalization come from the first shard only."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import instep
 
 
 def batch() -> Tensor:
-    """Samples that change along the batch, so that no shard is like the whole."""
+    """Samples whose mean changes along the batch, so that shards have different statistics."""
     return torch.randn(9, 4, dtype=torch.float64) + torch.arange(9.0, dtype=torch.float64)[:, None]
 
 
 def statistics_of_the_first_shard(net: nn.BatchNorm1d, x: Tensor, replicas: int) -> nn.BatchNorm1d:
-    """What `nn.DataParallel` leaves on the module: its first replica shares the module's buffers."""
+    """The statistics after a call of `nn.DataParallel`: only its first replica shares the module's buffers."""
     first = copy.deepcopy(net)
     first(x.chunk(replicas)[0])
     return first
 
 
-def on_a_rank(rank: int) -> list[float]:
+def run_rank(rank: int) -> list[float]:
     """The running mean after two steps of `DistributedDataParallel` on half of the batch."""
     net = nn.parallel.DistributedDataParallel(nn.BatchNorm1d(1))
     for _ in range(2):
@@ -32,16 +32,16 @@ def on_a_rank(rank: int) -> list[float]:
     return [float(value) for value in net.module.running_mean]
 
 
-def test_ranks_have_statistics_of_their_own(two_ranks: dict[str, list[Any]]) -> None:
+def test_ddp_ranks_have_different_statistics(two_ranks: dict[str, list[Any]]) -> None:
     plain = nn.BatchNorm1d(1)
     for _ in range(2):
         plain(torch.arange(8.0)[:, None])
     mine, other = (values[0] for values in two_ranks["test_24_batchnorm_statistics"])
-    assert mine < float(plain.running_mean) < other  # of their shards; none has the batch's
+    assert mine < float(plain.running_mean) < other  # each rank has those of its shard
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_statistics_are_those_of_the_whole_batch(engine: str) -> None:
+def test_running_statistics_are_those_of_the_whole_batch(engine: str) -> None:
     net = nn.BatchNorm1d(4).double()
     plain, x = copy.deepcopy(net), batch()
     partial = statistics_of_the_first_shard(net, x, 3)
@@ -52,7 +52,7 @@ def test_statistics_are_those_of_the_whole_batch(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_without_synchronisation_every_shard_still_counts(engine: str) -> None:
+def test_running_mean_covers_all_shards_without_sync_batchnorm(engine: str) -> None:
     net = nn.BatchNorm1d(4).double()
     plain, x = copy.deepcopy(net), batch()
     plain(x)

@@ -1,4 +1,4 @@
-"""Row 25: a buffer that forward sets anew (`self.b = self.b + 1`) is not kept by `torch.nn.DataParallel`."""
+"""Row 25: `torch.nn.DataParallel` loses a buffer that forward reassigns (`self.b = self.b + 1`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Net(nn.Module):
         return x * self.b
 
 
-def test_torchs_replica_keeps_it_for_itself() -> None:
+def test_torchs_replica_does_not_update_the_modules_buffer() -> None:
     net: Any = Net()
     replica = net._replicate_for_data_parallel()
     replica(torch.randn(4, 3))
@@ -31,7 +31,7 @@ def test_torchs_replica_keeps_it_for_itself() -> None:
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_the_buffer_is_kept(engine: str) -> None:
+def test_reassigned_buffers_are_merged(engine: str) -> None:
     net, plain = Net(), Net()
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, state={"total": "sum"}) as model:
         for size in (5, 4, 7):

@@ -1,8 +1,8 @@
 """Row 26: two forwards and one backward: "modified by an inplace operation", from buffers broadcast in between.
 
-`DistributedDataParallel` brings the first rank's buffers to the others before each forward, changed or not. That of
-torch 2.13 does so behind autograd's back on the CPU, and goes on; where torch sees the write, it is the error of the
-row. Here what did not change is not written.
+`DistributedDataParallel` broadcasts the first rank's buffers before each forward, changed or not. On the CPU, torch
+2.13 hides these writes from autograd; where autograd sees them, the backward raises the error above. instep does not
+write buffers that have not changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Scaled(nn.Module):
         return self.layer(x) * self.scale
 
 
-def test_a_write_of_the_same_value_is_what_breaks_it() -> None:
+def test_writing_an_equal_value_breaks_the_backward() -> None:
     net = Scaled()
     first = net(torch.randn(4, 3))
     net.scale.copy_(net.scale.clone())

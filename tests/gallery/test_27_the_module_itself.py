@@ -1,4 +1,4 @@
-"""`model.module(...)` skips the reduction, so that ranks drift apart. Here it is the plain module, and right."""
+"""`model.module(...)` skips DDP's reduction, so ranks diverge. Here it is the plain module with the right gradients."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 
-from .side_by_side import on_each_engine
+from .common import on_each_engine
 
 
-def on_a_rank(rank: int) -> list[Tensor]:
-    """The gradients that two ranks hold after a call of the wrapper, and after one of the module inside."""
+def run_rank(rank: int) -> list[Tensor]:
+    """The gradients of a rank after a call of the wrapper, and after a call of the wrapped module."""
     torch.manual_seed(0)
     net, x = nn.Linear(3, 2), torch.randn(4, 3).split(2)[rank]
     model = DistributedDataParallel(net)
-    found = []
+    gradients = []
     for run in (model, model.module):
         net.zero_grad()
         run(x).sum().backward()
         assert net.weight.grad is not None
-        found.append(net.weight.grad.clone())
-    return found
+        gradients.append(net.weight.grad.clone())
+    return gradients
 
 
-def test_ranks_drift_apart(two_ranks: dict[str, list[Any]]) -> None:
+def test_ddp_ranks_diverge(two_ranks: dict[str, list[Any]]) -> None:
     (first, first_alone), (second, second_alone) = two_ranks["test_27_the_module_itself"]
     torch.testing.assert_close(first, second)
     assert (first_alone - second_alone).norm() > 0.1 * first_alone.norm()
 
 
 @on_each_engine
-def test_the_plain_module_learns_into_the_same_gradients(engine: str) -> None:
+def test_a_call_of_the_plain_module_adds_to_the_same_gradients(engine: str) -> None:
     net, x = nn.Linear(3, 2), torch.randn(5, 3)
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
         model(x).sum().backward()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import instep
 
-from .side_by_side import on_each_engine
+from .common import on_each_engine
 
 
 class Clip(nn.Module):
@@ -21,7 +21,7 @@ class Clip(nn.Module):
         self.temperature = 0.5
 
     def encode_text(self, x: Tensor) -> Tensor:
-        if os.getpid() == PROCESS:  # a worker's globals are its own
+        if os.getpid() == PROCESS:  # workers have their own globals
             threads.add(threading.current_thread().name)
         out: Tensor = self.text(x) / self.temperature
         return out
@@ -36,7 +36,7 @@ PROCESS = os.getpid()
 
 
 @on_each_engine
-def test_attributes_show_through_and_methods_can_run_in_parallel(engine: str) -> None:
+def test_attributes_are_forwarded_and_methods_run_in_parallel(engine: str) -> None:
     net, x = Clip(), torch.randn(5, 4)
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, methods=("encode_text",)) as model:
         assert model.temperature == 0.5
@@ -49,6 +49,6 @@ def test_attributes_show_through_and_methods_can_run_in_parallel(engine: str) ->
         assert engine != "threads" or len(threads) >= 2
 
 
-def test_torch_hides_them() -> None:
+def test_torch_hides_attributes_and_methods() -> None:
     with pytest.raises(AttributeError, match="'DataParallel' object has no attribute 'encode_text'"):
         nn.DataParallel(Clip()).encode_text(torch.randn(5, 4))

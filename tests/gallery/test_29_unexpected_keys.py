@@ -10,11 +10,11 @@ from torch import nn
 
 import instep
 
-from .side_by_side import on_each_engine
+from .common import on_each_engine
 
 
 @on_each_engine
-def test_keys_are_bare_and_prefixes_are_taken(tmp_path: Path, engine: str) -> None:
+def test_saved_keys_have_no_prefix_and_prefixes_are_accepted(tmp_path: Path, engine: str) -> None:
     net = nn.Linear(3, 2)
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
         torch.save(model.state_dict(), tmp_path / "net.pt")

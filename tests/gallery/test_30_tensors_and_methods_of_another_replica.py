@@ -1,7 +1,7 @@
 """Row 30: plain tensors, cached devices and bound methods of a replica still belong to the first device.
 
-Here tensors that nobody registered are brought to each replica, a device that the module remembers is the replica's,
-and bound methods are bound to the replica.
+Here unregistered tensors are copied to each replica, a device stored on the module is replaced by the replica's, and
+bound methods are bound to the replica.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Net(nn.Module):
         return self.steps[1](self.steps[0](x)) * self.table["scale"]
 
 
-def test_a_shallow_replica_runs_the_first_ones_methods() -> None:
-    """`torch.nn.parallel.replicate` copies `__dict__`: what is in it still leads to the module it came from."""
+def test_torchs_replica_runs_methods_of_the_module() -> None:
+    """`torch.nn.parallel.replicate` copies `__dict__`, whose entries still refer to the original module."""
     net: Any = Net()
     replica = net._replicate_for_data_parallel()
     assert replica.shift is net.shift
@@ -45,27 +45,27 @@ def test_a_shallow_replica_runs_the_first_ones_methods() -> None:
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_everything_is_the_replicas_own(engine: str) -> None:
+def test_tensors_and_bound_methods_belong_to_the_replica(engine: str) -> None:
     net = Net()
     x = torch.randn(5, 3)
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, private_copies=True) as model:
         torch.testing.assert_close(model(x), net(x))
         model(x).sum().backward()
-        mine = net.layer.weight.grad.clone()
+        gradient = net.layer.weight.grad.clone()
         net.shift = torch.zeros(2)
         net.table["scale"].mul_(2)
         torch.testing.assert_close(model(x), net(x))
     net.zero_grad()
     net.table["scale"].div_(2)
     net(x).sum().backward()
-    torch.testing.assert_close(mine, net.layer.weight.grad)
+    torch.testing.assert_close(gradient, net.layer.weight.grad)
 
 
-def test_a_remembered_device_is_the_replicas() -> None:
-    """The device that has no numbers stands for a second one."""
+def test_a_stored_device_is_the_replicas() -> None:
+    """The meta device stands for a second device."""
     net: Any = Net()
     net.device, net.other = torch.device("cpu"), torch.device("cuda", 3)
-    there = Replica(1, net, torch.device("meta"), ParameterSharing.COPY, home=torch.device("cpu"))
-    replica: Any = there.module
+    on_meta = Replica(1, net, torch.device("meta"), ParameterSharing.COPY, home=torch.device("cpu"))
+    replica: Any = on_meta.module
     assert (replica.device, replica.other) == (torch.device("meta"), torch.device("cuda", 3))
     assert {t.device.type for t in (replica.shift, replica.table["scale"], replica.layer.weight)} == {"meta"}

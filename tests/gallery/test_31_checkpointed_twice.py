@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .side_by_side import on_each_engine, one_rank, train_beside
+from .common import on_each_engine, one_rank, train_both
 
 
 class Twice(nn.Module):
@@ -29,12 +29,12 @@ class Twice(nn.Module):
 
 @on_each_engine
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_both_kinds_of_checkpointing(engine: str, reentrant: bool) -> None:
-    train_beside(Twice(reentrant), [torch.randn(5, 3)] * 2, lambda model, x: model(x).square().mean(), engine)
+def test_a_layer_checkpointed_twice_trains(engine: str, reentrant: bool) -> None:
+    train_both(Twice(reentrant), [torch.randn(5, 3)] * 2, lambda model, x: model(x).square().mean(), engine)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_ddp_refuses(tmp_path: Path) -> None:
+def test_ddp_raises(tmp_path: Path) -> None:
     with one_rank(tmp_path):
         model = nn.parallel.DistributedDataParallel(Twice(reentrant=True))
         with pytest.raises(RuntimeError, match="mark a variable ready only once"):

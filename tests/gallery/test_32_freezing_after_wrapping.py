@@ -1,4 +1,4 @@
-"""Row 32: freezing or thawing after wrapping is not noticed; a module that is frozen as a whole cannot be wrapped."""
+"""Row 32: DDP does not notice requires_grad_ after wrapping, and cannot wrap a module without trainable parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 import instep
 
-from .side_by_side import one_rank
+from .common import one_rank
 
 
 def net() -> nn.Sequential:
@@ -20,7 +20,7 @@ def net() -> nn.Sequential:
 
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_what_is_frozen_is_read_at_each_call(engine: str, private: bool) -> None:
+def test_requires_grad_is_read_at_each_call(engine: str, private: bool) -> None:
     mine, plain = net(), net()
     x = torch.randn(5, 3)
     with instep.DataParallel(mine, ["cpu"] * 2, engine=engine, private_copies=private) as model:
@@ -37,7 +37,7 @@ def test_what_is_frozen_is_read_at_each_call(engine: str, private: bool) -> None
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_a_module_that_is_frozen_as_a_whole(engine: str) -> None:
+def test_a_fully_frozen_module(engine: str) -> None:
     mine = net().requires_grad_(False)
     x = torch.randn(5, 3, requires_grad=True)
     with instep.DataParallel(mine, ["cpu"] * 2, engine=engine) as model:
@@ -48,6 +48,6 @@ def test_a_module_that_is_frozen_as_a_whole(engine: str) -> None:
         assert model(x.detach()).requires_grad
 
 
-def test_ddp_refuses_a_module_that_is_frozen_as_a_whole(tmp_path: Path) -> None:
+def test_ddp_refuses_a_fully_frozen_module(tmp_path: Path) -> None:
     with one_rank(tmp_path), pytest.raises(RuntimeError, match="doesn't have any parameter that requires a gradient"):
         nn.parallel.DistributedDataParallel(net().requires_grad_(False))

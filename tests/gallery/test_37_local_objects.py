@@ -1,4 +1,4 @@
-"""Can't pickle local object; and what was trained in the workers is lost in the parent."""
+"""Can't pickle local object; and training in the workers is lost in the parent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import instep
 
-from .side_by_side import on_each_engine
+from .common import on_each_engine
 
 
 def make(scale: float) -> nn.Module:

@@ -27,9 +27,9 @@ def test_each_replica_is_compiled_once(engine: str) -> None:
     net, x = Net(), torch.randn(5, 3)
     with instep.DataParallel(torch.compile(net, backend="eager"), ["cpu"] * 2, engine=engine) as model:  # type: ignore[arg-type]
         first = model(x)
-        made = counters["stats"]["unique_graphs"]
+        graphs = counters["stats"]["unique_graphs"]
         for _ in range(3):
             assert torch.equal(model(x), first)
-        assert counters["stats"]["unique_graphs"] == made <= 2
+        assert counters["stats"]["unique_graphs"] == graphs <= 2
     torch.testing.assert_close(first, net(x))
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Devices that are not equally fast, samples that are not equally large."""
+"""Devices of different speed and samples of different size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import instep
 from instep.errors import StructureError, WrapError
 
-from .side_by_side import on_each_engine, torch_scatter, train_beside
+from .common import on_each_engine, torch_scatter, train_both
 
 
 class Sized(nn.Module):
@@ -17,7 +17,7 @@ class Sized(nn.Module):
         return x, torch.full((len(x),), len(x))
 
 
-def test_torch_cuts_into_equal_counts() -> None:
+def test_torch_splits_into_equal_counts() -> None:
     (_, long), (_, short) = torch_scatter(torch.randn(6, 2), torch.tensor([9, 1, 1, 3, 2, 2]), devices=2)
     assert (len(long), len(short)) == (3, 3)
     assert (int(long.sum()), int(short.sum())) == (11, 7)
@@ -46,15 +46,15 @@ def test_cost(engine: str, cost: object) -> None:
 
 
 @on_each_engine
-def test_gradients_stay_the_plain_modules(engine: str) -> None:
+def test_gradients_with_shares_equal_the_plain_modules(engine: str) -> None:
     x = torch.randn(7, 3)
-    train_beside(nn.Linear(3, 2), [x, x[:2]], lambda model, x: model(x).square().mean(), engine, 3, shares=[5, 1, 1])
+    train_both(nn.Linear(3, 2), [x, x[:2]], lambda model, x: model(x).square().mean(), engine, 3, shares=[5, 1, 1])
 
 
-def test_what_is_refused() -> None:
+def test_invalid_shares_and_costs_raise() -> None:
     with pytest.raises(WrapError, match="one positive number for each of the 2 devices"):
         instep.DataParallel(Sized(), ["cpu"] * 2, shares=[1])
-    for cost, said in (("size", "names no argument"), (lambda lengths: lengths[:2], "2 numbers for a batch of 4")):
+    for cost, message in (("size", "names no argument"), (lambda lengths: lengths[:2], "2 numbers for a batch of 4")):
         model = instep.DataParallel(Sized(), ["cpu"] * 2, cost=cost)  # type: ignore[arg-type]
-        with pytest.raises(StructureError, match=said):
+        with pytest.raises(StructureError, match=message):
             model(torch.randn(4, 2), [1] * 4)

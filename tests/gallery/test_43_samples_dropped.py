@@ -1,4 +1,4 @@
-"""Two arguments of different batch sizes: replicas and samples are dropped in silence."""
+"""Two arguments with different batch sizes: nn.DataParallel drops replicas and samples silently."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import instep
 from instep.errors import StructureError
 
-from .side_by_side import on_each_engine, torch_scatter
+from .common import on_each_engine, torch_scatter
 
 
 class Both(nn.Module):
@@ -17,13 +17,13 @@ class Both(nn.Module):
         return torch.cat([x, y])
 
 
-def test_torch_drops_what_has_no_counterpart() -> None:
+def test_torch_drops_replicas_and_samples() -> None:
     shards = torch_scatter(torch.randn(8, 2), torch.randn(2, 2), devices=4)
-    assert [(len(x), len(y)) for x, y in shards] == [(2, 1), (2, 1)]  # two replicas, and half of the batch
+    assert [(len(x), len(y)) for x, y in shards] == [(2, 1), (2, 1)]  # two replicas and half of the batch
 
 
 @on_each_engine
-def test_it_is_said_which_argument_does_not_fit(engine: str) -> None:
+def test_the_error_names_the_argument_that_does_not_fit(engine: str) -> None:
     with (
         instep.DataParallel(Both(), ["cpu"] * 4, engine=engine) as model,
         pytest.raises(StructureError, match=r"'y' \(Tensor \[2, 2\]\) for a batch of 8"),

@@ -1,4 +1,4 @@
-"""Autocast to bfloat16 becomes float16, or nothing, in the threads of the replicas."""
+"""Autocast to bfloat16 becomes float16, or is lost, in the threads of the replicas."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import nn
 
 import instep
 
-from .side_by_side import on_each_engine
+from .common import on_each_engine
 
 
 @on_each_engine
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_replicas_cast_as_the_caller_does(engine: str, dtype: torch.dtype) -> None:
+def test_replicas_use_the_callers_autocast(engine: str, dtype: torch.dtype) -> None:
     net, x = nn.Linear(3, 2), torch.randn(5, 3)
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
         with torch.autocast("cpu", dtype):

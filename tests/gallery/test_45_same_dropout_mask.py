@@ -1,7 +1,7 @@
 """Pitfall: the same dropout mask on every rank.
 
-Scripts for several ranks seed each of them alike, and then every rank draws the same mask: a batch over N ranks has the
-noise of one over a single rank, N times.
+Scripts usually set the same seed on every rank. Then every rank draws the same mask, so the noise repeats N times in a
+batch on N ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 
 
-def on_a_rank(rank: int) -> Tensor:
-    """What a rank drops of its half of a batch, in a script that seeds every rank alike."""
+def run_rank(rank: int) -> Tensor:
+    """The dropout mask of a rank, in a script that sets the same seed on every rank."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.Dropout())
     model, halves = DistributedDataParallel(net), torch.randn(8, 64).chunk(2)
@@ -25,7 +25,7 @@ def on_a_rank(rank: int) -> Tensor:
     return out == 0
 
 
-def test_ranks_that_are_seeded_alike_share_a_mask(two_ranks: dict[str, list[Any]]) -> None:
+def test_ddp_ranks_with_the_same_seed_have_the_same_mask(two_ranks: dict[str, list[Any]]) -> None:
     first, second = two_ranks["test_45_same_dropout_mask"]
     assert first.any()
     assert torch.equal(first, second)
@@ -33,7 +33,7 @@ def test_ranks_that_are_seeded_alike_share_a_mask(two_ranks: dict[str, list[Any]
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.parametrize("count", [2, 4])
-def test_replicas_have_a_mask_each_and_the_seed_still_decides(engine: str, count: int) -> None:
+def test_replicas_have_different_masks_that_the_seed_determines(engine: str, count: int) -> None:
     with instep.DataParallel(nn.Dropout(), ["cpu"] * count, engine=engine) as model:
         torch.manual_seed(0)
         out = model(torch.ones(8, 64))

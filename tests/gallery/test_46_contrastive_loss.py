@@ -1,4 +1,4 @@
-"""A contrastive loss needs every sample of the batch; gathered without gradients, or not at all, it is another."""
+"""A contrastive loss needs all samples of the batch: without a gather, or with one without gradients, it is wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import instep
 
 
 class Pairs(nn.Module):
-    """The loss of each sample against the whole batch; as it would be written for one device, but for three calls."""
+    """The loss of each sample against the whole batch."""
 
     def __init__(self, gather: str = "instep") -> None:
         super().__init__()
@@ -25,20 +25,20 @@ class Pairs(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         one, two = normalize(self.left(x), dim=1), normalize(self.right(y), dim=1)
-        if self.gather == "ranks":  # torch.distributed.all_gather, and one's own put back in its place
+        if self.gather == "ranks":  # torch.distributed.all_gather, with the rank's own part put back
             parts = [torch.empty_like(two) for _ in range(2)]
             dist.all_gather(parts, two.detach())
             parts[dist.get_rank()] = two
-            everyone, labels = torch.cat(parts), dist.get_rank() * len(x) + torch.arange(len(x))
+            candidates, labels = torch.cat(parts), dist.get_rank() * len(x) + torch.arange(len(x))
         elif self.gather == "instep":
-            everyone = instep.all_gather(two)
+            candidates = instep.all_gather(two)
             labels = instep.replica().offset + torch.arange(len(x))
-        elif self.gather == "without gradient":  # the same on replicas
+        elif self.gather == "without gradient":  # the same mistake on replicas
             labels = instep.replica().offset + torch.arange(len(x))
-            everyone = instep.all_gather(two.detach()).index_copy(0, labels, two)
-        else:  # each shard for itself: what nn.DataParallel gives
-            everyone, labels = two, torch.arange(len(x))
-        return cross_entropy(5 * one @ everyone.T, labels, reduction="none")
+            candidates = instep.all_gather(two.detach()).index_copy(0, labels, two)
+        else:  # each shard alone, as with nn.DataParallel
+            candidates, labels = two, torch.arange(len(x))
+        return cross_entropy(5 * one @ candidates.T, labels, reduction="none")
 
 
 def gradient(net: nn.Module, run: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -53,14 +53,14 @@ def seeded() -> tuple[Pairs, Tensor, Tensor]:
     return Pairs().double(), x, y
 
 
-def on_a_rank(rank: int) -> Tensor:
-    """The gradient that DistributedDataParallel leaves of a loss over samples that were gathered without theirs."""
+def run_rank(rank: int) -> Tensor:
+    """The gradient that DistributedDataParallel computes if other ranks' samples are gathered without gradients."""
     net, x, y = seeded()
     net.gather = "ranks"
     return gradient(net, DistributedDataParallel(net), x.chunk(2)[rank], y.chunk(2)[rank])
 
 
-def test_ranks_that_gather_without_gradients(two_ranks: dict[str, list[Any]]) -> None:
+def test_ddp_with_a_gather_without_gradients_is_wrong(two_ranks: dict[str, list[Any]]) -> None:
     net, x, y = seeded()
     expected = gradient(net, net, x, y)
     first, second = two_ranks["test_46_contrastive_loss"]
@@ -71,7 +71,7 @@ def test_ranks_that_gather_without_gradients(two_ranks: dict[str, list[Any]]) ->
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_the_loss_and_its_gradient_are_those_of_one_device(engine: str) -> None:
+def test_loss_and_gradient_equal_those_of_one_device(engine: str) -> None:
     net = Pairs().double()
     x, y = torch.randn(2, 7, 3, dtype=torch.float64)
     expected, loss = gradient(net, net, x, y), net(x, y)
@@ -82,7 +82,7 @@ def test_the_loss_and_its_gradient_are_those_of_one_device(engine: str) -> None:
 
 @pytest.mark.parametrize("gather", ["without gradient", "not at all"])
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_what_is_usually_done_gives_another_gradient(engine: str, gather: str) -> None:
+def test_common_mistakes_give_wrong_gradients(engine: str, gather: str) -> None:
     net = Pairs().double()
     x, y = torch.randn(2, 7, 3, dtype=torch.float64)
     expected = gradient(net, net, x, y)
@@ -94,7 +94,7 @@ def test_what_is_usually_done_gives_another_gradient(engine: str, gather: str) -
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_samples_that_meet_without_a_gather_are_an_error(engine: str) -> None:
+def test_a_loss_across_samples_without_a_gather_raises(engine: str) -> None:
     with (
         instep.DataParallel(Pairs("not at all"), ["cpu"] * 3, engine=engine) as model,
         pytest.raises(instep.MergeError, match=r"depend on other samples.*[\s\S]*instep\.all_gather"),

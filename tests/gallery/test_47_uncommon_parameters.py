@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import instep
 
-from .side_by_side import on_each_engine, train_beside
+from .common import on_each_engine, train_both
 
 
 @on_each_engine
@@ -66,17 +66,17 @@ def test_complex_parameters_and_buffers_that_need_a_gradient(engine: str) -> Non
     assert net.offset.grad is not None
 
 
-def on_a_rank(rank: int) -> list[float]:
-    """The gradient of a buffer under `DistributedDataParallel`, on a rank's half of the batch."""
+def run_rank(rank: int) -> list[float]:
+    """The gradient of a buffer on a rank of `DistributedDataParallel`."""
     net = nn.parallel.DistributedDataParallel(Complex())
     net(torch.full((2, 3), 1.0 + rank)).sum(0).mul(1.0 + rank).sum().backward()
     return [float(value) for value in net.module.offset.grad]
 
 
-def test_ranks_do_not_add_up_the_gradients_of_buffers(two_ranks: dict[str, list[Any]]) -> None:
-    assert two_ranks["test_47_uncommon_parameters"] == [[2.0] * 3, [4.0] * 3]  # and nobody has the mean of both
+def test_ddp_does_not_reduce_gradients_of_buffers(two_ranks: dict[str, list[Any]]) -> None:
+    assert two_ranks["test_47_uncommon_parameters"] == [[2.0] * 3, [4.0] * 3]  # neither is the mean of both
 
 
 @on_each_engine
-def test_they_train(engine: str) -> None:
-    train_beside(Complex(), [torch.randn(5, 3)] * 3, lambda model, x: model(x).square().mean(), engine)
+def test_complex_parameters_and_buffers_train(engine: str) -> None:
+    train_both(Complex(), [torch.randn(5, 3)] * 3, lambda model, x: model(x).square().mean(), engine)

@@ -1,7 +1,7 @@
-"""Structures of every kind, drawn together with what their parts must be.
+"""Hypothesis strategies for nested batches, together with the expected parts.
 
-A `Blueprint` makes a value for some of the samples. The whole value is the blueprint of all of them, and the law of
-splitting is that a part is the blueprint of its own samples: nothing here looks at how instep takes things apart.
+A `Blueprint` builds the value for a slice of the samples. Called with all samples it gives the whole batch. The law of
+splitting: a part equals the blueprint of its samples. Nothing here depends on how instep splits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Frozen:
 
 @dataclasses.dataclass
 class Derived(Plain):
-    """Inherits its fields, and has one that `__init__` does not take."""
+    """Inherits its fields and has one that `__init__` does not take."""
 
     kept: Any = dataclasses.field(init=False)
 
@@ -109,7 +109,7 @@ def trailing() -> st.SearchStrategy[tuple[int, ...]]:
 
 
 @st.composite
-def cut_leaves(draw: st.DrawFn, batch: int) -> Blueprint:
+def batched_leaves(draw: st.DrawFn, batch: int) -> Blueprint:
     shape = (batch, *draw(trailing()))
     if draw(st.booleans()):
         tensor = draw(tensors(shape))
@@ -120,7 +120,7 @@ def cut_leaves(draw: st.DrawFn, batch: int) -> Blueprint:
 
 @st.composite
 def samples(draw: st.DrawFn, batch: int) -> Any:
-    """One sample of a column, which could not be a batch by itself."""
+    """One entry of a per-sample list, which cannot be read as a batch itself."""
     length = draw(st.integers(2, 9).filter(lambda size: size != batch))
     return draw(
         st.one_of(
@@ -139,7 +139,7 @@ def samples(draw: st.DrawFn, batch: int) -> Any:
 
 
 @st.composite
-def columns(draw: st.DrawFn, batch: int) -> Blueprint:
+def sample_lists(draw: st.DrawFn, batch: int) -> Blueprint:
     if draw(st.booleans()):
         entries: Any = draw(st.lists(samples(batch), min_size=batch, max_size=batch))
     else:
@@ -149,7 +149,7 @@ def columns(draw: st.DrawFn, batch: int) -> Blueprint:
 
 
 @st.composite
-def whole_leaves(draw: st.DrawFn, batch: int) -> Blueprint:
+def replicated_leaves(draw: st.DrawFn, batch: int) -> Blueprint:
     numbers = st.integers() | st.floats(allow_nan=False)
     few = st.lists(numbers | st.text(max_size=2), max_size=4).filter(lambda items: len(items) != batch)
     value = draw(
@@ -173,7 +173,7 @@ def whole_leaves(draw: st.DrawFn, batch: int) -> Blueprint:
 
 
 def leaves(batch: int) -> st.SearchStrategy[Blueprint]:
-    return st.one_of(cut_leaves(batch), columns(batch), whole_leaves(batch))
+    return st.one_of(batched_leaves(batch), sample_lists(batch), replicated_leaves(batch))
 
 
 # Containers
@@ -217,9 +217,9 @@ def _records(inner: st.SearchStrategy[Blueprint]) -> st.SearchStrategy[Blueprint
 
 
 def _sequences(inner: st.SearchStrategy[Blueprint], batch: int, lists: bool) -> st.SearchStrategy[Blueprint]:
-    if not lists:  # a tuple with a tensor in it, which is never a column
+    if not lists:  # a tuple with a tensor is never read as one entry per sample
         return st.builds(lambda first, more: _in_sequence(tuple, [first, *more]), anchors(batch), st.lists(inner))
-    # One as long as the batch could be a column instead.
+    # A sequence as long as the batch could be read as one entry per sample.
     items = st.lists(inner, max_size=4).filter(lambda found: len(found) != batch)
     return st.builds(_in_sequence, st.sampled_from([list, tuple]), items)
 
@@ -229,7 +229,7 @@ def containers(inner: st.SearchStrategy[Blueprint], batch: int, lists: bool = Tr
 
 
 def blueprints(batch: int, lists: bool = True) -> st.SearchStrategy[Blueprint]:
-    """Any structure whose batch is known from a tensor that comes first."""
+    """Any structure. Its first leaf is a batched tensor, which determines the batch size."""
     inner = st.recursive(leaves(batch), lambda below: containers(below, batch, lists), max_leaves=8)
     return st.builds(lambda anchor, more: _in_mapping(dict, {"x": anchor, "more": more}), anchors(batch), inner)
 
@@ -244,7 +244,7 @@ def anchors(draw: st.DrawFn, batch: int) -> Blueprint:
 
 
 def assert_same(one: Any, other: Any, where: str = "value") -> None:
-    """Equal in type, order, dtype, requires_grad and value, at every depth."""
+    """Assert equal types, order, dtypes, requires_grad and values at every depth."""
     assert type(one) is type(other), where
     if isinstance(one, Tensor):
         assert (one.dtype, one.shape, one.requires_grad) == (other.dtype, other.shape, other.requires_grad), where
@@ -275,7 +275,7 @@ def children(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def pairs_of_tensors(one: Any, other: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """The tensors of two equal structures, side by side."""
+    """Pairs of corresponding tensors of two equal structures."""
     if isinstance(one, Tensor):
         yield one, other
     for (_, left), (_, right) in zip(children(one), children(other), strict=True):

@@ -1,4 +1,4 @@
-"""Planning reads no data, always decides alike, and refuses what does not fit by its name."""
+"""Planning reads no data, is deterministic, and names the leaf that does not fit."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .strategies import Blueprint, Frozen, Pair, Plain, assert_same, blueprints,
 batches = st.integers(2, 7)
 
 
-class NothingRuns(TorchDispatchMode):
-    """Fails when any operation runs on any tensor."""
+class NoOperations(TorchDispatchMode):
+    """Raises when any operation runs on a tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"planning ran {func}")
@@ -46,24 +46,24 @@ def test_planning_runs_no_operation(case: tuple[int, Blueprint], parts: int) -> 
     batch, blueprint = case
     value = blueprint(slice(0, batch))
     planner = Planner(parts)
-    with NothingRuns():
+    with NoOperations():
         first = plan(planner, value)
         assert plan(planner, value) is first
     assert first.batch_size == batch
 
 
-class NothingOnADevice(NothingRuns):
-    """Lets through what only reads the host's metadata of a packed sequence."""
+class OnlyCpuMetadata(NoOperations):
+    """Allows operations on the CPU metadata of a packed sequence."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert all(a.dtype is torch.long and a.device.type == "cpu" for a in args if isinstance(a, Tensor))
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("mode", [NothingRuns, NothingOnADevice])
-def test_packed_sequences_are_planned_by_what_is_on_the_host(mode: Any) -> None:
-    """In the order of their lengths they do not say how many they are but in `batch_sizes`."""
-    in_order = mode is NothingOnADevice
+@pytest.mark.parametrize("mode", [NoOperations, OnlyCpuMetadata])
+def test_packed_sequences_are_planned_from_cpu_metadata(mode: Any) -> None:
+    """A packed sequence without `sorted_indices` has its number of samples only in `batch_sizes`."""
+    in_order = mode is OnlyCpuMetadata
     lengths = range(6, 0, -1) if in_order else (2, 6, 1, 3, 5, 4)
     packed = pack_sequence([torch.zeros(n, 2) for n in lengths], enforce_sorted=in_order)
     with mode():
@@ -71,7 +71,7 @@ def test_packed_sequences_are_planned_by_what_is_on_the_host(mode: Any) -> None:
 
 
 @given(case=cases(), parts=st.integers(1, 5))
-def test_tensors_without_data_are_planned_alike(case: tuple[int, Blueprint], parts: int) -> None:
+def test_meta_tensors_have_the_same_plan(case: tuple[int, Blueprint], parts: int) -> None:
     batch, blueprint = case
     value = blueprint(slice(0, batch))
     bare = map_tensors(lambda tensor: tensor.to("meta"), value)
@@ -89,14 +89,14 @@ def test_the_same_structure_has_the_same_plan(case: tuple[int, Blueprint], parts
 
 
 @given(batch=batches, length=st.integers(1, 9), other=st.integers(1, 9))
-def test_lengths_beside_the_batch_share_a_plan(batch: int, length: int, other: int) -> None:
+def test_other_dims_than_the_batch_share_a_plan(batch: int, length: int, other: int) -> None:
     planner = Planner(2)
     first = plan(planner, {"ids": torch.zeros(batch, length), "mask": torch.ones(batch, length, length)})
     assert plan(planner, {"ids": torch.zeros(batch, other), "mask": torch.ones(batch, other, other)}) is first
 
 
 @given(batch=batches, data=st.data())
-def test_samples_of_any_shapes_share_a_plan_once_their_list_was_read(batch: int, data: st.DataObject) -> None:
+def test_lists_of_samples_of_any_shape_share_a_plan(batch: int, data: st.DataObject) -> None:
     lengths = st.lists(st.integers(batch + 1, 30), min_size=batch, max_size=batch)
     planner = Planner(2)
     plans = [
@@ -106,10 +106,10 @@ def test_samples_of_any_shapes_share_a_plan_once_their_list_was_read(batch: int,
     assert plans[0] is plans[1] is plans[2]
 
 
-# What does not fit
+# Leaves that do not fit
 
 Wrap = Callable[[Any, Any], tuple[Any, Any]]
-"""A container around a value and something else, with the key of the value."""
+"""Builds a container with a value and something else; returns it and the key of the value."""
 
 WRAPS: list[Wrap] = [
     lambda value, other: ({"odd": value, "even": other}, "odd"),
@@ -124,7 +124,7 @@ WRAPS: list[Wrap] = [
 
 def _nested(size: int, width: int, layout: torch.layout) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says once that this is a prototype
+        warnings.simplefilter("ignore")  # torch warns that this is a prototype
         return torch.nested.nested_tensor([torch.zeros(1 + row % 3, width) for row in range(size)], layout=layout)
 
 
@@ -134,12 +134,12 @@ ODD: list[Callable[[int, int], Tensor]] = [
     lambda size, width: _nested(max(size, 1), width, torch.jagged),  # torch has no empty ones
     lambda size, width: torch.zeros(size, width).to_sparse(),
 ]
-"""Tensors of every layout that is split."""
+"""Tensors of every layout that can be split."""
 
 
 @st.composite
 def misfits(draw: st.DrawFn) -> tuple[dict[str, Any], str, Tensor]:
-    """A structure with one leaf that does not fit, and where that is."""
+    """A structure with one leaf that does not fit, its path, and the leaf."""
     batch = draw(batches)
     size = draw(st.integers(0, 12).filter(lambda size: size not in (1, batch)))
     odd = draw(st.sampled_from(ODD))(size, draw(st.integers(0, 3).filter(lambda width: width != batch)))
@@ -147,14 +147,14 @@ def misfits(draw: st.DrawFn) -> tuple[dict[str, Any], str, Tensor]:
     keys: list[Any] = []
     for wrap in draw(st.lists(st.sampled_from(WRAPS), max_size=4)):
         other = draw(leaves(batch))(slice(0, batch))
-        assume(not isinstance(other, list) or len(other) != size)  # two that agree are not odd
+        assume(not isinstance(other, list) or len(other) != size)  # two leaves of that size could be the batch
         value, key = wrap(value, other)
         keys.insert(0, key)
     return {"x": torch.zeros(batch, 2), "more": value}, ".".join(map(str, ["more", *keys])), odd
 
 
 @given(case=misfits(), parts=st.integers(2, 4))
-def test_what_does_not_fit_is_named(case: tuple[dict[str, Any], str, Tensor], parts: int) -> None:
+def test_the_error_names_the_leaf_that_does_not_fit(case: tuple[dict[str, Any], str, Tensor], parts: int) -> None:
     value, path, odd = case
     with pytest.raises(StructureError) as caught:
         split(value, parts)
@@ -169,12 +169,12 @@ def test_what_does_not_fit_is_named(case: tuple[dict[str, Any], str, Tensor], pa
 
 
 @given(case=misfits(), parts=st.integers(2, 4))
-def test_the_line_to_write_works(case: tuple[dict[str, Any], str, Tensor], parts: int) -> None:
+def test_the_suggested_in_dims_work(case: tuple[dict[str, Any], str, Tensor], parts: int) -> None:
     value, path, odd = case
     found = split(value, parts, in_dims={path: None})
     for part in found:
-        inside = [tensor for tensor in _tensors(part["more"]) if tensor is odd]
-        assert inside == [odd]
+        unsplit = [tensor for tensor in _tensors(part["more"]) if tensor is odd]
+        assert unsplit == [odd]
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -184,7 +184,9 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 @given(case=cases(), parts=st.integers(2, 4), size=st.integers(8, 12))
-def test_a_declared_size_is_held_to(case: tuple[int, Blueprint], parts: int, size: int) -> None:
+def test_a_declared_list_of_samples_determines_the_batch_size(
+    case: tuple[int, Blueprint], parts: int, size: int
+) -> None:
     batch, blueprint = case
     value = {**blueprint(slice(0, batch)), "names": [f"{index}" for index in range(size)]}
     assert split(value, parts)[0]["names"] is value["names"]

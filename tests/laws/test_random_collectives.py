@@ -1,10 +1,10 @@
-"""Random programs of cross-replica operations have the same gradients wherever they run.
+"""Random sequences of collectives have the same gradients in every engine mode.
 
-That is: where replicas meet again in the backward, where one backward runs over all of them, and in the plain joint
-graph of `serial`.
+The modes are: collectives in the backward (`threads`), one backward over all replicas (`joint`), and one joint graph
+(`serial`).
 
-The sequence of operations is common; what each replica puts in, whether it detaches it, and whether it uses what it got
-is its own. Outputs are then used together, one after the other, in part, or more than once.
+All replicas run the same sequence of collectives. Each replica chooses the input, whether to detach it, and whether to
+use the result. The outputs are then used together, one after the other, in part, or more than once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_core")
 
 
 class Program(nn.Module):
-    """A program that is drawn from a seed."""
+    """A random program, determined by a seed."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ class Program(nn.Module):
         return value * torch.sigmoid(got) if used else value * 1
 
 
-def story(way: str, seed: int) -> list[Tensor | None]:
-    """Everything that one run of a program gives."""
+def run(mode: str, seed: int) -> list[Tensor | None]:
+    """Run a program; return its outputs and all gradients."""
     torch.default_generator.manual_seed(seed)
     net = Program(seed).double()
     x = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
-    with replicated(net, way) as (_, model):
+    with replicated(net, mode) as (_, model):
         outs = model(x)
         one, two = map(weighted_loss, outs)
         backwards: Any = {
@@ -76,10 +76,10 @@ def story(way: str, seed: int) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_every_way_gives_the_same(seed: int) -> None:
-    expected = story("serial", seed)
-    for way in ("threads", "joint"):
-        for mine, theirs in zip(story(way, seed), expected, strict=True):
+def test_every_engine_mode_gives_the_same_outputs_and_gradients(seed: int) -> None:
+    expected = run("serial", seed)
+    for mode in ("threads", "joint"):
+        for mine, theirs in zip(run(mode, seed), expected, strict=True):
             assert (mine is None) == (theirs is None)
             if theirs is not None:
                 torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)

@@ -1,4 +1,4 @@
-"""A part is what its samples alone would make, and merging what was split gives back the whole."""
+"""A part equals the structure built from its samples, and merge undoes split."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cases(draw: st.DrawFn, lists: bool = True) -> tuple[int, Blueprint]:
 
 
 @given(case=cases(), parts=st.integers(1, 5))
-def test_a_part_is_what_its_samples_alone_would_make(case: tuple[int, Blueprint], parts: int) -> None:
+def test_a_part_equals_the_structure_of_its_samples(case: tuple[int, Blueprint], parts: int) -> None:
     batch, blueprint = case
     found = split(blueprint(slice(0, batch)), parts)
     assert sum(found.sizes) == batch
@@ -44,7 +44,7 @@ def test_merge_undoes_split(case: tuple[int, Blueprint], parts: int) -> None:
 
 
 @given(case=cases(), parts=st.integers(1, 5))
-def test_splitting_leaves_the_value_as_it_was(case: tuple[int, Blueprint], parts: int) -> None:
+def test_split_does_not_change_the_value(case: tuple[int, Blueprint], parts: int) -> None:
     batch, blueprint = case
     value, again = blueprint(slice(0, batch)), blueprint(slice(0, batch))
     merge(split(value, parts))
@@ -52,7 +52,7 @@ def test_splitting_leaves_the_value_as_it_was(case: tuple[int, Blueprint], parts
 
 
 @given(case=cases(), parts=st.integers(2, 5))
-def test_gradients_flow_to_the_original(case: tuple[int, Blueprint], parts: int) -> None:
+def test_gradients_flow_through_split_and_merge(case: tuple[int, Blueprint], parts: int) -> None:
     batch, blueprint = case
     value = blueprint(slice(0, batch))
     merged = merge(split(value, parts))
@@ -64,8 +64,8 @@ def test_gradients_flow_to_the_original(case: tuple[int, Blueprint], parts: int)
 
 
 @given(case=cases(lists=False), parts=st.integers(2, 5))
-def test_outputs_are_joined_to_the_whole_or_refused(case: tuple[int, Blueprint], parts: int) -> None:
-    """What is known of a split is not known of outputs: then the answer is the whole or an error, nothing else."""
+def test_outputs_are_merged_to_the_whole_or_raise(case: tuple[int, Blueprint], parts: int) -> None:
+    """Outputs come without the plan of a split. The merger must return the whole value or raise."""
     batch, blueprint = case
     value = blueprint(slice(0, batch))
     found = split(value, parts)
@@ -77,14 +77,14 @@ def test_outputs_are_joined_to_the_whole_or_refused(case: tuple[int, Blueprint],
 
 
 @given(case=cases(), parts=st.integers(2, 5))
-def test_two_mergers_agree(case: tuple[int, Blueprint], parts: int) -> None:
+def test_merging_is_deterministic(case: tuple[int, Blueprint], parts: int) -> None:
     batch, blueprint = case
     found = split(blueprint(slice(0, batch)), parts)
     merger = Merger.from_options()
 
-    def outcome(by: Merger) -> Any:
+    def outcome(merger: Merger) -> Any:
         try:
-            return by.merge(list(found), found.sizes)
+            return merger.merge(list(found), found.sizes)
         except MergeError as error:
             return str(error)
 
@@ -94,7 +94,7 @@ def test_two_mergers_agree(case: tuple[int, Blueprint], parts: int) -> None:
 
 
 @given(batch=batches, parts=st.integers(1, 5), dim=st.integers(-2, 2), names=st.booleans(), data=st.data())
-def test_any_dim_can_hold_the_batch(batch: int, parts: int, dim: int, names: bool, data: st.DataObject) -> None:
+def test_any_dim_can_be_the_batch_dim(batch: int, parts: int, dim: int, names: bool, data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=2))
     shape.insert(dim % 3, batch)
     value: Any = {"x": torch.randn(shape), "y": (torch.randn(shape, dtype=torch.float64),)}
@@ -121,7 +121,7 @@ def test_sizes_are_balanced(batch: int, replicas: int, least: int) -> None:
 
 @pytest.mark.parametrize("batch", [0, 1])
 @given(data=st.data(), parts=st.integers(1, 5))
-def test_no_sample_and_one_sample_are_one_part(batch: int, data: st.DataObject, parts: int) -> None:
+def test_batches_of_zero_and_one_sample_give_one_part(batch: int, data: st.DataObject, parts: int) -> None:
     tensor: Tensor = data.draw(anchors(batch))(slice(0, batch))
     value = {"x": tensor, "names": ["a"] * batch, "scale": 2.0}
     found = split(value, parts)

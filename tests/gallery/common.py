@@ -1,4 +1,4 @@
-"""What the files of the gallery share: the plain module beside instep, and torch's own wrappers where they can run."""
+"""Helpers of the gallery: training with and without instep, and torch's own wrappers where they run on the CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import instep
 on_each_engine = pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 
 
-def train_beside(
+def train_both(
     net: nn.Module,
     batches: Sequence[Any],
     loss: Callable[[nn.Module, Any], Tensor],
@@ -27,7 +27,7 @@ def train_beside(
     replicas: int = 2,
     **options: Any,
 ) -> tuple[nn.Module, list[Tensor]]:
-    """Train a copy plainly and the module with instep, step by step; losses and weights are the same."""
+    """Train a copy plainly and the module with instep. Asserts equal losses in each step and equal final weights."""
     plain = copy.deepcopy(net)
     theirs, ours = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (plain, net))
     losses = []
@@ -48,8 +48,8 @@ def train_beside(
     return net, losses
 
 
-class _InPieces:
-    """In the place of torch's own `Scatter`, which copies what it has cut to GPUs: it cuts in the same way."""
+class _ChunkOnly:
+    """Replaces torch's `Scatter`: splits in the same way, but does not copy the chunks to GPUs."""
 
     @staticmethod
     def apply(devices: Sequence[int], _: None, dim: int, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -57,16 +57,16 @@ class _InPieces:
 
 
 def torch_scatter(*args: Any, devices: int) -> list[Any]:
-    """The arguments that `nn.DataParallel` calls its replicas with, by torch's own code but for the copying."""
+    """The arguments that `nn.DataParallel` passes to its replicas, from torch's own code without the copies to GPUs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scatter_gather, "Scatter", _InPieces)
+        patch.setattr(scatter_gather, "Scatter", _ChunkOnly)
         shards, _ = scatter_gather.scatter_kwargs(args, {}, list(range(devices)))
     return list(shards)
 
 
 @contextmanager
 def one_rank(folder: Path) -> Iterator[None]:
-    """A process group of this process alone, which is enough for some of DistributedDataParallel's refusals."""
+    """A process group with this process only, which is enough to see some errors of DistributedDataParallel."""
     store = dist.FileStore(str(folder / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -1,4 +1,4 @@
-"""An argument that is meant for every replica is chopped like the batch."""
+"""An argument that is meant for every replica is split like the batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import instep
 from instep.errors import StructureError
 
-from .side_by_side import on_each_engine, torch_scatter
+from .common import on_each_engine, torch_scatter
 
 
 class Scored(nn.Module):
@@ -17,16 +17,16 @@ class Scored(nn.Module):
         return x @ prototypes.T
 
 
-def test_torch_cuts_whatever_is_a_tensor() -> None:
+def test_torch_splits_every_tensor() -> None:
     x, prototypes = torch.randn(6, 3), torch.randn(4, 3)
     outputs = [Scored()(*shard) for shard in torch_scatter(x, prototypes, devices=2)]
-    assert [tuple(output.shape) for output in outputs] == [(3, 2), (3, 2)]  # two of the four scores of each sample
+    assert [tuple(output.shape) for output in outputs] == [(3, 2), (3, 2)]  # two of the four scores per sample
 
 
 @on_each_engine
 @pytest.mark.parametrize("count", [4, 6])
-def test_whole_and_in_dims(engine: str, count: int) -> None:
-    """Also where there happen to be as many prototypes as samples."""
+def test_whole_and_in_dims_replicate_an_argument(engine: str, count: int) -> None:
+    """Also if there are as many prototypes as samples."""
     x, prototypes = torch.randn(6, 3), torch.randn(count, 3)
     net = Scored()
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, out_dims=0) as model:
@@ -36,7 +36,7 @@ def test_whole_and_in_dims(engine: str, count: int) -> None:
 
 
 @on_each_engine
-def test_sizes_that_differ_are_said_before_anything_runs(engine: str) -> None:
+def test_different_batch_sizes_raise_before_forward_runs(engine: str) -> None:
     with (
         instep.DataParallel(Scored(), ["cpu"] * 2, engine=engine) as model,
         pytest.raises(StructureError, match=r"(?s)prototypes.*in_dims=.*whole"),
