@@ -1,4 +1,4 @@
-"""One case: a module, its batches and its loss; and a training loop that does not know whether it has replicas."""
+"""Training cases (a module, its batches and its loss) and a training loop for plain and wrapped modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Modules = Sequence[nn.Module]
 Optimizers = Sequence[torch.optim.Optimizer]
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 
-LONGEST = 5
+MAX_LENGTH = 5
 
 
 def _one_loss(case: Case, modules: Modules, arguments: Arguments, optimizers: Optimizers) -> tuple[Any, list[Tensor]]:
@@ -32,28 +32,28 @@ def _one_loss(case: Case, modules: Modules, arguments: Arguments, optimizers: Op
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained. `step` leaves gradients for the last optimizer, and gives the outputs and the losses."""
+    """A module to train. `step` computes gradients for the first optimizer and returns the outputs and the losses."""
 
     name: str
     build: Callable[[], nn.Module | tuple[nn.Module, ...]]
     batch: Callable[[int], Arguments]
     loss: Callable[[Any], Tensor]
     options: dict[str, Any] = field(default_factory=dict)
-    """What is said to `DataParallel` beside the devices."""
+    """Keyword arguments of `DataParallel`."""
     eval: bool = False
     sparse: bool = False
-    """Whether gradients are sparse, which AdamW does not take."""
+    """Whether gradients are sparse, which AdamW does not support."""
     step: Callable[..., tuple[Any, list[Tensor]]] = _one_loss
 
     def modules(self) -> list[nn.Module]:
-        """The modules, the same ones at every call."""
+        """New modules with the same weights at every call."""
         torch.default_generator.manual_seed(zlib.crc32(self.name.encode()))
         built = self.build()
         found = list(built) if isinstance(built, tuple) else [built]
         return [module.double().train(not self.eval) for module in found]
 
     def arguments(self, size: int, step: int) -> Arguments:
-        """The batch of one step, the same one at every call."""
+        """The batch of one step, equal at every call."""
         torch.default_generator.manual_seed(1000 * step + size)
         return self.batch(size)
 
@@ -67,22 +67,22 @@ def squares(out: Tensor) -> Tensor:
 
 
 def weighted(out: Tensor) -> Tensor:
-    """A loss whose gradient is different for each sample."""
+    """A loss with a different gradient for each sample."""
     weights = torch.linspace(0.5, 1.5, out.shape[0], dtype=out.dtype)
     return (weights * out[:, None].sin().flatten(1).sum(1)).mean()
 
 
 def tokens(size: int) -> Tensor:
-    return torch.randint(models.WORDS, (size, LONGEST))
+    return torch.randint(models.WORDS, (size, MAX_LENGTH))
 
 
 def next_word(out: Tensor) -> Tensor:
-    target = torch.arange(out.shape[0] * LONGEST) * 7 % models.WORDS
+    target = torch.arange(out.shape[0] * MAX_LENGTH) * 7 % models.WORDS
     return cross_entropy(out.flatten(0, 1), target)
 
 
 def packed(size: int, enforce_sorted: bool) -> Arguments:
-    lengths = torch.randint(1, LONGEST + 1, (size,))
+    lengths = torch.randint(1, MAX_LENGTH + 1, (size,))
     if enforce_sorted:
         lengths = lengths.sort(descending=True).values
     return (pack_sequence([normal(int(n), 3) for n in lengths], enforce_sorted=enforce_sorted),), {}
@@ -95,14 +95,14 @@ def packed_loss(out: Any) -> Tensor:
 
 
 def padded(size: int) -> Arguments:
-    lengths = torch.randint(1, LONGEST + 1, (size,))
-    return (normal(size, LONGEST, 3), lengths), {"state": (normal(1, size, 4), normal(1, size, 4))}
+    lengths = torch.randint(1, MAX_LENGTH + 1, (size,))
+    return (normal(size, MAX_LENGTH, 3), lengths), {"state": (normal(1, size, 4), normal(1, size, 4))}
 
 
 def masked(size: int) -> Arguments:
-    lengths = torch.randint(1, LONGEST + 1, (size,))
-    padding = torch.arange(LONGEST) >= lengths[:, None]
-    mask = torch.ones(LONGEST, LONGEST, dtype=torch.bool).triu(1)
+    lengths = torch.randint(1, MAX_LENGTH + 1, (size,))
+    padding = torch.arange(MAX_LENGTH) >= lengths[:, None]
+    mask = torch.ones(MAX_LENGTH, MAX_LENGTH, dtype=torch.bool).triu(1)
     return (tokens(size),), {"padding": padding, "mask": mask}
 
 
@@ -131,7 +131,7 @@ def ragged_loss(out: list[Tensor]) -> Tensor:
 def _adversarial(
     case: Case, modules: Modules, arguments: Arguments, optimizers: Optimizers
 ) -> tuple[Any, list[Tensor]]:
-    """The discriminator learns; then the generator, through a discriminator that is frozen meanwhile."""
+    """Train the discriminator; then the generator, with the discriminator frozen."""
     generator, discriminator = modules
     (noise, real), _ = arguments
     optimizers[1].zero_grad()
@@ -192,7 +192,7 @@ CASES = [
     ),
     Case("dict", models.Dictionary, dictionary, dictionary_loss),
     Case("dataclass", models.Record, record, lambda out: weighted(out.y)),
-    # A list of one tensor could also be a structure with one batched tensor, so it is said which.
+    # A list of one tensor could also be a structure with one batched tensor: in_dims decides.
     Case("ragged-list", models.Ragged, ragged, ragged_loss, {"in_dims": {"samples": "samples"}}),
     Case(
         "inner-loss",
@@ -206,8 +206,8 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 @dataclass
-class Story:
-    """What a training run gave, step by step."""
+class History:
+    """The results of a training run."""
 
     outputs: list[Any] = field(default_factory=list)
     losses: list[list[Tensor]] = field(default_factory=list)
@@ -217,19 +217,19 @@ class Story:
     """After the last step."""
 
 
-def train(case: Case, modules: Modules, sizes: Sequence[int], make_optimizer: Callable[..., Any]) -> Story:
+def train(case: Case, modules: Modules, sizes: Sequence[int], make_optimizer: Callable[..., Any]) -> History:
     """One step for each batch size."""
     optimizers = [make_optimizer(list(module.parameters())) for module in modules]
-    story = Story()
+    history = History()
     for index, size in enumerate(sizes):
         out, losses = case.step(case, modules, case.arguments(size, index), optimizers)
         if index == 0:
-            story.gradients = [_copy(p.grad) for module in modules for p in module.parameters()]
+            history.gradients = [_copy(p.grad) for module in modules for p in module.parameters()]
         optimizers[0].step()
-        story.outputs.append(out)
-        story.losses.append([loss.detach() for loss in losses])
-    story.weights = [module.state_dict() for module in modules]
-    return story
+        history.outputs.append(out)
+        history.losses.append([loss.detach() for loss in losses])
+    history.weights = [module.state_dict() for module in modules]
+    return history
 
 
 def _copy(gradient: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Equality of what a module gives with and without replicas: types, order and flags exactly, numbers up to rounding."""
+"""Comparison of results with and without replicas: types, order and flags exactly, numbers up to rounding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def assert_same(actual: Any, expected: Any, tolerance: float, path: str = "value") -> None:
-    """Fails with the path of the first difference."""
+    """Assert that two values are equal. The message names the path of the first difference."""
     assert type(actual) is type(expected), f"{path}: {type(actual).__name__}, not {type(expected).__name__}"
     if isinstance(expected, Tensor):
         _assert_same_tensor(actual, expected, tolerance, path)
@@ -37,7 +37,7 @@ def assert_same(actual: Any, expected: Any, tolerance: float, path: str = "value
 def _assert_same_tensor(actual: Tensor, expected: Tensor, tolerance: float, path: str) -> None:
     assert actual.requires_grad == expected.requires_grad, f"{path}: requires_grad is {actual.requires_grad}"
     assert actual.layout == expected.layout, f"{path}: layout {actual.layout}, not {expected.layout}"
-    if expected.is_sparse:  # the order of the entries is nobody's promise
+    if expected.is_sparse:  # the order of the entries is not defined
         actual, expected = actual.to_dense(), expected.to_dense()
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{path}: {text}")
 
@@ -47,6 +47,6 @@ def gradients(module: nn.Module) -> list[Tensor | None]:
 
 
 def assert_same_gradients(both: Any, tolerance: float) -> None:
-    """The gradients of a pair: the plain module's first."""
+    """Assert equal gradients of a `Pair`."""
     plain, model = both
     assert_same(gradients(model), gradients(plain), tolerance, "gradient")

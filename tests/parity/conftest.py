@@ -1,4 +1,4 @@
-"""A module twice: as it is, and on three replicas of every engine."""
+"""Fixtures that build pairs of a plain module and a wrapped copy, on every engine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..replica_helpers import ENGINE_MEMORY
 
 
 @pytest.fixture(autouse=True)
-def one_core_an_operation() -> Iterator[None]:
-    """Operations on a handful of numbers spend their time waiting for each other's cores."""
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread: small operations are slower on several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -26,25 +26,25 @@ def one_core_an_operation() -> Iterator[None]:
 
 
 class Pair(NamedTuple):
-    """The oracle and the module under test, alike in every weight."""
+    """A plain module and a wrapped module with equal weights."""
 
     plain: Any
     model: Any
 
 
 @dataclass
-class Maker:
-    """Makes pairs whose wrappers are closed when the test ends."""
+class PairFactory:
+    """Builds pairs and closes their wrappers when the test ends."""
 
     engine: str
     private: bool
     stack: ExitStack
 
     def wrap(self, module: nn.Module, replicas: int = 3, **options: Any) -> Any:
-        made = instep.DataParallel(
+        model = instep.DataParallel(
             module, ["cpu"] * replicas, engine=self.engine, private_copies=self.private, **options
         )
-        return self.stack.enter_context(made)
+        return self.stack.enter_context(model)
 
     def __call__(self, build: Callable[[], nn.Module], replicas: int = 3, **options: Any) -> Pair:
         built = []
@@ -54,23 +54,23 @@ class Maker:
         return Pair(built[0], self.wrap(built[1], replicas, **options))
 
 
-def _maker(kind: str) -> Iterator[Maker]:
-    engine, private = ENGINE_MEMORY[kind]
+def _factory(name: str) -> Iterator[PairFactory]:
+    engine, private = ENGINE_MEMORY[name]
     with ExitStack() as stack:
-        yield Maker(engine, private, stack)
+        yield PairFactory(engine, private, stack)
 
 
 @pytest.fixture(params=ENGINE_MEMORY)
-def pair(request: pytest.FixtureRequest) -> Iterator[Maker]:
-    """Pairs on every engine, with shared and with private memory."""
-    yield from _maker(request.param)
+def pair(request: pytest.FixtureRequest) -> Iterator[PairFactory]:
+    """Pairs on every engine, with shared parameters and with private copies."""
+    yield from _factory(request.param)
 
 
-@pytest.fixture(params=[kind for kind in ENGINE_MEMORY if kind.startswith("serial")])
-def serial_pair(request: pytest.FixtureRequest) -> Iterator[Maker]:
-    yield from _maker(request.param)
+@pytest.fixture(params=[name for name in ENGINE_MEMORY if name.startswith("serial")])
+def serial_pair(request: pytest.FixtureRequest) -> Iterator[PairFactory]:
+    yield from _factory(request.param)
 
 
-@pytest.fixture(params=[kind for kind in ENGINE_MEMORY if kind.startswith("threads")])
-def threads_pair(request: pytest.FixtureRequest) -> Iterator[Maker]:
-    yield from _maker(request.param)
+@pytest.fixture(params=[name for name in ENGINE_MEMORY if name.startswith("threads")])
+def threads_pair(request: pytest.FixtureRequest) -> Iterator[PairFactory]:
+    yield from _factory(request.param)

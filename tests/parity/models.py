@@ -1,4 +1,4 @@
-"""Small modules of many kinds, whose training is compared with and without replicas."""
+"""Small modules whose training is compared with and without replicas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mlp() -> nn.Module:
 
 
 class ConvNet(nn.Module):
-    """Convolutions and batch normalisation with statistics that are not the initial ones."""
+    """Convolutions and batch normalization whose running statistics differ from the defaults."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class ConvNet(nn.Module):
 
 
 class BatchNormNet(nn.Module):
-    """Convolutions between batch normalisation of every kind, in training."""
+    """Convolutions and several kinds of batch normalization in training mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class BatchNormNet(nn.Module):
 
 
 class Contrastive(nn.Module):
-    """Each sample against every sample of the whole batch, with a temperature that is learned."""
+    """A contrastive loss of each sample against the whole batch, with a learned temperature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Contrastive(nn.Module):
 
 
 class PackedLSTM(nn.Module):
-    """Packed sequences in, packed sequences and the last states out; states have the batch in dim 1."""
+    """Takes packed sequences and returns packed sequences and the last states, whose batch is in dim 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class PackedLSTM(nn.Module):
 
 
 class PaddedLSTM(nn.Module):
-    """Padded sequences with their lengths, packed inside; first states with the batch in dim 1."""
+    """Takes padded sequences, their lengths and initial states, whose batch is in dim 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class PaddedLSTM(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Attention with a padding mask for each sample and one causal mask for all."""
+    """A transformer with a padding mask per sample and one causal mask for all samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Transformer(nn.Module):
 
 
 class SparseBag(nn.Module):
-    """Every parameter has a sparse gradient."""
+    """A module whose parameters all have sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class SparseBag(nn.Module):
 
 
 class Tied(nn.Module):
-    """The embedding is the output layer too."""
+    """The embedding and the output layer share their weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def new_weight_norm() -> nn.Module:
 
 
 class Checkpointed(nn.Module):
-    """Blocks whose forward runs again in the backward."""
+    """Checkpointed blocks."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Discriminator(nn.Sequential):
 
 
 class Dictionary(nn.Module):
-    """A dictionary in and another out, with strings for each sample and for all, numbers and nothing at all."""
+    """Takes and returns a dictionary with tensors, strings per sample, one string for all samples, numbers and None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Dictionary(nn.Module):
 
 @dataclass
 class Batch:
-    """What `Record` is given."""
+    """The input of `Record`."""
 
     x: Tensor
     weight: Tensor | None
@@ -210,7 +210,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Result:
-    """What `Record` returns."""
+    """The output of `Record`."""
 
     y: Tensor
     score: Tensor
@@ -219,7 +219,7 @@ class Result:
 
 
 class Record(nn.Module):
-    """A dataclass in, a frozen dataclass out."""
+    """Takes a dataclass and returns a frozen dataclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class Record(nn.Module):
 
 
 class Ragged(nn.Module):
-    """A list of tensors of any lengths in, as many tensors out."""
+    """Takes a list of tensors of different lengths and returns one tensor for each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class Ragged(nn.Module):
 
 
 class InnerLoss(nn.Module):
-    """The loss is a mean over samples, taken inside."""
+    """Computes its loss, a mean over samples, in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class InnerLoss(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """Two outputs from one trunk, and two that share nothing."""
+    """Returns two outputs of one trunk and two outputs of separate layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ class TwoHeads(nn.Module):
 
 
 class Each(nn.Module):
-    """A list of tensors in, each one's projection out: nothing between the input, the layer and the output."""
+    """Applies one layer to each tensor of a list, without other operations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A wrapped module among others: in a net, beside another wrapper, under a checkpoint, called from many threads."""
+"""Wrapped modules inside other code: in a plain module, with a second wrapper, in a checkpoint, in several threads."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from .cases import normal, weighted
 from .compare import assert_same, assert_same_gradients
-from .conftest import Maker, Pair
+from .conftest import Pair, PairFactory
 from .models import WORDS, mlp
 
 EXACT = 1e-12
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["checkpoint", "reentrant-checkpoint"])
-def test_checkpoint_around_the_call(pair: Maker, reentrant: bool) -> None:
+def test_checkpoint_around_the_call(pair: PairFactory, reentrant: bool) -> None:
     both = pair(mlp)
     batches = [normal(9, 3) for _ in range(4)]
     found = []
@@ -36,7 +36,7 @@ def test_checkpoint_around_the_call(pair: Maker, reentrant: bool) -> None:
     assert_same_gradients(both, EXACT)
 
 
-def test_part_of_a_plain_net(pair: Maker) -> None:
+def test_part_of_a_plain_net(pair: PairFactory) -> None:
     both = pair(mlp)
     nets = []
     for part in both:
@@ -56,7 +56,7 @@ def test_part_of_a_plain_net(pair: Maker) -> None:
         assert_same(copied(x), nets[0](x), 1e-10)
 
 
-def test_layer_shared_by_two_wrappers(pair: Maker) -> None:
+def test_layer_shared_by_two_wrappers(pair: PairFactory) -> None:
     first = pair(mlp)
     built = []
     for module in first:
@@ -78,7 +78,7 @@ def test_layer_shared_by_two_wrappers(pair: Maker) -> None:
         assert_same_gradients(second, EXACT)
 
 
-def test_calls_from_many_threads_at_once(pair: Maker) -> None:
+def test_calls_from_many_threads_at_once(pair: PairFactory) -> None:
     both = pair(mlp)
     batches = [normal(n, 3) for n in (7, 5, 9, 4, 2, 6, 3, 8)]
 
@@ -106,8 +106,8 @@ def test_calls_from_many_threads_at_once(pair: Maker) -> None:
     assert_same([found[index] for index in range(len(batches))], expected, EXACT)
 
 
-class LeavesTensors(nn.Module):
-    """Leaves tensors of each call on itself, with and without a graph, and a mean over samples."""
+class StoresTensors(nn.Module):
+    """Stores tensors with and without a graph, and a mean over samples, as attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,8 +122,8 @@ class LeavesTensors(nn.Module):
         return h
 
 
-def test_tensors_left_on_the_module(pair: Maker) -> None:
-    both = pair(LeavesTensors, merge={"auxiliary": "mean"})
+def test_tensors_stored_as_attributes(pair: PairFactory) -> None:
+    both = pair(StoresTensors, merge={"auxiliary": "mean"})
     for n in (7, 3, 5, 1, 7):
         x = normal(n, 3)
         for module in both:
@@ -139,23 +139,23 @@ def _live_tensors() -> int:
     return sum(isinstance(item, Tensor) for item in gc.get_objects())
 
 
-def test_nothing_is_kept_of_earlier_calls(pair: Maker) -> None:
-    _, model = pair(LeavesTensors, merge={"auxiliary": "mean"})
+def test_earlier_calls_leave_no_tensors(pair: PairFactory) -> None:
+    _, model = pair(StoresTensors, merge={"auxiliary": "mean"})
 
-    def live() -> None:
+    def train() -> None:
         for n in (7, 5, 9):
             (weighted(model(normal(n, 3))) + model.auxiliary).backward()
 
-    live()
-    live()
+    train()
+    train()
     before = _live_tensors()
     for _ in range(5):
-        live()
+        train()
     assert _live_tensors() <= before
 
 
 class Totals(nn.Module):
-    """Accumulators that are set anew and written in place."""
+    """Accumulators that forward reassigns or writes in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Totals(nn.Module):
         return self.layer(x)
 
 
-def test_rules_of_state_hold_for_equal_shards_too(pair: Maker) -> None:
+def test_state_rules_apply_to_even_and_uneven_shards(pair: PairFactory) -> None:
     rules = {"samples": "sum", "written": "sum", "replaced": "sum", "largest": "max"}
     both = pair(Totals, state=rules)
     for n in (7, 3, 6, 1, 2):
@@ -186,7 +186,7 @@ def test_rules_of_state_hold_for_equal_shards_too(pair: Maker) -> None:
 
 
 class Odd(nn.Module):
-    """Parameters that are empty, transposed, overlapping, of several dtypes, and in another memory format."""
+    """Parameters that are empty, transposed, overlapping, of several dtypes, and channels-last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Odd(nn.Module):
         return torch.cat(parts, 1)
 
 
-def test_odd_parameters(pair: Maker) -> None:
+def test_odd_parameters(pair: PairFactory) -> None:
     both = pair(Odd)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.01) for module in both]
     for n in (7, 3, 5, 1):
@@ -222,7 +222,7 @@ def test_odd_parameters(pair: Maker) -> None:
 
 
 class SparseTied(nn.Module):
-    """One weight with a sparse gradient on some replicas and a dense one on others."""
+    """One weight whose gradient is sparse on some replicas and dense on others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,8 +236,8 @@ class SparseTied(nn.Module):
 
 
 @pytest.mark.parametrize("where", [None, 0, 6], ids=["sparse", "dense-first", "dense-last"])
-def test_sparse_and_dense_gradients_of_one_weight(pair: Maker, where: int | None) -> None:
-    both = pair(SparseTied, probe=False)  # samples meet in it, which the probe does not let pass
+def test_sparse_and_dense_gradients_of_one_weight(pair: PairFactory, where: int | None) -> None:
+    both = pair(SparseTied, probe=False)  # outputs depend on other samples, which the probe rejects
     tokens = torch.randint(4, WORDS, (7, 5))
     if where is None:
         for module in both:
@@ -246,7 +246,7 @@ def test_sparse_and_dense_gradients_of_one_weight(pair: Maker, where: int | None
         assert_same_gradients(both, EXACT)
         return
     tokens[where, 0] = 3
-    for shard in tokens.split([3, 2, 2]):  # which way a sample goes depends on its shard, so the oracle takes them too
+    for shard in tokens.split([3, 2, 2]):  # outputs depend on the shard, so the plain module gets shards too
         both.plain(shard).sin().sum().backward()
     both.model(tokens).sin().sum().backward()
     assert_same(both.model.embed.weight.grad.to_dense(), both.plain.embed.weight.grad.to_dense(), EXACT)
@@ -262,7 +262,7 @@ class PadsToTheLongest(nn.Module):
         return pad_packed_sequence(out, batch_first=True)[0]
 
 
-def test_outputs_padded_to_the_longest_of_all(pair: Maker) -> None:
+def test_outputs_are_padded_to_the_longest_replica(pair: PairFactory) -> None:
     both = pair(PadsToTheLongest, merge="pad")
     for lengths in ([3, 5, 1, 2, 4, 1, 1], [1, 1, 2, 6, 1, 1, 3]):
         x = normal(7, 6, 3)
@@ -273,7 +273,7 @@ def test_outputs_padded_to_the_longest_of_all(pair: Maker) -> None:
     assert_same_gradients(both, EXACT)
 
 
-def test_closure_of_an_optimizer_that_calls_many_times(pair: Maker) -> None:
+def test_optimizer_closure_with_several_calls_per_step(pair: PairFactory) -> None:
     both = pair(mlp)
     x, target = normal(7, 3), normal(7, 2)
     for module in both:
@@ -287,11 +287,11 @@ def test_closure_of_an_optimizer_that_calls_many_times(pair: Maker) -> None:
 
         for _ in range(2):
             optimizer.step(closure)
-    # A line search compares numbers that differ in their last bits, and goes on from where that led.
+    # A line search branches on numbers that differ in their last bits.
     assert_same(dict(both.model.state_dict()), dict(both.plain.state_dict()), 1e-7)
 
 
-def test_weights_perturbed_between_two_backwards(pair: Maker) -> None:
+def test_weights_perturbed_between_two_backwards(pair: PairFactory) -> None:
     both = pair(mlp)
     x = normal(7, 3)
     for module in both:

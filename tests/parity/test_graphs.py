@@ -1,4 +1,4 @@
-"""A torch_geometric network, on a Batch and on a list of Data: graphs of different sizes, one answer a graph."""
+"""A torch_geometric network on a Batch and on a list of Data, with graphs of different sizes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch_geometric.nn import GCNConv, global_mean_pool
 
 
 def graphs() -> list[Any]:
-    made = []
+    data = []
     for nodes in (4, 2, 6, 3, 5):
         edges = torch.randint(nodes, (2, 2 * nodes))
-        made.append(Data(x=torch.randn(nodes, 3, dtype=torch.float64), edge_index=edges, y=torch.randn(1).double()))
-    return made
+        data.append(Data(x=torch.randn(nodes, 3, dtype=torch.float64), edge_index=edges, y=torch.randn(1).double()))
+    return data
 
 
 class Net(nn.Module):
@@ -40,19 +40,19 @@ class Net(nn.Module):
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("as_list", [True, False], ids=["list", "batch"])
-def test_training_is_the_plain_networks(as_list: bool, replicas: int, engine: str) -> None:
+def test_training_equals_the_plain_networks(as_list: bool, replicas: int, engine: str) -> None:
     data = graphs()
     plain = Net().double()
     net = copy.deepcopy(plain)
     theirs, ours = (torch.optim.AdamW(module.parameters(), lr=0.01) for module in (plain, net))
     with instep.DataParallel(net, ["cpu"] * replicas, engine=engine) as model:
-        for kept in (5, 5, 3, 2):
-            given = data[:kept] if as_list else Batch.from_data_list(data[:kept])
-            target = torch.cat([graph.y for graph in data[:kept]])
+        for count in (5, 5, 3, 2):
+            batch = data[:count] if as_list else Batch.from_data_list(data[:count])
+            target = torch.cat([graph.y for graph in data[:count]])
             losses = []
             for module, optimizer in ((plain, theirs), (model, ours)):
                 optimizer.zero_grad()
-                loss = nn.functional.mse_loss(module(given), target)
+                loss = nn.functional.mse_loss(module(batch), target)
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.detach())

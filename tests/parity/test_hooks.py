@@ -1,4 +1,4 @@
-"""Hooks, gradients that wait, writes between forward and backward, copies, second derivatives: as without replicas."""
+"""Hooks, no_sync, in-place writes before the backward, deepcopy and double backward match the plain module."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from instep.errors import BridgeError
 
 from .cases import normal, weighted
 from .compare import assert_same, assert_same_gradients, gradients
-from .conftest import Maker, Pair
+from .conftest import Pair, PairFactory
 from .models import Each, TwoHeads, mlp
 
 EXACT = 1e-13
 """Float64 and one backward: sums of a few terms in another order."""
 
 
-def test_hooks_and_retained_gradients_of_outputs(pair: Maker) -> None:
+def test_hooks_and_retained_gradients_of_outputs(pair: PairFactory) -> None:
     both = pair(mlp)
     x = normal(7, 3)
     found = []
@@ -34,7 +34,7 @@ def test_hooks_and_retained_gradients_of_outputs(pair: Maker) -> None:
     assert_same_gradients(both, EXACT)
 
 
-def test_gradients_accumulate_over_batches(pair: Maker) -> None:
+def test_gradients_accumulate_over_batches(pair: PairFactory) -> None:
     both = pair(mlp)
     for n in (7, 3, 1):
         x = normal(n, 3)
@@ -47,7 +47,7 @@ def test_gradients_accumulate_over_batches(pair: Maker) -> None:
     assert_same_gradients(both, EXACT)
 
 
-def test_parameter_hooks_fire_once_with_the_whole_gradient(pair: Maker) -> None:
+def test_parameter_hooks_fire_once_with_the_whole_gradient(pair: PairFactory) -> None:
     both = pair(mlp)
     seen: tuple[list[Tensor], ...] = ([], [])
     for module, mine in zip(both, seen, strict=True):
@@ -64,7 +64,7 @@ def test_parameter_hooks_fire_once_with_the_whole_gradient(pair: Maker) -> None:
     assert_same_gradients(both, EXACT)
 
 
-def test_parameter_hooks_do_not_fire_without_a_gradient(pair: Maker) -> None:
+def test_parameter_hooks_do_not_fire_without_a_gradient(pair: PairFactory) -> None:
     both = pair(TwoHeads)
     x = normal(7, 3)
     for module in both:
@@ -76,7 +76,7 @@ def test_parameter_hooks_do_not_fire_without_a_gradient(pair: Maker) -> None:
     assert_same_gradients(both, EXACT)
 
 
-def test_optimizer_that_steps_inside_the_backward(pair: Maker) -> None:
+def test_optimizer_step_in_a_hook_of_the_backward(pair: PairFactory) -> None:
     both = pair(mlp)
     for module in both:
         for parameter in module.parameters():
@@ -94,7 +94,7 @@ def test_optimizer_that_steps_inside_the_backward(pair: Maker) -> None:
     assert_same(both.model.state_dict(), both.plain.state_dict(), EXACT)
 
 
-def test_no_sync_brings_gradients_home_on_the_way_out(pair: Maker) -> None:
+def test_no_sync_reduces_gradients_at_exit(pair: PairFactory) -> None:
     both = pair(mlp)
     batches = [normal(n, 3) for n in (7, 2, 1, 16)]
     found = []
@@ -107,12 +107,12 @@ def test_no_sync_brings_gradients_home_on_the_way_out(pair: Maker) -> None:
             found.append(mine.grad)
     assert all(gradient is not None for gradient in found)
     assert_same_gradients(both, EXACT)
-    for module in both:  # outside, everything is as before
+    for module in both:  # after the context, gradients are reduced in every backward
         weighted(module(batches[0])).backward()
     assert_same_gradients(both, EXACT)
 
 
-def test_no_sync_leaves_gradients_on_the_replicas(threads_pair: Maker) -> None:
+def test_no_sync_keeps_gradients_on_the_replicas(threads_pair: PairFactory) -> None:
     both = threads_pair(mlp)
     calls: list[Tensor] = []
     both.model[0].weight.register_hook(calls.append)
@@ -126,7 +126,7 @@ def test_no_sync_leaves_gradients_on_the_replicas(threads_pair: Maker) -> None:
     assert_same_gradients(both, EXACT)
 
 
-def test_step_between_forward_and_backward_raises(pair: Maker) -> None:
+def test_step_between_forward_and_backward_raises(pair: PairFactory) -> None:
     both = pair(mlp)
     x = normal(7, 3)
     for module in both:
@@ -137,23 +137,23 @@ def test_step_between_forward_and_backward_raises(pair: Maker) -> None:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
         optimizer.zero_grad()
-        weighted(module(x)).backward()  # and the next call is sound
+        weighted(module(x)).backward()  # the next call works
     assert_same_gradients(both, EXACT)
 
 
-def test_write_after_the_last_use_does_not_raise(pair: Maker) -> None:
+def test_write_after_the_last_use_does_not_raise(pair: PairFactory) -> None:
     both = pair(lambda: nn.Linear(3, 2))
     x = normal(7, 3)
     for module in both:
         loss = weighted(module(x))
         with torch.no_grad():
-            module.weight.mul_(2)  # no gradient of x is asked for: nothing needs the weight again
+            module.weight.mul_(2)  # x needs no gradient, so the backward does not need the weight
         loss.backward()
     assert_same_gradients(both, EXACT)
 
 
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["plain-input", "input-needs-grad"])
-def test_input_written_between_forward_and_backward_raises(pair: Maker, needs_grad: bool) -> None:
+def test_input_written_between_forward_and_backward_raises(pair: PairFactory, needs_grad: bool) -> None:
     both = pair(mlp)
     for module in both:
         x = normal(7, 3).requires_grad_(needs_grad)
@@ -165,7 +165,7 @@ def test_input_written_between_forward_and_backward_raises(pair: Maker, needs_gr
         module.zero_grad()
 
 
-def test_input_in_a_list_written_between_forward_and_backward_raises(pair: Maker) -> None:
+def test_input_in_a_list_written_between_forward_and_backward_raises(pair: PairFactory) -> None:
     for module in pair(Each):
         samples = [normal(2 + index % 2, 3) for index in range(5)]
         loss = sum(y.sin().sum() for y in module(samples))
@@ -174,7 +174,7 @@ def test_input_in_a_list_written_between_forward_and_backward_raises(pair: Maker
             loss.backward()
 
 
-def test_deepcopy_in_the_middle_of_training(pair: Maker) -> None:
+def test_deepcopy_in_the_middle_of_training(pair: PairFactory) -> None:
     both = pair(mlp)
 
     def learn(module: Any, seed: int) -> None:
@@ -202,7 +202,7 @@ def penalty(module: Any, x: Tensor) -> Tensor:
     return (slope.norm(2, 1) - 1).square().mean()
 
 
-def test_double_backward_on_the_serial_engine(serial_pair: Maker) -> None:
+def test_double_backward_on_the_serial_engine(serial_pair: PairFactory) -> None:
     both = serial_pair(mlp)
     x = normal(7, 3)
     losses = [penalty(module, x) for module in both]
@@ -212,7 +212,7 @@ def test_double_backward_on_the_serial_engine(serial_pair: Maker) -> None:
     assert_same_gradients(both, EXACT)
 
 
-def test_double_backward_on_the_threads_engine_names_the_ways_out(threads_pair: Maker) -> None:
+def test_double_backward_on_the_threads_engine_raises_and_names_alternatives(threads_pair: PairFactory) -> None:
     both = threads_pair(mlp)
     with pytest.raises(BridgeError, match=r"model\.call\('penalty'(.|\n)*engine='serial'"):
         penalty(both.model, normal(7, 3))
@@ -223,7 +223,7 @@ def test_double_backward_on_the_threads_engine_names_the_ways_out(threads_pair: 
 
 
 class Inner(nn.Module):
-    """Takes gradients inside: of its input for a penalty, and of its weight for a sum of squared slopes."""
+    """Computes gradients in its methods: of the input for a penalty, and of a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class Inner(nn.Module):
         return slope
 
 
-def test_gradient_penalty_inside_the_module(pair: Maker) -> None:
+def test_gradient_penalty_inside_the_module(pair: PairFactory) -> None:
     both = pair(Inner)
     x = normal(7, 3)
     losses = [both.plain.penalty(x), both.model.call("penalty", x)]
@@ -252,7 +252,7 @@ def test_gradient_penalty_inside_the_module(pair: Maker) -> None:
     assert_same_gradients(both, EXACT)
 
 
-def test_gradient_of_a_weight_inside_the_module(pair: Maker) -> None:
+def test_gradient_of_a_weight_inside_the_module(pair: PairFactory) -> None:
     both = pair(Inner, merge="sum")
     x = normal(7, 3)
     slopes = [both.plain.slopes(x), both.model.call("slopes", x)]

@@ -1,4 +1,4 @@
-"""What one may do with a module's graph beside one backward a forward: the same as with the plain module."""
+"""Other uses of the autograd graph than one backward per forward match the plain module."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from .cases import normal, weighted
 from .compare import assert_same, assert_same_gradients, gradients
-from .conftest import Maker
+from .conftest import PairFactory
 from .models import Each, TwoHeads, mlp
 
 EXACT = 1e-13
 """Float64 and one backward: sums of a few terms in another order."""
 
 
-def test_several_forwards_before_one_backward(pair: Maker) -> None:
+def test_several_forwards_before_one_backward(pair: PairFactory) -> None:
     both = pair(mlp)
     batches = [normal(n, 3) for n in (7, 2, 1, 16)]
     for module in both:
@@ -26,7 +26,7 @@ def test_several_forwards_before_one_backward(pair: Maker) -> None:
     assert_same_gradients(both, EXACT)
 
 
-def test_backwards_in_another_order_than_their_forwards(pair: Maker) -> None:
+def test_backwards_in_another_order_than_the_forwards(pair: PairFactory) -> None:
     both = pair(mlp)
     batches = [normal(n, 3) for n in (7, 5, 6)]
     for module in both:
@@ -36,7 +36,7 @@ def test_backwards_in_another_order_than_their_forwards(pair: Maker) -> None:
     assert_same_gradients(both, EXACT)
 
 
-def test_output_of_one_call_is_input_of_the_next(pair: Maker) -> None:
+def test_output_of_one_call_is_input_of_the_next(pair: PairFactory) -> None:
     both = pair(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
     x = normal(7, 3)
     for module in both:
@@ -45,7 +45,7 @@ def test_output_of_one_call_is_input_of_the_next(pair: Maker) -> None:
 
 
 @pytest.mark.parametrize(("first", "then"), [(0, 1), (1, 0), (2, 3), (3, 0)])
-def test_backward_of_one_output_then_of_another(pair: Maker, first: int, then: int) -> None:
+def test_backward_of_one_output_then_of_another(pair: PairFactory, first: int, then: int) -> None:
     both = pair(TwoHeads)
     x = normal(7, 3)
     for module in both:
@@ -55,7 +55,7 @@ def test_backward_of_one_output_then_of_another(pair: Maker, first: int, then: i
     assert_same_gradients(both, EXACT)
 
 
-def test_outputs_with_nothing_in_common_need_no_retained_graph(pair: Maker) -> None:
+def test_independent_outputs_need_no_retained_graph(pair: PairFactory) -> None:
     both = pair(TwoHeads)
     x = normal(7, 3)
     for module in both:
@@ -66,7 +66,7 @@ def test_outputs_with_nothing_in_common_need_no_retained_graph(pair: Maker) -> N
     assert_same_gradients(both, EXACT)
 
 
-def test_second_backward_through_a_freed_graph_raises(pair: Maker) -> None:
+def test_second_backward_through_a_freed_graph_raises(pair: PairFactory) -> None:
     both = pair(TwoHeads)
     x = normal(7, 3)
     for module in both:
@@ -78,7 +78,7 @@ def test_second_backward_through_a_freed_graph_raises(pair: Maker) -> None:
             weighted(out[0]).backward()
 
 
-def test_retained_graph_twice(pair: Maker) -> None:
+def test_several_backwards_with_a_retained_graph(pair: PairFactory) -> None:
     both = pair(mlp)
     x = normal(7, 3)
     for module in both:
@@ -89,7 +89,7 @@ def test_retained_graph_twice(pair: Maker) -> None:
     assert_same_gradients(both, EXACT)
 
 
-def test_autograd_grad(pair: Maker) -> None:
+def test_autograd_grad(pair: PairFactory) -> None:
     both = pair(TwoHeads)
     x = normal(7, 3)
     found = []
@@ -103,7 +103,7 @@ def test_autograd_grad(pair: Maker) -> None:
     assert_same(found[1], found[0], EXACT)
 
 
-def test_backward_to_chosen_inputs(pair: Maker) -> None:
+def test_backward_to_chosen_inputs(pair: PairFactory) -> None:
     both = pair(TwoHeads)
     x = normal(7, 3)
     for module in both:
@@ -112,7 +112,7 @@ def test_backward_to_chosen_inputs(pair: Maker) -> None:
     assert_same_gradients(both, EXACT)
 
 
-def test_inputs_that_need_gradients(pair: Maker) -> None:
+def test_inputs_that_need_gradients(pair: PairFactory) -> None:
     both = pair(mlp)
     values = normal(7, 3)
     found = []
@@ -136,7 +136,7 @@ class Scaled(nn.Module):
         return torch.tanh(self.layer(x)) * scale + other.cos() * x + shift
 
 
-def test_whole_inputs_and_repeated_ones_get_their_gradients(pair: Maker) -> None:
+def test_replicated_and_repeated_inputs_get_gradients(pair: PairFactory) -> None:
     both = pair(Scaled)
     values = normal(7, 3)
     found = []
@@ -166,7 +166,7 @@ class Buffered(nn.Module):
         return torch.tanh(self.layer(x)) * self.scale + self.shift
 
 
-def test_buffers_and_attributes_that_need_gradients(pair: Maker) -> None:
+def test_buffers_and_attributes_that_need_gradients(pair: PairFactory) -> None:
     both = pair(Buffered)
     for n in (7, 4):
         x = normal(n, 3)
@@ -177,7 +177,7 @@ def test_buffers_and_attributes_that_need_gradients(pair: Maker) -> None:
     assert_same_gradients(both, EXACT)
 
 
-def test_buffer_that_was_computed_leads_further(pair: Maker) -> None:
+def test_gradients_flow_through_a_computed_buffer(pair: PairFactory) -> None:
     both = pair(Buffered)
     found = []
     start = torch.rand(3, dtype=torch.float64)
@@ -195,7 +195,7 @@ def first_in_place() -> nn.Module:
     return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 4), nn.Tanh())
 
 
-def test_first_layer_in_place(pair: Maker) -> None:
+def test_first_layer_in_place(pair: PairFactory) -> None:
     both = pair(first_in_place)
     values = normal(7, 3)
     for module in both:
@@ -203,7 +203,7 @@ def test_first_layer_in_place(pair: Maker) -> None:
     assert_same_gradients(both, EXACT)
 
 
-def test_first_layer_in_place_and_an_input_that_needs_a_gradient(pair: Maker) -> None:
+def test_first_layer_in_place_and_an_input_that_needs_a_gradient(pair: PairFactory) -> None:
     both = pair(first_in_place)
     values = normal(7, 3)
     found = []
@@ -215,7 +215,7 @@ def test_first_layer_in_place_and_an_input_that_needs_a_gradient(pair: Maker) ->
     assert_same_gradients(both, EXACT)
 
 
-class SomeNeedNone(nn.Module):
+class MixedOutputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 4)
@@ -225,8 +225,8 @@ class SomeNeedNone(nn.Module):
         return {"y": y, "same": y, "detached": y.detach(), "best": y.argmax(1), "input": x, "positive": y > 0}
 
 
-def test_outputs_that_need_no_gradient(pair: Maker) -> None:
-    both = pair(SomeNeedNone)
+def test_outputs_that_need_no_gradient(pair: PairFactory) -> None:
+    both = pair(MixedOutputs)
     x = normal(7, 3)
     outs = [module(x) for module in both]
     assert_same(outs[1], outs[0], EXACT)
@@ -235,7 +235,7 @@ def test_outputs_that_need_no_gradient(pair: Maker) -> None:
     assert_same_gradients(both, EXACT)
 
 
-def test_frozen_module_gives_outputs_without_graph(pair: Maker) -> None:
+def test_frozen_module_returns_outputs_without_a_graph(pair: PairFactory) -> None:
     both = pair(mlp)
     x = normal(7, 3)
     for module in both:
@@ -250,11 +250,11 @@ def test_frozen_module_gives_outputs_without_graph(pair: Maker) -> None:
     assert_same(found[1], found[0], EXACT)
 
 
-def test_outputs_may_be_written_in_place(pair: Maker) -> None:
+def test_outputs_may_be_written_in_place(pair: PairFactory) -> None:
     dense, ragged = pair(lambda: nn.Linear(3, 2)), pair(Each)
     x, samples = normal(7, 3), [normal(2 + index % 2, 3) for index in range(5)]
-    for whole, listed in zip(dense, ragged, strict=True):
-        y = whole(x)
+    for linear, listed in zip(dense, ragged, strict=True):
+        y = linear(x)
         y.mul_(2).add_(1)
         ys = listed(samples)
         for each in ys:

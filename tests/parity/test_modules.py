@@ -1,4 +1,4 @@
-"""Modules with ways of their own, and what surrounds a call: as with the plain module."""
+"""Unusual modules, and contexts around a call, match the plain module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 
 from .cases import normal, weighted
 from .compare import assert_same, assert_same_gradients
-from .conftest import Maker, Pair
+from .conftest import Pair, PairFactory
 from .models import mlp
 
 EXACT = 1e-12
@@ -19,7 +19,7 @@ EXACT = 1e-12
 
 
 def learn(both: Pair, sizes: tuple[int, ...] = (7, 3, 8, 1), width: int = 3) -> None:
-    """The same steps for both; outputs, gradients and state compared after each."""
+    """Train both modules; assert equal outputs, gradients and state after each step."""
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in both]
     for size in sizes:
         x = normal(size, width)
@@ -37,8 +37,8 @@ def learn(both: Pair, sizes: tuple[int, ...] = (7, 3, 8, 1), width: int = 3) -> 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)], ids=["bfloat16", "float16"]
 )
-def test_autocast(pair: Maker, dtype: torch.dtype, tolerance: float) -> None:
-    """Halves are rounded after each shard's sum: a few units in the last place of 8 or 11 bits."""
+def test_autocast(pair: PairFactory, dtype: torch.dtype, tolerance: float) -> None:
+    """The sum of each shard is rounded, which changes the last bits of 8 or 11."""
     both = pair(mlp)
     found = []
     x = torch.randn(7, 3)
@@ -48,10 +48,10 @@ def test_autocast(pair: Maker, dtype: torch.dtype, tolerance: float) -> None:
             first, second = module(x), module(2 * x)
         weighted(first.float() + second.float()).backward()
         assert first.dtype is dtype
-        outside = module(x)  # the casts end with the block
+        outside = module(x)  # autocast ends with the block
         found.append([first, second, outside, [p.grad for p in module.parameters()]])
     assert_same(found[1], found[0], tolerance)
-    for module in both:  # and casts of old weights are not kept
+    for module in both:  # autocast must not reuse cached casts of old weights
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.mul_(3)
@@ -59,7 +59,7 @@ def test_autocast(pair: Maker, dtype: torch.dtype, tolerance: float) -> None:
         assert_same(both.model(x), both.plain(x), 3 * tolerance)
 
 
-def test_no_grad(pair: Maker) -> None:
+def test_no_grad(pair: PairFactory) -> None:
     both = pair(mlp)
     x = normal(7, 3).requires_grad_()
     with torch.no_grad():
@@ -68,26 +68,26 @@ def test_no_grad(pair: Maker) -> None:
     learn(both)
 
 
-def test_inference_mode(pair: Maker) -> None:
+def test_inference_mode(pair: PairFactory) -> None:
     both = pair(mlp)
     x = normal(7, 3)
     with torch.inference_mode():
         outs = [module(x) for module in both]
-        within = [module(normal(7, 3).fill_(0.5)) for module in both]
+        inference_outs = [module(normal(7, 3).fill_(0.5)) for module in both]
     assert outs[1].is_inference()
     assert_same(outs[1], outs[0], EXACT)
-    assert_same(within[1], within[0], EXACT)
+    assert_same(inference_outs[1], inference_outs[0], EXACT)
     learn(both)
     with torch.inference_mode():
         assert_same(both.model(x), both.plain(x), EXACT)
-        made_there = normal(7, 3)
-    both.model(made_there.clone())
+        inference_tensor = normal(7, 3)
+    both.model(inference_tensor.clone())
     with torch.no_grad():
-        assert_same(both.model(made_there), both.plain(made_there), EXACT)
+        assert_same(both.model(inference_tensor), both.plain(inference_tensor), EXACT)
 
 
 class Force(nn.Module):
-    """The negative slope of an energy: it needs a graph inside whatever surrounds it."""
+    """Returns the negative gradient of an energy, so it needs a graph even under no_grad."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Force(nn.Module):
         return -slope
 
 
-def test_graph_inside_a_call_without_gradients(pair: Maker) -> None:
+def test_graph_inside_a_call_without_gradients(pair: PairFactory) -> None:
     both = pair(Force)
     x = normal(7, 3)
     with torch.no_grad():
@@ -109,7 +109,7 @@ def test_graph_inside_a_call_without_gradients(pair: Maker) -> None:
 
 
 class Experts(nn.Module):
-    """Which parameters take part depends on the samples; one never does."""
+    """The samples determine which parameters are used. One is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["first", "last", "nowhere", "both"])
-def test_parameters_that_only_some_replicas_use(pair: Maker, where: str) -> None:
+def test_parameters_that_only_some_replicas_use(pair: PairFactory, where: str) -> None:
     both = pair(Experts)
     x = normal(7, 3).abs()
     if where in ("first", "both"):
@@ -167,15 +167,17 @@ REPARAMETRIZED = [pruned, old_spectral_norm, new_spectral_norm, orthogonal]
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("build", REPARAMETRIZED)
-def test_reparametrized_layers(pair: Maker, build: Callable[[], nn.Module], training: bool) -> None:
+def test_reparametrized_layers(pair: PairFactory, build: Callable[[], nn.Module], training: bool) -> None:
     both = pair(lambda: build().train(training))
     learn(both)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("build", REPARAMETRIZED)
-def test_reparametrized_layers_keep_the_shape_of_their_weight(pair: Maker, build: Callable[[], nn.Module]) -> None:
-    """Shards as large as the first layer is wide: its weight is still no batch."""
+def test_reparametrized_layers_keep_the_shape_of_their_weight(
+    pair: PairFactory, build: Callable[[], nn.Module]
+) -> None:
+    """The shards are as large as the first dim of the weight, which must not be taken for a batch."""
     both = pair(build, replicas=2)
     x = normal(2 * both.plain[0].out_features, 3)
     for module in both:
@@ -183,7 +185,7 @@ def test_reparametrized_layers_keep_the_shape_of_their_weight(pair: Maker, build
     assert_same(both.model[0].weight.detach(), both.plain[0].weight.detach(), EXACT)
 
 
-def test_recurrent_layer_whose_weight_is_computed(pair: Maker) -> None:
+def test_recurrent_layer_with_weight_norm(pair: PairFactory) -> None:
     norm = torch.nn.utils.parametrizations.weight_norm
     both = pair(lambda: norm(nn.GRU(3, 4, batch_first=True), "weight_hh_l0"), out_dims={"1": 1})
     for n in (7, 3, 8):
@@ -196,7 +198,7 @@ def test_recurrent_layer_whose_weight_is_computed(pair: Maker) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_lazy_modules(pair: Maker) -> None:
+def test_lazy_modules(pair: PairFactory) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2))
 
@@ -219,7 +221,7 @@ class Complex(nn.Module):
         self.phase = nn.Parameter(torch.randn(2, dtype=torch.complex128))
 
     def _apply(self, fn: object, recurse: bool = True) -> Complex:
-        for layer in self.layers:  # `double()` leaves complex parameters alone, and there are none yet
+        for layer in self.layers:  # `double()` does not convert to complex
             layer.to(torch.complex128)
         return self
 
@@ -228,11 +230,11 @@ class Complex(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
-def test_complex_parameters(pair: Maker) -> None:
+def test_complex_parameters(pair: PairFactory) -> None:
     learn(pair(Complex))
 
 
-def test_freezing_and_thawing_a_layer_between_steps(pair: Maker) -> None:
+def test_freezing_and_thawing_a_layer_between_steps(pair: PairFactory) -> None:
     both = pair(mlp)
     learn(both, (7, 4))
     for module in both:
@@ -246,7 +248,7 @@ def test_freezing_and_thawing_a_layer_between_steps(pair: Maker) -> None:
     learn(both, (7, 4))
 
 
-def test_replacing_what_the_module_is_made_of_between_steps(pair: Maker) -> None:
+def test_replacing_layers_and_weights_between_steps(pair: PairFactory) -> None:
     both = pair(mlp)
     learn(both, (7,))
     for module in both:
@@ -263,7 +265,7 @@ def test_replacing_what_the_module_is_made_of_between_steps(pair: Maker) -> None
     learn(both, (7, 2))
 
 
-def test_batch_in_dim_1(pair: Maker) -> None:
+def test_batch_in_dim_1(pair: PairFactory) -> None:
     both = pair(lambda: nn.GRU(3, 4), dim=1)
     x = normal(5, 7, 3)
     outs = [module(x) for module in both]
@@ -284,7 +286,7 @@ class Fails(nn.Module):
         return torch.tanh(self.layer(x))
 
 
-def test_training_goes_on_after_a_call_that_failed(pair: Maker) -> None:
+def test_training_continues_after_a_failed_call(pair: PairFactory) -> None:
     both = pair(Fails)
     learn(both, (7, 2))
     x = normal(7, 3)

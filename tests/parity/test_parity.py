@@ -18,7 +18,7 @@ import torch
 
 import instep
 
-from .cases import BY_NAME, CASES, Case, Story, train
+from .cases import BY_NAME, CASES, Case, History, train
 from .compare import assert_same
 
 STEPS = 5
@@ -41,13 +41,13 @@ each_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CA
 
 
 @cache
-def plain_story(name: str, sizes: Sequence[int], optimizer: str) -> Story:
-    """The oracle: the module as it is."""
+def train_plain(name: str, sizes: Sequence[int], optimizer: str) -> History:
+    """Train the plain module."""
     case = BY_NAME[name]
     return train(case, case.modules(), sizes, OPTIMIZERS[optimizer])
 
 
-def replicated_story(case: Case, sizes: Sequence[int], optimizer: str, replicas: int, **options: Any) -> Story:
+def train_replicated(case: Case, sizes: Sequence[int], optimizer: str, replicas: int, **options: Any) -> History:
     with ExitStack() as stack:
         wrapped = [
             stack.enter_context(instep.DataParallel(module, ["cpu"] * replicas, **case.options, **options))
@@ -57,14 +57,14 @@ def replicated_story(case: Case, sizes: Sequence[int], optimizer: str, replicas:
 
 
 def check(case: Case, sizes: Sequence[int], optimizer: str, replicas: int, **options: Any) -> None:
-    plain = plain_story(case.name, tuple(sizes), optimizer)
-    story = replicated_story(case, sizes, optimizer, replicas, **options)
+    plain = train_plain(case.name, tuple(sizes), optimizer)
+    history = train_replicated(case, sizes, optimizer, replicas, **options)
     tolerance = TOLERANCE[optimizer]
-    assert_same(story.outputs[0], plain.outputs[0], tolerance, "first output")
-    assert_same(story.gradients, plain.gradients, tolerance, "first gradient")
-    assert_same(story.losses, plain.losses, tolerance, "loss")
-    assert_same(story.outputs, plain.outputs, tolerance, "output")
-    assert_same(story.weights, plain.weights, tolerance, "weights")
+    assert_same(history.outputs[0], plain.outputs[0], tolerance, "first output")
+    assert_same(history.gradients, plain.gradients, tolerance, "first gradient")
+    assert_same(history.losses, plain.losses, tolerance, "loss")
+    assert_same(history.outputs, plain.outputs, tolerance, "output")
+    assert_same(history.weights, plain.weights, tolerance, "weights")
 
 
 GRID = [
@@ -73,28 +73,28 @@ GRID = [
     for memory, private in MEMORY.items()
     for replicas in (1, 2, 3, 4)
     for batch in (1, 2, 3, 7, 16)
-    # what depends on shapes does so in this process, as on threads
+    # Splitting and merging run in this process, as with threads: fewer shapes are enough.
     if engine != "processes" or (replicas, batch) in ((2, 7), (3, 2), (4, 16))
 ]
 
 
-def in_turn(points: Sequence[Any], forms: Sequence[str]) -> Any:
-    """The points of a grid, each with one form of an optimizer: it works on the source alone, and sees all of them."""
-    pairs = [(point, forms[place % len(forms)]) for place, point in enumerate(points)]
+def with_optimizers(points: Sequence[Any], optimizers: Sequence[str]) -> Any:
+    """Parametrize with the points of a grid; each point gets one of the optimizers in turn."""
+    pairs = [(point, optimizers[index % len(optimizers)]) for index, point in enumerate(points)]
     return pytest.mark.parametrize(
         ("engine", "private", "replicas", "batch", "optimizer"),
-        [pytest.param(*point.values, form, id=f"{point.id}-{form}") for point, form in pairs],
+        [pytest.param(*point.values, optimizer, id=f"{point.id}-{optimizer}") for point, optimizer in pairs],
     )
 
 
-@in_turn(GRID, ["sgd", "sgd-foreach", "sgd-fused"])
+@with_optimizers(GRID, ["sgd", "sgd-foreach", "sgd-fused"])
 @each_case
 def test_five_steps_of_sgd(case: Case, engine: str, private: bool, replicas: int, batch: int, optimizer: str) -> None:
-    form = "sgd" if case.sparse else optimizer  # the fused one takes no sparse gradients
-    check(case, [batch] * STEPS, form, replicas, engine=engine, private_copies=private)
+    name = "sgd" if case.sparse else optimizer  # fused SGD does not support sparse gradients
+    check(case, [batch] * STEPS, name, replicas, engine=engine, private_copies=private)
 
 
-@in_turn(
+@with_optimizers(
     [point for point in GRID if point.values[0] != "processes" or point.values[2] != 4],
     ["adamw-plain", "adamw-foreach", "adamw-fused"],
 )

@@ -1,4 +1,4 @@
-"""Models that keep state of their own train as the plain module does: outputs, gradients, weights and state."""
+"""Models with state train like the plain module: equal outputs, gradients, weights and state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 import instep
 
 from .compare import assert_same, assert_same_gradients
-from .conftest import Maker, Pair
+from .conftest import Pair, PairFactory
 
 SIZES = (7, 8, 3)
 
@@ -33,7 +33,7 @@ def normal(*shape: int) -> Tensor:
 def train(
     both: Pair, batch: Callable[[int], Any], loss: Callable[[Any, Tensor], Tensor], sizes: Sequence[int] = SIZES
 ) -> None:
-    """Both take the same steps; outputs, gradients and everything in the state dict stay the same."""
+    """Train both modules; assert equal outputs, gradients and state dicts after each step."""
     optimizers = [
         torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.9) for module in both
     ]
@@ -56,7 +56,7 @@ def squares(_: Any, out: Tensor) -> Tensor:
 
 
 class Running(nn.Module):
-    """Running statistics, some of them in tensors that nobody registered."""
+    """Running statistics, in buffers and in an unregistered tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ class Running(nn.Module):
         return y - self.mean
 
 
-def test_running_state(pair: Maker) -> None:
-    # The mean of the shards' running means is the whole's, and each shard subtracts its own: so it is set afterwards.
+def test_running_state(pair: PairFactory) -> None:
+    # `Running` subtracts the new mean of its shard, so its output depends on the shard. `After` subtracts the old mean.
     class After(Running):
         def forward(self, x: Tensor) -> Tensor:
             before = self.mean
@@ -86,7 +86,7 @@ def test_running_state(pair: Maker) -> None:
 
 
 class Auxiliary(nn.Module):
-    """Keeps losses on itself: as an attribute, in a list, in a dictionary, in a submodule."""
+    """Stores losses in an attribute, a list, a dictionary and a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,12 +116,12 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
-def test_an_auxiliary_loss_kept_on_the_module(pair: Maker, loss: Callable[[Any, Tensor], Tensor]) -> None:
+def test_an_auxiliary_loss_stored_on_the_module(pair: PairFactory, loss: Callable[[Any, Tensor], Tensor]) -> None:
     both = pair(Auxiliary, merge={"losses": "mean", "kl": "mean", "first.sparsity": "mean"})
     train(both, lambda n: normal(n, 3), loss)
 
 
-def test_two_losses_one_after_the_other(pair: Maker) -> None:
+def test_backward_of_stored_losses_one_after_the_other(pair: PairFactory) -> None:
     both = pair(Auxiliary, merge={"losses": "mean", "kl": "mean", "first.sparsity": "mean"})
 
     def twice(net: Any, out: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def test_two_losses_one_after_the_other(pair: Maker) -> None:
 
 
 class Contrast(nn.Module):
-    """A momentum encoder, which is a frozen copy, and a queue of its keys."""
+    """A frozen momentum encoder with a queue of its keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,13 +157,13 @@ def newest_first(old: Tensor, new: list[Tensor], sizes: list[int]) -> Tensor:
     return torch.cat([*(part[:size] for part, size in zip(new, sizes, strict=True)), old])[: len(old)]
 
 
-def test_a_momentum_encoder_with_a_queue(pair: Maker) -> None:
+def test_a_momentum_encoder_with_a_queue(pair: PairFactory) -> None:
     both = pair(Contrast, state={"queue": newest_first})
     train(both, lambda n: normal(n, 3), lambda _, out: cross_entropy(out, torch.zeros(len(out), dtype=torch.long)))
 
 
 class Teacher(nn.Module):
-    """Follows its student by way of `.data`, and counts in a buffer."""
+    """Updates a teacher from its student through `.data`, and counts steps in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,11 +179,11 @@ class Teacher(nn.Module):
         return self.student(x), self.teacher(x)
 
 
-def test_a_teacher_that_follows_in_forward(pair: Maker) -> None:
+def test_a_teacher_updated_in_forward(pair: PairFactory) -> None:
     train(pair(Teacher), lambda n: normal(n, 3), lambda _, out: mse_loss(*out))
 
 
-def test_a_teacher_that_follows_between_calls(pair: Maker) -> None:
+def test_a_teacher_updated_between_calls(pair: PairFactory) -> None:
     both = pair(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh()))
     teachers = Pair(*pair(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh()).requires_grad_(False)))
     for size in SIZES:
@@ -201,7 +201,7 @@ def test_a_teacher_that_follows_between_calls(pair: Maker) -> None:
     assert_same(teachers.model.state_dict(), teachers.plain.state_dict(), 1e-12, "teacher")
 
 
-def test_two_models_that_learn_from_each_other(pair: Maker) -> None:
+def test_two_models_that_learn_from_each_other(pair: PairFactory) -> None:
     pairs = [pair(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))) for _ in range(2)]
     with torch.no_grad():
         for module in pairs[1]:
@@ -221,11 +221,11 @@ def test_two_models_that_learn_from_each_other(pair: Maker) -> None:
             assert_same_gradients(both, 1e-12)
 
 
-def test_frozen_parts_that_thaw_half_way(pair: Maker) -> None:
+def test_freezing_and_unfreezing_during_training(pair: PairFactory) -> None:
     both = pair(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
-    for thawed in (False, True, True, False):
+    for trainable in (False, True, True, False):
         for module in both:
-            module[0].requires_grad_(thawed)
+            module[0].requires_grad_(trainable)
         train(both, lambda n: normal(n, 3), squares, SIZES[:2])
 
 
@@ -244,7 +244,7 @@ class TiedNorm(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:calls run on one device because forward renormalizes")
 @pytest.mark.parametrize("build", [embedding, TiedNorm])
-def test_embeddings_that_keep_below_a_norm(pair: Maker, build: Callable[[], nn.Module]) -> None:
+def test_embeddings_with_max_norm(pair: PairFactory, build: Callable[[], nn.Module]) -> None:
     train(pair(build), lambda n: torch.randint(9, (n, 3)), squares)
 
 
@@ -267,35 +267,35 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("build", LAYERS.values(), ids=LAYERS.keys())
-def test_layers_that_keep_state(pair: Maker, build: Callable[[], nn.Module]) -> None:
+def test_layers_with_state(pair: PairFactory, build: Callable[[], nn.Module]) -> None:
     train(pair(build), lambda n: normal(n, 3, 4), squares)
 
 
 @pytest.mark.parametrize("what", ["backward", "zero_grad"])
-def test_gradients_are_not_touched_inside_forward(pair: Maker, what: str) -> None:
-    class Impatient(nn.Linear):
-        impatient = False
+def test_backward_and_zero_grad_inside_forward_raise(pair: PairFactory, what: str) -> None:
+    class ChangesGradients(nn.Linear):
+        active = False
 
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)
-            if self.impatient:
+            if self.active:
                 y.sum().backward(retain_graph=True) if what == "backward" else self.zero_grad()
             return y
 
-    _, model = pair(lambda: Impatient(3, 2))
+    _, model = pair(lambda: ChangesGradients(3, 2))
     x = normal(5, 3)
     model(x).sum().backward()
     before = model.weight.grad.clone()
-    model.impatient = True
+    model.active = True
     with pytest.raises(instep.BridgeError, match=r"inside forward"):
         model(x)
     torch.testing.assert_close(model.weight.grad, before)
-    model.impatient = False
+    model.active = False
     model(x).sum().backward()
     torch.testing.assert_close(model.weight.grad, before * 2)
 
 
-def test_a_layer_that_forward_freezes(pair: Maker) -> None:
+def test_forward_may_freeze_a_layer(pair: PairFactory) -> None:
     class Freezes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -316,7 +316,7 @@ def test_a_layer_that_forward_freezes(pair: Maker) -> None:
 
 
 class Counts(nn.Module):
-    """Counts what it sees, in two buffers that are written in place."""
+    """Counts samples and sums inputs in two buffers, in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ class Counts(nn.Module):
         return y
 
 
-def test_buffers_that_are_set_anew_between_calls(pair: Maker) -> None:
+def test_buffers_reassigned_between_calls(pair: PairFactory) -> None:
     both = pair(Counts, state={"seen": "sum", "total": "sum"})
     for step in range(5):
         x = normal(7, 4)
@@ -340,5 +340,5 @@ def test_buffers_that_are_set_anew_between_calls(pair: Maker) -> None:
         assert_same(both.model.state_dict(), both.plain.state_dict(), 1e-12, f"state after step {step}")
         for module in (both.plain, both.model.module):
             module.seen = torch.zeros((), dtype=torch.float64)
-            if step % 2:  # the one has the other's place, and maybe its memory
+            if step % 2:  # may reuse the memory of the old buffer
                 module.total, module.seen = torch.zeros(4, dtype=torch.float64), module.seen.clone()

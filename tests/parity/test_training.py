@@ -1,4 +1,4 @@
-"""Long random lives: whatever order things are done in, both modules are the same at every moment."""
+"""Random sequences of operations: the plain and the wrapped module are equal after every one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from .cases import normal, weighted
 from .compare import assert_same, assert_same_gradients
-from .conftest import Maker, Pair
+from .conftest import Pair, PairFactory
 
 TOLERANCE = 1e-9
-"""Some forty steps of training: differences in the last bits grow, mistakes are many orders larger."""
+"""About forty training steps amplify rounding differences; real errors are orders of magnitude larger."""
 
 
 class Net(nn.Module):
-    """A trunk, two heads that are used by turns, a tie, a buffer that every call changes and a norm that only reads."""
+    """A trunk with a frozen batch norm, two alternating heads, a tied weight, and a buffer that every call changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,8 +44,8 @@ class Net(nn.Module):
         return torch.tanh(self.heads[self.gate](h)) + 0.1 * self.tied(h)
 
 
-class Life:
-    """One pair, and everything that is done to both."""
+class RandomTraining:
+    """Applies randomly chosen operations to both modules of a pair."""
 
     def __init__(self, both: Pair, seed: int) -> None:
         self.both = both
@@ -63,7 +63,7 @@ class Life:
         )
         self.optimizers = [make(list(module.parameters())) for module in self.both]
 
-    def _on_both(self, do: Callable[[Any], Any]) -> list[Any]:
+    def _apply_to_both(self, do: Callable[[Any], Any]) -> list[Any]:
         return [do(module) for module in self.both]
 
     def _batch(self) -> Tensor:
@@ -71,7 +71,7 @@ class Life:
 
     def forward(self) -> None:
         x = self._batch()
-        outs = self._on_both(lambda module: module(x))
+        outs = self._apply_to_both(lambda module: module(x))
         assert_same(outs[1], outs[0], TOLERANCE, "output")
         if outs[0].requires_grad:
             self.pending.append([weighted(out) for out in outs])
@@ -99,34 +99,34 @@ class Life:
                     if loss.requires_grad:
                         loss.backward()
 
-    def look(self) -> None:
+    def evaluate(self) -> None:
         x = self._batch()
         for context in (torch.no_grad, torch.inference_mode):
             with context():
-                outs = self._on_both(lambda module: module(x))
+                outs = self._apply_to_both(lambda module: module(x))
             assert_same(outs[1], outs[0], TOLERANCE, "output without graph")
 
     def freeze(self) -> None:
         part, state = self.choose.choice(["trunk.0", "heads.1", "trunk.1"]), self.choose.random() < 0.5
-        self._on_both(lambda module: module.get_submodule(part).requires_grad_(state))
+        self._apply_to_both(lambda module: module.get_submodule(part).requires_grad_(state))
 
-    def turn(self) -> None:
-        self._on_both(lambda module: setattr(module, "gate", 1 - module.gate))
+    def switch_head(self) -> None:
+        self._apply_to_both(lambda module: setattr(module, "gate", 1 - module.gate))
 
     def load(self) -> None:
         self.pending.clear()
         state = {name: 0.9 * value for name, value in self.both.plain.state_dict().items()}
-        self._on_both(lambda module: module.load_state_dict(state))
+        self._apply_to_both(lambda module: module.load_state_dict(state))
 
     def swap_memory(self) -> None:
         self.pending.clear()
         weight = normal(6, 3)
-        self._on_both(lambda module: setattr(module.trunk[0].weight, "data", weight.clone()))
+        self._apply_to_both(lambda module: setattr(module.trunk[0].weight, "data", weight.clone()))
 
     def nudge(self) -> None:
         self.pending.clear()
-        self._on_both(lambda module: module.heads[1].weight.data.mul_(0.97))
-        self._on_both(lambda module: module.trunk[1].running_mean.add_(0.01))
+        self._apply_to_both(lambda module: module.heads[1].weight.data.mul_(0.97))
+        self._apply_to_both(lambda module: module.trunk[1].running_mean.add_(0.01))
 
     def replace(self) -> None:
         layer = nn.Linear(6, 2).double()
@@ -148,40 +148,40 @@ class Life:
 
     def change_mode(self) -> None:
         mode = self.choose.random() < 0.5
-        self._on_both(lambda module: module.train(mode))
+        self._apply_to_both(lambda module: module.train(mode))
 
     def check(self) -> None:
         assert_same_gradients(self.both, TOLERANCE)
-        found = self._on_both(lambda module: dict(module.state_dict()))
+        found = self._apply_to_both(lambda module: dict(module.state_dict()))
         assert_same(found[1], found[0], TOLERANCE, "state")
 
 
-DEEDS = {
-    Life.forward: 4,
-    Life.backward: 5,
-    Life.step: 5,
-    Life.accumulate: 2,
-    Life.look: 1,
-    Life.freeze: 2,
-    Life.turn: 2,
-    Life.load: 1,
-    Life.swap_memory: 1,
-    Life.nudge: 1,
-    Life.replace: 1,
-    Life.fail: 1,
-    Life.change_mode: 1,
+OPERATIONS = {
+    RandomTraining.forward: 4,
+    RandomTraining.backward: 5,
+    RandomTraining.step: 5,
+    RandomTraining.accumulate: 2,
+    RandomTraining.evaluate: 1,
+    RandomTraining.freeze: 2,
+    RandomTraining.switch_head: 2,
+    RandomTraining.load: 1,
+    RandomTraining.swap_memory: 1,
+    RandomTraining.nudge: 1,
+    RandomTraining.replace: 1,
+    RandomTraining.fail: 1,
+    RandomTraining.change_mode: 1,
 }
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_life(pair: Maker, seed: int) -> None:
-    life = Life(pair(Net, state={"calls": "max"}), seed)
+def test_random_operations(pair: PairFactory, seed: int) -> None:
+    training = RandomTraining(pair(Net, state={"calls": "max"}), seed)
     done = []
-    for deed in life.choose.choices(list(DEEDS), list(DEEDS.values()), k=60):
-        done.append(deed.__name__)
+    for operation in training.choose.choices(list(OPERATIONS), list(OPERATIONS.values()), k=60):
+        done.append(operation.__name__)
         try:
-            deed(life)
-            life.check()
+            operation(training)
+            training.check()
         except BaseException as error:
             print(f"after {', '.join(done)}")
             raise error

@@ -1,4 +1,4 @@
-"""Models of transformers in small random configurations: loss, outputs and weights are the plain module's."""
+"""Small models of the transformers library: losses, outputs and weights equal the plain module's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import instep
 
 transformers = pytest.importorskip("transformers")
 
-# Of the library itself, about the sizes of these configurations.
+# The library warns about these small configurations.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 B, T, WORDS = 5, 6, 30
@@ -28,7 +28,7 @@ def ids(length: int = T) -> Tensor:
 
 
 def mask(length: int = T) -> Tensor:
-    """Lengths that differ from sample to sample, and so the number of valid tokens from shard to shard."""
+    """A mask with a different length per sample, so that shards have different numbers of valid tokens."""
     return (torch.arange(length) < torch.tensor([length, 2, length - 1, 3, 2])[:B, None]).long()
 
 
@@ -123,14 +123,14 @@ def double(batch: Batch) -> Batch:
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_training_is_the_plain_models(make: Callable[[], tuple[Any, Batch]], engine: str) -> None:
+def test_training_equals_the_plain_models(make: Callable[[], tuple[Any, Batch]], engine: str) -> None:
     plain, batch = make()
     plain, batch = plain.double(), double(batch)
     net = copy.deepcopy(plain)
     theirs, ours = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (plain, net))
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
-        for kept in (B, B, 3):
-            shorter = {name: value[:kept] for name, value in batch.items()}
+        for size in (B, B, 3):
+            shorter = {name: value[:size] for name, value in batch.items()}
             outputs = []
             for module, optimizer in ((plain, theirs), (model, ours)):
                 optimizer.zero_grad()
@@ -140,7 +140,7 @@ def test_training_is_the_plain_models(make: Callable[[], tuple[Any, Batch]], eng
                 outputs.append(output)
             expected, got = outputs
             assert type(got) is type(expected)
-            # Some of these models compute their loss in float32 whatever they are given.
+            # Some of these models always compute their loss in float32.
             torch.testing.assert_close(got.loss, expected.loss, rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(got.logits, expected.logits, rtol=1e-5, atol=1e-6)
             for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
@@ -148,7 +148,7 @@ def test_training_is_the_plain_models(make: Callable[[], tuple[Any, Batch]], eng
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-def test_attentions_hidden_states_and_caches_come_back_whole(engine: str) -> None:
+def test_attentions_hidden_states_and_caches_are_merged(engine: str) -> None:
     plain, batch = gpt2()
     batch.pop("labels")
     options = {"output_attentions": True, "output_hidden_states": True, "use_cache": True}

@@ -1,4 +1,4 @@
-"""Transforms of torch around a call and inside it, and other ways to differentiate: as with the plain module."""
+"""torch.func transforms around and inside a call, and other ways to differentiate, match the plain module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from instep.errors import BridgeError
 
 from .cases import normal, weighted
 from .compare import assert_same, assert_same_gradients
-from .conftest import Maker
+from .conftest import PairFactory
 from .models import mlp
 
 EXACT = 1e-12
@@ -55,17 +55,17 @@ def dual_numbers_without_a_graph(module: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize(
     "transform", [functional_grad, functional_jvp, functional_vmap, dual_numbers, dual_numbers_without_a_graph]
 )
-def test_transform_around_the_call(pair: Maker, transform: Callable[[Any, Tensor], Any]) -> None:
+def test_transform_around_the_call(pair: PairFactory, transform: Callable[[Any, Tensor], Any]) -> None:
     both = pair(mlp)
     x = normal(7, 3)
-    both.model(x)  # replicas are there already
+    both.model(x)  # create the replicas first
     found = [transform(module, x) for module in both]
     assert_same(found[1], found[0], EXACT)
     assert_same(both.model(x), both.plain(x), EXACT)
 
 
 class PerSample(nn.Module):
-    """Each sample's own gradient of the weights, by transforms inside forward."""
+    """Computes per-sample gradients with transforms in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class PerSample(nn.Module):
         return {name.replace(".", "_"): value for name, value in found.items()}
 
 
-def test_transforms_inside_the_module(pair: Maker) -> None:
+def test_transforms_inside_the_module(pair: PairFactory) -> None:
     both = pair(PerSample)
     x = normal(7, 3)
     found = [module(x) for module in both]
@@ -90,14 +90,14 @@ def test_transforms_inside_the_module(pair: Maker) -> None:
     assert_same_gradients(both, EXACT)
 
 
-def test_functional_call_leads_to_the_given_weights(pair: Maker) -> None:
+def test_functional_call_uses_the_given_weights(pair: PairFactory) -> None:
     both = pair(mlp)
     batches = [normal(n, 3) for n in (7, 4)]
     found = []
     for module in both:
         leaves = {name: value.requires_grad_() for name, value in weights_of(module).items()}
-        given = {name: 2 * value for name, value in leaves.items()}
-        outs = [torch.func.functional_call(module, given, (x,)) for x in batches]
+        weights = {name: 2 * value for name, value in leaves.items()}
+        outs = [torch.func.functional_call(module, weights, (x,)) for x in batches]
         sum(weighted(out) for out in outs).backward()
         assert all(parameter.grad is None for parameter in module.parameters())
         own = module(batches[0])
@@ -106,24 +106,24 @@ def test_functional_call_leads_to_the_given_weights(pair: Maker) -> None:
     assert_same(found[1], found[0], EXACT)
 
 
-def test_jacobian(pair: Maker) -> None:
+def test_jacobian(pair: PairFactory) -> None:
     both = pair(mlp)
     x = normal(4, 3)
     assert_same(jacobian(both.model, x), jacobian(both.plain, x), EXACT)
 
 
-def test_jacobian_in_one_batched_backward(serial_pair: Maker) -> None:
+def test_jacobian_in_one_batched_backward(serial_pair: PairFactory) -> None:
     both = serial_pair(mlp)
     x = normal(4, 3)
     assert_same(jacobian(both.model, x, vectorize=True), jacobian(both.plain, x, vectorize=True), EXACT)
 
 
-def test_batched_backward_on_the_threads_engine_names_the_way_out(threads_pair: Maker) -> None:
+def test_batched_backward_on_the_threads_engine_raises_and_names_serial(threads_pair: PairFactory) -> None:
     with pytest.raises(BridgeError, match="serial"):
         jacobian(threads_pair(mlp).model, normal(4, 3), vectorize=True)
 
 
-def test_saved_tensors_hooks_see_what_replicas_save(pair: Maker) -> None:
+def test_saved_tensors_hooks_see_what_replicas_save(pair: PairFactory) -> None:
     both = pair(mlp)
     x = normal(7, 3)
     for module in both:
@@ -141,7 +141,7 @@ def test_saved_tensors_hooks_see_what_replicas_save(pair: Maker) -> None:
 
 
 class Refuses(torch.autograd.Function):
-    """Raises in its backward where a gradient is large."""
+    """Raises in its backward if a gradient is large."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class Steep(nn.Module):
         return Refuses.apply(torch.tanh(self.layer(x)))
 
 
-def test_backward_that_raises_leaves_no_gradient_behind(pair: Maker) -> None:
+def test_a_failed_backward_adds_no_gradients(pair: PairFactory) -> None:
     both = pair(Steep)
     x = normal(7, 3)
     for module in both:
@@ -179,7 +179,7 @@ def built_in_inference_mode() -> nn.Module:
         return mlp().double()
 
 
-def test_module_of_inference_tensors(pair: Maker) -> None:
+def test_module_of_inference_tensors(pair: PairFactory) -> None:
     both = pair(built_in_inference_mode)
     x = normal(7, 3)
     with torch.inference_mode():
@@ -189,7 +189,7 @@ def test_module_of_inference_tensors(pair: Maker) -> None:
 
 
 class GivenWeight(nn.Module):
-    """Takes a weight that may be its own, and gives weights and inputs back."""
+    """Takes a weight, which may be its own, and returns weights and inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class GivenWeight(nn.Module):
         return torch.tanh(x @ weight.T) + self.layer(x), self.layer.weight, 2 * weight, x
 
 
-def test_parameters_as_arguments_and_as_outputs(pair: Maker) -> None:
+def test_parameters_as_arguments_and_as_outputs(pair: PairFactory) -> None:
     both = pair(GivenWeight, in_dims={"weight": None}, out_dims={"1": None, "2": None})
     values = normal(7, 3)
     found = []
@@ -211,7 +211,7 @@ def test_parameters_as_arguments_and_as_outputs(pair: Maker) -> None:
     assert_same(found[1], found[0], EXACT)
 
 
-def test_empty_batch(pair: Maker) -> None:
+def test_empty_batch(pair: PairFactory) -> None:
     both = pair(mlp)
     for n in (7, 0, 2):
         outs = [module(normal(n, 3).fill_(0.2)) for module in both]

@@ -1,4 +1,4 @@
-"""Arguments that `forward` changes in place: tensors reach the caller from workers, other objects are an error."""
+"""Arguments that `forward` changes in place: tensors are copied back from workers, other objects raise an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENGINES = ["threads", "processes"]
 
 
 class Sample:
-    """An object of the user's, one a sample."""
+    """A user-defined object, one per sample."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -52,27 +52,27 @@ class Entry:
     log: dict[str, Any] = field(default_factory=dict)
 
 
-class Does(nn.Module):
-    """Does something to one of its arguments; where only workers do, the first replica does nothing."""
+class ChangesArgument(nn.Module):
+    """Changes one of its arguments with a given function, on all replicas or only in workers."""
 
-    def __init__(self, deed: Callable[[Any], Any], only_workers: bool = False) -> None:
+    def __init__(self, change: Callable[[Any], Any], only_workers: bool = False) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3)
-        self.deed, self.only_workers = deed, only_workers
+        self.change, self.only_workers = change, only_workers
 
     def forward(self, x: Tensor, given: Any) -> Tensor:
         out: Tensor = self.layer(x)
         if inside_worker() or not self.only_workers:
-            self.deed(given)
+            self.change(given)
         return out
 
 
-def each(deed: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def all_of_them(given: Any) -> None:
-        for one in given:
-            deed(one)
+def each(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def change_all(items: Any) -> None:
+        for item in items:
+            change(item)
 
-    return all_of_them
+    return change_all
 
 
 def note(sample: Any) -> None:
@@ -103,20 +103,20 @@ COLUMNS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
 }
 
 
-OWN_IN_A_GRAPH = {"dictionaries", "lists", "queues", "entries"}
-"""What each replica has for itself where gradients are wanted."""
+PRIVATE_WITH_GRAD = {"dictionaries", "lists", "queues", "entries"}
+"""Objects that each replica has a copy of when gradients are enabled."""
 
 
 CASES = pytest.mark.parametrize(
     ("case", "grad"),
-    [(case, grad) for case in COLUMNS for grad in (True, False) if not (grad and case in OWN_IN_A_GRAPH)],
+    [(case, grad) for case in COLUMNS for grad in (True, False) if not (grad and case in PRIVATE_WITH_GRAD)],
 )
 
 
 @CASES
 def test_threads_change_the_callers_objects(wrap: Any, case: str, grad: bool) -> None:
-    make, deed = COLUMNS[case]
-    net = Does(deed)
+    make, change = COLUMNS[case]
+    net = ChangesArgument(change)
     model = wrap(net, 3, engine="threads", probe=False)
     mine, plain = make(7), make(7)
     kept = list(mine)
@@ -130,15 +130,15 @@ def test_threads_change_the_callers_objects(wrap: Any, case: str, grad: bool) ->
 
 @pytest.mark.usefixtures("workers")
 @CASES
-def test_a_worker_that_changes_a_callers_object_is_an_error(wrap: Any, case: str, grad: bool) -> None:
-    make, deed = COLUMNS[case]
+def test_changing_a_callers_object_in_a_worker_raises(wrap: Any, case: str, grad: bool) -> None:
+    make, change = COLUMNS[case]
     given, before = make(7), make(7)
     kept = list(given)
-    model = wrap(Does(deed), 3, engine="processes", probe=False)
+    model = wrap(ChangesArgument(change), 3, engine="processes", probe=False)
     message = r"forward changes argument 'given\b[\s\S]*worker process, where it is a copy[\s\S]*engine='threads'"
     with torch.set_grad_enabled(grad), pytest.raises(instep.StructureError, match=message):
         model(torch.randn(7, 4), given)
-    # Replica 0 runs in this process and has changed the caller's own objects: that is undone.
+    # Replica 0 runs in this process and changed the caller's objects; the change is rolled back.
     assert given == before if case == "sets" else repr(given) == repr(before)
     assert isinstance(given, np.ndarray) or all(a is b for a, b in zip(given, kept, strict=True))
 
@@ -146,23 +146,26 @@ def test_a_worker_that_changes_a_callers_object_is_an_error(wrap: Any, case: str
 @pytest.mark.usefixtures("workers")
 def test_the_error_names_the_object_inside_the_argument(wrap: Any) -> None:
     model = wrap(
-        Does(each(lambda one: one.log.update(number=1)), only_workers=True), 3, engine="processes", probe=False
+        ChangesArgument(each(lambda one: one.log.update(number=1)), only_workers=True),
+        3,
+        engine="processes",
+        probe=False,
     )
     with torch.no_grad(), pytest.raises(instep.StructureError, match=r"argument 'given\.2\.log' on replica 1"):
         model(torch.randn(6, 4), [Entry(i) for i in range(6)])
 
 
 @pytest.mark.usefixtures("workers")
-def test_a_cached_property_is_no_change(wrap: Any) -> None:
+def test_caching_a_property_is_not_a_change(wrap: Any) -> None:
     samples = [Sample(i) for i in range(6)]
-    net = Does(each(lambda sample: sample.text))
+    net = ChangesArgument(each(lambda sample: sample.text))
     x = torch.randn(6, 4)
     torch.testing.assert_close(wrap(net, 3, engine="processes", probe=False)(x, samples), net(x, samples))
 
 
 @pytest.mark.usefixtures("workers")
 def test_auto_falls_back_to_threads(wrap: Any) -> None:
-    net = Does(each(note))
+    net = ChangesArgument(each(note))
     model = wrap(net, 3, engine="processes", probe=False)
     model._instep_choice = model._instep_choice._replace(automatic=True)
     given, plain = [Sample(i) for i in range(7)], [Sample(i) for i in range(7)]
@@ -172,7 +175,7 @@ def test_auto_falls_back_to_threads(wrap: Any) -> None:
     assert repr(given) == repr(plain)
 
 
-WHOLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+REPLICATED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "an object": (lambda: Sample(1), note),
     "inside an object": (lambda: Sample(1), lambda given: given.notes.append(1)),
     "a list": (lambda: instep.whole([1]), lambda given: given.append(2)),
@@ -181,13 +184,13 @@ WHOLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("case", WHOLE)
-def test_what_all_are_given_is_not_changed_by_a_worker_alone(wrap: Any, case: str) -> None:
-    make, deed = WHOLE[case]
+@pytest.mark.parametrize("case", REPLICATED)
+def test_changing_a_replicated_argument_in_a_worker_raises(wrap: Any, case: str) -> None:
+    make, change = REPLICATED[case]
     given = make()
     inside = getattr(given, "value", given)
     before = repr(inside)
-    model = wrap(Does(deed, only_workers=True), 3, engine="processes", probe=False)
+    model = wrap(ChangesArgument(change, only_workers=True), 3, engine="processes", probe=False)
     with pytest.raises(instep.StructureError, match="forward changes argument 'given") as caught:
         model(torch.randn(6, 4), given)
     assert "threads" not in str(caught.value)
@@ -195,7 +198,7 @@ def test_what_all_are_given_is_not_changed_by_a_worker_alone(wrap: Any, case: st
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_structure_is_each_replicas_own(wrap: Any, engine: str) -> None:
+def test_each_replica_has_its_own_container(wrap: Any, engine: str) -> None:
     class Fills(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -212,8 +215,8 @@ def test_a_structure_is_each_replicas_own(wrap: Any, engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_writes_that_no_version_tells_of_come_back(wrap: Any, engine: str) -> None:
-    net = Does(lambda given: given.data.mul_(2))
+def test_writes_through_data_reach_the_caller(wrap: Any, engine: str) -> None:
+    net = ChangesArgument(lambda given: given.data.mul_(2))
     model = wrap(net, 3, engine=engine, probe=False)
     mine = torch.arange(7.0)
     plain = mine.clone()
@@ -224,8 +227,8 @@ def test_writes_that_no_version_tells_of_come_back(wrap: Any, engine: str) -> No
 
 
 @pytest.mark.usefixtures("workers")
-def test_a_death_after_forward_has_written_its_arguments_is_a_failure(wrap: Any) -> None:
-    model = wrap(Does(add), 2, engine="processes", probe=False)
+def test_a_worker_death_after_forward_wrote_its_arguments_is_not_recovered(wrap: Any) -> None:
+    model = wrap(ChangesArgument(add), 2, engine="processes", probe=False)
     out = model(torch.randn(6, 4), torch.zeros(6))
     os.kill(model._instep_engine._pool.get(1).pid, signal.SIGKILL)
     with pytest.raises(instep.WorkerFailure, match="the arguments changed since"):

@@ -1,4 +1,4 @@
-"""When worker processes are chosen by themselves, and what happens to a module that they cannot have."""
+"""When engine="auto" chooses worker processes, and its fallback to threads."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ GPU, OTHER, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device
     ],
     ids=str,
 )
-def test_the_rule(devices: list[torch.device], engine: str) -> None:
+def test_engine_choice_by_devices(devices: list[torch.device], engine: str) -> None:
     assert choose_engine("auto", devices).name == engine
 
 
 class Locked(nn.Module):
-    """Holds what cannot leave its process."""
+    """Holds a lock, which cannot be pickled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,9 +45,9 @@ class Locked(nn.Module):
 
 
 @pytest.mark.usefixtures("workers")
-def test_a_module_that_cannot_cross_is_run_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_falls_back_to_threads_if_the_module_cannot_be_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "instep.parallel.choose_engine", lambda *_: EngineChoice("processes", "of the rule", automatic=True)
+        "instep.parallel.choose_engine", lambda *_: EngineChoice("processes", "chosen by the test", automatic=True)
     )
     net, x = Locked(), torch.randn(5, 4)
     with instep.DataParallel(net, ["cpu"] * 2) as model:
@@ -62,7 +62,7 @@ def test_a_module_that_cannot_cross_is_run_by_threads(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("workers")
-def test_an_engine_that_was_asked_for_is_not_replaced() -> None:
+def test_an_explicit_engine_raises_instead_of_falling_back() -> None:
     with (
         instep.DataParallel(Locked(), ["cpu"] * 2, engine="processes") as model,
         pytest.raises(instep.EngineError, match="guard"),

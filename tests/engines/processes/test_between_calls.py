@@ -1,4 +1,4 @@
-"""What a worker does before it is asked, how it waits, and what is left out of what it says."""
+"""Work between calls: updates sent ahead, waiting for messages, omitted fields, and output of workers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from instep.runtime import affinity
 
 
 @pytest.fixture(scope="module", autouse=True)
-def up(workers: WorkerPool) -> None:
-    """A worker that is there before the first test."""
+def start_worker(workers: WorkerPool) -> None:
+    """Start a worker before the first test."""
     workers.get(1)
 
 
@@ -32,7 +32,7 @@ def wrap(net: nn.Module) -> instep.DataParallel:
 
 
 class Scaled(nn.Module):
-    """Reads an attribute, and changes a setting of the whole process when it is told to."""
+    """Reads an attribute, and changes torch's default dtype on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class Scaled(nn.Module):
         return y
 
 
-def test_changes_reach_a_worker_that_has_looked_ahead() -> None:
+def test_changes_of_the_module_reach_the_worker_in_the_next_call() -> None:
     one, two = Scaled(), Scaled()
     x = torch.randn(6, 4)
     with wrap(one) as first, wrap(two) as second:
         for scale in (2.0, 3.0, 5.0):
             for net, model in ((one, first), (two, second)):
                 torch.testing.assert_close(model(x), net(x))
-            one.scale = scale  # the worker was asked for the other module in between
+            one.scale = scale  # the worker ran the other module in between
             torch.testing.assert_close(first(x), one(x))
             one.scale = -scale
             output = first(x)
@@ -63,21 +63,21 @@ def test_changes_reach_a_worker_that_has_looked_ahead() -> None:
         torch.testing.assert_close(first(x), one(x))
 
 
-def test_settings_that_forward_left_behind_are_set_again() -> None:
+def test_settings_changed_in_forward_are_restored_for_the_next_call() -> None:
     net, x = Scaled(), torch.randn(6, 4)
     try:
         with wrap(net) as model:
             for _ in range(3):
-                whole = net(x)
-                torch.testing.assert_close(model(x, careless=True), whole)
+                expected = net(x)
+                torch.testing.assert_close(model(x, careless=True), expected)
                 torch.set_default_dtype(torch.float32)
-                torch.testing.assert_close(model(x), whole)
+                torch.testing.assert_close(model(x), expected)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-class Dawdles(nn.Module):
-    """Meets the others; the first replica takes its time after that."""
+class SlowFirstReplica(nn.Module):
+    """Runs a collective; then the first replica sleeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,9 +90,9 @@ class Dawdles(nn.Module):
         return y
 
 
-def test_a_worker_that_is_heard_before_the_first_replica_is_done() -> None:
-    """It must not be told that nobody needs what it keeps for the backward."""
-    net, x = Dawdles(), torch.randn(6, 4)
+def test_a_reply_before_the_first_replica_finishes_keeps_the_workers_graph() -> None:
+    """The worker must not free the graph of the first call."""
+    net, x = SlowFirstReplica(), torch.randn(6, 4)
     with wrap(net) as model:
         first = model(x)
         model(x)
@@ -100,24 +100,24 @@ def test_a_worker_that_is_heard_before_the_first_replica_is_done() -> None:
     torch.testing.assert_close(net.layer.weight.grad, x.sum(0).expand(3, 4))
 
 
-class Threads(nn.Module):
+class CountsThreads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.new_full((len(x),), torch.get_num_threads())
 
 
-def test_each_replica_has_its_share_of_the_threads() -> None:
+def test_torch_threads_are_divided_among_replicas() -> None:
     mine = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        with wrap(Threads()) as model:
+        with wrap(CountsThreads()) as model:
             assert [model(torch.randn(2, 1)).tolist() for _ in range(3)] == [[2.0, 2.0]] * 3
             assert torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(mine)
 
 
-class Gives(nn.Module):
-    """Gives back what it holds, whatever that is."""
+class ReturnsValue(nn.Module):
+    """Returns a given value."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -128,14 +128,14 @@ class Gives(nn.Module):
 
 
 @pytest.mark.parametrize("value", [None, 0, 0.0, False, "", (), [], {}], ids=repr)
-def test_an_output_that_says_nothing_comes_back(value: Any) -> None:
-    with wrap(Gives(value)) as model:
+def test_empty_outputs_are_returned(value: Any) -> None:
+    with wrap(ReturnsValue(value)) as model:
         got = model(torch.randn(4, 2))
     assert got == value
     assert type(got) is type(value)
 
 
-def test_what_says_nothing_is_left_out() -> None:
+def test_messages_omit_default_fields() -> None:
     assert BackwardReply([1, 2]).fields() == ([1, 2],)
     assert BackwardReply().fields() == ()
     assert BackwardReply([], {}, {}, host_rng_used=True).fields() == ([], {}, {}, True)
@@ -149,35 +149,35 @@ def test_what_says_nothing_is_left_out() -> None:
 
 
 class Poll:
-    """Finds something at its last look."""
+    """A poll object that reports an event at its last call."""
 
-    def __init__(self, looks: int) -> None:
-        self.left = looks
+    def __init__(self, calls: int) -> None:
+        self.left = calls
 
     def poll(self, _: int) -> list[tuple[int, int]]:
         self.left -= 1
         return [] if self.left else [(7, select.POLLIN)]
 
 
-def test_a_thread_waits_awake_only_where_there_is_a_core_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_spins_only_if_there_is_a_core_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         for processes in (0, len(os.sched_getaffinity(0)) + 1):
             affinity.set_spin_wait(processes)
-            asleep: Any = Poll(1)
-            assert affinity.spin_poll(asleep) == []
-            assert asleep.left == 1
+            not_spinning: Any = Poll(1)
+            assert affinity.spin_poll(not_spinning) == []
+            assert not_spinning.left == 1
         affinity.set_spin_wait(1)
         monkeypatch.setattr(affinity, "SPIN_SECONDS", 60.0)
-        awake: Any = Poll(3)
-        assert affinity.spin_poll(awake) == [(7, select.POLLIN)]
+        spinning: Any = Poll(3)
+        assert affinity.spin_poll(spinning) == [(7, select.POLLIN)]
         monkeypatch.setattr(affinity, "SPIN_SECONDS", 0.0)
-        awake = Poll(3)
-        assert affinity.spin_poll(awake) == []
-        assert awake.left == 2
+        spinning = Poll(3)
+        assert affinity.spin_poll(spinning) == []
+        assert spinning.left == 2
         affinity.set_spin_wait(0)
         monkeypatch.setattr(affinity, "_cpu_quota", lambda: 0.5)
         affinity.set_spin_wait(1)
-        assert affinity.spin_poll(asleep) == []
+        assert affinity.spin_poll(not_spinning) == []
     finally:
         affinity.set_spin_wait(0)
 
@@ -186,13 +186,13 @@ def test_a_thread_waits_awake_only_where_there_is_a_core_for_each(monkeypatch: p
     ("text", "found"),
     [("max 100000", math.inf), ("150000 100000", 1.5), ("200000", 2.0), ("-1", math.inf), ("", math.inf)],
 )
-def test_the_share_of_a_container(text: str, found: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_quota_of_a_container(text: str, found: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "limit").write_text(text)
     monkeypatch.setattr(affinity, "_QUOTA_FILES", (str(tmp_path / "none"), str(tmp_path / "limit")))
     assert affinity._cpu_quota.__wrapped__() == found
 
 
-def test_a_call_leaves_no_thread_awake() -> None:
+def test_no_thread_spins_after_a_call() -> None:
     with wrap(nn.Linear(4, 3)) as model:
         model(torch.randn(6, 4)).sum().backward()
         assert not getattr(affinity._thread_local, "spins", False)
@@ -201,28 +201,28 @@ def test_a_call_leaves_no_thread_awake() -> None:
         assert not getattr(affinity._thread_local, "spins", False)
 
 
-def test_output_that_somebody_is_just_reading_is_shown_before_the_call_returns(
+def test_flush_output_waits_for_a_concurrent_reader(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reading, go_on = threading.Event(), threading.Event()
+    reading, resume = threading.Event(), threading.Event()
     read = WorkerOutput._read
 
-    def slowly(fd: int) -> bytes:
+    def slow_read(fd: int) -> bytes:
         data = read(fd)
-        if data and not reading.is_set():  # it is no longer in the pipe, and not shown yet
+        if data and not reading.is_set():  # read from the pipe, not printed yet
             reading.set()
-            assert go_on.wait(60)
+            assert resume.wait(60)
         return data
 
-    monkeypatch.setattr(WorkerOutput, "_read", staticmethod(slowly))
-    printed = WorkerOutput(lambda: "a worker")
+    monkeypatch.setattr(WorkerOutput, "_read", staticmethod(slow_read))
+    output = WorkerOutput(lambda: "a worker")
     try:
-        os.write(printed.write_ends[0], b"hello\n")
+        os.write(output.write_ends[0], b"hello\n")
         assert reading.wait(60)
-        later = threading.Timer(0.1, go_on.set)
+        later = threading.Timer(0.1, resume.set)
         later.start()
         flush_output()
         assert capsys.readouterr().out == "[a worker] hello\n"
         later.join()
     finally:
-        printed.close()
+        output.close()

@@ -1,4 +1,4 @@
-"""Outputs that need a gradient and are no plain tensors: nested ones come back in pieces, others are refused."""
+"""Differentiable outputs that are not plain tensors: jagged ones are returned, strided nested and sparse ones raise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENGINES = ("threads", "processes")
 
 
 class Net(nn.Module):
-    """A layer, and what is made of it."""
+    """A layer, and a function that computes the output with it."""
 
     def __init__(self, make: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
@@ -34,15 +34,15 @@ class Net(nn.Module):
         return self.make(self.layer, x)
 
 
-def of_pieces(layer: nn.Module, x: Any) -> Any:
+def from_rows(layer: nn.Module, x: Any) -> Any:
     return torch.nested.as_nested_tensor([layer(row) for row in x.unbind()], layout=torch.jagged)
 
 
-def of_values(layer: nn.Module, x: Any) -> Any:
+def from_values(layer: nn.Module, x: Any) -> Any:
     return torch.nested.nested_tensor_from_jagged(layer(x.values()), x.offsets())
 
 
-def of_nested(layer: nn.Module, x: Any) -> Any:
+def on_nested(layer: nn.Module, x: Any) -> Any:
     return layer(x)
 
 
@@ -50,7 +50,7 @@ def transposed(layer: nn.Module, x: Any) -> Any:
     return layer(x).transpose(1, 2)
 
 
-def among_others(layer: nn.Module, x: Any) -> Any:
+def in_a_dictionary(layer: nn.Module, x: Any) -> Any:
     y = layer(x)
     return {"both": (y, y * 2), "rows": torch.stack([row.sum(0) for row in y.unbind()])}
 
@@ -71,7 +71,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("make", [of_pieces, of_values, of_nested, transposed, among_others])
+@pytest.mark.parametrize("make", [from_rows, from_values, on_nested, transposed, in_a_dictionary])
 def test_jagged_outputs_train_as_on_one_device(make: Callable[[nn.Module, Any], Any], engine: str) -> None:
     net = Net(make)
     plain = copy.deepcopy(net)
@@ -97,19 +97,19 @@ def test_jagged_outputs_train_as_on_one_device(make: Callable[[nn.Module, Any], 
         (sparse, r"forward's output 'a\.1' is a sparse tensor.*to_dense"),
     ],
 )
-def test_outputs_whose_gradient_is_lost_are_refused(make: Callable[[nn.Module, Any], Any], words: str) -> None:
+def test_outputs_whose_gradient_would_be_lost_raise(make: Callable[[nn.Module, Any], Any], words: str) -> None:
     net, x = Net(make), torch.randn(5, 3, dtype=torch.float64)
     with instep.DataParallel(net, ["cpu"] * 2, engine="processes", probe=False) as model:
         with pytest.raises(instep.errors.BridgeError, match=re.compile(words + ".*engine='threads'", re.DOTALL)):
             model(x)
         assert net.layer.weight.grad is None
         with torch.no_grad():
-            model(x)  # nothing is lost
+            model(x)  # works without gradients
 
 
-def test_an_engine_that_nobody_asked_for_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_falls_back_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "instep.parallel.choose_engine", lambda *_: EngineChoice("processes", "of the rule", automatic=True)
+        "instep.parallel.choose_engine", lambda *_: EngineChoice("processes", "chosen by the test", automatic=True)
     )
     net, x = Net(sparse), torch.randn(5, 3, dtype=torch.float64)
     with instep.DataParallel(net, ["cpu"] * 2) as model:

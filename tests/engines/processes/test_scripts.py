@@ -1,4 +1,4 @@
-"""Programs as users write them, each beside the plain module: what they change between calls reaches the workers."""
+"""Typical user programs compared with the plain module: changes between calls reach the workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def assert_same_weights(mine: nn.Module, theirs: nn.Module) -> None:
     torch.testing.assert_close(mine.state_dict(), theirs.state_dict())
 
 
-def test_two_models_in_one_step(wrap: Any) -> None:
+def test_adversarial_training_of_two_models(wrap: Any) -> None:
     nets = mlp(4, 4), mlp(4, 1)
     plain = copy.deepcopy(nets)
 
@@ -58,7 +58,7 @@ def test_two_models_in_one_step(wrap: Any) -> None:
         assert_same_weights(mine, theirs)
 
 
-def test_a_teacher_that_follows(wrap: Any) -> None:
+def test_a_teacher_with_averaged_weights(wrap: Any) -> None:
     net = mlp()
     plain = copy.deepcopy(net)
 
@@ -76,13 +76,13 @@ def test_a_teacher_that_follows(wrap: Any) -> None:
                 slow.lerp_(fast.detach(), 0.1)
         return teacher
 
-    taught: Any = train(wrap(net, 2, engine="processes"))
-    assert_same_weights(taught, train(plain))
+    teacher: Any = train(wrap(net, 2, engine="processes"))
+    assert_same_weights(teacher, train(plain))
     assert_same_weights(net, plain)
-    taught.close()
+    teacher.close()
 
 
-def test_weights_that_are_loaded_cast_and_replaced(wrap: Any) -> None:
+def test_loading_casting_and_replacing_weights(wrap: Any) -> None:
     net, x = mlp(), batch()
     model = wrap(net, 2, engine="processes")
 
@@ -117,8 +117,8 @@ class Config:
     names: list[str] = dataclasses.field(default_factory=list)
 
 
-class Busy(nn.Module):
-    """Reads what modules read: a configuration, an enumeration, a partial, a weak reference, a property, a table."""
+class ManyAttributes(nn.Module):
+    """Reads a configuration, an enum, a partial, a weak reference, a property and a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,8 +137,8 @@ class Busy(nn.Module):
         return y if self.mode is Mode.LOW else -y
 
 
-def test_attributes_of_every_kind(wrap: Any) -> None:
-    net, x = Busy(), batch()
+def test_changes_of_attributes_reach_workers(wrap: Any) -> None:
+    net, x = ManyAttributes(), batch()
     model = wrap(net, 3, engine="processes")
 
     def check() -> None:
@@ -164,7 +164,7 @@ def test_attributes_of_every_kind(wrap: Any) -> None:
     check()
 
 
-def test_variables_of_closures_are_followed(wrap: Any) -> None:
+def test_changes_of_closure_variables_reach_workers(wrap: Any) -> None:
     scale, table, shift = 1.0, {"q": 1.0}, [0.0]
 
     class Net(nn.Module):
@@ -197,7 +197,7 @@ def test_variables_of_closures_are_followed(wrap: Any) -> None:
         torch.testing.assert_close(model(x), net(x))
 
 
-def test_a_class_that_is_defined_anew(wrap: Any) -> None:
+def test_a_redefined_class(wrap: Any) -> None:
     names: dict[str, Any] = {"nn": nn, "__name__": "__main__"}
     cell = "class Net(nn.Linear):\n    def forward(self, x):\n        return super().forward(x) * {}\n"
     x, nets, models = batch(), [], []
@@ -233,38 +233,38 @@ def test_threads_that_call_two_wrappers_at_once(wrap: Any) -> None:
     assert not failed
 
 
-class Asks(nn.Module):
-    """Reads the environment and a file of the working folder."""
+class ReadsEnvironment(nn.Module):
+    """Reads an environment variable and a file in the working directory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        factor = float(os.environ.get("A_FACTOR_OF_OURS", "1"))
-        file = Path("a_factor_of_ours.txt")
+        factor = float(os.environ.get("TEST_FACTOR", "1"))
+        file = Path("factor.txt")
         y: Tensor = self.layer(x) * factor * (float(file.read_text()) if file.exists() else 1)
         return y
 
 
-def test_the_folder_and_the_environment_are_the_scripts(
+def test_workers_use_the_scripts_environment_and_working_directory(
     wrap: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    net, x = Asks(), batch()
+    net, x = ReadsEnvironment(), batch()
     model = wrap(net, 2, engine="processes")
     torch.testing.assert_close(model(x), net(x))
     before = net(x)
     with monkeypatch.context() as patch:
-        patch.setenv("A_FACTOR_OF_OURS", "3")
+        patch.setenv("TEST_FACTOR", "3")
         torch.testing.assert_close(model(x), before * 3)
-        (tmp_path / "a_factor_of_ours.txt").write_text("5")
+        (tmp_path / "factor.txt").write_text("5")
         patch.chdir(tmp_path)
         torch.testing.assert_close(model(x), before * 15)
     torch.testing.assert_close(model(x), before)
 
 
-class Profiles(nn.Module):
-    """Is large enough for compiled code of oneDNN's, and says what it finds in its environment."""
+class UsesOneDnn(nn.Module):
+    """Large enough for oneDNN to compile code; also returns an environment variable."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,12 +274,12 @@ class Profiles(nn.Module):
         return self.layer(x), [os.environ.get("ONEDNN_JIT_PROFILE")] * len(x)
 
 
-def test_a_worker_leaves_no_file_for_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, x = Profiles(), torch.randn(60, 400)
+def test_a_worker_leaves_no_profiler_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = UsesOneDnn(), torch.randn(60, 400)
     net(x)
     if not Path(f"/tmp/perf-{os.getpid()}.map").exists():
         pytest.skip("torch writes no such files on this machine")
-    monkeypatch.setattr(pool, "_workers", {})  # a new one
+    monkeypatch.setattr(pool, "_workers", {})  # start a new worker
     monkeypatch.delenv("ONEDNN_JIT_PROFILE", raising=False)
     with instep.DataParallel(net, ["cpu"] * 2, engine="processes", probe=False) as model:
         engine: Any = model._instep_engine
