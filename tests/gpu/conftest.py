@@ -1,4 +1,4 @@
-"""Worker processes that stay from test to test: each takes seconds to come up."""
+"""Fixtures of the GPU tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from instep.engines.processes.lifecycle.pool import WorkerPool
 
 @pytest.fixture(scope="module")
 def gpu_workers() -> Iterator[list[WorkerPool]]:
-    """Worker processes that stay from test to test."""
+    """Worker processes that all tests of a file share: each takes seconds to start."""
     if not torch.cuda.is_available():
         yield []
         return

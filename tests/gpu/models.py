@@ -1,4 +1,4 @@
-"""Modules that are trained on accelerators, whatever engine runs them."""
+"""Modules for the GPU tests of all engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def conv_net() -> nn.Module:
 
 
 class Tagger(nn.Module):
-    """An LSTM over packed sequences: lengths stay on the host."""
+    """An LSTM on packed sequences, whose lengths stay on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Tagger(nn.Module):
 
 
 class Pairs(nn.Module):
-    """Every sample against the whole batch; also a structure with a tensor that stays on the host."""
+    """Compares every sample with the whole batch; also gathers a structure with a CPU tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class Pairs(nn.Module):
         return one - instep.all_reduce(one.mean(0), "mean") + (one @ got["two"].T).logsumexp(1, keepdim=True)
 
 
-class OnlyTheFirst(nn.Module):
-    """Every replica brings its samples, and one of them makes something of them: gradients come from there alone."""
+class FirstReplicaUsesGather(nn.Module):
+    """All replicas gather, but only the first uses the result, so gathered gradients come only from it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -61,6 +61,6 @@ class OnlyTheFirst(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x).tanh()
-        everything = instep.all_gather(y)
-        assert everything.device == y.device
-        return y + everything.mean(0) if instep.replica().index == 0 else y
+        gathered = instep.all_gather(y)
+        assert gathered.device == y.device
+        return y + gathered.mean(0) if instep.replica().index == 0 else y

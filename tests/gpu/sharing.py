@@ -1,6 +1,6 @@
-"""Modules on worker processes that share a GPU.
+"""Helpers for worker processes that share a GPU.
 
-With `private` everything crosses by host memory, as it does between two GPUs; otherwise by CUDA IPC.
+With `private`, tensors are sent through host memory, as between two GPUs; otherwise by CUDA IPC.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 import instep
 
-each_way = pytest.mark.parametrize("private", [False, True], ids=["near", "private"])
+each_transport = pytest.mark.parametrize("private", [False, True], ids=["cuda-ipc", "private"])
 
 
 def wrap(net: nn.Module, devices: Sequence[int | str], private: bool = False, **options: Any) -> instep.DataParallel:

@@ -1,4 +1,4 @@
-"""Replicas on CUDA: several sharing one GPU, and a GPU beside the CPU as two different devices."""
+"""Replicas on CUDA: several on one GPU, and a GPU and the CPU as two different devices."""
 
 from __future__ import annotations
 
@@ -78,16 +78,16 @@ def test_autocast_reaches_every_replica(engine: str, dtype: torch.dtype) -> None
         torch.testing.assert_close(model(x), net(x))
 
 
-def test_a_batch_on_the_host_is_moved_and_lengths_stay_where_they_are_meant_to() -> None:
+def test_cpu_batches_are_moved_and_cpu_lengths_stay() -> None:
     net = Tagger().double().cuda()
     ids, lengths = torch.randint(20, (5, 9)), torch.tensor([9, 3, 7, 1, 5])
     with instep.DataParallel(net, [0, 0]) as model:
-        out = model(ids.cuda(), lengths)  # a leaf on the GPU: the one on the host is meant to stay
+        out = model(ids.cuda(), lengths)  # another leaf is on the GPU, so the CPU leaf stays
         torch.testing.assert_close(out, net(ids.cuda(), lengths))
     pinned = torch.randn(5, 4).pin_memory()
-    line = nn.Linear(4, 2).cuda()
-    with instep.DataParallel(line, [0, 0]) as model:
-        torch.testing.assert_close(model(pinned), line(pinned.cuda()))
+    linear = nn.Linear(4, 2).cuda()
+    with instep.DataParallel(linear, [0, 0]) as model:
+        torch.testing.assert_close(model(pinned), linear(pinned.cuda()))
 
 
 def test_checkpointing_and_input_gradients() -> None:
@@ -111,14 +111,14 @@ def test_checkpointing_and_input_gradients() -> None:
     torch.testing.assert_close(net.layer.weight.grad, plain.layer.weight.grad)
 
 
-def test_the_default_is_every_gpu() -> None:
+def test_the_default_devices_are_all_gpus() -> None:
     model = instep.DataParallel(nn.Linear(2, 2))
     assert len(model._instep_devices) == torch.cuda.device_count()
     assert model(torch.randn(4, 2)).device.type == "cuda"
     model.close()
 
 
-def test_a_failed_call_restores_the_gpus_random_state() -> None:
+def test_a_failed_call_restores_the_gpu_rng_state() -> None:
     class Draws(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -147,8 +147,8 @@ def test_outputs_go_to_the_output_device() -> None:
 STREAMS: list[int] = []
 
 
-def test_replicas_work_on_the_callers_stream() -> None:
-    class Asks(nn.Module):
+def test_replicas_run_on_the_callers_stream() -> None:
+    class RecordsStream(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(2, 2)
@@ -157,7 +157,7 @@ def test_replicas_work_on_the_callers_stream() -> None:
             STREAMS.append(torch.cuda.current_stream().cuda_stream)
             return self.layer(x)
 
-    net = Asks().cuda()
+    net = RecordsStream().cuda()
     stream = torch.cuda.Stream()
     with instep.DataParallel(net, [0, 0]) as model, torch.cuda.stream(stream):
         model(torch.randn(4, 2, device="cuda")).sum().backward()
@@ -166,8 +166,8 @@ def test_replicas_work_on_the_callers_stream() -> None:
     assert set(STREAMS) == {stream.cuda_stream}
 
 
-class Remembers(nn.Module):
-    """Knows its device, and holds a tensor that nobody registered."""
+class StoresDevice(nn.Module):
+    """Stores its device and an unregistered tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,8 +178,8 @@ class Remembers(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads"])
-def test_a_remembered_device_and_plain_tensors_are_each_replicas_own(engine: str) -> None:
-    net = Remembers()
+def test_stored_devices_and_plain_tensors_are_moved_to_each_replica(engine: str) -> None:
+    net = StoresDevice()
     plain, x = copy.deepcopy(net), torch.randn(7, 3)
     with instep.DataParallel(net, [0, "cpu"], engine=engine) as model:
         net.device = torch.device("cuda", 0)

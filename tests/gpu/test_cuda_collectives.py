@@ -1,4 +1,4 @@
-"""Replicas on CUDA that meet inside forward: one joint graph, on one GPU, on several, and beside the CPU."""
+"""Collectives in forward on CUDA: one joint graph on one GPU, on several, and on a GPU and the CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYOUTS = [
 each_layout = pytest.mark.parametrize(("engine", "private", "devices"), LAYOUTS)
 
 
-def assert_trains_alike(net: nn.Module, x: Tensor, engine: str, private: bool, devices: list[Any]) -> None:
+def assert_same_training(net: nn.Module, x: Tensor, engine: str, private: bool, devices: list[Any]) -> None:
     plain = copy.deepcopy(net).cuda()
     with instep.DataParallel(net, devices, engine=engine, private_copies=private) as model:
         for _ in range(3):
@@ -47,27 +47,27 @@ def assert_trains_alike(net: nn.Module, x: Tensor, engine: str, private: bool, d
 
 
 @each_layout
-def test_batch_normalisation(engine: str, private: bool, devices: list[Any]) -> None:
+def test_batch_normalization(engine: str, private: bool, devices: list[Any]) -> None:
     x = torch.randn(7, 3, 8, 8, dtype=torch.float64)
-    assert_trains_alike(conv_net().double(), x, engine, private, devices)
+    assert_same_training(conv_net().double(), x, engine, private, devices)
 
 
 @each_layout
-def test_gathering(engine: str, private: bool, devices: list[Any]) -> None:
-    assert_trains_alike(Pairs().double(), torch.randn(7, 6, dtype=torch.float64), engine, private, devices)
+def test_all_gather_and_all_reduce(engine: str, private: bool, devices: list[Any]) -> None:
+    assert_same_training(Pairs().double(), torch.randn(7, 6, dtype=torch.float64), engine, private, devices)
 
 
 @each_layout
-def test_on_a_stream_of_the_caller(engine: str, private: bool, devices: list[Any]) -> None:
+def test_calls_on_a_stream_of_the_caller(engine: str, private: bool, devices: list[Any]) -> None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        assert_trains_alike(Pairs().double(), torch.randn(64, 6, dtype=torch.float64), engine, private, devices)
+        assert_same_training(Pairs().double(), torch.randn(64, 6, dtype=torch.float64), engine, private, devices)
     torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads"])
-def test_a_replica_that_returned_is_named(engine: str) -> None:
+def test_the_error_names_the_replica_without_the_collective(engine: str) -> None:
     class Uneven(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return instep.all_reduce(x) if instep.replica().index == 0 else x

@@ -1,7 +1,7 @@
-"""NCCL between worker processes: at world size 1, and with workers that share a GPU but are treated as if they did not.
+"""NCCL between worker processes: at world size 1, and with workers that share a GPU.
 
-NCCL refuses two members on one GPU, unless they seem to be on different hosts: then it connects them by sockets, here
-of the loopback interface. Nothing else differs from GPUs of their own.
+NCCL refuses two ranks on one GPU unless they seem to be on different hosts. Then it connects them by sockets, here on
+the loopback interface. Nothing else differs from one GPU per rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..all_features import Net
 from ..interference import run_before_next_call
 from ..system_usage import assert_gone, sockets_of, wait_for_threads
 from .sharing import mlp, pids, wrap
-from .test_processes_cuda_faults import Unlucky
+from .test_processes_cuda_faults import FailsInWorker
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,14 +43,14 @@ pytestmark = [
     ),
 ]
 
-PATIENCE = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "10"}
-"""Torch reads it once in a process: every test has the same."""
-HOSTS = {rank: {"NCCL_HOSTID": f"instep-{rank}", "NCCL_IB_DISABLE": "1", **PATIENCE} for rank in range(4)}
+NCCL_TIMEOUT = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "10"}
+"""Torch reads the variable once per process, so all tests use the same value."""
+HOSTS = {rank: {"NCCL_HOSTID": f"instep-{rank}", "NCCL_IB_DISABLE": "1", **NCCL_TIMEOUT} for rank in range(4)}
 
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch, gpu_workers: Any) -> Iterator[None]:
-    """Replicas that share a GPU are taken for replicas of different GPUs."""
+    """Treat replicas that share a GPU as replicas on different GPUs."""
     monkeypatch.setattr(nccl_manager, "are_distinct_gpus", lambda _: True)
     monkeypatch.setattr(nccl_manager, "EXTRA_ENVIRONMENT", HOSTS)
     yield
@@ -63,7 +63,7 @@ def controller_group(model: instep.DataParallel) -> Any:
 
 
 def listening(pid: int | str = "self") -> set[str]:
-    """The addresses that a process listens on, as the kernel writes them."""
+    """The addresses that a process listens on, in the format of /proc."""
     inodes = sockets_of(pid)
     found = set()
     for table in ("tcp", "tcp6"):
@@ -77,18 +77,18 @@ def listening(pid: int | str = "self") -> set[str]:
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
-def alone(first: int = 0) -> NcclGroup:
-    order = JoinGroupRequest("nccl", 0, 1, torch.device("cuda", 0), NCCL_ENVIRONMENT | PATIENCE, first)
-    group = NcclGroup(order, os.memfd_create("store"), os.eventfd(0))
+def single_rank_group(first: int = 0) -> NcclGroup:
+    request = JoinGroupRequest("nccl", 0, 1, torch.device("cuda", 0), NCCL_ENVIRONMENT | NCCL_TIMEOUT, first)
+    group = NcclGroup(request, os.memfd_create("store"), os.eventfd(0))
     group.connect()
     return group
 
 
-def test_a_group_of_one() -> None:
+def test_a_group_of_one_rank() -> None:
     variables = dict(os.environ)
-    alone().abort("the first one of a process starts threads that stay")
+    single_rank_group().abort("the first group of a process starts threads that stay")
     descriptors, files = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
-    group = alone(first=7)
+    group = single_rank_group(first=7)
     assert dict(os.environ) == variables
     assert not torch.distributed.is_initialized()
     tensors = [torch.randn(n, device="cuda").view(torch.uint8) for n in (3, 70, 20_000_000, 1)]
@@ -138,8 +138,8 @@ def train(
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("count", [2, 4])
-def test_weights_and_gradients_in_a_group(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same as plain, and as by host memory: with two replicas to the last bit."""
+def test_weights_and_gradients_are_sent_by_nccl(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results equal the plain module's and those by host memory; with two replicas the latter exactly."""
     torch.manual_seed(0)
     net = mlp().double().cuda()
     plain, by_host = copy.deepcopy(net), copy.deepcopy(net)
@@ -167,11 +167,11 @@ def test_weights_and_gradients_in_a_group(count: int, monkeypatch: pytest.Monkey
 
 
 def refuse(*_: Any) -> None:
-    raise AssertionError("something went by host memory")
+    raise AssertionError("a tensor was sent through host memory")
 
 
 @pytest.mark.usefixtures("nccl")
-def test_autocast() -> None:
+def test_autocast_with_nccl() -> None:
     torch.manual_seed(0)
     net = mlp().cuda()
     plain = copy.deepcopy(net)
@@ -188,8 +188,8 @@ def test_autocast() -> None:
 
 
 @pytest.mark.usefixtures("nccl")
-def test_an_exception_leaves_the_group() -> None:
-    net = Unlucky().cuda()
+def test_an_exception_keeps_the_group() -> None:
+    net = FailsInWorker().cuda()
     with wrap(net, [0, 0], private=True) as model:
         x = torch.randn(6, 4, device="cuda")
         model(x)
@@ -211,16 +211,16 @@ PHASES = (
     "join",
     "none",
 )
-BEGINNINGS = {
+COLLECTIVE_STARTS = {
     "share": ("forward", "instep.engines.processes.controller.nccl_manager.broadcast_coalesced"),
     "sum": ("backward", "instep.engines.processes.controller.nccl_reduction.reduce_coalesced"),
     "join": ("forward", "instep.engines.processes.controller.nccl_manager._init_group"),
 }
-"""Where this process begins its part of something that all members do together."""
+"""Where this process starts its part of a collective of the group."""
 
 
-def trained(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """A training in which the last worker is killed in a certain moment of each step."""
+def train_with_kills(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """Train a module; kill the last worker in the given phase of each step."""
     torch.manual_seed(0)
     net = mlp().double().cuda()
     with wrap(net, [0, 0, 0], private=True, probe=False, restarts=10**6) as model:
@@ -234,10 +234,10 @@ def trained(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> nn.Module
                 kill()
             elif where == f"in {phase}":
                 threading.Timer(0.003, kill).start()
-            elif BEGINNINGS.get(where, ("", ""))[0] == phase:
+            elif COLLECTIVE_STARTS.get(where, ("", ""))[0] == phase:
                 if where == "join":
-                    controller_group(model).process_group.abort("another one is to be made")
-                run_before_next_call(BEGINNINGS[where][1], kill, monkeypatch)
+                    controller_group(model).process_group.abort("the test replaces the group")
+                run_before_next_call(COLLECTIVE_STARTS[where][1], kill, monkeypatch)
 
         train(model, net, during, len(phases))
         assert "by NCCL" in repr(model)
@@ -246,34 +246,34 @@ def trained(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> nn.Module
 
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.timeout(240)
-def test_kills_do_not_change_a_single_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in the middle of what all members do together, where nobody waits for the one that died."""
-    undisturbed = trained(["none"] * len(PHASES), monkeypatch)
-    disturbed = trained(PHASES, monkeypatch)
+def test_killed_workers_do_not_change_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a worker dies in a collective, where the other ranks must not wait for it."""
+    undisturbed = train_with_kills(["none"] * len(PHASES), monkeypatch)
+    disturbed = train_with_kills(PHASES, monkeypatch)
     for mine, theirs in zip(disturbed.parameters(), undisturbed.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     wait_for_group_threads()
 
 
 def wait_for_group_threads() -> None:
-    """What waits for a member that died before it came ends after a while."""
-    wait_for_threads("instep-group", 2 * float(PATIENCE["TORCH_NCCL_NONBLOCKING_TIMEOUT"]))
+    """Threads that wait for a dead rank to join end after the NCCL timeout."""
+    wait_for_threads("instep-group", 2 * float(NCCL_TIMEOUT["TORCH_NCCL_NONBLOCKING_TIMEOUT"]))
 
 
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.timeout(100)
-def test_a_death_as_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another group is made while what is left of the first one still waits for the one that died."""
-    undisturbed = trained(["none"] * 3, monkeypatch)
-    disturbed = trained(["none", "join", "none"], monkeypatch)
+def test_a_worker_death_while_the_group_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new group is created while threads of the first one still wait for the dead rank."""
+    undisturbed = train_with_kills(["none"] * 3, monkeypatch)
+    disturbed = train_with_kills(["none", "join", "none"], monkeypatch)
     for mine, theirs in zip(disturbed.parameters(), undisturbed.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     wait_for_group_threads()
 
 
 @pytest.mark.usefixtures("nccl")
-def test_everything_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws, batch normalisation, tensors left on the module and state are in a group what they are without."""
+def test_all_features_give_the_same_with_and_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random numbers, batch normalization, tensors stored on the module, and state."""
     found = []
     for switch in ("1", "0"):
         monkeypatch.setenv("INSTEP_NCCL", switch)
@@ -304,7 +304,7 @@ print("worker", model._instep_engine._pool.get(1).pid, flush=True)
 
 
 @pytest.mark.parametrize("end", ["", "while True: model(torch.randn(6, 4)).sum().backward()"], ids=["ends", "killed"])
-def test_a_parent_that_ends_leaves_nothing(end: str, tmp_path: Path) -> None:
+def test_the_end_of_the_parent_leaves_no_process_and_no_file(end: str, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(tmp_path)}

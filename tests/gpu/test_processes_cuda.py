@@ -1,6 +1,6 @@
-"""Replicas in worker processes on CUDA: several that share one GPU, and a GPU beside the CPU.
+"""Replicas in worker processes on CUDA: several on one GPU, and on a GPU and the CPU.
 
-With `private` everything crosses by host memory, as it does between two GPUs; otherwise by CUDA IPC.
+With `private`, tensors are sent through host memory, as between two GPUs; otherwise by CUDA IPC.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 
-from .models import OnlyTheFirst, Pairs, Tagger, conv_net
-from .sharing import each_way, mlp, wrap
+from .models import FirstReplicaUsesGather, Pairs, Tagger, conv_net
+from .sharing import each_transport, mlp, wrap
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,19 +33,19 @@ DEVICES: dict[str, list[int | str]] = {
     "cpu and gpu": ["cpu", 0],
 }
 LAYOUTS = [
-    pytest.param(private, devices, id=f"{'private' if private else 'near'}-{name}")
+    pytest.param(private, devices, id=f"{'private' if private else 'cuda-ipc'}-{name}")
     for private in (False, True)
     for name, devices in DEVICES.items()
 ]
 each_layout = pytest.mark.parametrize(("private", "devices"), LAYOUTS)
 
 
-def weigh(out: Tensor) -> Tensor:
-    """A loss that every entry of an output enters by another weight."""
+def weighted_loss(out: Tensor) -> Tensor:
+    """A loss that gives each entry of an output a different weight."""
     return (out.sin() * torch.linspace(0.5, 2, out.numel(), device=out.device).view_as(out)).sum()
 
 
-def assert_trains_alike(
+def assert_same_training(
     build: Callable[[], nn.Module],
     batches: Callable[[], Sequence[Tensor]],
     private: bool,
@@ -53,7 +53,7 @@ def assert_trains_alike(
     steps: int = 4,
     **options: Any,
 ) -> None:
-    """Outputs, gradients and all state over a few steps, against the plain module on the GPU."""
+    """Assert that outputs, gradients and state over a few steps equal those of the plain module on the GPU."""
     net = build().double()
     plain = copy.deepcopy(net).cuda()
     with wrap(net, devices, private, **options) as model:
@@ -65,7 +65,7 @@ def assert_trains_alike(
             torch.testing.assert_close(out.cuda(), expected, rtol=1e-9, atol=1e-9)
             for optimizer, result in ((ours, out), (theirs, expected)):
                 optimizer.zero_grad()
-                weigh(result).backward()
+                weighted_loss(result).backward()
             for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(mine.grad.cuda(), other.grad, rtol=1e-8, atol=1e-8)
             ours.step()
@@ -77,30 +77,30 @@ def assert_trains_alike(
 
 
 @each_layout
-def test_a_perceptron(private: bool, devices: Sequence[int | str]) -> None:
-    assert_trains_alike(mlp, lambda: [torch.randn(11, 6).double()], private, devices)
+def test_an_mlp(private: bool, devices: Sequence[int | str]) -> None:
+    assert_same_training(mlp, lambda: [torch.randn(11, 6).double()], private, devices)
 
 
 @each_layout
-def test_a_conv_net_with_batch_normalisation(private: bool, devices: Sequence[int | str]) -> None:
-    assert_trains_alike(conv_net, lambda: [torch.randn(7, 3, 8, 8).double().cuda()], private, devices)
+def test_a_conv_net_with_batch_normalization(private: bool, devices: Sequence[int | str]) -> None:
+    assert_same_training(conv_net, lambda: [torch.randn(7, 3, 8, 8).double().cuda()], private, devices)
 
 
 @each_layout
 def test_packed_sequences(private: bool, devices: Sequence[int | str]) -> None:
     ids, lengths = torch.randint(20, (7, 9)), torch.tensor([9, 3, 7, 1, 5, 9, 2])
-    assert_trains_alike(Tagger, lambda: [ids, lengths], private, devices, place={"lengths": "cpu"})
+    assert_same_training(Tagger, lambda: [ids, lengths], private, devices, place={"lengths": "cpu"})
 
 
 @each_layout
-def test_gathering(private: bool, devices: Sequence[int | str]) -> None:
-    assert_trains_alike(Pairs, lambda: [torch.randn(9, 6).double()], private, devices, steps=2)
+def test_all_gather_and_all_reduce(private: bool, devices: Sequence[int | str]) -> None:
+    assert_same_training(Pairs, lambda: [torch.randn(9, 6).double()], private, devices, steps=2)
 
 
-@pytest.mark.parametrize("width", [4, 4096])  # by the host, and on the device where it can be
-@each_way
-def test_what_one_replica_makes_of_all_samples(private: bool, width: int) -> None:
-    net, x = OnlyTheFirst(width).double(), torch.randn(9, 6).double()
+@pytest.mark.parametrize("width", [4, 4096])  # sent through host memory, and on the device if possible
+@each_transport
+def test_a_gathered_tensor_that_one_replica_uses(private: bool, width: int) -> None:
+    net, x = FirstReplicaUsesGather(width).double(), torch.randn(9, 6).double()
     plain = copy.deepcopy(net.layer)
     with wrap(net, [0, 0, 0], private) as model:
         for _ in range(2):
@@ -110,23 +110,23 @@ def test_what_one_replica_makes_of_all_samples(private: bool, width: int) -> Non
             expected = torch.cat([y[:3] + y.mean(0), y[3:]])
             out = model(x)
             torch.testing.assert_close(out.cpu(), expected)
-            weigh(out).backward()
-            weigh(expected).backward()
+            weighted_loss(out).backward()
+            weighted_loss(expected).backward()
             torch.testing.assert_close(net.layer.weight.grad.cpu(), plain.weight.grad)
 
 
-@each_way
-def test_on_a_stream_of_the_caller(private: bool) -> None:
+@each_transport
+def test_calls_on_a_stream_of_the_caller(private: bool) -> None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        assert_trains_alike(Pairs, lambda: [torch.randn(64, 6).double()], private, [0, 0, 0])
-        assert_trains_alike(mlp, lambda: [torch.randn(64, 6).double().cuda()], private, [0, 0])
+        assert_same_training(Pairs, lambda: [torch.randn(64, 6).double()], private, [0, 0, 0])
+        assert_same_training(mlp, lambda: [torch.randn(64, 6).double().cuda()], private, [0, 0])
     torch.cuda.synchronize()
 
 
-@each_way
-def test_arguments_that_need_a_gradient_and_outputs_elsewhere(private: bool) -> None:
+@each_transport
+def test_input_gradients_with_outputs_on_another_device(private: bool) -> None:
     net = mlp().double()
     plain = copy.deepcopy(net)
     with wrap(net, [0, 0, "cpu"], private, output_device="cpu") as model:
@@ -142,7 +142,7 @@ def test_arguments_that_need_a_gradient_and_outputs_elsewhere(private: bool) -> 
             torch.testing.assert_close(x.grad.cpu(), y.grad)
 
 
-@each_way
+@each_transport
 def test_autocast_reaches_workers(private: bool) -> None:
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).cuda()
     x = torch.randn(6, 8, device="cuda")
@@ -157,20 +157,20 @@ def test_autocast_reaches_workers(private: bool) -> None:
         assert net[0].weight.grad.dtype is torch.float32
 
 
-def test_switches_of_the_backend_reach_workers() -> None:
-    class Asks(nn.Module):
+def test_backend_flags_reach_workers() -> None:
+    class ReadsFlags(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             flags = torch.backends.cudnn.benchmark, torch.backends.cuda.math_sdp_enabled()
             return x * 0 + torch.tensor([float(flag) for flag in flags], device=x.device)
 
-    with wrap(Asks(), [0, 0]) as model, torch.backends.cudnn.flags(benchmark=True):
+    with wrap(ReadsFlags(), [0, 0]) as model, torch.backends.cudnn.flags(benchmark=True):
         assert (model(torch.zeros(4, 2, device="cuda")) == 1).all()
         torch.backends.cudnn.benchmark = False
         assert model(torch.zeros(4, 2, device="cuda")).tolist() == [[0, 1]] * 4
 
 
-@each_way
-def test_a_loss_on_the_replicas(private: bool) -> None:
+@each_transport
+def test_with_loss(private: bool) -> None:
     net = mlp().double().cuda()
     plain = copy.deepcopy(net)
     weight = torch.tensor([1.0, 2.0, 0.5, 3.0]).double().cuda()
@@ -186,8 +186,8 @@ def test_a_loss_on_the_replicas(private: bool) -> None:
             torch.testing.assert_close(mine.grad, other.grad)
 
 
-@each_way
-def test_gradients_that_are_held_back(private: bool) -> None:
+@each_transport
+def test_no_sync(private: bool) -> None:
     net = mlp().double()
     plain = copy.deepcopy(net).cuda()
     with wrap(net, [0, 0, 0], private) as model:
@@ -202,7 +202,7 @@ def test_gradients_that_are_held_back(private: bool) -> None:
 
 
 class Regions(nn.Module):
-    """Checkpointed regions of dropout on the device, scaled by a factor that is drawn on the host."""
+    """Checkpointed dropout on the device, scaled by a random factor from the CPU."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ def equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
 
 @pytest.mark.parametrize("devices", [[0, 0], [0, 0, 0], [0, "cpu"]], ids=str)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_masks_repeat_differ_are_recomputed_and_are_those_of_threads(devices: list[int | str], reentrant: bool) -> None:
+def test_dropout_masks_are_reproducible_and_equal_those_of_threads(devices: list[int | str], reentrant: bool) -> None:
     net = Regions(reentrant).double().cuda()
     x = torch.ones(4 * len(devices), 50, dtype=torch.float64, device="cuda", requires_grad=True)
     runs = []
@@ -267,7 +267,7 @@ def test_a_transformer_with_dropout_draws_what_threads_draw() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-class Holds(nn.Module):
+class HasGenerator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.generator = torch.Generator("cuda").manual_seed(4)
@@ -277,8 +277,8 @@ class Holds(nn.Module):
         return x * self.scale + torch.rand(x.shape, generator=self.generator, device=x.device)
 
 
-def test_a_generator_of_the_module_on_the_device() -> None:
-    net = Holds().cuda()
+def test_a_cuda_generator_of_the_module() -> None:
+    net = HasGenerator().cuda()
     x = torch.zeros(6, 4, device="cuda")
     with wrap(net, [0, 0, 0]) as model:
         runs = []
@@ -291,8 +291,8 @@ def test_a_generator_of_the_module_on_the_device() -> None:
         assert len({tuple(row) for row in runs[0].tolist()}) == 6
 
 
-class Remembers(nn.Module):
-    """Knows its device, and holds a tensor that nobody registered."""
+class StoresDevice(nn.Module):
+    """Stores its device and an unregistered tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,8 +303,8 @@ class Remembers(nn.Module):
         return self.layer(x) + self.shift + torch.ones(2, device=self.device)
 
 
-def test_a_remembered_device_and_plain_tensors_are_each_replicas_own() -> None:
-    net = Remembers()
+def test_stored_devices_and_plain_tensors_are_moved_to_each_replica() -> None:
+    net = StoresDevice()
     plain, x = copy.deepcopy(net), torch.randn(7, 3)
     with wrap(net, [0, "cpu"]) as model:
         net.device = torch.device("cuda", 0)
@@ -313,7 +313,7 @@ def test_a_remembered_device_and_plain_tensors_are_each_replicas_own() -> None:
         assert net.last_device == torch.device("cuda", 0)
 
 
-def test_a_collective_in_a_checkpointed_region_is_refused() -> None:
+def test_a_collective_in_a_checkpointed_region_raises() -> None:
     class Inside(nn.Module):
         def __init__(self) -> None:
             super().__init__()

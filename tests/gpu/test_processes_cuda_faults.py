@@ -1,4 +1,4 @@
-"""Replicas in worker processes on CUDA that die, have no memory, or share too much: exactly again, or a clear error."""
+"""Faults of worker processes on CUDA: killed workers, no memory, and device memory that cannot be shared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from instep.runtime.process_role import inside_worker
 
 from ..all_features import Net
 from ..system_usage import assert_gone
-from .sharing import each_way, mlp, pids, wrap
+from .sharing import each_transport, mlp, pids, wrap
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,8 +59,8 @@ def train(phases: Sequence[str], private: bool) -> Net:
 
 
 @pytest.mark.timeout(240)
-@each_way
-def test_kills_do_not_change_a_single_bit(private: bool) -> None:
+@each_transport
+def test_killed_workers_do_not_change_the_results(private: bool) -> None:
     phases = ["none", "forward", "between", "backward", "idle", "none"]
     undisturbed = train(["none"] * len(phases), private)
     disturbed = train(phases, private)
@@ -80,7 +80,7 @@ while True:
 """
 
 
-def test_a_parent_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+def test_a_killed_parent_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -94,8 +94,8 @@ def test_a_parent_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     assert_gone(pid, before, tmp_path)
 
 
-class Greedy(nn.Module):
-    """Wants more memory than there is, in a worker, at a certain value of a sample."""
+class RunsOutOfMemory(nn.Module):
+    """Runs out of memory in a worker if a sample has an extreme value, in forward or in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Greedy(nn.Module):
         return y
 
 
-class Unlucky(nn.Module):
+class FailsInWorker(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3)
@@ -122,9 +122,9 @@ class Unlucky(nn.Module):
 
 
 @pytest.mark.parametrize("value", [200.0, -200.0], ids=["forward", "backward"])
-@each_way
-def test_no_memory_in_a_worker_is_said_and_the_next_call_works(private: bool, value: float) -> None:
-    net = Greedy()
+@each_transport
+def test_out_of_memory_in_a_worker_raises_and_the_next_call_works(private: bool, value: float) -> None:
+    net = RunsOutOfMemory()
     with wrap(net, [0, 0], private, hooks="per_replica") as model:
         x = torch.randn(6, 4, device="cuda")
         before = pids(model)
@@ -140,7 +140,7 @@ def test_no_memory_in_a_worker_is_said_and_the_next_call_works(private: bool, va
 
 
 def test_an_exception_keeps_its_type() -> None:
-    net = Unlucky()
+    net = FailsInWorker()
     with wrap(net, [0, 0]) as model:
         x = torch.randn(6, 4, device="cuda")
         model(x)
@@ -151,8 +151,8 @@ def test_an_exception_keeps_its_type() -> None:
         torch.testing.assert_close(model(x), net(x))
 
 
-class Weighs(nn.Module):
-    """Also says how much memory torch has taken in the process that it runs in."""
+class ReportsMemory(nn.Module):
+    """Also returns the memory that torch has reserved in its process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,21 +162,21 @@ class Weighs(nn.Module):
         return self.net(x), [torch.cuda.memory_reserved()] * len(x)
 
 
-@each_way
-def test_memory_of_the_device_does_not_grow(private: bool) -> None:
-    net = Weighs().cuda()
+@each_transport
+def test_device_memory_does_not_grow(private: bool) -> None:
+    net = ReportsMemory().cuda()
     with wrap(net, [0, 0, 0], private) as model:
         seen = []
         for step in range(30):
             net.zero_grad()
-            out, taken = model(torch.randn(64, 6))
+            out, reserved = model(torch.randn(64, 6))
             out.square().sum().backward()
             if step in (9, 29):
-                seen.append(sorted(set(taken)))
+                seen.append(sorted(set(reserved)))
         assert all(later - before < 2**23 for before, later in zip(*seen, strict=True))
 
 
-def test_how_tensors_cross_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repr_and_explain_show_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = nn.Linear(4, 3).cuda(), torch.randn(5, 4)
     with wrap(net, [0, 0, "cpu"]) as model:
         model(x)
@@ -196,7 +196,7 @@ def test_how_tensors_cross_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "device memory cannot be shared here (not in this container)" in repr(model)
 
 
-def test_memory_that_cannot_be_opened_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fallback_if_shared_device_memory_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = mlp().cuda(), torch.randn(5, 6)
     with wrap(net, [0, 0]) as model:
         model(x)
@@ -211,11 +211,11 @@ def test_memory_that_cannot_be_opened_after_all(monkeypatch: pytest.MonkeyPatch)
     instep.shutdown()
 
 
-def test_weights_are_moved_once_and_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the optimizer writes needs no sending; other memory is announced to the worker."""
+def test_weights_are_moved_to_shared_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In-place updates are not sent. If a weight gets other memory, the worker is notified."""
 
     def fail(*_: Any) -> None:
-        raise AssertionError("the module was sent by host memory")
+        raise AssertionError("the module was sent through host memory")
 
     net = mlp().double().cuda()
     before = net[0].weight.data_ptr()
@@ -236,23 +236,23 @@ def test_weights_are_moved_once_and_followed(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(net(x), copy.deepcopy(net)(x))
 
 
-def test_memory_of_the_device_goes_with_the_module() -> None:
-    def held() -> int:
+def test_device_memory_is_freed_with_the_module() -> None:
+    def shared_bytes() -> int:
         gc.collect()
         return sum(m.nbytes for m in gc.get_objects() if isinstance(m, DeviceMemory) and m.nbytes >= 2**26)
 
-    before = held()
+    before = shared_bytes()
     net = nn.Linear(4096, 4096).cuda()
     with wrap(net, [0, 0]) as model:
         model(torch.randn(4, 4096)).sum().backward()
-        assert held() - before >= 2 * 2**26  # the weights, and a slot for their gradients
+        assert shared_bytes() - before >= 2 * 2**26  # the weights, and a slot for their gradients
     del net, model
     with wrap(nn.Linear(4, 3), [0, 0]) as other:
         other(torch.randn(4, 4))
-    assert held() == before
+    assert shared_bytes() == before
 
 
-def test_large_tensors_pass_the_ring() -> None:
+def test_tensors_larger_than_the_ring_buffer() -> None:
     class Big(nn.Module):
         def __init__(self) -> None:
             super().__init__()

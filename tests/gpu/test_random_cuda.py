@@ -1,4 +1,4 @@
-"""Random streams of replicas on CUDA."""
+"""Random number streams of replicas on CUDA."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYOUTS = [
 
 
 class Regions(nn.Module):
-    """Checkpointed regions of dropout on the device, scaled by a factor that is drawn on the host."""
+    """Checkpointed dropout on the device, scaled by a random factor from the CPU."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
 @pytest.mark.filterwarnings("ignore:forward draws on the CPU:UserWarning")  # read below
 @pytest.mark.parametrize(("engine", "devices"), LAYOUTS)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_masks_repeat_differ_and_are_recomputed(engine: str, devices: list[int | str], reentrant: bool) -> None:
+def test_dropout_masks_are_reproducible_and_recomputed(engine: str, devices: list[int | str], reentrant: bool) -> None:
     net = Regions(reentrant).double().cuda()
     size = 4 * len(devices)
     x = torch.ones(size, 50, dtype=torch.float64, device="cuda", requires_grad=True)
@@ -75,8 +75,8 @@ def test_masks_repeat_differ_and_are_recomputed(engine: str, devices: list[int |
         assert not equal(runs[0][1], states())
 
 
-def test_one_backward_for_both_kinds_of_devices_is_the_modules_own() -> None:
-    """Both would set the one generator of the CPU at the same time."""
+def test_cpu_random_numbers_in_a_checkpoint_run_on_one_device() -> None:
+    """One backward over a GPU and the CPU would set the CPU generator on two threads at once."""
     net = Regions(False).double().cuda()
     x = torch.ones(8, 50, dtype=torch.float64, device="cuda")
     torch.manual_seed(3)
@@ -90,7 +90,7 @@ def test_one_backward_for_both_kinds_of_devices_is_the_modules_own() -> None:
         assert equal(states(), after)
 
 
-def test_the_caller_moves_the_same_for_any_count_and_not_without_draws() -> None:
+def test_the_callers_rng_advances_equally_for_any_replica_count() -> None:
     net = nn.Dropout().cuda()
     x = torch.ones(12, 20, device="cuda")
     seen = []
@@ -109,7 +109,7 @@ def test_the_caller_moves_the_same_for_any_count_and_not_without_draws() -> None
     assert all(equal(state, seen[0]) for state in seen)
 
 
-class Holds(nn.Module):
+class HasGenerator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.generator = torch.Generator("cuda").manual_seed(4)
@@ -120,8 +120,8 @@ class Holds(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads"])
-def test_a_generator_of_the_module_on_the_device(engine: str) -> None:
-    net = Holds().cuda()
+def test_a_cuda_generator_of_the_module(engine: str) -> None:
+    net = HasGenerator().cuda()
     x = torch.zeros(6, 4, device="cuda")
     with instep.DataParallel(net, [0, 0, 0], engine=engine) as model:
         runs = []
