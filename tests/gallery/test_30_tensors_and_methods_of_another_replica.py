@@ -65,7 +65,7 @@ def test_a_stored_device_is_the_replicas() -> None:
     """The meta device stands for a second device."""
     net: Any = Net()
     net.device, net.other = torch.device("cpu"), torch.device("cuda", 3)
-    on_meta = Replica(1, net, torch.device("meta"), ParameterSharing.COPY, home=torch.device("cpu"))
+    on_meta = Replica(1, net, torch.device("meta"), ParameterSharing.COPY, source_device=torch.device("cpu"))
     replica: Any = on_meta.module
     assert (replica.device, replica.other) == (torch.device("meta"), torch.device("cuda", 3))
     assert {t.device.type for t in (replica.shift, replica.table["scale"], replica.layer.weight)} == {"meta"}
