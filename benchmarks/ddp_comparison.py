@@ -1,7 +1,7 @@
-"""Replicas of instep against DistributedDataParallel with Gloo and two processes, on the CPU.
+"""Compares instep with DistributedDataParallel on two Gloo processes, on the CPU.
 
-Both sides see the same global batch and have one compute thread a replica. One process of the DDP pair also runs
-instep, in turns with it, so that both meet the same state of the machine; the table gives medians over all rounds.
+Both train on the same global batch with one compute thread per replica. Rank 0 of DDP also runs instep, alternating
+with DDP, so that both see the same load of the machine. The table shows medians over all rounds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import NamedTuple
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # some of torch's kernels for Arm look at nothing else
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # some of torch's Arm kernels ignore torch.set_num_threads
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ import instep
 
 
 class Attention(nn.Module):
-    """A four-layer transformer encoder that reads 64 tokens and says one of 32 classes."""
+    """A four-layer transformer encoder that classifies 64 tokens into 32 classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def conv_net() -> nn.Module:
 
 
 def lenet() -> nn.Module:
-    """LeNet-5 for colour images, with ReLU."""
+    """LeNet-5 for color images, with ReLU."""
     return nn.Sequential(
         nn.Conv2d(3, 6, 5),
         nn.ReLU(),
@@ -71,7 +71,7 @@ def lenet() -> nn.Module:
 
 
 def deeper_conv_net() -> nn.Module:
-    """Three convolutions and two dense layers, as introductions train them on small colour images."""
+    """Three convolutions and two dense layers, as in tutorials on small color images."""
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1),
         nn.ReLU(),
@@ -93,7 +93,7 @@ def mlp(width: int) -> nn.Module:
 
 
 class Case(NamedTuple):
-    """A model, and a batch for it; with the loss computed on the replicas or not."""
+    """A model and its batch. `with_loss`: compute the loss on the replicas."""
 
     make: Callable[[], nn.Module]
     sample: Callable[[], Tensor]
@@ -132,25 +132,26 @@ def seconds(work: Callable[[], None], count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-class Found(NamedTuple):
-    """What a comparison came to."""
+class Timings(NamedTuple):
+    """The results of one comparison."""
 
     ours: list[float]
-    """Seconds a step, round by round."""
+    """Seconds per step of instep, one entry per round."""
     theirs: list[float]
+    """Seconds per step of DDP, one entry per round."""
     moved: str
-    """Of instep with a worker process: the bytes that a step moves between processes, and the fewest possible."""
+    """With engine="processes": the megabytes that a step sends between processes, and the minimum."""
 
 
 def bytes_moved(model: instep.DataParallel, work: Callable[[], None], x: Tensor, y: Tensor, with_loss: bool) -> str:
-    """The megabytes that a step moves to and from the worker, with the fewest that could be.
+    """The megabytes that a step sends to and from the worker, and the minimum.
 
-    Those are half of the batch, its part of the output and the gradient of that, and every weight's gradient once.
+    The minimum is half of the batch, the worker's part of the output and its gradient, and each weight's gradient once.
     """
     connection = model._instep_engine._pool.get(1).connection
     before = connection.bytes_transferred
     work()
-    weights = sum(p.nbytes for p in model.parameters())  # their gradients lie in memory that both processes map
+    weights = sum(p.nbytes for p in model.parameters())  # their gradients are in shared memory
     moved = connection.bytes_transferred - before + weights
     with torch.no_grad():
         output = model(x, y) if with_loss else model(x)
@@ -159,14 +160,14 @@ def bytes_moved(model: instep.DataParallel, work: Callable[[], None], x: Tensor,
     return f"{moved / 1e6:>10.3f}{(batch // 2 + 2 * result + weights) / 1e6:>10.3f}"
 
 
-def compare(rank: int, case: Case, engine: str, rounds: int, steps: int) -> Found:
-    """Both sides in turns; rank 1 only takes part in DDP."""
+def compare(rank: int, case: Case, engine: str, rounds: int, steps: int) -> Timings:
+    """Run instep and DDP alternately. Rank 1 runs only DDP."""
     torch.manual_seed(0)
     x, y = case.sample(), torch.randint(32, (len(case.sample()),))
     half = len(x) // 2
     ddp = nn.parallel.DistributedDataParallel(case.make())
     ddp_optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
-    mine = slice(rank * half, (rank + 1) * half)
+    shard = slice(rank * half, (rank + 1) * half)
     torch.set_num_threads(1)
     ours, theirs, moved = [], [], ""
     net = instep.with_loss(case.make(), nn.CrossEntropyLoss()) if case.with_loss else case.make()
@@ -175,24 +176,24 @@ def compare(rank: int, case: Case, engine: str, rounds: int, steps: int) -> Foun
         loss = None if model is None else model if case.with_loss else loss_of(model)
         for turn in range(rounds + 1):
             dist.barrier()
-            took = seconds(lambda: step(loss_of(ddp), ddp_optimizer, x[mine], y[mine]), steps)
+            ddp_seconds = seconds(lambda: step(loss_of(ddp), ddp_optimizer, x[shard], y[shard]), steps)
             dist.barrier()
             if loss is not None:
-                spent = seconds(lambda: step(loss, optimizer, x, y), steps)
-                if turn:  # the first round warms both up
-                    theirs.append(took)
-                    ours.append(spent)
+                instep_seconds = seconds(lambda: step(loss, optimizer, x, y), steps)
+                if turn:  # the first round is a warm-up
+                    theirs.append(ddp_seconds)
+                    ours.append(instep_seconds)
         if loss is not None and engine == "processes":
             moved = bytes_moved(model, lambda: step(loss, optimizer, x, y), x, y, case.with_loss)
-    return Found(ours, theirs, moved)
+    return Timings(ours, theirs, moved)
 
 
 def work(rank: int, folder: str, cases: Mapping[str, Case], engine: str, rounds: int, steps: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     if rank == 0:
-        bytes_of = f"{'MB moved':>10}{'fewest':>10}" if engine == "processes" else ""
-        print(f"{'':28}{'instep':>12}{'DDP':>12}{'instep / DDP':>14}{'DDP / instep':>14}{bytes_of}")
+        bytes_columns = f"{'MB moved':>10}{'fewest':>10}" if engine == "processes" else ""
+        print(f"{'':28}{'instep':>12}{'DDP':>12}{'instep / DDP':>14}{'DDP / instep':>14}{bytes_columns}")
     for name, case in cases.items():
         ours, theirs, moved = compare(rank, case, engine, rounds, steps)
         if rank == 0:
@@ -204,11 +205,11 @@ def work(rank: int, folder: str, cases: Mapping[str, Case], engine: str, rounds:
 
 
 def main(cases: Mapping[str, Case], engine: str, rounds: int) -> None:
-    """Compare all cases; the numbers of rounds and of steps in each may be given on the command line."""
+    """Compare all cases. `--rounds`, `--steps` and `--only` can be given on the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--only", default="", help="a part of the names of the cases to run")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this text")
     arguments = parser.parse_args()
     cases = {name: case for name, case in cases.items() if arguments.only in name}
     with tempfile.TemporaryDirectory() as folder:

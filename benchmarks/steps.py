@@ -1,4 +1,4 @@
-"""A step of training, timed: its forward and its backward, each to the end of what it has queued on a device."""
+"""Times a training step. Each measurement ends when the device has finished all queued work."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def one_step(model: Callable[[Tensor], Tensor], x: Tensor) -> tuple[float, float]:
-    """Seconds of a forward and of its backward."""
-    wait(x.device)
+    """Seconds of a forward and of a backward."""
+    synchronize(x.device)
     start = time.perf_counter()
     output = model(x).sum()
-    wait(x.device)
+    synchronize(x.device)
     middle = time.perf_counter()
     output.backward()
-    wait(x.device)
+    synchronize(x.device)
     return middle - start, time.perf_counter() - middle

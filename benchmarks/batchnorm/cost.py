@@ -1,6 +1,6 @@
-"""What a layer of batch normalisation costs in a step, on the plain module and on two replicas of each engine.
+"""The cost of a batch normalization layer in a step: the plain module and two replicas of each engine.
 
-Sides run in turns in one process; every number is a median over rounds, of a network with many such layers.
+The network has many such layers. All sides run alternately in one process. Every number is a median over rounds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--layers", type=int, default=20)
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore")  # what sync_batchnorm=False says
+    warnings.simplefilter("ignore")  # sync_batchnorm=False warns
     torch.set_num_threads(1)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {device}, {arguments.layers} layers\n")
@@ -51,19 +51,19 @@ def main() -> None:
                 options = {"engine": engine, "sync_batchnorm": synced}
                 model = stack.enter_context(instep.DataParallel(net, [device] * 2, **options))
                 sides[engine if synced else f"{engine}, each shard"] = model
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         for turn in range(arguments.rounds + 10):
             for name, model in sides.items():
-                spent = one_step(model, x)
-                if turn >= 10:  # the first ones warm up
-                    taken[name].append(spent)
-    print(f"{'':24}{'forward':>10}{'backward':>10}{'more a layer':>14}")
+                elapsed = one_step(model, x)
+                if turn >= 10:  # warm-up
+                    times[name].append(elapsed)
+    print(f"{'':24}{'forward':>10}{'backward':>10}{'extra/layer':>14}")
     plain = 0.0
-    for name, spent in taken.items():
-        forward, backward = (statistics.median(column) * 1e3 for column in zip(*spent, strict=True))
+    for name, steps in times.items():
+        forward, backward = (statistics.median(column) * 1e3 for column in zip(*steps, strict=True))
         plain = plain or forward + backward
-        more = (forward + backward - plain) / arguments.layers
-        print(f"{name:24}{forward:>7.1f} ms{backward:>7.1f} ms{more:>11.2f} ms")
+        extra = (forward + backward - plain) / arguments.layers
+        print(f"{name:24}{forward:>7.1f} ms{backward:>7.1f} ms{extra:>11.2f} ms")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two replica threads against DistributedDataParallel with Gloo and two processes."""
+"""Compares two replica threads with DistributedDataParallel on two Gloo processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from beside_ddp import Attention, Case, conv_net, images, main, mlp, rows, tokens
+from ddp_comparison import Attention, Case, conv_net, images, main, mlp, rows, tokens
 
 CASES = {
     "transformer, 4 layers": Case(Attention, tokens),

@@ -1,6 +1,6 @@
-"""What instep itself costs: one replica against the bare module, the structure layer, and looking for changes.
+"""The overhead of instep: one replica against the bare module, the structure layer, and the detection of changes.
 
-Both sides of a ratio run in turns in one process; every number is a median over rounds.
+Both sides of a ratio run alternately in one process. Every number is a median over rounds.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def seconds(work: Callable[[], Any], count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-def in_turns(sides: list[Callable[[], Any]], rounds: int, count: int) -> list[list[float]]:
-    """Seconds of each side, round by round, first the one side and then the other; the first round warms up."""
-    taken: list[list[float]] = [[] for _ in sides]
+def alternate(sides: list[Callable[[], Any]], rounds: int, count: int) -> list[list[float]]:
+    """Seconds of each side per round, in alternating order. The first round is a warm-up."""
+    results: list[list[float]] = [[] for _ in sides]
     for turn in range(rounds + 1):
-        pairs = list(zip(sides, taken, strict=True))
+        pairs = list(zip(sides, results, strict=True))
         for side, times in pairs if turn % 2 else reversed(pairs):
-            spent = seconds(side, count)
+            elapsed = seconds(side, count)
             if turn:
-                times.append(spent)
-    return taken
+                times.append(elapsed)
+    return results
 
 
 def one_replica(rounds: int) -> None:
-    """A training step of an encoder layer, bare and through a wrapper with one device."""
+    """A training step of an encoder layer, without and with a wrapper on one device."""
     bare = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
     wrapped = instep.DataParallel(bare, ["cpu"])
     x = torch.randn(8, 16, 64)
@@ -51,10 +51,10 @@ def one_replica(rounds: int) -> None:
         model.zero_grad()
         model(x).sum().backward()
 
-    ours, theirs = in_turns([lambda: step(wrapped), lambda: step(bare)], rounds * 8, 10)
+    ours, theirs = alternate([lambda: step(wrapped), lambda: step(bare)], rounds * 8, 10)
     ratio = statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
     print(
-        f"one replica / bare module        {ratio:8.3f}        ({statistics.median(theirs) * 1e6:.0f} us a bare step)"
+        f"one replica / bare module        {ratio:8.3f}        ({statistics.median(theirs) * 1e6:.0f} us per bare step)"
     )
 
 
@@ -68,11 +68,11 @@ def nested_batch() -> dict[str, Any]:
 
 
 def structure_layer(rounds: int) -> None:
-    """Plan, split and merge of a nested batch for two replicas, the plan being warm."""
+    """Plan, split and merge a nested batch for two replicas, with a cached plan."""
     batch = nested_batch()
     planner, merger = Planner(2), Merger.from_options()
 
-    def there_and_back() -> Any:
+    def split_and_merge() -> Any:
         plan = planner.plan(("batch",), (batch,))
         parts = apply_plan(plan, (batch,))
         return merger.merge([part[0] for part in parts], plan.sizes)
@@ -83,9 +83,9 @@ def structure_layer(rounds: int) -> None:
         for tensor in tensors:
             torch.cat(tensor.split_with_sizes([4, 4]))
 
-    taken, floor = in_turns([there_and_back, torch_alone], rounds * 5, 20)
-    print(f"plan, split, merge, 20 leaves    {statistics.median(taken) * 1e6:8.0f} us      ", end="")
-    print(f"(best {min(taken) * 1e6:.0f}; torch's own operations {statistics.median(floor) * 1e6:.0f})")
+    times, floor = alternate([split_and_merge, torch_alone], rounds * 5, 20)
+    print(f"plan, split, merge, 20 leaves    {statistics.median(times) * 1e6:8.0f} us      ", end="")
+    print(f"(best {min(times) * 1e6:.0f}; torch's own operations {statistics.median(floor) * 1e6:.0f})")
 
 
 class Block(nn.Module):
@@ -99,28 +99,28 @@ class Block(nn.Module):
         return x
 
 
-def looking(rounds: int, replicas: int, blocks: int) -> None:
-    """What is asked at every call: has anything changed on the source, or on a replica since its forward."""
+def change_detection(rounds: int, replicas: int, blocks: int) -> None:
+    """The checks of every call: changes of the source module, and changes of the replicas by forward."""
     net = nn.Sequential(*[Block() for _ in range(blocks)])
     modules = len(list(net.modules()))
-    crew = ReplicaSet(net, [torch.device("cpu")] * replicas)
-    crew.sync()
+    replica_set = ReplicaSet(net, [torch.device("cpu")] * replicas)
+    replica_set.sync()
 
-    def look() -> None:
-        crew.source_changes()
-        for replica in crew.replicas:
+    def check() -> None:
+        replica_set.source_changes()
+        for replica in replica_set.replicas:
             replica.changes()
 
     def call() -> None:
-        crew.sync()
-        for replica in crew.replicas:
+        replica_set.sync()
+        for replica in replica_set.replicas:
             replica.changes()
-        crew.written_parameters()
+        replica_set.written_parameters()
 
-    looks, calls = in_turns([look, call], rounds, 50)
-    each = [statistics.median(taken) / modules / replicas * 1e6 for taken in (looks, calls)]
-    print(f"looking, {modules:5} modules x {replicas}       {each[0]:8.2f} us      a module and replica", end="")
-    print(f" ({each[1]:.2f} with the watch on writes)")
+    checks, calls = alternate([check, call], rounds, 50)
+    each = [statistics.median(times) / modules / replicas * 1e6 for times in (checks, calls)]
+    print(f"changes, {modules:5} modules x {replicas}       {each[0]:8.2f} us      per module and replica", end="")
+    print(f" ({each[1]:.2f} with write detection)")
 
 
 if __name__ == "__main__":
@@ -130,5 +130,5 @@ if __name__ == "__main__":
     one_replica(rounds)
     structure_layer(rounds)
     for replicas in (2, 4):
-        looking(rounds, replicas, 13)
-        looking(rounds, replicas, 91)
+        change_detection(rounds, replicas, 13)
+        change_detection(rounds, replicas, 91)

@@ -1,7 +1,7 @@
-"""What the probe costs: the first call with and without it, and every later call.
+"""The cost of the probe: the first call and later calls, with and without it.
 
-Each first call is made by a new wrapper around a new module; both sides run in turns in one process, and every number
-is a median over rounds.
+Each first call uses a new wrapper around a new module. Both sides run alternately in one process. Every number is a
+median over rounds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Conv(nn.Module):
 
 
 class Language(nn.Module):
-    """A transformer whose loss is a mean over the tokens that are not padding."""
+    """A transformer whose loss is a mean over tokens without padding."""
 
     def __init__(self, width: int = 128, layers: int = 4, words: int = 500) -> None:
         super().__init__()
@@ -82,35 +82,35 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def first_and_later(make: Callable[[], Any], probe: bool, calls: int) -> tuple[float, float]:
-    """The first call of a new wrapper, and the median of those that follow."""
+    """Seconds of the first call of a new wrapper, and the median of later calls."""
     net, batch = make()
-    # Without the probe the scalar losses need a rule; which one does not matter for the time.
+    # Without the probe, scalar losses need a rule. Any rule will do here.
     merge = "auto" if probe else RULES[make.__name__] or "auto"
     with instep.DataParallel(net, ["cpu"] * 2, probe=probe, merge=merge) as model, torch.no_grad():
         first = seconds(lambda: model(*batch))
-        for _ in range(20):  # later trials, where something was left open
+        for _ in range(20):  # later trials, if the first one left verdicts undetermined
             model(*batch)
         later = statistics.median(seconds(lambda: model(*batch)) for _ in range(calls))
     return first, later
 
 
-def one_lookup(make: Callable[[], Any], rounds: int) -> float:
-    """What a later call does for the probe alone."""
+def probe_seconds(make: Callable[[], Any], rounds: int) -> float:
+    """Seconds that a later call spends in the probe."""
     net, batch = make()
     with instep.DataParallel(net, ["cpu"] * 2) as model:
         for _ in range(20):
             model(*batch)
-        known = model._instep_runner.binding("forward")
-        names, values = known.bind(batch, {})
-        plan = known.planner.plan(names, values)
+        binding = model._instep_runner.binding("forward")
+        names, values = binding.bind(batch, {})
+        plan = binding.planner.plan(names, values)
         call = TrialCall(net, torch.device("cpu"), plan, values, len(batch), lambda shard: shard)
         count = 500
 
-        def look() -> None:
+        def prepare() -> None:
             for _ in range(count):
-                known.probe.prepare(call, 0)
+                binding.probe.prepare(call, 0)
 
-        return statistics.median(seconds(look) / count for _ in range(rounds))
+        return statistics.median(seconds(prepare) / count for _ in range(rounds))
 
 
 def main() -> None:
@@ -122,16 +122,16 @@ def main() -> None:
     print(f"{'':26}{'first call':>26}{'later calls':>26}")
     print(f"{'':26}{'with':>13}{'without':>13}{'with':>13}{'without':>13}")
     for name, make in MODELS.items():
-        taken: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+        results: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
         for turn in range(options.rounds + 1):
             for probe in (True, False) if turn % 2 else (False, True):
                 times = first_and_later(make, probe, options.calls)
                 if turn:
-                    taken[probe].append(times)
-        cells = [statistics.median(t[i] for t in taken[probe]) * 1e3 for i in (0, 1) for probe in (True, False)]
+                    results[probe].append(times)
+        cells = [statistics.median(t[i] for t in results[probe]) * 1e3 for i in (0, 1) for probe in (True, False)]
         print(f"{name:26}" + "".join(f"{cell:10.2f} ms" for cell in cells))
-    print(f"the probe's part of a later call: {one_lookup(mlp, options.rounds) * 1e6:8.2f} us")
-    print(f"where labels fit in two ways:     {one_lookup(language, options.rounds) * 1e6:8.2f} us")
+    print(f"probe in a later call:             {probe_seconds(mlp, options.rounds) * 1e6:8.2f} us")
+    print(f"with two possible label counts:   {probe_seconds(language, options.rounds) * 1e6:8.2f} us")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One worker process beside this one against DistributedDataParallel with Gloo and two processes."""
+"""Compares two replicas of engine="processes" with DistributedDataParallel on two Gloo processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from beside_ddp import Attention, Case, conv_net, deeper_conv_net, images, lenet, main, mlp, rows, tokens
+from ddp_comparison import Attention, Case, conv_net, deeper_conv_net, images, lenet, main, mlp, rows, tokens
 
 CASES = {
     "MLP, width 4096, batch 32": Case(partial(mlp, 4096), partial(rows, 32, 4096)),

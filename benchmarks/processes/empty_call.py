@@ -1,4 +1,4 @@
-"""What a call of an almost empty module costs on worker processes and on threads, in turns in one process."""
+"""The cost of a call of an almost empty module on worker processes and on threads, measured alternately."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENGINES = "threads", "processes"
 
 
 def one_call(model: Callable[[Tensor], Tensor], x: Tensor) -> tuple[float, float]:
-    """Seconds of a forward and of its backward."""
+    """Seconds of a forward and of a backward."""
     start = time.perf_counter()
     output = model(x)
     middle = time.perf_counter()
@@ -31,15 +31,15 @@ def main() -> None:
     torch.set_num_threads(1)
     x = torch.randn(8, 4)
     models = {name: instep.DataParallel(nn.Linear(4, 4), ["cpu"] * 2, engine=name) for name in ENGINES}
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ENGINES}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ENGINES}
     for turn in range(arguments.rounds + 20):
         for name, model in models.items():
-            spent = one_call(model, x)
-            if turn >= 20:  # the first ones warm both up
-                taken[name].append(spent)
+            elapsed = one_call(model, x)
+            if turn >= 20:  # warm-up
+                times[name].append(elapsed)
     print(f"{'':12}{'forward':>10}{'backward':>10}")
-    for name, spent in taken.items():
-        forward, backward = (statistics.median(column) * 1e3 for column in zip(*spent, strict=True))
+    for name, calls in times.items():
+        forward, backward = (statistics.median(column) * 1e3 for column in zip(*calls, strict=True))
         print(f"{name:12}{forward:>7.2f} ms{backward:>7.2f} ms")
     for model in models.values():
         model.close()

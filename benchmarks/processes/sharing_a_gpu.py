@@ -1,4 +1,4 @@
-"""Replicas that share one GPU: the plain module, threads, and worker processes by CUDA IPC and by host memory."""
+"""Replicas that share one GPU: the plain module, threads, and worker processes with CUDA IPC and with host memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASES = {
 
 
 class Side:
-    """One way to run a step, and how long it took."""
+    """One way to run a step, and its times in milliseconds."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -74,4 +74,4 @@ if __name__ == "__main__":
     if torch.cuda.is_available():
         main()
     else:
-        print("this one needs a CUDA device")
+        print("this benchmark needs a CUDA device")

@@ -1,6 +1,6 @@
-"""What streams of their own cost replica threads on the CPU, and what they save a module that draws.
+"""The cost of one random stream per replica thread on the CPU, and the time it saves for a module with dropout.
 
-Sides run in turns in one process; every number is a median over rounds.
+All sides run alternately in one process. Every number is a median over rounds.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from instep.runtime.rng import CallerRng, ReplicaRng, supports_thread_streams
 HOST = torch.device("cpu")
 
 
-def in_turns(sides: list[Callable[[], float]], rounds: int) -> list[float]:
-    """The median of each side; the first round warms up."""
-    taken: list[list[float]] = [[] for _ in sides]
+def alternate(sides: list[Callable[[], float]], rounds: int) -> list[float]:
+    """The median time of each side. The first round is a warm-up."""
+    results: list[list[float]] = [[] for _ in sides]
     for turn in range(rounds + 1):
-        pairs = list(zip(sides, taken, strict=True))
+        pairs = list(zip(sides, results, strict=True))
         for side, times in pairs if turn % 2 else reversed(pairs):
-            spent = side()
+            elapsed = side()
             if turn:
-                times.append(spent)
-    return [statistics.median(times) for times in taken]
+                times.append(elapsed)
+    return [statistics.median(times) for times in results]
 
 
-def timed(around: Callable[[], AbstractContextManager[Any]], work: Callable[[], Any], count: int) -> float:
-    with around():
+def timed(context: Callable[[], AbstractContextManager[Any]], work: Callable[[], Any], count: int) -> float:
+    with context():
         start = time.perf_counter()
         for _ in range(count):
             work()
@@ -43,7 +43,7 @@ def timed(around: Callable[[], AbstractContextManager[Any]], work: Callable[[], 
 
 
 def operations(rounds: int) -> None:
-    """One operation in the caller's own way, and as a replica's thread does it."""
+    """Single operations with the default generator, and with the stream of a replica thread."""
     small, square = torch.zeros(16), torch.randn(64, 64)
     streams = ReplicaRng(CallerRng([HOST, HOST]), [[], []], per_thread=True, serialized=False)
     works: dict[str, Callable[[], Any]] = {
@@ -54,9 +54,9 @@ def operations(rounds: int) -> None:
         "add, 16 numbers": lambda: torch.add(small, 1.0),
         "matmul, 64 x 64": lambda: torch.mm(square, square),
     }
-    print(f"{'operation':24}{'plain':>10}{'stream':>10}{'more':>10}")
+    print(f"{'operation':24}{'plain':>10}{'stream':>10}{'extra':>10}")
     for name, work in works.items():
-        plain, ours = in_turns(
+        plain, ours = alternate(
             [
                 lambda w=work: timed(nullcontext, w, 2000),
                 lambda w=work: timed(lambda: streams.backward_context(0), w, 2000),
@@ -72,11 +72,11 @@ def encoder(dropout: float) -> nn.Module:
 
 
 def steps(rounds: int) -> None:
-    """A training step of a transformer with dropout on two threads: side by side with streams, and in turn."""
+    """A training step of a transformer with dropout on two replicas: concurrent with streams, and serialized."""
     x = torch.randn(16, 64, 128)
-    side_by_side = instep.DataParallel(encoder(0.1), ["cpu"] * 2, engine="threads")
-    in_turn = instep.DataParallel(encoder(0.1), ["cpu"] * 2, engine="threads")
-    in_turn._instep_runner.serialization.serialize = True
+    concurrent = instep.DataParallel(encoder(0.1), ["cpu"] * 2, engine="threads")
+    serialized = instep.DataParallel(encoder(0.1), ["cpu"] * 2, engine="threads")
+    serialized._instep_runner.serialization.serialize = True
     without = instep.DataParallel(encoder(0.0), ["cpu"] * 2, engine="threads")
 
     def step(model: nn.Module) -> float:
@@ -85,13 +85,13 @@ def steps(rounds: int) -> None:
         model(x).square().mean().backward()
         return time.perf_counter() - start
 
-    models = {"in turn": in_turn, "streams": side_by_side, "no dropout": without}
-    taken = in_turns([lambda m=model: step(m) for model in models.values()], rounds)  # type: ignore[misc]
-    base = taken[0]
-    print(f"\n{'a step of 4 layers':24}{'time':>12}{'in turn / this':>18}")
-    for name, spent in zip(models, taken, strict=True):
-        print(f"{name:24}{spent * 1e3:9.2f} ms{base / spent:18.2f}")
-    for model in (side_by_side, in_turn, without):
+    models = {"serialized": serialized, "streams": concurrent, "no dropout": without}
+    times = alternate([lambda m=model: step(m) for model in models.values()], rounds)  # type: ignore[misc]
+    base = times[0]
+    print(f"\n{'a step of 4 layers':24}{'time':>12}{'serialized / this':>18}")
+    for name, elapsed in zip(models, times, strict=True):
+        print(f"{name:24}{elapsed * 1e3:9.2f} ms{base / elapsed:18.2f}")
+    for model in (concurrent, serialized, without):
         model.close()
 
 

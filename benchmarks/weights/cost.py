@@ -1,6 +1,6 @@
-"""What each weight of a module costs in a step, beside what it costs the plain module, on replicas of each engine.
+"""The extra cost of each parameter in a step, on replicas of each engine compared with the plain module.
 
-Layers are tiny, so that nothing but their number counts. Sides run in turns in one process; medians over rounds.
+Layers are tiny, so that only their number matters. All sides run alternately in one process. Medians over rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     count = arguments.replicas
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {count} replicas on {device}\n")
     x = torch.randn(2 * count, 4, device=device)
-    taken: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    times: dict[tuple[str, int], list[tuple[float, float]]] = {}
     with ExitStack() as stack:
         sides: dict[tuple[str, int], tuple[Callable[[Tensor], Tensor], nn.Module]] = {}
         for layers in (2, 100):
@@ -50,21 +50,21 @@ def main() -> None:
         for turn in range(arguments.rounds + 10):
             for name, (run, net) in sides.items():
                 net.zero_grad()
-                spent = one_step(run, x)
-                if turn >= 10:  # the first ones warm up
-                    taken.setdefault(name, []).append(spent)
-    print(f"{'':12}{'weights':>8}{'forward':>11}{'backward':>11}{'more a weight':>16}")
+                elapsed = one_step(run, x)
+                if turn >= 10:  # warm-up
+                    times.setdefault(name, []).append(elapsed)
+    print(f"{'':12}{'weights':>8}{'forward':>11}{'backward':>11}{'extra/weight':>16}")
     fewest: dict[str, float] = {}
     plain = 0.0
-    for (name, weights), spent in taken.items():
-        forward, backward = (statistics.median(column) * 1e3 for column in zip(*spent, strict=True))
-        more = ""
+    for (name, weights), steps in times.items():
+        forward, backward = (statistics.median(column) * 1e3 for column in zip(*steps, strict=True))
+        extra = ""
         if name in fewest:
             each = (forward + backward - fewest[name]) / (weights - 4) * 1e3
             plain = each if name == "plain" else plain
-            more = f"{each - plain:>13.1f} us"
+            extra = f"{each - plain:>13.1f} us"
         fewest.setdefault(name, forward + backward)
-        print(f"{name:12}{weights:>8}{forward:>8.2f} ms{backward:>8.2f} ms{more}")
+        print(f"{name:12}{weights:>8}{forward:>8.2f} ms{backward:>8.2f} ms{extra}")
 
 
 if __name__ == "__main__":
