@@ -30,7 +30,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Set by pytest for every phase, by torch when it first needs its compiler or CUDA, and by scikit-learn on import.
 FOREIGN_VARIABLES = frozenset(
     {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_MODULE_LOADING"}
-    | {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
+    | {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "CAPTURE_NONTENSOR_STACK"}
 )
 
 # Started once by a library for the whole process, and never meant to end before it does.

@@ -94,5 +94,5 @@ def test_a_tensor_class_is_mapped_and_a_tensor_dict_without_batch_is_not_one() -
 def test_one_without_a_batch_is_an_error_that_says_what_to_return() -> None:
     tensordict = pytest.importorskip("tensordict")
     parts = [{"losses": tensordict.TensorDict({"actor": torch.tensor(float(i))}, batch_size=[])} for i in range(2)]
-    with pytest.raises(MergeError, match=r"'losses': a TensorDict that does not say(.|\n)*to_dict"):
+    with pytest.raises(MergeError, match=r"'losses': a TensorDict without a batch size(.|\n)*to_dict"):
         merge(parts, [2, 1])

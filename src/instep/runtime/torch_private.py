@@ -112,7 +112,8 @@ def storage_use_count(tensor: Tensor) -> int:
     """The number of tensors that use a tensor's storage; `sys.maxsize` if torch does not say."""
     if _storage_use_count is None:
         return sys.maxsize
-    return int(_storage_use_count(tensor.untyped_storage()._cdata)) - 1  # one of them is the storage object
+    storage = tensor.untyped_storage()  # held while counting: torch 2.8 does not keep the object alive
+    return int(_storage_use_count(storage._cdata)) - 1  # one use is the storage object
 
 
 _engine_run_backward: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
