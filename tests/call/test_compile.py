@@ -152,6 +152,17 @@ def test_many_replicas_and_shapes_stay_within_the_limit(replicas: int) -> None:
     assert torch._dynamo.config.recompile_limit == limit
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_hooks_that_compilation_registers_are_not_the_modules(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AOTAutograd registers hooks while it traces. They are no reason to run a call on one device."""
+    net, x = Net(), torch.randn(6, 4)
+    compiled: Any = torch.compile(net, backend="aot_eager")
+    with instep.DataParallel(compiled, ["cpu"] * 2, engine=engine) as model:
+        monkeypatch.setattr(model._instep_runner, "run_on_one_device", pytest.fail)
+        for _ in range(2):
+            model(x).sum().backward()
+
+
 def test_one_replica_is_compiled_as_the_module_would_be() -> None:
     model = around(Net(), "auto", 1)
     x = torch.randn(3, 4)

@@ -270,14 +270,13 @@ def test_compiled_code_draws_from_the_streams() -> None:
     for engine in ENGINES:
         torch._dynamo.reset()
         with wrap(torch.compile(nn.Dropout(), backend="aot_eager"), engine) as model:
-            for call in range(5):
+            for _ in range(3):
                 torch.default_generator.manual_seed(2)
                 x.grad = None
                 out = model(x)
                 out.sum().backward()
                 assert torch.equal(x.grad, out)
-                if call > 1:  # compilation registers hooks, so the first calls run on one device
-                    runs.append(out.detach())
+                runs.append(out.detach())
             assert not model._instep_runner.serialization.serialize
     torch._dynamo.reset()
     assert all(torch.equal(run, runs[0]) for run in runs)

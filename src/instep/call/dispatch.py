@@ -14,7 +14,6 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from instep.autograd.bridge import CallGraph, ReplicaGraph, VersionTracker, as_non_leaf, bridge
 from instep.autograd.graph_walk import find_custom_functions, reachable_leaves
@@ -30,6 +29,7 @@ from instep.replicas.tensors import ParameterSharing
 from instep.replicas.write_watch import WriteDetector, memory_key
 from instep.runtime.ambient import AmbientState
 from instep.runtime.rng import ReplicaRng, rng_state_reads
+from instep.runtime.torch_private import RegisteredHooks
 from instep.structure.shapes import is_plain_tensor
 from instep.structure.tree import map_tensors, tensors_in
 
@@ -145,12 +145,13 @@ class ReplicaDispatch:
             self.argument_ids,
             names,
         )
-        first_handle, joint = RemovableHandle.next_id, self.engine.joint_graph
+        joint = self.engine.joint_graph
         state_reads = rng_state_reads() if joint else 0
-        results = self.engine.forward(call)
-        if self._records_graph and RemovableHandle.next_id != first_handle:
+        with RegisteredHooks() as hooks:
+            results = self.engine.forward(call)
+        if self._records_graph and hooks.ids:
             own = {number for result in results if result.context is not None for number in result.context.hook_ids}
-            self.hook_ids = set(range(first_handle, RemovableHandle.next_id)) - own
+            self.hook_ids = hooks.ids - own
         self.read_rng_state = joint and rng_state_reads() != state_reads
         return results
 

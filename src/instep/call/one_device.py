@@ -208,8 +208,8 @@ class OneDevice:
     def ran_with_hooks(self, method: str, *, registered: bool) -> None:
         """Record whether a call that ran on one device because of `TENSOR_HOOK` registered hooks again.
 
-        If not, the replicas are tried again. The warning comes with the second call that did: compilation registers
-        hooks too, but only once.
+        If not, the replicas are tried again. The warning comes with the second call that did: some libraries register
+        hooks once, at the first call.
         """
         mode = self.mode(method)
         if not registered:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from instep.call.dispatch import ReplicaDispatch
 from instep.call.one_device import (
@@ -37,6 +36,7 @@ from instep.runtime.ambient import AmbientState
 from instep.runtime.locks import ForkSafeLock, run_uninterrupted
 from instep.runtime.modes import active_compiler, call_compiled
 from instep.runtime.rng import CallerRng, ReplicaRng, SerializationPolicy, supports_thread_streams
+from instep.runtime.torch_private import RegisteredHooks
 from instep.structure.plan import SplitPlan
 from instep.structure.spec import strip_marks
 from instep.structure.split import apply_plan
@@ -345,10 +345,10 @@ class ParallelRunner:
     def _on_one_device(self, call: BoundCall, reason: Reason) -> Any:
         self.one_device.record(reason, call.method)
         self.replicas.finish_call()
-        handles = RemovableHandle.next_id
-        output = self.run_on_one_device(call.method, call.args, call.kwargs)
+        with RegisteredHooks() as hooks:
+            output = self.run_on_one_device(call.method, call.args, call.kwargs)
         if reason.name == TENSOR_HOOK.name:
-            self.one_device.ran_with_hooks(call.method, registered=RemovableHandle.next_id != handles)
+            self.one_device.ran_with_hooks(call.method, registered=bool(hooks.ids))
         return output
 
     def run_on_one_device(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

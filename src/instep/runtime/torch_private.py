@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
+from torch.utils.hooks import RemovableHandle
 
 _autograd: Any = torch._C._autograd
 _functorch: Any = torch._C._functorch
@@ -103,6 +104,37 @@ def has_thread_local_transform() -> bool:
         or bool(parametrize._cache_enabled)
         or any(not isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack())
     )
+
+
+class RegisteredHooks:
+    """Records the ids of hooks that are registered inside a `with` block, except by torch.compile while it traces."""
+
+    def __init__(self) -> None:
+        self.ids: set[int] = set()
+        self._compilation: set[int] = set()
+        self._compilation_start = 0
+
+    def __enter__(self) -> RegisteredHooks:
+        self._first = RemovableHandle.next_id
+        dynamo = sys.modules.get("torch._dynamo.callback")  # without it, nothing is compiled
+        self._callbacks: Any = None if dynamo is None else dynamo.callback_handler
+        if self._callbacks is not None:
+            self._callbacks.register_start_callback(self._start_compilation)
+            self._callbacks.register_end_callback(self._end_compilation)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._callbacks is not None and self._start_compilation in self._callbacks.start_callbacks:
+            self._callbacks.remove_start_callback(self._start_compilation)
+            self._callbacks.remove_end_callback(self._end_compilation)
+        if RemovableHandle.next_id != self._first:
+            self.ids = set(range(self._first, RemovableHandle.next_id)) - self._compilation
+
+    def _start_compilation(self, _: object) -> None:
+        self._compilation_start = RemovableHandle.next_id
+
+    def _end_compilation(self, _: object) -> None:
+        self._compilation.update(range(self._compilation_start, RemovableHandle.next_id))
 
 
 _storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
