@@ -66,7 +66,7 @@ class ReplicaDispatch:
     retains_grad: bool = field(default=False, init=False)
     """Whether forward called `retain_grad()` on a tensor that it returns or keeps."""
     read_rng_state: bool = field(default=False, init=False)
-    """Whether code of a joint graph read the state of the CPU's default generator, as checkpointing does."""
+    """Whether code of a joint graph on the CPU and an accelerator read the state of the CPU's default generator."""
 
     def __post_init__(self) -> None:
         self._records_graph = self.ambient.grad_enabled and not self.ambient.inference_mode
@@ -145,14 +145,14 @@ class ReplicaDispatch:
             self.argument_ids,
             names,
         )
-        joint = self.engine.joint_graph
-        state_reads = rng_state_reads() if joint else 0
+        count_reads = self.engine.joint_graph and len({replica.device.type for replica in self.replicas}) > 1
+        state_reads = rng_state_reads() if count_reads else 0
         with RegisteredHooks() as hooks:
             results = self.engine.forward(call)
         if self._records_graph and hooks.ids:
             own = {number for result in results if result.context is not None for number in result.context.hook_ids}
             self.hook_ids = hooks.ids - own
-        self.read_rng_state = joint and rng_state_reads() != state_reads
+        self.read_rng_state = count_reads and rng_state_reads() != state_reads
         return results
 
     def _restore_module_tensors(self, results: Sequence[ReplicaResult]) -> None:

@@ -76,8 +76,6 @@ class ParallelRunner:
         self.lock = ForkSafeLock(self.replicas.discard)
         self.keeps_cpu = self.devices[0].type == self.output_device.type == "cpu" and not self.options.place
         """Whether arguments and outputs of a call on one device stay where they are."""
-        self._joint_on_two_types = self.engine.joint_graph and len({device.type for device in self.devices}) > 1
-        """Whether one backward runs on an accelerator and on the CPU at the same time."""
         self._written_argument: str | None = None
         """Name of an argument that the last forward on the replicas wrote to."""
 
@@ -266,7 +264,7 @@ class ParallelRunner:
         )
         if reason is not None:
             return reason
-        if self._joint_on_two_types and dispatch.rng.caller.cpu.streams_used and dispatch.read_rng_state:
+        if dispatch.read_rng_state and dispatch.rng.caller.cpu.streams_used:
             return CPU_CHECKPOINT_RNG
         probe, functions = call.binding.probe, dispatch.custom_functions
         if functions and probe and not probe.gradients_add_up(self._trial_call(call, dispatch.carried)):
