@@ -120,7 +120,7 @@ class ReplicaDispatch:
     def _watch_arguments(self, arguments: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
         """Record the state of the arguments, to detect in-place writes by the replicas."""
         named = [(name, value) for values in arguments for name, value in zip(names, values, strict=True)]
-        tensors = ((name, tensor) for name, value in named for tensor in tensors_in(value))
+        tensors = [(name, tensor) for name, value in named for tensor in tensors_in(value)]
         self._argument_writes = WriteDetector.from_pairs(tensors)
         if self.shared_arguments is not None:
             self.shared_arguments.enter(arguments)

@@ -285,8 +285,11 @@ class ParallelRunner:
 
     def _check_parameter_writes(self, replicas: Sequence[Replica], results: Sequence[ReplicaResult]) -> None:
         """`StateError` for trainable parameters that forward wrote to."""
+        written = self.replicas.written_parameters()
         by_replica = [(replica, result.written_parameters) for replica, result in zip(replicas, results, strict=True)]
-        written = [*self.replicas.written_parameters(), *(tensor for _, found in by_replica for tensor in found)]
+        written += [tensor for _, found in by_replica for tensor in found]
+        if not written:
+            return
         in_place = [tensor for replica, found in by_replica if replica.same_device for tensor in found]
         check_no_parameter_writes(self.module, written, [*self.replicas.overwritten_parameters, *in_place])
 

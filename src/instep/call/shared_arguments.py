@@ -27,7 +27,7 @@ _IMMUTABLE_TYPES = (types.FunctionType, types.MethodType, types.BuiltinFunctionT
 
 def has_shared_arguments(plan: SplitPlan, values: Sequence[Any]) -> bool:
     """Whether replicas share an argument that can be written to."""
-    return any(_may_be_written(placement, value) for placement, value in zip(plan.placements, values, strict=True))
+    return plan.has_replicated and any(map(_may_be_written, plan.placements, values))
 
 
 def _is_immutable(value: Any) -> bool:

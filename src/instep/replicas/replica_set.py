@@ -78,7 +78,7 @@ class ReplicaSet:
         """The changes of the source for the next `sync`, if they are known already."""
         self._value_checks = Backoff(limit=NEVER, calls=1)
         """When to compare the values of trainable tensors before and after a call."""
-        self._saved_values: SavedValues[int] = SavedValues()
+        self._saved_values: SavedValues[int] | None = None
         """The values of trainable tensors before this call, by index, if the call is checked by value."""
 
     def sync(self) -> list[Replica]:
@@ -104,14 +104,14 @@ class ReplicaSet:
         self._running = True
         return self.replicas
 
-    def _save_values(self) -> SavedValues[int]:
+    def _save_values(self) -> SavedValues[int] | None:
         """Save trainable leaves before the first call, and on the CPU before ever fewer of the later ones.
 
         A tensor with a history, which an earlier call set, is state.
         """
         shares = self.sharing[0] in (ParameterSharing.ALIAS, ParameterSharing.SOURCE)
         if not shares or not self._value_checks.is_due:
-            return SavedValues()
+            return None
         sources = enumerate(source for source, _ in self.replicas[0].trainable)
         return SavedValues((index, source) for index, source in sources if source.is_leaf)
 
@@ -211,14 +211,13 @@ class ReplicaSet:
         the writes are undone there.
         """
         self.overwritten_parameters = []
-        saved, self._saved_values = self._saved_values, SavedValues()
+        saved, self._saved_values = self._saved_values, None
         if saved:
             self._value_checks.record()
             if self.devices[0].type != "cpu":
                 self._value_checks.stop()
         self._value_checks.advance()
-        changed = saved.changed()
-        if changed:
+        if saved and (changed := saved.changed()):
             saved.restore(changed)
             return [self.replicas[0].trainable[index][0] for index in changed]
         found = [*self._version_detector.written(), *self._address_detector.written()]

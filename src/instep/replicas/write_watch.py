@@ -70,8 +70,12 @@ class WriteDetector(Generic[K]):
     @classmethod
     def from_pairs(cls, pairs: Iterable[tuple[K, Tensor]]) -> WriteDetector[K]:
         """A detector for tensors with keys. Inference tensors are left out."""
-        counted = [(key, tensor) for key, tensor in pairs if not tensor.is_inference()]
-        return cls([key for key, _ in counted], [tensor for _, tensor in counted])
+        keys, tensors = [], []
+        for key, tensor in pairs:
+            if not tensor.is_inference():
+                keys.append(key)
+                tensors.append(tensor)
+        return cls(keys, tensors)
 
     def reset(self) -> None:
         """Forget the writes so far."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,7 +23,7 @@ from instep.structure.infer import (
     contains_tensors,
     infer_placements,
 )
-from instep.structure.placements import PerSample, Placement, PreSplit
+from instep.structure.placements import Nested, PerSample, Placement, PreSplit, Replicate
 from instep.structure.sizes import balanced_sizes, sizes_by_cost
 from instep.structure.spec import AUTO, DimSpec, Shards, Whole, argument_specs, collect_dims, validate_dims
 from instep.structure.split_messages import (
@@ -57,6 +58,17 @@ class SplitPlan:
     @property
     def parts(self) -> int:
         return len(self.sizes)
+
+    @cached_property
+    def has_replicated(self) -> bool:
+        """Whether any argument, or part of one, goes whole to every replica."""
+        return any(map(_is_replicated, self.placements))
+
+
+def _is_replicated(placement: Placement) -> bool:
+    if isinstance(placement, Nested):
+        return any(map(_is_replicated, placement.placements))
+    return isinstance(placement, Replicate)
 
 
 @dataclass
