@@ -19,9 +19,10 @@ from ..probe.helpers import both_engines
 class Settings:
     def __init__(self) -> None:
         self.step = 0
+        self.history: dict[str, Any] = {"steps": []}
 
     def __repr__(self) -> str:
-        return f"step {self.step}"
+        return f"step {self.step} {self.history}"
 
     @functools.cached_property
     def scale(self) -> float:
@@ -60,6 +61,10 @@ def log(given: Any) -> float:
     return 1.0
 
 
+def log_inside(given: Any) -> float:
+    return log(given.history["steps"])
+
+
 CASES: dict[str, tuple[Any, Any, str]] = {
     "a row": (lambda: torch.tensor([[0.0, float("nan"), 1.0]]), add, "given"),
     "a number": (lambda: torch.tensor(1.0), add, "given"),
@@ -68,6 +73,7 @@ CASES: dict[str, tuple[Any, Any, str]] = {
     "whole": (lambda: instep.whole(torch.zeros(3)), add, "given"),
     "an object": (Settings, step, "given"),
     "an object inside": (lambda: {"settings": Settings()}, step, "given.settings"),
+    "a list in an object": (Settings, log_inside, "given.history.steps"),
     "a list": (lambda: instep.whole([1, 2]), log, "given"),
 }
 
@@ -100,7 +106,7 @@ def test_shared_arguments_that_are_only_read_are_no_error(wrap: Any, engine: str
     model = wrap(net, 3, engine=engine)
     for _ in range(2):
         torch.testing.assert_close(model(x, settings), net(x, settings))
-    assert vars(settings) == {"step": 0, "scale": 2.0}
+    assert vars(settings) == {"step": 0, "history": {"steps": []}, "scale": 2.0}
     weight = torch.full((1, 3), float("nan"))
     assert bool(model.module.layer(x).isfinite().all())
     read = wrap(Writes(lambda given: given), 2, engine=engine)

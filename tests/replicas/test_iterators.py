@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -70,6 +71,7 @@ MADE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "its other method": (lambda: decay().send, lambda held: held(None)),
     "loader": (lambda: iter(DataLoader(torch.arange(1.0, 9.0), batch_size=2)), lambda held: float(next(held).sum())),  # type: ignore[arg-type]
     "errors caught": (decay, quietly),
+    "copied": (lambda: iter([1.0, 2.0]), lambda held: next(copy.copy(held))),
 }
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from instep.errors import StructureError
+from instep.replicas.mutable_arguments import find_mutable
 from instep.replicas.object_graph import is_atomic
 from instep.replicas.write_watch import ObjectSnapshot, SavedValues, WriteDetector
 from instep.structure.placements import Nested, Placement, Replicate
@@ -121,12 +122,12 @@ def _tensors(leaves: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, Tensor]
 
 
 def _object_snapshots(leaves: Sequence[tuple[Path, Any]]) -> Iterator[tuple[Path, ObjectSnapshot]]:
-    """Snapshots of the leaves that can be changed in place. Large arrays are left out."""
-    for path, leaf in leaves:
-        if not isinstance(leaf, np.ndarray) or leaf.size <= _MAX_COPIED_NUMEL:
-            snapshot = ObjectSnapshot.of(leaf)
+    """Snapshots of the objects in leaves that can be changed in place. Large arrays are left out."""
+    for (path, *keys), value, _ in find_mutable(leaves):
+        if not isinstance(value, np.ndarray) or value.size <= _MAX_COPIED_NUMEL:
+            snapshot = ObjectSnapshot.of(value)
             if snapshot is not None:
-                yield path, snapshot
+                yield (*path, *keys), snapshot
 
 
 def _is_small(tensor: Tensor) -> bool:

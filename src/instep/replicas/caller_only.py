@@ -72,3 +72,4 @@ class CallerOnly:
 
     __setattr__ = __delattr__ = __call__ = __enter__ = __exit__ = __iter__ = __next__ = _raise
     __len__ = __contains__ = __getitem__ = __setitem__ = __delitem__ = _raise
+    __copy__ = __deepcopy__ = __reduce_ex__ = _raise

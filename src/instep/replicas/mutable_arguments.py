@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,8 @@ from instep.replicas.write_watch import ObjectSnapshot
 from instep.structure.tree import Path
 
 _MAX_ARGUMENT_OBJECTS = 2000  # arguments are searched in every call
-_SKIPPED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, np.random.Generator)
+_SKIPPED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, np.random.Generator, logging.Logger)
+"""Loggers are sent by name, and keep caches."""
 
 
 class MutableArgument(NamedTuple):
@@ -28,19 +30,20 @@ class MutableArgument(NamedTuple):
 
 def mutable_ids(values: Sequence[Any]) -> set[int]:
     """The ids of all containers among the caller's arguments."""
-    return {id(found.container) for found in _find_mutable(values)}
+    return {id(found.container) for found in find_mutable(enumerate(values))}
 
 
 def mutable_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any], caller_ids: Collection[int]
 ) -> list[MutableArgument]:
     """Objects among one replica's arguments that belong to the caller. Arrays do: they are views of the caller's."""
-    found = _find_mutable([*args, *kwargs.values()])
+    found = find_mutable(enumerate([*args, *kwargs.values()]))
     return [one for one in found if is_numeric_array(one.container) or id(one.container) in caller_ids]
 
 
-def _find_mutable(values: Sequence[Any]) -> list[MutableArgument]:
-    visits = walk(enumerate(values), skip=_is_skipped, limit=_MAX_ARGUMENT_OBJECTS)
+def find_mutable(values: Iterable[tuple[Any, Any]]) -> list[MutableArgument]:
+    """The mutable objects that can be reached from (key, value) pairs. Paths begin with the keys."""
+    visits = walk(values, skip=_is_skipped, limit=_MAX_ARGUMENT_OBJECTS)
     found = ((visit, mutable_storage(visit.value)) for visit in visits)
     return [MutableArgument(visit.path, visit.value, storage) for visit, storage in found if storage is not None]
 
@@ -54,7 +57,7 @@ class ArgumentSnapshot:
 
     def __init__(self, values: Sequence[Any], paths: Sequence[Path]) -> None:
         """`paths` are those of the arguments to watch (see `MutableArgument`)."""
-        found = {one.path: one for one in _find_mutable(values)}
+        found = {one.path: one for one in find_mutable(enumerate(values))}
         self._saved = {
             number: ObjectSnapshot.of(found[path].value) for number, path in enumerate(paths) if path in found
         }

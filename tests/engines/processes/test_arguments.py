@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import signal
 from collections import deque
@@ -161,6 +162,16 @@ def test_caching_a_property_is_not_a_change(wrap: Any) -> None:
     net = ChangesArgument(each(lambda sample: sample.text))
     x = torch.randn(6, 4)
     torch.testing.assert_close(wrap(net, 3, engine="processes", probe=False)(x, samples), net(x, samples))
+
+
+@pytest.mark.usefixtures("workers")
+def test_logging_is_not_a_change(wrap: Any) -> None:
+    sample = Sample(0)
+    sample.notes.append(logging.getLogger("instep-test"))
+    net = ChangesArgument(lambda given: given.notes[0].debug("unseen"))
+    x = torch.randn(6, 4)
+    logging.getLogger("instep-test").setLevel(logging.WARNING)  # clears the caches of loggers
+    torch.testing.assert_close(wrap(net, 3, engine="processes", probe=False)(x, sample), net(x, sample))
 
 
 @pytest.mark.usefixtures("workers")
