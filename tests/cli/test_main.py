@@ -57,10 +57,10 @@ def test_demo_proves_trains_counts_and_saves(tmp_path: Path) -> None:
     assert [number for number, _, _ in steps] == ["1", "2", "3"]
     assert all(abs(float(plain) - float(instep)) < 1e-4 for _, plain, instep in steps)
     assert "losses, gradients and weights are the same up to float32 rounding" in out
-    assert re.search(r"\d\.\d+ bits a character", out)
+    assert re.search(r"\d\.\d+ bits per character", out)
     assert f"{HELD_OUT_SAMPLES} of {HELD_OUT_SAMPLES} samples, each once, in order" in out
     assert re.search(r"^it writes +def ", out, re.MULTILINE)
-    assert "a bare module loads it and reads the same" in out
+    assert "a plain module loads it and predicts the same" in out
     Reader().load_state_dict(torch.load(tmp_path / "weights" / "demo.pt", weights_only=True, map_location="cpu"))
 
 

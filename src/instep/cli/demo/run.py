@@ -93,8 +93,15 @@ def introduce(console: Console, corpus: Corpus, module: Reader, devices: list[in
 
 def show_proof(console: Console, proof: list[Step], replicas: int) -> None:
     """Print the losses of both runs, and the differences of losses, gradients and weights."""
-    table = Table(title="the first steps, taken twice: differences in")
-    for name in ("step", "one device", f"{replicas} replica{'s' * (replicas > 1)}", "loss", "gradients", "weights"):
+    table = Table(title="losses of the first steps, and differences between the two runs")
+    for name in (
+        "step",
+        "one device",
+        f"{replicas} replica{'s' * (replicas > 1)}",
+        "loss diff",
+        "grad diff",
+        "weight diff",
+    ):
         table.add_column(name, justify="right")
     for number, step in enumerate(proof, start=1):
         differences = (f"{value:.0e}" for value in (step.loss, step.gradients, step.weights))
@@ -133,12 +140,16 @@ def show_evaluation(console: Console, evaluation: Evaluation, corpus: Corpus, ex
     """Print the held-out result and whether every sample was counted once."""
     seen, total = len(evaluation.locations), len(corpus.held_out)
     verdict = "[green]each once, in order[/]" if exact else "[bold red]NOT each once, in order[/]"
-    console.print(f"held out      {evaluation.bits:.3f} bits a character; {seen} of {total} samples, {verdict}")
+    console.print(f"held out      {evaluation.bits:.3f} bits per character; {seen} of {total} samples, {verdict}")
 
 
 def show_saved(console: Console, path: Path, same: bool) -> None:
-    """Print where the weights are, and whether a bare module that loads them predicts the same."""
-    verdict = "[green]a bare module loads it and reads the same[/]" if same else "[bold red]a bare module differs[/]"
+    """Print where the weights are, and whether a plain module that loads them predicts the same."""
+    verdict = (
+        "[green]a plain module loads it and predicts the same[/]"
+        if same
+        else "[bold red]a plain module predicts something else[/]"
+    )
     console.print(Text("saved         ").append(str(path)).append("; ").append(Text.from_markup(verdict)))
 
 

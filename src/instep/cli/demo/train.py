@@ -128,7 +128,7 @@ def evaluate(model: nn.Module, corpus: Corpus) -> Evaluation:
 
 @torch.no_grad()
 def predicts_the_same(module: Reader, path: Path, batch: dict[str, Any]) -> bool:
-    """Whether a bare module that loads the checkpoint has the same losses as `module`."""
+    """Whether a plain module that loads the checkpoint has the same losses as `module`."""
     device = next(module.parameters()).device
     bare = Reader().to(device)
     bare.load_state_dict(torch.load(path, map_location=device, weights_only=True))
