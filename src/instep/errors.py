@@ -8,7 +8,7 @@ class InstepError(Exception):
 
 
 class StructureError(InstepError, ValueError):
-    """An input cannot be split unambiguously. The message names the leaf and what to write."""
+    """An argument cannot be split unambiguously, or `forward` changes one that all replicas share."""
 
 
 class MergeError(InstepError, ValueError):
@@ -16,7 +16,7 @@ class MergeError(InstepError, ValueError):
 
 
 class StateError(InstepError, RuntimeError):
-    """`forward` changed state to different values on the replicas, and no state rule is set for it."""
+    """`forward` changes state that cannot be merged: without a rule, or in a trainable parameter."""
 
 
 class BridgeError(InstepError, RuntimeError):
@@ -24,7 +24,7 @@ class BridgeError(InstepError, RuntimeError):
 
 
 class CollectiveError(InstepError, RuntimeError):
-    """The replicas did not call the same collective. The message names both calls."""
+    """A collective cannot run: replicas make different calls, one does not arrive, or the argument is unsupported."""
 
 
 class EngineError(InstepError, RuntimeError):
