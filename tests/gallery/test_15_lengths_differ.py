@@ -69,7 +69,7 @@ def test_unique_values_raise_without_a_merge_rule(engine: str) -> None:
     net, x = Distinct(3, 2), torch.randn(9, 3)
     with (
         instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model,
-        pytest.raises(instep.MergeError, match=r"apart, .* together"),
+        pytest.raises(instep.MergeError, match=r"in the parts and .* in the whole"),
     ):
         model(x)
     with instep.DataParallel(net, ["cpu"] * 2, engine=engine, merge="unique") as model:

@@ -91,7 +91,7 @@ def test_batch_norm_without_statistics_is_excused(wrap: Any) -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False))
     model, x = wrap(net), torch.randn(6, 3)
     model(x)
-    assert "only shapes count: batch normalisation" in model.explain(x).trial
+    assert "only shapes count: batch normalization" in model.explain(x).trial
 
 
 @both_engines
@@ -137,7 +137,7 @@ WRONG = {
         "'mask'.*depend on other samples",
     ),
     "where the largest is": (lambda _, h: (h == h.max()).long(), "depend on other samples"),
-    "unique": (lambda _, h: torch.unique((3 * h).long()), "its shapes are .* apart, .* together"),
+    "unique": (lambda _, h: torch.unique((3 * h).long()), "its shapes are .* in the parts and .* in the whole"),
     "a list that looks around": (lambda _, h: [h[i] - h.mean(0) for i in range(len(h))], "not the same entries"),
 }
 
@@ -180,7 +180,7 @@ def test_a_module_that_takes_pairs_is_tried_on_pairs(wrap: Any, engine: str) -> 
     net, x = Net(lambda _, h: h.view(-1, 2, 4).mean(1)), torch.randn(12, 3)
     model = wrap(net, engine=engine)
     assert_same(model(x), net(x))
-    assert probe_of(model).last_record.summary == "tried on 2 and 4 samples, and on them together"
+    assert probe_of(model).last_record.summary == "tried on 2 and 4 samples, separately and together"
 
 
 SCALARS = {
@@ -279,7 +279,7 @@ def test_every_type_of_number(wrap: Any, engine: str, dtype: torch.dtype) -> Non
     net, x = Net(lambda _, h: ((h * 3).round().to(dtype), (h[:, :2] > 0).to(dtype).T)), torch.randn(7, 3)
     model = wrap(net, engine=engine)
     assert_same(model(x), net(x))
-    assert probe_of(model).last_record.summary == "tried on 2 and 3 samples, and on them together"
+    assert probe_of(model).last_record.summary == "tried on 2 and 3 samples, separately and together"
 
 
 @both_engines

@@ -211,4 +211,4 @@ def test_a_module_that_takes_only_even_numbers_is_tried_on_them(wrap: Any, engin
         wrap(Net(lambda _, h: h.view(2, -1, 4).sum((1, 2))), engine=engine)(torch.randn(12, 3))
     model, x = wrap(pairs, engine=engine), torch.randn(8, 3)
     torch.testing.assert_close(model(x), pairs(x))
-    assert model.explain(x).trial == "tried on 2 and 4 samples, and on them together"
+    assert model.explain(x).trial == "tried on 2 and 4 samples, separately and together"

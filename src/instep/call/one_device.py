@@ -45,7 +45,7 @@ class Reason(NamedTuple):
 ONE_REPLICA = Reason("there is one replica")
 NESTED_CALL = Reason("the call is made by a replica")
 LAZY_MODULE = Reason("the module has uninitialized parameters")
-FUNC_TRANSFORM = Reason("the call is inside a torch.func transform")
+FUNC_TRANSFORM = Reason("a torch.func transform, forward-mode AD, tracing or a dispatch mode is active")
 NOT_BATCHED = Reason("no argument is batched")
 BATCH_TOO_SMALL = Reason("the batch is too small to split")
 USER_HOOKS = Reason(

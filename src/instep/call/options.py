@@ -35,7 +35,7 @@ def unwrap_module(module: nn.Module) -> nn.Module:
         name = type(module).__name__
         raise WrapError(
             f"this module is already wrapped by {name}, which would split the batch too.\n"
-            f"Wrap the bare module: instep.DataParallel(model.module)."
+            f"Wrap the plain module: instep.DataParallel(model.module)."
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise WrapError(

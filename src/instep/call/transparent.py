@@ -19,7 +19,7 @@ Self = TypeVar("Self", bound="Transparent")
 _DDP_IGNORE_ATTRIBUTE = "_ddp_params_and_buffers_to_ignore"
 WRAPPED_TWICE_MESSAGE = (
     "torch.nn.DataParallel cannot wrap instep.DataParallel: both would split the batch.\n"
-    "Wrap the bare module with one of them: model.module."
+    "Wrap the plain module with one of them: model.module."
 )
 
 
@@ -68,7 +68,7 @@ class Transparent(nn.Module):
         if name == _DDP_IGNORE_ATTRIBUTE:
             raise WrapError(
                 "DistributedDataParallel cannot wrap instep.DataParallel: both would split the batch.\n"
-                "Wrap the bare module with one of them: model.module."
+                "Wrap the plain module with one of them: model.module."
             )
         if "module" not in self.__dict__:
             raise AttributeError(name)

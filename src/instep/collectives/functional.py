@@ -84,7 +84,7 @@ def all_gather(x: Any, dim: int = 0) -> Any:
     rows, skeletons = exchange_tensors(
         context, f"all_gather(dim={dim}) of {_describe_structure(x, dim)}", tensors, skeleton
     )
-    return _Gatherer(dim, rows).join(skeletons, ())
+    return _Gatherer(dim, rows).gather(skeletons, ())
 
 
 def _single_replica_value(x: Any) -> Any:
@@ -174,7 +174,7 @@ class _Gatherer:
     dim: int
     rows: list[list[Tensor]]
 
-    def join(self, values: Sequence[Any], path: Path) -> Any:
+    def gather(self, values: Sequence[Any], path: Path) -> Any:
         first = values[0]
         if any(type(value) is not type(first) for value in values):
             kinds = ", ".join(type(value).__name__ for value in values)
@@ -189,13 +189,13 @@ class _Gatherer:
         node = flatten_one_level(first)
         if node is None:
             return _require_equal(
-                path, values, "all_gather", "put what belongs to a sample into a list, which is joined"
+                path, values, "all_gather", "put what belongs to a sample into a list: lists are concatenated"
             )
         nodes = [flatten_one_level(value) for value in values]
         if any(other is None or list(other.keys) != list(node.keys) for other in nodes):
             raise CollectiveError(f"all_gather: {_describe_path(path)} has different entries on the replicas.")
         children = zip(*(other.children for other in nodes if other is not None), strict=True)
-        return node.unflatten([self.join(c, (*path, k)) for k, c in zip(node.keys, children, strict=True)])
+        return node.unflatten([self.gather(c, (*path, k)) for k, c in zip(node.keys, children, strict=True)])
 
     def _restore_tensors(self, item: Any, index: int) -> Any:
         """Put the tensors back into one replica's sample. They are copied, because replicas share them."""

@@ -149,7 +149,7 @@ class _Judge:
             if is_per_sample:
                 self._set_verdict(path, Verdict(PerSample(), proven=False))
         elif len(concatenated) != len(whole) or not self._structures_close(concatenated, whole):
-            why = f"lists of {lengths[:2]} entries apart and {lengths[2]} together, which are not the same entries"
+            why = f"lists of {lengths[:2]} entries in the parts and {lengths[2]} in the whole: not the same entries"
             self._set_dependence_error(path, why)
         else:
             self._set_verdict(
@@ -210,10 +210,7 @@ class _Judge:
             return
         if len({len(shape) for shape in shapes}) > 1:
             if self.trial.compare_values:
-                shape_lists = [list(value.shape) for value in values]
-                self._set_dependence_error(
-                    path, f"its shapes are {shape_lists[0]} and {shape_lists[1]} apart, {shape_lists[2]} together"
-                )
+                self._set_dependence_error(path, _describe_shapes(values))
             return
         batch_dims = [
             dim for dim in range(whole.ndim) if all(s[dim] == size for s, size in zip(shapes, self.sizes, strict=True))
@@ -263,9 +260,7 @@ class _Judge:
                 if self._tensors_close(torch.cat(list(parts[:2]), dim), whole):
                     self._set_verdict(path, Verdict(Ragged(dim)))
                     return
-        shape_lists = [list(part.shape) for part in parts]
-        why = f"its shapes are {shape_lists[0]} and {shape_lists[1]} apart, {shape_lists[2]} together"
-        self._set_dependence_error(path, why)
+        self._set_dependence_error(path, _describe_shapes(parts))
 
     def _judge_strings(self, values: Sequence[Any], path: Path) -> None:
         if all(value == values[0] for value in values):
@@ -342,7 +337,9 @@ class _Judge:
 
     def _set_unexplained_error(self, values: Sequence[Tensor], path: Path) -> None:
         scalars = all(value.ndim == 0 for value in values)
-        values_text = f" ({format_values(values[:2])} apart, {format_values(values[2:])} together)" if scalars else ""
+        values_text = (
+            f" ({format_values(values[:2])} in the parts, {format_values(values[2:])} in the whole)" if scalars else ""
+        )
         description = "a value" if scalars else f"a tensor of shape {list(values[0].shape)}"
         hints = [count.code for count in candidate_counts(self.trial.inputs[2], self.sizes[2])] if scalars else []
         why = f"{description} that differs between parts and whole{values_text}"
@@ -384,3 +381,9 @@ class _Judge:
             return None, best_error
         fitting = [rule for rule, error in errors.items() if error <= max(8 * best_error, tolerance / 50)]
         return partial_verdict(fitting), best_error
+
+
+def _describe_shapes(values: Sequence[Tensor]) -> str:
+    """The shapes of both parts and of the whole, for a message."""
+    first, second, whole = (list(value.shape) for value in values)
+    return f"its shapes are {first} and {second} in the parts and {whole} in the whole"

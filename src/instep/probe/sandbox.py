@@ -68,7 +68,7 @@ class Sandbox:
     def incomparable_reason(self) -> str | None:
         """Why values of parts and whole cannot be compared; None if they can."""
         layers = [m for m in self._modules if isinstance(m, _BatchNorm) and m.running_mean is None]
-        return "batch normalisation without running statistics" if layers else None
+        return "batch normalization without running statistics" if layers else None
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -147,13 +147,13 @@ class Sandbox:
             self._tensors.guard.set(False)
             self._restore()
 
-    def assign_shard(self, slot: CarriedValue, value: Any) -> None:
+    def assign_shard(self, carried: CarriedValue, shard: Any) -> None:
         """Set a shard of the state that an earlier call left on the module, for the next run."""
-        clone = self._clones.get(id(slot.module))
+        clone = self._clones.get(id(carried.module))
         if clone is not None:
-            local_value = map_tensors(lambda tensor: tensor.detach().to(self.device), value)
-            (clone._buffers if slot.name in clone._buffers else clone.__dict__)[slot.name] = local_value
-            self._assigned_shards[id(clone), slot.name] = local_value
+            local_value = map_tensors(lambda tensor: tensor.detach().to(self.device), shard)
+            (clone._buffers if carried.name in clone._buffers else clone.__dict__)[carried.name] = local_value
+            self._assigned_shards[id(clone), carried.name] = local_value
 
     def initial_value(self, name: str) -> Any:
         """The value of an attribute before a run, by dotted name; None if it does not exist."""

@@ -187,7 +187,7 @@ class Trial:
         first, second = self._part_sizes()
         reasons = ", ".join(dict.fromkeys(self.incomparable_reasons))
         note = f"; only shapes count: {reasons}" if reasons else ""
-        record.summary = f"tried on {first} and {second} samples, and on them together{note}"
+        record.summary = f"tried on {first} and {second} samples, separately and together{note}"
         unresolved = [path for path in findings.unresolved if not is_proven(record.outputs.get(path))]
         record.schedule_trial(useful=bool(unresolved) or (bool(record.attributes) and record.trials.count < 1))
 
@@ -456,8 +456,8 @@ class Trial:
         shards = [*self._split([start, *sizes, rest], 2), *self._split([start, total, rest], 1)]
         ranges = [(start, sizes[0]), (start + sizes[0], sizes[1]), (start, total)]
         for shard, (first, count) in zip(shards, ranges, strict=True):
-            for slot in self.carried_state:
-                self.sandbox.assign_shard(slot, slot.split([first, count, self.batch_size - first - count])[1])
+            for value in self.carried_state:
+                self.sandbox.assign_shard(value, value.split([first, count, self.batch_size - first - count])[1])
             yield shard
 
     def _split(self, sizes: Sequence[int], num_parts: int) -> list[list[Any]]:
