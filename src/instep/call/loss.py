@@ -90,7 +90,7 @@ class Loss:
         During a probe also what the criterion returns, for `check`.
         """
         parts = self._shard_parts(output, target)
-        return {**parts, UNREDUCED: self.criterion(output, target)} if self.is_sum and is_probing() else parts
+        return {**parts, CRITERION_RESULT: self.criterion(output, target)} if self.is_sum and is_probing() else parts
 
     def _shard_parts(self, output: Any, target: Any) -> Any:
         loss = _torch_loss(self.criterion)
@@ -123,20 +123,22 @@ class Loss:
         loss = merged["sum"] / merged["divisor"]
         return loss.to(merged["dtype"]) if "dtype" in merged else loss
 
-    def check(self, runs: Sequence[Any], together: bool, tolerance: float) -> MergeError | None:
+    def check(self, runs: Sequence[Any], compare_runs: bool, tolerance: float) -> MergeError | None:
         """The error, if any, that a trial shows. `runs` are the results of `shard_parts` for two parts and the whole.
 
         In every run, the sum over the divisor must equal what the criterion returns. If results of different runs are
-        comparable (`together`), the two parts must add up to the whole. Removes the criterion's results from `runs`.
+        comparable (`compare_runs`), the two parts must add up to the whole.
+
+        Removes the criterion's results from `runs`.
         """
-        expected = [run.pop(UNREDUCED) for run in runs]
-        for run, unreduced in zip(runs, expected, strict=True):
-            if not self._matches(run, unreduced, tolerance):
+        expected = [run.pop(CRITERION_RESULT) for run in runs]
+        for run, result in zip(runs, expected, strict=True):
+            if not self._matches(run, result, tolerance):
                 name = type(_torch_loss(self.criterion)).__name__
-                return wrong_divisor(name, run["divisor"], self.finish(run), unreduced)
+                return wrong_divisor(name, run["divisor"], self.finish(run), result)
         first, second, _ = runs
         both = {**first, **{name: first[name] + second[name] for name in ("sum", "divisor")}}
-        return loss_not_additive() if together and not self._matches(both, expected[2], tolerance) else None
+        return loss_not_additive() if compare_runs and not self._matches(both, expected[2], tolerance) else None
 
     def _matches(self, parts: Any, expected: Any, tolerance: float) -> bool:
         if not float(parts["divisor"]) or not bool(torch.isfinite(torch.as_tensor(expected)).all()):
@@ -205,7 +207,7 @@ def _half_to_float(value: Tensor | None) -> Tensor | None:
     return value.float() if value is not None and value.dtype in _HALF_DTYPES else value
 
 
-UNREDUCED = "criterion"
+CRITERION_RESULT = "criterion"
 """Key of the criterion's own result among the parts of a shard."""
 TARGET_NAME = "target"
 """Name of a positional target, which the module does not receive."""

@@ -25,12 +25,12 @@ _thread_local = threading.local()
 
 def is_replica_thread() -> bool:
     """Whether this thread runs a replica's part of a call."""
-    return getattr(_thread_local, "inside", False)
+    return getattr(_thread_local, "is_replica", False)
 
 
-def set_replica_thread(inside: bool) -> None:
+def set_replica_thread(is_replica: bool) -> None:
     """Set whether this thread runs a replica's part of a call."""
-    _thread_local.inside = inside
+    _thread_local.is_replica = is_replica
 
 
 register_thread_local(is_replica_thread, set_replica_thread)

@@ -155,7 +155,7 @@ class Cloner:
 
     def update_container(self, source: Any, copy: Any) -> list[Any]:
         """Update the copy of a container to the contents of the original. Returns the copies that are not used now."""
-        key = ("inside", id(source))
+        key = ("container", id(source))
         before, contents = self._scopes.pop(key, CloneScope()), read_contents(source)
         kept = {id(item) for item in contents.items if isinstance(item, Tensor)}
         self._scope = CloneScope({number: pair for number, pair in before.memo.items() if number in kept})

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from instep.replicas.clone import MODULE_REGISTRIES, REGISTRIES_AND_HOOKS, reaches_structure
 from instep.replicas.object_graph import Contents, is_unchanged, read_contents
 
-_Dict = dict[Any, Any]
+AnyDict = dict[Any, Any]
+Items = tuple[Any, ...]
 
 _POINTER_SIZE = ctypes.sizeof(ctypes.c_void_p)
 _LIST_FIELDS = ("refcount", "type", "size", "items", "allocated")
@@ -46,7 +47,7 @@ CAN_READ_ADDRESSES = _has_expected_list_layout()
 class IdentitySnapshot:
     """The values of dictionaries, by identity. Comparing the addresses at once is faster than one `is` per value."""
 
-    def __init__(self, tables: Sequence[_Dict]) -> None:
+    def __init__(self, tables: Sequence[AnyDict]) -> None:
         self._tables = list(tables)
         self._sizes = [len(table) for table in tables]
         self._items = tuple(chain.from_iterable(map(dict.values, tables)))
@@ -60,9 +61,6 @@ class IdentitySnapshot:
         sizes = [len(table) for table in self._tables]
         return sizes == self._sizes and all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._items))
 
-
-Items = tuple[Any, ...]
-AnyDict = dict[Any, Any]
 
 _get_requires_grad = attrgetter("requires_grad")
 

@@ -302,7 +302,7 @@ class ProcessSettings:
     backend_flags: dict[str, Any]
     """Flags of the CUDA backends; empty for CPU workers."""
     anomaly_mode: int
-    """See `anomaly_mode`."""
+    """Autograd's anomaly detection: 0 if off, 1 if on, 2 if it also checks for NaN."""
     warning_filters: tuple[WarningFilter, ...]
 
     @classmethod

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 NEVER = sys.maxsize
 _STEADY_CALLS = 16
+"""Calls after which eager checks, too, become less frequent."""
 
 
 @dataclass
 class Backoff:
     """Decides at which calls a check runs.
 
-    The first check is due at the first call. The first `eager` checks may follow at every call; after them, each check
-    is due when the number of calls has doubled since the last one. After `limit` checks none is due.
+    The first check is due at the first call. The first `eager` checks may follow at every call, and after 16 calls
+    whenever the number of calls has grown by a quarter. After them, each check is due when the number of calls has
+    doubled since the last one. After `limit` checks none is due.
 
     `is_due` is a query. The owner calls `advance()` once a call, `record()` after a check, and `reschedule()` if it
     looked and found nothing to check.

@@ -150,8 +150,8 @@ def thread_rng_state() -> ThreadRngState:
 
 def set_thread_rng_state(state: ThreadRngState) -> None:
     """Restore what `thread_rng_state` returned."""
-    _thread_local.stream, _thread_local.serialized, routed = state
-    set_rng_dispatch(routed)
+    _thread_local.stream, _thread_local.serialized, dispatch_enabled = state
+    set_rng_dispatch(dispatch_enabled)
 
 
 register_thread_local(thread_rng_state, set_thread_rng_state)
@@ -188,7 +188,7 @@ class ReplicaRng:
         self.serialized = serialized
         """Whether replicas run one after another."""
         self.caller = caller
-        self._can_route = per_thread
+        self._has_streams = per_thread
         self._per_thread = per_thread and not serialized
         self._streams = [RandomStream(caller.cpu, index) for index in range(len(generator_pairs))]
         self.generator_pairs = [list(pairs) for pairs in generator_pairs]
@@ -253,7 +253,7 @@ class ReplicaRng:
 
     def backward_context(self, index: int) -> AbstractContextManager[None]:
         """The context of one replica's backward on the CPU; its stream continues from forward."""
-        if not self._can_route:
+        if not self._has_streams:
             return nullcontext()
         return _UseStream(self._streams[index] if self._per_thread else None)
 

@@ -279,7 +279,7 @@ def is_rng_dispatch_enabled() -> bool:
     return bool(torch._C._dispatch_tls_is_dispatch_key_included(_rng_key()))
 
 
-def replace_default_generator(stand_in: Any) -> None:
+def replace_default_generator(proxy: Any) -> None:
     """Replace the generator that `torch.get_rng_state`, `torch.manual_seed` etc. use.
 
     Raises if they take it from elsewhere.
@@ -287,7 +287,7 @@ def replace_default_generator(stand_in: Any) -> None:
     functions: Any = torch.random
     if functions.default_generator is not torch.default_generator:
         raise RuntimeError("torch.random keeps its generator elsewhere")
-    functions.default_generator = stand_in
+    functions.default_generator = proxy
 
 
 def _import_class(module: str, name: str) -> Any:

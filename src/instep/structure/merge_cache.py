@@ -67,7 +67,7 @@ def build_cached_merge(
 def _cached_cat(sizes: Sequence[int], rank: int, dim: int) -> CachedMerge:
     cat, strided = torch.cat, torch.strided
 
-    def join(parts: Sequence[Any]) -> Any:
+    def merge_parts(parts: Sequence[Any]) -> Any:
         for part, size in zip(parts, sizes):
             if type(part) is not Tensor or part.layout is not strided:
                 raise CacheMiss
@@ -78,11 +78,11 @@ def _cached_cat(sizes: Sequence[int], rank: int, dim: int) -> CachedMerge:
             raise CacheMiss
         return cat(parts, dim)  # type: ignore[arg-type]
 
-    return join
+    return merge_parts
 
 
 def _cached_list_concat(sizes: Sequence[int], only_plain: bool) -> CachedMerge:
-    def join(parts: Sequence[Any]) -> Any:
+    def merge_parts(parts: Sequence[Any]) -> Any:
         items: list[Any] = []
         for part, size in zip(parts, sizes):
             if type(part) is not list or len(part) != size:
@@ -92,18 +92,18 @@ def _cached_list_concat(sizes: Sequence[int], only_plain: bool) -> CachedMerge:
             raise CacheMiss
         return items
 
-    return join
+    return merge_parts
 
 
 def _cached_dict_merge(keys: tuple[Any, ...], child_merges: Sequence[CachedMerge]) -> CachedMerge:
-    def join(parts: Sequence[Any]) -> Any:
+    def merge_parts(parts: Sequence[Any]) -> Any:
         for part in parts:
             if type(part) is not dict or tuple(part) != keys:
                 raise CacheMiss
         columns = zip(*[part.values() for part in parts])
         return {key: merge(column) for key, merge, column in zip(keys, child_merges, columns)}
 
-    return join
+    return merge_parts
 
 
 def _cached_sequence_merge(
@@ -111,10 +111,10 @@ def _cached_sequence_merge(
 ) -> CachedMerge:
     length = len(child_merges)
 
-    def join(parts: Sequence[Any]) -> Any:
+    def merge_parts(parts: Sequence[Any]) -> Any:
         for part in parts:
             if type(part) is not cls or len(part) != length:
                 raise CacheMiss
         return cls([merge(column) for merge, column in zip(child_merges, zip(*parts))])
 
-    return join
+    return merge_parts

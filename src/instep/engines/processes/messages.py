@@ -99,7 +99,7 @@ class ModuleRequest:
     module: Any
     source_device: torch.device
     sync_batchnorm: bool | None
-    """Whether batch normalization is synchronized; None if the module has no such layers to patch."""
+    """Whether batch normalization is synchronized; None to leave the layers as they are."""
     private_containers: list[str]
     """Paths of containers of which each replica has a copy."""
     generators: list[torch.Generator]

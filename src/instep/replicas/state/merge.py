@@ -178,7 +178,7 @@ class StateMerger:
             return []
         copies = [{id(source): copy for source, _, copy in replica.cloner.containers} for replica in replicas]
         origins = [replica.cloner.sources_by_clone_id() for replica in replicas]
-        changed = [{id(inside.container): inside.after for inside in o.changes.containers} for o in results]
+        changed = [{id(change.container): change.after for change in result.changes.containers} for result in results]
         writes: list[StateWrite] = []
         for key, container in {id(source): source for source, _, _ in replicas[0].cloner.containers}.items():
             containers = [table.get(key) for table in copies]

@@ -287,7 +287,9 @@ class WorkerClient:
             request.ambient = None
         try:
             tensors = self.channel.send(
-                *(messages.FORWARD, pending.request_id, request),
+                messages.FORWARD,
+                pending.request_id,
+                request,
                 label="arguments",
                 module_globals=module_state.module_globals,
             )

@@ -219,18 +219,18 @@ class ReplicaForward:
 
     def _record_rng_use(self, reply: ForwardReply) -> None:
         """Mark the generators that the worker used as used."""
-        random = self._call.rng.caller
+        caller_rng = self._call.rng.caller
         if reply.host_rng_used:
-            random.cpu.streams_used = True
-            random.cpu.seed(0)
+            caller_rng.cpu.streams_used = True
+            caller_rng.cpu.seed(0)
         if reply.device_rng_used:
-            random.accelerator_seed.streams_used = True
-            random.accelerator_seed.seed(0)
-        random.cpu.used_remotely = random.cpu.used_remotely or reply.default_rng_used
+            caller_rng.accelerator_seed.streams_used = True
+            caller_rng.accelerator_seed.seed(0)
+        caller_rng.cpu.used_remotely = caller_rng.cpu.used_remotely or reply.default_rng_used
         generators = [self._module_state.generators[i] for i in reply.module_generators_used]
         generators += [self._generators[i] for i in reply.argument_generators_used]
         for generator in generators:
-            random.track(generator).streams_used = True
+            caller_rng.track(generator).streams_used = True
         for i, state in reply.exclusive_generator_states.items():
             self._request.exclusive_generators[i].set_state(state)
 

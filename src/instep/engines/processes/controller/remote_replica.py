@@ -150,13 +150,13 @@ class RemoteReplica(Replica):
     def on_shared_object_changed(self) -> None:
         self.needs_full_sync = True
 
-    def assign_shard(self, slots: Sequence[CarriedValue], parts: Sequence[Any] | None) -> None:
-        super().assign_shard(slots, parts)
+    def assign_shard(self, values: Sequence[CarriedValue], shards: Sequence[Any] | None) -> None:
+        super().assign_shard(values, shards)
         indices = {id(module): index for index, module in enumerate(self.source_modules)}
         self.carried_state = []
-        if parts is not None:
+        if shards is not None:
             self.carried_state = [
-                (indices[id(slot.module)], slot.name, part) for slot, part in zip(slots, parts, strict=True)
+                (indices[id(value.module)], value.name, shard) for value, shard in zip(values, shards, strict=True)
             ]
-        elif slots:
+        elif values:
             self.needs_full_sync = True

@@ -44,7 +44,7 @@ class ReplayableCall:
     private_containers: list[str]
     """Paths of containers of which each replica has a copy."""
     modules: list[nn.Module]
-    change_detector: Callable[[], Callable[[], Changes | None] | None]
+    source_changes_ref: Callable[[], Callable[[], Changes | None] | None]
     """A weak reference to the function that compares the module with its state at the last call."""
     request: ForwardRequest
     collectives: CollectiveLog
@@ -123,7 +123,7 @@ class ReplayableCall:
     def _replay(self, client: WorkerClient, outputs: Sequence[Tensor]) -> None:
         """Run the forward again on a replacement worker."""
         written_arguments, written_tensors = self.changed_tensors()
-        detect_changes = self.change_detector()
+        detect_changes = self.source_changes_ref()
         changes = None if detect_changes is None else detect_changes()
         if changes is not None:
             self.record_changes(changes)

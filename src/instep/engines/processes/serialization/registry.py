@@ -140,7 +140,7 @@ class CodeRegistry:
                 self.unsendable.pop((key[1], name), None)
             pickler, error = self._try_pickle((self._encode(changes), module_updates))
             if error is not None:
-                changes = [(key, name, self._value_or_stand_in(key, name, value)) for key, name, value in changes]
+                changes = [(key, name, self._value_or_unsendable(key, name, value)) for key, name, value in changes]
                 pickler = self._pickle((self._encode(changes), module_updates), "a changed value of the script")
             payload = self._commit(pickler)
             for key, values in snapshots:
@@ -158,7 +158,7 @@ class CodeRegistry:
             for (kind, number), name, value in changes
         ]
 
-    def _value_or_stand_in(self, key: TrackerKey, name: str, value: Any) -> Any:
+    def _value_or_unsendable(self, key: TrackerKey, name: str, value: Any) -> Any:
         """A value; an `Unsendable` if it is a global that cannot be pickled."""
         error = self._pickling_error(value)
         if error is None or key[0] == CLASS:

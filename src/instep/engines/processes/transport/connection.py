@@ -218,9 +218,7 @@ class Connection:
         if location is not NO_LOCATION and (ring_fd := self._ring_writer.fd_to_send()) is not None:
             flags, fds = flags | _HAS_RING_FD, [ring_fd, *fds]
         lengths = len(tensors), len(metadata), len(body), payload, ring_bytes
-        header = _HEADER.pack(
-            *(_MAGIC, flags, len(fds), _encode_kind(kind), call_id, *lengths, *location, current_cpu()),
-        )
+        header = _HEADER.pack(_MAGIC, flags, len(fds), _encode_kind(kind), call_id, *lengths, *location, current_cpu())
         self._send_frame([header, *parts], fds, timeout)
         self.bytes_transferred += _HEADER.size + large_bytes + payload
 

@@ -93,7 +93,7 @@ class WorkerModule:
             self._shared_blocks[number] = SharedMemory.attach(fd, nbytes, writable=number in copied_blocks)
         self._storages: dict[tuple[int, int], Tensor] = {}
         self._value_checks: dict[str, Backoff] = defaultdict(lambda: Backoff(limit=NEVER, eager=3))
-        """Consecutive calls, by method, without a write that left the version counter unchanged."""
+        """By method: at which calls the values of arguments are compared, to find writes through `.data`."""
         self._staged_by_block: dict[int, list[StagedTensor]] = {}
         """Device copies of tensors in shared memory, by block number."""
         self.tensors = [self._rebuild_tensor(entry, table.storages) for entry in table.tensors]
@@ -230,10 +230,10 @@ class WorkerModule:
                     )
         replica.name = f"replica {request.replica_index} on {self.device}"
         if request.carried_state:
-            slots: Any = [
+            carried: Any = [
                 SimpleNamespace(module=replica.source_modules[i], name=name) for i, name, _ in request.carried_state
             ]
-            replica.assign_shard(slots, [part for _, _, part in request.carried_state])
+            replica.assign_shard(carried, [shard for _, _, shard in request.carried_state])
         return replica
 
     def _copy_values(self, values: Mapping[int, Tensor]) -> None:
