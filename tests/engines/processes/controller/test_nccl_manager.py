@@ -349,6 +349,7 @@ def disturbed(phases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Net:
 
 
 @pytest.mark.usefixtures("grouped")
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_deaths_do_not_change_a_single_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also inside of a collective, where the others wait for the one that died."""
