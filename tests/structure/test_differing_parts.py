@@ -182,7 +182,7 @@ def _with_large(x: Tensor, sample: int) -> Tensor:
 
 def _is_here(name: str) -> bool:
     packages = {"dictionary": "tensordict", "wide": "tensordict", "graphs": "torch_geometric"}
-    if name == "dictionary" and torch.__version__ < "2.9":  # the tensordict of that torch names one side's keys only
+    if name == "dictionary" and torch.__version__ < "2.11":  # the tensordict of that torch names one side's keys only
         return False
     return name not in packages or importlib.util.find_spec(packages[name]) is not None
 

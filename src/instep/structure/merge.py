@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -88,10 +88,6 @@ class Merger:
         for rule in rules.values():
             check_rule(rule)
         return cls(dim=dim, out_dims=out_dims, rules=rules)
-
-    def fresh_copy(self) -> Merger:
-        """A merger with the same rules and verdicts, and with its own record of dims and readings."""
-        return replace(self, actions={}, readings={}, batch_dims={})
 
     def merge(self, parts: Sequence[Any], sizes: Sequence[int], inputs: Sequence[Mapping[str, Any]] = ()) -> Any:
         """Merge the outputs of all replicas. Raises `MergeError` if the merge is ambiguous."""

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from instep.replicas.object_graph import tensors_equal
 from instep.replicas.state.code_reads import code_reads_attribute
 
-_TensorPair = tuple[Tensor, Tensor]
-
 
 def max_norm_weights(modules: Iterable[nn.Module]) -> dict[int, Tensor]:
     """The trainable weights with `max_norm`, by id."""
