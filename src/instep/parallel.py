@@ -280,8 +280,10 @@ class DataParallel(Transparent, ModuleWrapper):
         replicas = self._instep_replicas
         was_frozen = replicas.frozen
         if len(self._instep_devices) > 1:
-            for replica in replicas.sync():
-                replica.sync_state()
+            with self._instep_runner.lock:
+                for replica in replicas.sync():
+                    replica.sync_state()
+                replicas.finish_call()
         replicas.frozen = True
         try:
             yield

@@ -239,7 +239,7 @@ def quantized(y: Tensor) -> Any:
     """A cache that keeps its keys and values in eight bits."""
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
-        pytest.skip("every other way to quantize a cache needs a package of its own")
+        pytest.skip("this release of transformers quantizes caches only with optional packages")
     config = transformers.GPT2Config(n_embd=4, n_head=1, n_layer=1)
     made = transformers.QuantizedCache("fp8", config)
     keys = y.detach()[:, None, :2, None].expand(-1, 1, 2, 4)

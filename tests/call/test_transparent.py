@@ -270,7 +270,7 @@ def test_one_replica_is_the_module_itself(net: Net) -> None:
 
 def test_without_an_accelerator_the_default_is_the_module_itself(net: Net) -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is an accelerator")
+        pytest.skip("needs a machine without an accelerator")
     assert instep.DataParallel(net)._instep_devices == [torch.device("cpu")]
 
 

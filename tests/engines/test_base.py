@@ -10,7 +10,7 @@ from torch import nn
 
 import instep
 from instep.call.one_device import BATCH_TOO_SMALL
-from instep.call.runner import ACCEPTED, Verdict
+from instep.call.runner import ACCEPTED, ForwardVerdict
 from instep.engines.select import EngineChoice, create_engine
 from instep.engines.threads import ThreadsEngine
 
@@ -19,7 +19,7 @@ from instep.engines.threads import ThreadsEngine
 def test_one_process_runs_all_replicas_and_decides_alone(name: str) -> None:
     engine = create_engine(EngineChoice(name, "test"), [torch.device("cpu")] * 3)
     assert list(engine.local_indices(2)) == [0, 1]
-    verdict = Verdict(retry=True)
+    verdict = ForwardVerdict(retry=True)
     assert engine.agree(verdict) is verdict
     engine.close()
 
@@ -27,9 +27,9 @@ def test_one_process_runs_all_replicas_and_decides_alone(name: str) -> None:
 def test_the_runner_follows_the_agreed_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     verdicts: list[Any] = []
 
-    def agree(_: ThreadsEngine, verdict: Verdict) -> Verdict:
+    def agree(_: ThreadsEngine, verdict: ForwardVerdict) -> ForwardVerdict:
         verdicts.append(verdict)
-        return Verdict(one_device=BATCH_TOO_SMALL)
+        return ForwardVerdict(one_device=BATCH_TOO_SMALL)
 
     monkeypatch.setattr(ThreadsEngine, "agree", agree)
     net, sizes = nn.Linear(4, 3), []

@@ -297,3 +297,21 @@ def test_copies_of_replaced_containers_are_freed(engine: str, private: bool) -> 
             replica = model._instep_replicas.replicas[1]
             sizes.append((len(replica.tensors.state), len(replica.cloner.containers)))
         assert sizes[-1] == sizes[2]
+
+
+def test_an_edit_after_frozen_is_kept_by_a_failed_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Linear(3, 2)
+    net.settings = {"scale": 1}  # type: ignore[assignment]
+    with instep.DataParallel(net, ["cpu"] * 2, engine="threads") as model:
+        model(torch.randn(4, 3))
+        with model.frozen():
+            pass
+        net.settings["scale"] = 2
+
+        def fail() -> None:
+            raise RuntimeError("no replicas")
+
+        monkeypatch.setattr(model._instep_replicas, "sync", fail)
+        with pytest.raises(RuntimeError, match="no replicas"):
+            model(torch.randn(4, 3))
+    assert net.settings == {"scale": 2}

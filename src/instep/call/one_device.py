@@ -183,8 +183,8 @@ class OneDevice:
         if reason.remembered:
             self._remembered[self.mode(method)] = reason
 
-    def caller_only_object(self, method: str) -> Reason | None:
-        """The reason if a replica has used an object that only the caller may use."""
+    def take_caller_only_access(self, method: str) -> Reason | None:
+        """The reason if a replica has used an object that only the caller may use. Clears the list of such accesses."""
         used = self._replicas.caller_only_accesses
         if not used:
             return None
@@ -193,13 +193,13 @@ class OneDevice:
         used.clear()
         return CALLER_ONLY_OBJECT.format(path=path, type=type_name)
 
-    def structure_changed(self) -> Reason:
-        """The reason if forward changed its replica's structure. The first change gives no warning."""
+    def record_structure_change(self) -> Reason:
+        """Count a change of a replica's structure and return the reason. The first change gives no warning."""
         self._structure_changes += 1
         return STRUCTURE_CHANGED if self._structure_changes > 1 else STRUCTURE_CHANGED.without_warning()
 
-    def registered_hook(self, hook_ids: Collection[int]) -> Reason | None:
-        """The reason if forward registered hooks. They are removed from the module's own tensors."""
+    def remove_registered_hooks(self, hook_ids: Collection[int]) -> Reason | None:
+        """Remove hooks that forward registered from the module's own tensors. Returns the reason if there are any."""
         if not hook_ids or not self._whole_batch_hooks:
             return None
         remove_tensor_hooks([source for source, _ in self._replicas.replicas[0].trainable], hook_ids)

@@ -42,7 +42,7 @@ from instep.structure.spec import strip_marks
 from instep.structure.split import apply_plan
 
 
-class Verdict(NamedTuple):
+class ForwardVerdict(NamedTuple):
     """What a forward on the replicas has shown about the call."""
 
     retry: bool = False
@@ -52,7 +52,7 @@ class Verdict(NamedTuple):
     one_device: Reason | None = None
 
 
-ACCEPTED = Verdict()
+ACCEPTED = ForwardVerdict()
 
 
 @dataclass
@@ -228,7 +228,7 @@ class ParallelRunner:
 
     def _forward(
         self, call: BoundCall, dispatch: ReplicaDispatch, shards: Sequence[Sequence[Any]]
-    ) -> tuple[list[ReplicaResult], Verdict]:
+    ) -> tuple[list[ReplicaResult], ForwardVerdict]:
         """Every replica's result, and whether it can be used."""
         try:
             results = dispatch.run(shards, call.positional, call.plan.names)
@@ -237,29 +237,29 @@ class ParallelRunner:
             dispatch.restore_shared_arguments()
             if not isinstance(error, Exception):
                 raise
-            if reason := self.one_device.caller_only_object(call.method):
-                return [], Verdict(one_device=reason)
+            if reason := self.one_device.take_caller_only_access(call.method):
+                return [], ForwardVerdict(one_device=reason)
             if not self.replicas.privatize_changed():
                 raise
-            return [], Verdict(retry=True)
+            return [], ForwardVerdict(retry=True)
         self._written_argument = dispatch.written_argument()
         if reason := self._reason_in_results(call, dispatch):
             dispatch.restore_shared_arguments()
-            return results, Verdict(one_device=reason)
+            return results, ForwardVerdict(one_device=reason)
         dispatch.check_shared_arguments()
         if self.replicas.privatize_changed([path for result in results for path in result.changed_containers]):
-            return results, Verdict(retry=True)
+            return results, ForwardVerdict(retry=True)
         if not dispatch.rng.serialized and self._used_shared_generator(dispatch.rng.caller):
-            return results, Verdict(serialize=True)
+            return results, ForwardVerdict(serialize=True)
         if any(result.changes.is_structural for result in results):
-            return results, Verdict(one_device=self.one_device.structure_changed())
+            return results, ForwardVerdict(one_device=self.one_device.record_structure_change())
         return results, ACCEPTED
 
     def _reason_in_results(self, call: BoundCall, dispatch: ReplicaDispatch) -> Reason | None:
         """A reason for one device that only the forward could show."""
         reason = (
-            self.one_device.caller_only_object(call.method)  # forward may have caught the exception
-            or self.one_device.registered_hook(dispatch.hook_ids)
+            self.one_device.take_caller_only_access(call.method)  # forward may have caught the exception
+            or self.one_device.remove_registered_hooks(dispatch.hook_ids)
             or self.one_device.retained_grad(dispatch.retains_grad)
         )
         if reason is not None:

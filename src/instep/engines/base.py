@@ -56,7 +56,8 @@ class Engine:
     """Runs calls on replicas.
 
     An engine with a `joint_graph` builds the caller's own autograd graph. The graphs of other engines are connected to
-    it by the bridge. The methods with a body are right for engines whose replicas are in this process.
+    it by the bridge. Subclasses implement `create`, `forward` and, without a joint graph, `backward`. The other methods
+    are right for engines whose replicas are in this process.
     """
 
     name = ""

@@ -278,7 +278,7 @@ def test_a_worker_leaves_no_profiler_file(monkeypatch: pytest.MonkeyPatch) -> No
     net, x = UsesOneDnn(), torch.randn(60, 400)
     net(x)
     if not Path(f"/tmp/perf-{os.getpid()}.map").exists():
-        pytest.skip("torch writes no such files on this machine")
+        pytest.skip("oneDNN writes no profiler file on this machine")
     monkeypatch.setattr(pool, "_workers", {})  # start a new worker
     monkeypatch.delenv("ONEDNN_JIT_PROFILE", raising=False)
     with instep.DataParallel(net, ["cpu"] * 2, engine="processes", probe=False) as model:
