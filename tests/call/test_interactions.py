@@ -1,4 +1,4 @@
-"""Where capabilities meet: carried state and the probe, compiled code and batch normalisation, losses and hooks."""
+"""Combinations of features: carried state and the probe, compiled code and batch normalisation, losses and hooks."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Normalised(nn.Module):
 
 @ENGINES
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_compiled_batch_normalisation_meets_once_and_is_one_break(engine: str) -> None:
+def test_compiled_batch_normalisation_is_one_exchange_and_one_graph_break(engine: str) -> None:
     torch._dynamo.reset()
     counters.clear()
     plain = Normalised().double()

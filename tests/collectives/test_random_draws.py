@@ -12,7 +12,7 @@ import instep
 
 
 class Noisy(nn.Module):
-    """Dropout before and after batch normalisation, at which the replicas meet."""
+    """Dropout before and after batch normalisation, which exchanges statistics between replicas."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -129,7 +129,7 @@ class ReplicaDispatch:
     def _assign_carried(self, shards: Sequence[Sequence[Any]]) -> None:
         if self.carried:
             for replica, shard in zip(self.replicas, shards, strict=True):
-                replica.assign_shard(self.carried, shard)
+                replica.assign_shard([value.attribute for value in self.carried], shard)
 
     def _forward(self, arguments: Sequence[list[Any]], positional: int, names: Sequence[str]) -> list[ReplicaResult]:
         """Run the engine, and note which hooks were registered meanwhile."""
@@ -195,7 +195,7 @@ class ReplicaDispatch:
         """Replace tensors of the replicas' graphs in the results by their counterparts in the caller's graph."""
         outputs = self._outputs_with_grad(results)
         written = [
-            inputs.written_shards(result.written_arguments)
+            inputs.written_shards(result.remote.written_arguments)
             for inputs, result in zip(self._inputs, results, strict=True)
         ]
         if not any(outputs) and not any(written):
@@ -209,7 +209,7 @@ class ReplicaDispatch:
         bridged = iter(bridge(graph, *graph.sources, *(shard for inputs in self._inputs for shard in inputs.shards)))
         written_bases = []
         for result, tensors, pairs in zip(results, outputs, written, strict=True):
-            remote = result.remote_graph is not None
+            remote = result.remote.graph is not None
             table = {id(tensor): rebuild_output(tensor, bridged, remote=remote) for tensor in tensors}
             _replace_tensors(result, table)
             written_bases += [_write_to_base(shard, table[id(value)]) for shard, value in pairs]
@@ -231,9 +231,9 @@ class ReplicaDispatch:
         tokens = [token for result in results if result.context is not None for token in result.context.tokens]
         used = reachable_leaves([*(tensor for tensors in outputs for tensor in tensors), *tokens])
         for inputs, result in zip(self._inputs, results, strict=True):
-            kept = inputs.keep_used(used, result.used_arguments)
-            if result.remote_graph is not None:
-                result.remote_graph.keep_inputs(kept)
+            kept = inputs.keep_used(used, result.remote.used_arguments)
+            if result.remote.graph is not None:
+                result.remote.graph.keep_inputs(kept)
 
     def _call_graph(self, results: Sequence[ReplicaResult], outputs: Sequence[Sequence[Tensor]]) -> CallGraph:
         """What the bridge needs for backward: the replicas' graphs, and the tensors whose versions it checks."""
@@ -242,11 +242,11 @@ class ReplicaDispatch:
             ReplicaGraph(
                 replica_leaves,
                 inputs.leaves,
-                flatten_outputs(tensors, remote=result.remote_graph is not None),
+                flatten_outputs(tensors, remote=result.remote.graph is not None),
                 replica.tensors.guard,
                 replica.name,
                 result.context,
-                result.remote_graph,
+                result.remote.graph,
             )
             for replica_leaves, inputs, tensors, replica, result in zip(
                 leaves, self._inputs, outputs, self.replicas, results, strict=True

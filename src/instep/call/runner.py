@@ -247,7 +247,7 @@ class ParallelRunner:
             dispatch.restore_shared_arguments()
             return results, ForwardVerdict(one_device=reason)
         dispatch.check_shared_arguments()
-        if self.replicas.privatize_changed([path for result in results for path in result.changed_containers]):
+        if self.replicas.privatize_changed([path for result in results for path in result.remote.changed_containers]):
             return results, ForwardVerdict(retry=True)
         if not dispatch.rng.serialized and self._used_shared_generator(dispatch.rng.caller):
             return results, ForwardVerdict(serialize=True)
@@ -285,8 +285,10 @@ class ParallelRunner:
 
     def _check_parameter_writes(self, replicas: Sequence[Replica], results: Sequence[ReplicaResult]) -> None:
         """`StateError` for trainable parameters that forward wrote to."""
-        written = self.replicas.written_parameters()
-        by_replica = [(replica, result.written_parameters) for replica, result in zip(replicas, results, strict=True)]
+        written = self.replicas.find_written_parameters()
+        by_replica = [
+            (replica, result.remote.written_parameters) for replica, result in zip(replicas, results, strict=True)
+        ]
         written += [tensor for _, found in by_replica for tensor in found]
         if not written:
             return

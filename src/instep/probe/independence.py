@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from instep.structure.placements import Nested, PerSample, Placement, Shard
-from instep.structure.tree import Path, flatten_one_level
+from instep.structure.tree import Path, flatten_one_level, get_by_path
 from instep.structure.verdicts import Verdict
 
 
@@ -66,7 +66,7 @@ def find_changed_path(
         if verdict is not None and isinstance(verdict.placement, Shard):
             dim = verdict.placement.dim
             expected_samples, actual_samples = [
-                _select_samples(_get_by_path(path, output), dim, kept) for output in (expected, actual)
+                _select_samples(get_by_path(path, output), dim, kept) for output in (expected, actual)
             ]
             if expected_samples is None or actual_samples is None or not torch.equal(expected_samples, actual_samples):
                 return path
@@ -78,7 +78,7 @@ def is_order_dependent(path: Path, verdict: Verdict | None, output: Any, reverse
 
     An output without a batch dim must not change.
     """
-    expected, actual = _get_by_path(path, output), _get_by_path(path, reversed_output)
+    expected, actual = get_by_path(path, output), get_by_path(path, reversed_output)
     placement = None if verdict is None else verdict.placement
     if isinstance(placement, (PerSample, Nested)):
         return len(expected) != len(actual) or not all(map(_values_close, list(expected)[::-1], actual))
@@ -107,12 +107,3 @@ def _select_samples(value: Any, dim: int, kept: Sequence[int]) -> Tensor | None:
     if not isinstance(tensor, Tensor) or tensor.ndim <= dim or tensor.shape[dim] <= max(kept):
         return None
     return tensor.index_select(dim, torch.tensor(list(kept), device=tensor.device))
-
-
-def _get_by_path(path: Path, value: Any) -> Any:
-    for key in path:
-        node = flatten_one_level(value)
-        if node is None:
-            return None
-        value = dict(zip(node.keys, node.children, strict=True)).get(key)
-    return value

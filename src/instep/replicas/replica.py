@@ -16,7 +16,7 @@ from instep.errors import BridgeError
 from instep.replicas.clone import Cloner
 from instep.replicas.diff import MISSING, NO_CHANGES, AttributeChange, Changes, ChangeTracker
 from instep.replicas.object_graph import Contents, read_contents, tensors_equal, write_contents
-from instep.replicas.state.carried import CarriedValue
+from instep.replicas.state.carried import Attribute
 from instep.replicas.tensors import ParameterSharing, ReplicaTensors, shared_storage_ptrs
 from instep.replicas.write_watch import WriteDetector
 from instep.runtime.modes import call_compiled, set_inference_mode
@@ -151,12 +151,12 @@ class Replica:
     def on_shared_object_changed(self) -> None:
         """Called when an object that the replica shares with the source was changed."""
 
-    def assign_shard(self, values: Sequence[CarriedValue], shards: Sequence[Any] | None) -> None:
-        """Set the replica's shards of carried state. None only drops the copies of the whole values."""
+    def assign_shard(self, attributes: Sequence[Attribute], shards: Sequence[Any] | None) -> None:
+        """Set shards of the source's carried attributes. None only drops the copies of the whole values."""
         self._assigned_shards = {}
         indices = {id(module): index for index, module in enumerate(self.source_modules)}
-        for number, value in enumerate(values):
-            index, name = indices[id(value.module)], value.name
+        for number, (owner, name) in enumerate(attributes):
+            index = indices[id(owner)]
             source, module = self.cloner.modules[index]
             is_buffer = name in source._buffers
             table = module._buffers if is_buffer else module.__dict__
@@ -279,6 +279,22 @@ class RemoteGraph(Protocol):
 
 
 @dataclass
+class RemoteEffects:
+    """What the forward of a replica in another process did to tensors and containers of this one."""
+
+    written_parameters: Sequence[Tensor] = ()
+    """Trainable tensors of the source."""
+    changed_containers: Sequence[str] = ()
+    """Paths of shared containers."""
+    written_arguments: Mapping[int, Tensor] = field(default_factory=dict)
+    """The new values of arguments, by the id of the argument."""
+    used_arguments: Collection[int] = ()
+    """Ids of the arguments on which the outputs depend."""
+    graph: RemoteGraph | None = None
+    """The autograd graph, if forward recorded one."""
+
+
+@dataclass
 class ReplicaResult:
     """The output of one replica's forward, and what it changed."""
 
@@ -287,16 +303,8 @@ class ReplicaResult:
     written_state: list[TensorPair] = field(default_factory=list)
     """State tensors that forward wrote in place, as (source, copy)."""
     error: BaseException | None = None
-    written_parameters: Sequence[Tensor] = ()
-    """Trainable tensors of the source that a replica in another process wrote to."""
-    changed_containers: Sequence[str] = ()
-    """Paths of shared containers that a replica in another process changed."""
-    written_arguments: Mapping[int, Tensor] = field(default_factory=dict)
-    """The new values of arguments that a replica in another process wrote to, by the id of the argument."""
-    used_arguments: Collection[int] = ()
-    """Ids of the arguments on which the outputs of a replica in another process depend."""
-    remote_graph: RemoteGraph | None = None
-    """The graph of a replica in another process, if it recorded one."""
+    remote: RemoteEffects = field(default_factory=RemoteEffects)
+    """Empty for a replica in this process, whose effects are found on the objects themselves."""
     context: GraphContext | None = None
     """The collectives in which the replica took part."""
 

@@ -85,7 +85,7 @@ class ReplicaSet:
         """Update the replicas to the source and return them."""
         changes, self._prefetched_changes = self._prefetched_changes, None
         if changes is None:
-            changes = self.source_changes()
+            changes = self.find_source_changes()
         if changes.is_structural:
             self._create_replicas()
         elif changes:
@@ -171,14 +171,14 @@ class ReplicaSet:
 
     def prefetch_changes(self) -> None:
         """Find the changes of the source ahead of the next `sync`."""
-        self._prefetched_changes = self.source_changes()
+        self._prefetched_changes = self.find_source_changes()
 
     def discard_prefetched(self) -> None:
         """Drop prefetched changes, because there may be more by now."""
         self._prefetched_changes = None
 
-    def source_changes(self) -> Changes:
-        """What changed on the source since the last call, except the values of tensors."""
+    def find_source_changes(self) -> Changes:
+        """Find what changed on the source since the last call, except the values of tensors."""
         if self._tracker is None or not self._layout.is_unchanged():
             return STRUCTURE_CHANGED
         changed = self.shared_containers.changed()
@@ -190,9 +190,9 @@ class ReplicaSet:
             self._track_containers()
         return self._tracker.diff()
 
-    def source_changes_if_tracked(self) -> Changes | None:
+    def find_changes_if_tracked(self) -> Changes | None:
         """The same; None if the source is not tracked, e.g. after a failure."""
-        return None if self._tracker is None else self.source_changes()
+        return None if self._tracker is None else self.find_source_changes()
 
     @property
     def private_weights(self) -> Mapping[int, Tensor]:
@@ -204,8 +204,8 @@ class ReplicaSet:
         """Whether replicas have to copy buffers and other state from the source before they run."""
         return self.state_changed or not self.frozen
 
-    def written_parameters(self) -> list[Tensor]:
-        """Trainable tensors of the source that `forward` wrote to in this call.
+    def find_written_parameters(self) -> list[Tensor]:
+        """Find trainable tensors of the source that `forward` wrote to in this call.
 
         Writes through `.data` do not increment the version counter. Some calls are checked by value (`_save_values`);
         the writes are undone there.
@@ -286,7 +286,7 @@ class ReplicaSet:
         for replica in self.replicas:
             replica.private_container_paths = private_paths
             replica.container_paths = self.shared_containers.paths
-            replica.source_changes_ref = weakref.WeakMethod(self.source_changes_if_tracked)
+            replica.source_changes_ref = weakref.WeakMethod(self.find_changes_if_tracked)
 
     def _watch_writes(self) -> None:
         trainable = [pair for replica in self.replicas for pair in replica.trainable]
@@ -350,7 +350,7 @@ class ReplicaSet:
     def release_carried(self, values: Sequence[CarriedValue], active: int) -> None:
         """Drop the copies of carried state on replicas that take no part in a call."""
         for replica in self.replicas[active:]:
-            replica.assign_shard(values, None)
+            replica.assign_shard([value.attribute for value in values], None)
 
 
 def _sharing_for(can_share: bool, joint_graph: bool) -> ParameterSharing:

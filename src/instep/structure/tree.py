@@ -311,6 +311,19 @@ def flatten_one_level(value: Any) -> Node | None:
     return None if flatten_fn is None else flatten_fn(value)
 
 
+def get_by_path(path: Path, value: Any) -> Any:
+    """The value at a path inside a structure; None if there is none."""
+    for key in path:
+        if type(value) is dict:
+            value = value.get(key)
+            continue
+        node = flatten_one_level(value)
+        if node is None:
+            return None
+        value = dict(zip(node.keys, node.children, strict=True)).get(key)
+    return value
+
+
 _BUILTIN_TYPES = frozenset((*SCALARS, Tensor, list, tuple, dict, OrderedDict, defaultdict))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from instep.structure.host_scalars import read_scalars
 from instep.structure.shapes import is_dense
-from instep.structure.tree import Path, flatten_one_level, format_path, is_sequence
+from instep.structure.tree import Path, flatten_one_level, format_path, get_by_path, is_sequence
 
 LABEL_NAMES = ("labels", "label", "targets", "target")
 MASK_NAMES = ("attention_mask", "mask", "masks")
@@ -27,7 +27,7 @@ class Weight(ABC):
 
     def __call__(self, **inputs: Any) -> Tensor:
         """The total as a 0-d tensor on the argument's device. Does not synchronize."""
-        value = _get_by_path(self.path, inputs)
+        value = get_by_path(self.path, inputs)
         return self.entry_weights(value).sum() if isinstance(value, Tensor) else torch.zeros(())
 
     @abstractmethod
@@ -195,7 +195,7 @@ def find_weight_window(
         return 0
     shares = [torch.full((batch - num_samples + 1,), first_size / num_samples, dtype=torch.float64)]
     for count in counts:
-        value = _get_by_path(count.path, inputs)
+        value = get_by_path(count.path, inputs)
         if not isinstance(value, Tensor) or not is_batch_first(value, batch):
             return 0
         total = torch.zeros(batch + 1, dtype=torch.float64)
@@ -221,15 +221,3 @@ def named_tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
         return
     for key, child in zip(node.keys, node.children, strict=True):
         yield from named_tensors(child, (*path, key))
-
-
-def _get_by_path(path: Path, value: Any) -> Any:
-    for key in path:
-        if type(value) is dict:
-            value = value.get(key)
-            continue
-        node = flatten_one_level(value)
-        if node is None:
-            return None
-        value = dict(zip(node.keys, node.children, strict=True)).get(key)
-    return value

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from instep.engines.processes.serialization.exceptions import pack_exception, unpack_exception
-from instep.engines.processes.serialization.registry import CodeRegistry, Payload
+from instep.engines.processes.serialization.registry import CodeRegistry, PickledValue
 
 
 def script(source: str) -> Any:
@@ -29,9 +29,9 @@ class LocalChannel:
         self.pickle_size = 0
         """The size of the last pickle in bytes."""
 
-    def _copy(self, payload: Payload) -> Payload:
+    def _copy(self, payload: PickledValue) -> PickledValue:
         self.pickle_size = len(payload.body)
-        return Payload(bytes(payload.body), [tensor.detach().clone() for tensor in payload.tensors])
+        return PickledValue(bytes(payload.body), [tensor.detach().clone() for tensor in payload.tensors])
 
     def to_worker(self, value: Any, what: str = "") -> Any:
         """Send a value to the worker and return what the worker gets."""
@@ -68,7 +68,7 @@ class RemoteInterpreter:
         pickle.dump((_to_plain(update), _to_plain(request)), self._process.stdin)
         self._process.stdin.flush()
         succeeded, (body, arrays) = pickle.load(self._process.stdout)
-        reply = Payload(body, [torch.from_numpy(array) for array in arrays])
+        reply = PickledValue(body, [torch.from_numpy(array) for array in arrays])
         if succeeded:
             return self.registry.unpack(reply)
         raise unpack_exception(reply, self.registry)
@@ -80,7 +80,7 @@ class RemoteInterpreter:
         self._process.wait(10)
 
 
-def _to_plain(payload: Payload | None) -> Any:
+def _to_plain(payload: PickledValue | None) -> Any:
     """A payload as bytes and arrays, which a plain pickle can hold."""
     return payload and (payload.body, [tensor.detach().numpy() for tensor in payload.tensors])
 
@@ -90,7 +90,7 @@ import sys
 sys.path[:] = {path!r}
 import pickle, torch
 from instep.engines.processes.serialization.exceptions import pack_exception
-from instep.engines.processes.serialization.registry import CodeRegistry, Payload
+from instep.engines.processes.serialization.registry import CodeRegistry, PickledValue
 registry = CodeRegistry(is_parent=False)
 while True:
     try:
@@ -100,7 +100,7 @@ while True:
     try:
         if update:
             registry.apply_globals(update[0], [torch.from_numpy(array) for array in update[1]])
-        function, args = registry.unpack(Payload(body, [torch.from_numpy(array) for array in arrays]))
+        function, args = registry.unpack(PickledValue(body, [torch.from_numpy(array) for array in arrays]))
         succeeded, reply = True, registry.pack(function(*args))
     except Exception as error:
         succeeded, reply = False, pack_exception(error, registry)

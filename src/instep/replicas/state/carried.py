@@ -24,6 +24,8 @@ from instep.runtime.locks import run_uninterrupted
 from instep.structure.tree import Path, flatten_one_level
 
 T = TypeVar("T")
+Attribute = tuple[nn.Module, str]
+"""A module, and the name of one of its attributes or buffers."""
 CallKey = tuple[int, str]
 """The fingerprint of the module's configuration, and the name of the method."""
 
@@ -48,6 +50,11 @@ class CarriedValue:
     key: Any = None
     was_read: dict[CallKey, bool] = field(default_factory=dict)
     """Whether an instrumented call read the value before it overwrote it."""
+
+    @property
+    def attribute(self) -> Attribute:
+        assert self.module is not None  # dictionary entries are never split
+        return self.module, self.name
 
     @property
     def value(self) -> Any:

@@ -40,7 +40,7 @@ from instep.engines.processes.messages import (
 )
 from instep.engines.processes.serialization.exceptions import unpack_exception
 from instep.engines.processes.serialization.module_globals import ModuleGlobals
-from instep.engines.processes.serialization.registry import Payload
+from instep.engines.processes.serialization.registry import PickledValue
 from instep.engines.processes.transport.channel import SOURCE, Channel, TensorTag, tag_by_value
 from instep.engines.processes.transport.connection import ConnectionClosed, Message, ProtocolError
 from instep.engines.processes.transport.cuda_driver import DeviceMemory, DriverError
@@ -414,7 +414,7 @@ class WorkerClient:
                 pending.received_kinds.add(message.kind)
                 self._pending.pop(pending.request_id, None)
                 self._last_ambient = None  # the worker may not have applied it
-                error = unpack_exception(Payload(message.body, message.tensors), self.channel.registry)
+                error = unpack_exception(PickledValue(message.body, message.tensors), self.channel.registry)
                 self.last_error_id = id(error)
                 if isinstance(error, (EngineError, MemoryError)):
                     self.channel.registry.mark_all_unsent()  # the worker may not have decoded the request

@@ -30,7 +30,7 @@ from instep.errors import CannotCross, EngineError, RemoteArgumentError
 from instep.replicas.diff import MISSING, STRUCTURE_CHANGED, AttributeChange, Changes, ContainerChange
 from instep.replicas.mutable_arguments import mutable_arguments
 from instep.replicas.object_graph import is_unchanged, read_contents, write_contents
-from instep.replicas.replica import ReplicaResult
+from instep.replicas.replica import RemoteEffects, ReplicaResult
 from instep.replicas.write_watch import deduplicate_views
 from instep.runtime.ambient import AmbientState, EncodedAmbientState
 from instep.runtime.rng import GeneratorPairs, generators_in
@@ -160,7 +160,7 @@ class ReplicaForward:
         result = self._apply_reply(reply) if isinstance(reply, ForwardReply) else ReplicaResult(output=reply.output)
         indices = {id(tensor): index for index, tensor in enumerate(tensors) if tensor.requires_grad}
         if self._call.ambient.grad_enabled and indices:
-            replayable = result.remote_graph = self._replayable or self._new_replayable()
+            replayable = result.remote.graph = self._replayable or self._new_replayable()
             replayable.output_indices = indices
             replayable.output_versions = {index: tensors[index]._version for index in indices.values()}
             replayable.input_indices = _argument_indices(self._call.grad_inputs[self._index], self._argument_tensors)
@@ -191,8 +191,8 @@ class ReplicaForward:
             check_not_aliased(arguments, i)
             arguments[i].data.copy_(value)
         result = _apply_state(self._replica, self._module_state, reply)
-        result.written_arguments = {id(arguments[i]): tensor for i, tensor in reply.written_with_grad.items()}
-        result.used_arguments = used
+        result.remote.written_arguments = {id(arguments[i]): tensor for i, tensor in reply.written_with_grad.items()}
+        result.remote.used_arguments = used
         return result
 
     def _changed_argument_error(self, path: Path) -> RemoteArgumentError:
@@ -286,7 +286,7 @@ def _encode_ambient(ambient: AmbientState, replica: RemoteReplica) -> EncodedAmb
 def _apply_state(replica: RemoteReplica, module_state: RemoteModuleState, reply: ForwardReply) -> ReplicaResult:
     """Apply the worker's state changes to the remote replica."""
     if reply.private_containers:
-        return ReplicaResult(changed_containers=reply.private_containers)
+        return ReplicaResult(remote=RemoteEffects(changed_containers=reply.private_containers))
     if reply.structure_changed:
         return ReplicaResult(changes=STRUCTURE_CHANGED)
     modules = replica.modules
@@ -310,7 +310,7 @@ def _apply_state(replica: RemoteReplica, module_state: RemoteModuleState, reply:
         output=reply.output,
         changes=Changes(False, attributes, _apply_containers(replica, reply) if reply.containers else []),
         written_state=replica.write_state(written_state),
-        written_parameters=written_parameters,
+        remote=RemoteEffects(written_parameters),
     )
 
 

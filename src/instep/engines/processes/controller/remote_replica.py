@@ -17,7 +17,7 @@ from instep.replicas.clone import reaches_source
 from instep.replicas.diff import AttributeChange, Changes
 from instep.replicas.object_graph import is_atomic
 from instep.replicas.replica import Replica, TensorPair
-from instep.replicas.state.carried import CarriedValue
+from instep.replicas.state.carried import Attribute
 from instep.replicas.tensors import ParameterSharing, ReplicaTensors, leaf_like
 from instep.runtime.locks import ForkSafeLock
 from instep.runtime.modes import set_inference_mode
@@ -150,13 +150,13 @@ class RemoteReplica(Replica):
     def on_shared_object_changed(self) -> None:
         self.needs_full_sync = True
 
-    def assign_shard(self, values: Sequence[CarriedValue], shards: Sequence[Any] | None) -> None:
-        super().assign_shard(values, shards)
+    def assign_shard(self, attributes: Sequence[Attribute], shards: Sequence[Any] | None) -> None:
+        super().assign_shard(attributes, shards)
         indices = {id(module): index for index, module in enumerate(self.source_modules)}
         self.carried_state = []
         if shards is not None:
             self.carried_state = [
-                (indices[id(value.module)], value.name, shard) for value, shard in zip(values, shards, strict=True)
+                (indices[id(owner)], name, shard) for (owner, name), shard in zip(attributes, shards, strict=True)
             ]
-        elif values:
+        elif attributes:
             self.needs_full_sync = True

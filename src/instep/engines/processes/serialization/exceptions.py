@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from instep.engines.processes.serialization.reducers import exception_slots, make_exception, set_attributes
-from instep.engines.processes.serialization.registry import CodeRegistry, Payload
+from instep.engines.processes.serialization.registry import CodeRegistry, PickledValue
 from instep.errors import CannotCross
 
 _MAX_CHAIN = 50
@@ -20,7 +20,7 @@ class WorkerTraceback(Exception):
         return "\n" + str(self.args[0])
 
 
-def pack_exception(error: BaseException, registry: CodeRegistry) -> Payload:
+def pack_exception(error: BaseException, registry: CodeRegistry) -> PickledValue:
     """Pickle an exception with its traceback, causes and attributes. Parts that cannot be pickled become their repr."""
     try:
         return registry.pack(_exception_chain(error, registry, plain=False))
@@ -28,9 +28,9 @@ def pack_exception(error: BaseException, registry: CodeRegistry) -> Payload:
         return registry.pack(_exception_chain(error, registry, plain=True))
 
 
-def unpack_exception(payload: Payload, registry: CodeRegistry) -> BaseException:
+def unpack_exception(pickled: PickledValue, registry: CodeRegistry) -> BaseException:
     """Rebuild an exception without calling its `__init__`. The traceback becomes a note."""
-    links = registry.unpack(payload)
+    links = registry.unpack(pickled)
     errors = [_rebuild(link) for link in links]
     for error, link in zip(errors, links, strict=True):
         error.__cause__ = errors[link["cause"]] if link["cause"] is not None else None

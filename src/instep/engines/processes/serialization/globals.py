@@ -168,7 +168,7 @@ def _array_checksum(array: Any) -> int:
     return zlib.crc32(as_bytes) if array.size else 0
 
 
-class ChangeTracker:
+class SentValueTracker:
     """Names of one mapping, with the values that the peer has."""
 
     def __init__(self, mapping: Mapping[str, Any], *, include_new: bool = False) -> None:
@@ -229,12 +229,12 @@ class SentValues:
     """Globals and class attributes that the peer was sent."""
 
     def __init__(self) -> None:
-        self._trackers: dict[TrackerKey, ChangeTracker] = {}
+        self._trackers: dict[TrackerKey, SentValueTracker] = {}
 
     def track(self, key: TrackerKey, mapping: Mapping[str, Any]) -> None:
         """Start to track a mapping."""
         if key not in self._trackers:
-            self._trackers[key] = ChangeTracker(mapping, include_new=key[0] == CLASS)
+            self._trackers[key] = SentValueTracker(mapping, include_new=key[0] == CLASS)
 
     def mark_sent(self, key: TrackerKey, values: Mapping[str, ValueSnapshot]) -> None:
         """Record values as sent."""
@@ -268,7 +268,7 @@ class Namespaces:
         self._ids: dict[int, int] = {}
         self._namespaces: dict[int, dict[str, Any]] = {}
         self._modules: dict[int, types.ModuleType] = {}
-        self._received: dict[int, ChangeTracker] = {}
+        self._received: dict[int, SentValueTracker] = {}
         """Values received for the peer's namespaces."""
 
     def id_of(self, namespace: dict[str, Any]) -> int:
@@ -301,7 +301,7 @@ class Namespaces:
         """Track writes of functions in this process to received names."""
         if not self.is_local(number):
             namespace = self._namespaces[number]
-            tracker = self._received.setdefault(number, ChangeTracker(namespace))
+            tracker = self._received.setdefault(number, SentValueTracker(namespace))
             tracker.mark_sent({name: take_snapshot(namespace.get(name, ABSENT)) for name in names})
 
     def received_values(self) -> Iterator[tuple[str, Any]]:

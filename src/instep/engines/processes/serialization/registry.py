@@ -38,7 +38,7 @@ from instep.errors import CannotCross, EngineError
 _BUFFER_COUNT = struct.Struct("<I")
 
 
-class Payload(NamedTuple):
+class PickledValue(NamedTuple):
     """A pickled value and its tensors, which the caller sends separately."""
 
     body: bytes
@@ -76,7 +76,7 @@ class CodeRegistry:
         self.closure_values: list[Any] = []
         """Worker only: contents of the closure cells in the last unpacked value."""
 
-    def pack(self, value: Any, label: str = "") -> Payload:
+    def pack(self, value: Any, label: str = "") -> PickledValue:
         """Pickle a value. `label` starts the path in a `CannotCross`: "argument 'batch'", "the module".
 
         A class may define how paths through its attributes start: ``PATHS = {"kwargs": "argument "}``.
@@ -84,7 +84,7 @@ class CodeRegistry:
         with self._lock:
             return self._commit_value(self._pickle(value, label))
 
-    def pack_fields(self, message: PositionalMessage, label: str = "") -> Payload:
+    def pack_fields(self, message: PositionalMessage, label: str = "") -> PickledValue:
         """Pickle the field values of a message."""
         with self._lock:
             pickler, error = self._try_pickle(message.fields())
@@ -98,15 +98,15 @@ class CodeRegistry:
         with self._lock:
             return self._pickling_error(value) is None
 
-    def unpack(self, payload: Payload) -> Any:
+    def unpack(self, pickled: PickledValue) -> Any:
         """Rebuild a value around the received tensors, which have the order of the sent ones."""
         with self._lock:
-            (count,) = _BUFFER_COUNT.unpack_from(payload.body)
-            end = len(payload.tensors) - count
-            buffers: list[Any] = [tensor.numpy() for tensor in payload.tensors[end:]]
-            file = io.BytesIO(payload.body)
+            (count,) = _BUFFER_COUNT.unpack_from(pickled.body)
+            end = len(pickled.tensors) - count
+            buffers: list[Any] = [tensor.numpy() for tensor in pickled.tensors[end:]]
+            file = io.BytesIO(pickled.body)
             file.seek(_BUFFER_COUNT.size)
-            unpickler = Unpickler(self, file, list(payload.tensors[:end]), buffers)
+            unpickler = Unpickler(self, file, list(pickled.tensors[:end]), buffers)
             try:
                 value = unpickler.load()
             except (EngineError, MemoryError):
@@ -125,7 +125,7 @@ class CodeRegistry:
 
     def pack_changed_globals(
         self, module_globals: ModuleGlobals | None = None, *, modules_only: bool = False
-    ) -> Payload | None:
+    ) -> PickledValue | None:
         """Parent only: pickle the globals and class attributes that changed since they were sent; None if none did.
 
         `module_globals` are the imported modules to look at. `modules_only` leaves out the script's own values.
@@ -142,14 +142,14 @@ class CodeRegistry:
             if error is not None:
                 changes = [(key, name, self._value_or_unsendable(key, name, value)) for key, name, value in changes]
                 pickler = self._pickle((self._encode(changes), module_updates), "a changed value of the script")
-            payload = self._commit(pickler)
+            pickled = self._commit(pickler)
             for key, values in snapshots:
                 self.sent_values.mark_sent(key, values)
             if module_globals is not None:
                 module_globals.mark_sent()
             if changes:
                 self.sent_module_values.add_references(pickler.references)
-            return payload
+            return pickled
 
     def _encode(self, changes: list[tuple[TrackerKey, str, Any]]) -> list[tuple[int | type, str, Any]]:
         """Changed values as they are pickled: with the id of the namespace, or with the class."""
@@ -172,7 +172,7 @@ class CodeRegistry:
 
     def apply_globals(self, body: bytes, tensors: list[Tensor]) -> None:
         """Worker only: assign the values that `pack_changed_globals` packed in the parent."""
-        changes, module_updates = self.unpack(Payload(body, tensors))
+        changes, module_updates = self.unpack(PickledValue(body, tensors))
         for owner, name, value in changes:
             if isinstance(owner, int):
                 self.namespaces.receive(owner, {name: value})
@@ -233,12 +233,12 @@ class CodeRegistry:
             self._objects[number] = definition
             self._known_to_peer.add(number)
 
-    def _commit_value(self, pickler: Pickler) -> Payload:
-        payload = self._commit(pickler)
+    def _commit_value(self, pickler: Pickler) -> PickledValue:
+        pickled = self._commit(pickler)
         self.closure_cells, self.references = list(pickler.closure_cells.values()), pickler.references
-        return payload
+        return pickled
 
-    def _commit(self, pickler: Pickler) -> Payload:
+    def _commit(self, pickler: Pickler) -> PickledValue:
         """Record what was pickled as sent."""
         self._register(pickler.definitions)
         if self.is_parent:
@@ -250,7 +250,7 @@ class CodeRegistry:
                 self.sent_values.mark_sent(key, snapshots)
                 self._references.update(((key, name), pickler.references) for name in snapshots)
         body = _BUFFER_COUNT.pack(len(pickler.buffers)) + pickler.file.getvalue()
-        return Payload(body, [*pickler.tensors, *pickler.buffers])
+        return PickledValue(body, [*pickler.tensors, *pickler.buffers])
 
     def _pickle(self, value: Any, label: str) -> Pickler:
         """Pickle a value. Globals that cannot be pickled become `Unsendable`, which raises when it is used."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from instep.engines.processes.messages import GLOBALS, PositionalMessage
 from instep.engines.processes.serialization.module_globals import ModuleGlobals
 from instep.engines.processes.serialization.reducers import has_strided_data
-from instep.engines.processes.serialization.registry import CodeRegistry, Payload
+from instep.engines.processes.serialization.registry import CodeRegistry, PickledValue
 from instep.engines.processes.transport.connection import Connection, Message
 from instep.engines.processes.transport.cuda_ipc import CudaIpcChannel, IpcTransfer
 
@@ -161,7 +161,7 @@ class Channel:
         values = iter(self._received_values(message, transfer))
         tensors = [rebuild(tag, next(values) if tag[0] == VALUE else None) for tag in tags]
         if plain is None:
-            return self.registry.unpack(Payload(content, tensors)), tensors
+            return self.registry.unpack(PickledValue(content, tensors)), tensors
         return decode_plain(content, tensors), tensors
 
     def _received_values(self, message: Message, transfer: tuple[Any, ...] | None) -> list[Tensor]:

@@ -7,8 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import is_
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -230,10 +228,8 @@ class WorkerModule:
                     )
         replica.name = f"replica {request.replica_index} on {self.device}"
         if request.carried_state:
-            carried: Any = [
-                SimpleNamespace(module=replica.source_modules[i], name=name) for i, name, _ in request.carried_state
-            ]
-            replica.assign_shard(carried, [shard for _, _, shard in request.carried_state])
+            attributes = [(replica.source_modules[i], name) for i, name, _ in request.carried_state]
+            replica.assign_shard(attributes, [shard for _, _, shard in request.carried_state])
         return replica
 
     def _copy_values(self, values: Mapping[int, Tensor]) -> None:

@@ -348,7 +348,7 @@ class WorkerServer:
         if result.changes.is_structural:
             replica_set.discard()
             return ForwardReply(structure_changed=True)
-        written = replica_set.written_parameters()
+        written = replica_set.find_written_parameters()
         reply = module.collect_changes(result)
         if written:  # copied on write: no longer the parent's memory
             numbers = module.tensor_numbers()
