@@ -88,6 +88,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Ru
     return pytester.runpytest_subprocess("-p", "no:cacheprovider")
 
 
+@pytest.mark.slow
 def test_leaking_tests_fail_and_clean_ones_pass(run: pytest.RunResult) -> None:
     leaking, clean = LEAKING.count("def test_"), CLEAN.count("def test_") + 1
     run.assert_outcomes(passed=leaking + clean, errors=leaking)

@@ -86,8 +86,16 @@ def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    ("way", "engine"),
+    [
+        # One way on every engine, and every way on threads.
+        pytest.param(way, engine, marks=() if way is a_part or engine == "threads" else pytest.mark.slow)
+        for way in WAYS
+        for engine in ENGINES
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
 def test_training_is_the_plain_modules(way: Make, engine: str) -> None:
     plain = Net().double()
     net = copy.deepcopy(plain)

@@ -49,6 +49,7 @@ def test_version_is_the_declared_one(tmp_path: Path) -> None:
     assert run("--version", folder=tmp_path) == (0, f"instep {declared[1]}\n", "")
 
 
+@pytest.mark.slow
 def test_demo_proves_trains_counts_and_saves(tmp_path: Path) -> None:
     code, out, err = run("demo", "--steps", "3", "--replicas", "2", "--out", "weights/demo.pt", folder=tmp_path)
     assert (code, err) == (0, ""), out

@@ -135,7 +135,10 @@ def trains_like_the_module(model: instep.DataParallel, x: Tensor) -> bool:
     return True
 
 
-@pytest.mark.parametrize("anew", [False, True], ids=["the same wrapper", "wrapped anew"])
+@pytest.mark.parametrize(
+    "anew",
+    [pytest.param(False, id="the same wrapper"), pytest.param(True, id="wrapped anew", marks=pytest.mark.slow)],
+)
 @pytest.mark.usefixtures("one_core", "workers")
 def test_workers_of_a_forked_child_read_the_weights_of_the_child(anew: bool) -> None:
     net, x = Tied().double(), torch.randn(6, 4, dtype=torch.float64)

@@ -73,7 +73,13 @@ def _clear(net: Counts) -> None:
     net.by_name["more"] = 3
 
 
-@pytest.mark.parametrize("between", [lambda net: None, _clear], ids=["by forward alone", "by the script too"])
+@pytest.mark.parametrize(
+    "between",
+    [
+        pytest.param(lambda net: None, id="by forward alone", marks=pytest.mark.slow),
+        pytest.param(_clear, id="by the script too"),
+    ],
+)
 def test_the_replayed_step_sees_the_original_containers(between: Between) -> None:
     undisturbed, disturbed = (list(gradients(kill, between)) for kill in (False, True))
     assert len(undisturbed) == 4

@@ -130,7 +130,10 @@ def _step(net: nn.Linear) -> None:
     net.weight.grad = None
 
 
-@pytest.mark.parametrize("change", [_add, _add_without_version, _step])
+@pytest.mark.parametrize(
+    "change",
+    [pytest.param(_add, marks=pytest.mark.slow), pytest.param(_add_without_version, marks=pytest.mark.slow), _step],
+)
 def test_a_death_after_the_weights_have_changed_is_an_error(change: Callable[[nn.Linear], None]) -> None:
     net = nn.Linear(4, 3)
     with wrap(net) as model:
@@ -257,7 +260,7 @@ def test_an_interruption_is_raised_at_once_and_later_calls_are_correct() -> None
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("slow", [(0, 1), (1, 2)])
+@pytest.mark.parametrize("slow", [(0, 1), pytest.param((1, 2), marks=pytest.mark.slow)])
 def test_an_interruption_does_not_wait_for_other_replicas(slow: tuple[int, ...]) -> None:
     class Slow(nn.Module):
         def __init__(self) -> None:

@@ -153,7 +153,13 @@ def fail_at_once(model: instep.DataParallel, x: Tensor, actions: dict[int, str])
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize(
-    "actions", [{1: "sleep", 2: "fail"}, {1: "fail", 2: "sleep"}, {0: "fail", 1: "sleep"}], ids=str
+    "actions",
+    [
+        {1: "sleep", 2: "fail"},
+        pytest.param({1: "fail", 2: "sleep"}, marks=pytest.mark.slow),
+        pytest.param({0: "fail", 1: "sleep"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_an_exception_does_not_wait_for_slow_workers(wrap: Any, actions: dict[int, str]) -> None:
     net = Slow()
@@ -172,7 +178,9 @@ class Late(Slow):
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("actions", [{1: "sleep", 2: "fail"}, {0: "fail", 1: "sleep"}], ids=str)
+@pytest.mark.parametrize(
+    "actions", [pytest.param({1: "sleep", 2: "fail"}, marks=pytest.mark.slow), {0: "fail", 1: "sleep"}], ids=str
+)
 def test_a_worker_that_is_late_at_a_collective_after_a_failure(wrap: Any, actions: dict[int, str]) -> None:
     net = Late()
     model = wrap(net, 3, engine="processes", probe=False)

@@ -8,9 +8,10 @@ weight by 1e-9 times the learning rate: 1e-10 is above that, and far below what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -78,16 +79,26 @@ GRID = [
 ]
 
 
-def with_optimizers(points: Sequence[Any], optimizers: Sequence[str]) -> Any:
-    """Parametrize with the points of a grid; each point gets one of the optimizers in turn."""
-    pairs = [(point, optimizers[index % len(optimizers)]) for index, point in enumerate(points)]
+def with_optimizers(points: Sequence[Any], optimizers: Sequence[str], quick: Collection[tuple[int, int]]) -> Any:
+    """Parametrize with the points of a grid; each point gets one of the optimizers in turn.
+
+    Points are marked slow unless their (replicas, batch) is in `quick`.
+    """
     return pytest.mark.parametrize(
         ("engine", "private", "replicas", "batch", "optimizer"),
-        [pytest.param(*point.values, optimizer, id=f"{point.id}-{optimizer}") for point, optimizer in pairs],
+        [
+            pytest.param(
+                *point.values,
+                optimizer,
+                id=f"{point.id}-{optimizer}",
+                marks=() if point.values[2:4] in quick else pytest.mark.slow,
+            )
+            for point, optimizer in zip(points, cycle(optimizers), strict=False)
+        ],
     )
 
 
-@with_optimizers(GRID, ["sgd", "sgd-foreach", "sgd-fused"])
+@with_optimizers(GRID, ["sgd", "sgd-foreach", "sgd-fused"], quick={(1, 3), (2, 7), (3, 2), (4, 16)})
 @each_case
 def test_five_steps_of_sgd(case: Case, engine: str, private: bool, replicas: int, batch: int, optimizer: str) -> None:
     name = "sgd" if case.sparse else optimizer  # fused SGD does not support sparse gradients
@@ -97,6 +108,7 @@ def test_five_steps_of_sgd(case: Case, engine: str, private: bool, replicas: int
 @with_optimizers(
     [point for point in GRID if point.values[0] != "processes" or point.values[2] != 4],
     ["adamw-plain", "adamw-foreach", "adamw-fused"],
+    quick={(2, 7), (3, 16)},
 )
 @pytest.mark.parametrize("name", [case.name for case in CASES if not case.sparse])
 def test_five_steps_of_adamw(name: str, engine: str, private: bool, replicas: int, batch: int, optimizer: str) -> None:
@@ -110,7 +122,9 @@ def test_five_steps_of_sparse_adam(engine: str, private: bool, replicas: int) ->
     check(BY_NAME["sparse-embedding"], [7] * STEPS, "sparse-adam", replicas, engine=engine, private_copies=private)
 
 
-@each_memory
+@pytest.mark.parametrize(
+    "private", [pytest.param(False, id="aliased"), pytest.param(True, id="private", marks=pytest.mark.slow)]
+)
 @each_engine
 @each_case
 def test_batches_of_changing_size(case: Case, engine: str, private: bool) -> None:

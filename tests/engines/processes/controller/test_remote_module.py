@@ -212,6 +212,7 @@ for end in (instep.DataParallel.close, lambda _: instep.shutdown()):
 """
 
 
+@pytest.mark.slow
 def test_backward_after_close() -> None:
     found = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True, timeout=100)
     assert (found.stdout, found.stderr) == ("right\nright\n", "")

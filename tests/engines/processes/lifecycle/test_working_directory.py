@@ -105,6 +105,7 @@ def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
     assert "all well" in run(tmp_path, str(script))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_command_string_and_interactive_prompt(tmp_path: Path) -> None:
     assert "all well" in run(tmp_path, "-c", SCRIPT + END)
@@ -153,6 +154,7 @@ def test_a_breakpoint_stops_only_replica_0(tmp_path: Path) -> None:
     assert shown.endswith("all well\n")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_disabled_breakpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONBREAKPOINT", "0")
@@ -179,6 +181,7 @@ def test_it():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("mode", [pytest.param("prepend", marks=pytest.mark.slow), "importlib"])
 def test_pytest_in_both_import_modes(tmp_path: Path, mode: str) -> None:
