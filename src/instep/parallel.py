@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.compiler import is_compiling
 
@@ -34,7 +35,7 @@ from instep.call.options import (
     unwrap_module,
 )
 from instep.call.runner import ParallelRunner
-from instep.call.transparent import Transparent
+from instep.call.transparent import OWN_ATTRIBUTES, Transparent, class_like, forwarded_attribute, wrapper_class
 from instep.collectives.sync_batchnorm import SyncBatchNormPatch, running_stats_rule
 from instep.devices import (
     DeviceLike,
@@ -58,7 +59,24 @@ _FRAMES_FROM_FORWARD, _FRAMES_FROM_RUN = 1, 3
 """Stack frames between `refuse_outer_wrapper` and the caller of `forward`, when called from `forward` and `_run`."""
 
 
-class DataParallel(Transparent, ModuleWrapper):
+_DATA_PARALLEL_ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = {
+    "device_ids": lambda model: list(model._instep_devices),
+    "output_device": lambda model: model._instep_output,
+    "dim": lambda model: model._instep_options.dim,
+    # transformers.Trainer then leaves the placement to the model, instead of wrapping it in `nn.DataParallel` too.
+    "hf_device_map": lambda model: _device_map(model._instep_devices),
+}
+"""Attributes of the wrapper that are read if the module has none of that name."""
+
+
+def _device_map(devices: Sequence[torch.device]) -> dict[str, torch.device] | None:
+    """The replicas' devices by name, with an index each; None for a single device."""
+    indices = enumerate(devices)
+    table = {f"replica {i}": torch.device("cpu", i) if d.type == "cpu" else d for i, d in indices}
+    return table if len(devices) > 1 else None
+
+
+class DataParallel(Transparent, ModuleWrapper, nn.DataParallel):  # type: ignore[type-arg]
     """Runs `module` on several devices and returns what one device would return.
 
     Each call splits the batch over the devices, runs a replica of the module on every shard, and merges the outputs.
@@ -166,6 +184,7 @@ class DataParallel(Transparent, ModuleWrapper):
 
     def _set_up(self, options: Options) -> None:
         """Resolve the options for this machine and create the engine, the replicas and the runner."""
+        object.__setattr__(self, "__class__", class_like(self.module, wrapper_class(self)))
         check_options(options, self.module)
         devices = resolve_devices(options.device_ids, self.module)
         check_shares(options.shares, len(devices))
@@ -208,6 +227,12 @@ class DataParallel(Transparent, ModuleWrapper):
             options,
             {} if methods is None else methods,
         )
+
+    # The module may have methods of these names.
+    replicate = forwarded_attribute("replicate")
+    scatter = forwarded_attribute("scatter")
+    parallel_apply = forwarded_attribute("parallel_apply")
+    gather = forwarded_attribute("gather")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run `module.forward` on all devices and return the merged output."""
@@ -305,7 +330,12 @@ class DataParallel(Transparent, ModuleWrapper):
         options = self.__dict__.get("_instep_options")
         if options is not None and name in options.methods:
             return partial(self.call, name)
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if options is None or name not in _DATA_PARALLEL_ATTRIBUTES:
+                raise
+            return _DATA_PARALLEL_ATTRIBUTES[name](self)
 
     def __repr__(self) -> str:
         devices = ", ".join(str(device) for device in self._instep_devices)
@@ -313,9 +343,13 @@ class DataParallel(Transparent, ModuleWrapper):
         inner = repr(self.module).replace("\n", "\n  ")
         return f"DataParallel(\n  engine={choice.name} ({choice.reason}), devices=[{devices}]\n  {inner}\n)"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _new_wrapper, (wrapper_class(self),), self.__getstate__()
+
     def __getstate__(self) -> dict[str, Any]:
-        hooks = {name: value for name, value in self.__dict__.items() if name.endswith("_hooks") and value}
-        return {"module": self.module, "options": self._instep_options, "hooks": hooks}
+        own = {name: value for name, value in self.__dict__.items() if name.endswith("_hooks") and value}
+        own.update({name: self.__dict__[name] for name in OWN_ATTRIBUTES if name in self.__dict__})
+        return {"module": self.module, "options": self._instep_options, "hooks": own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Transparent.__init__(self, state["module"])
@@ -324,3 +358,8 @@ class DataParallel(Transparent, ModuleWrapper):
         if options.engine == "processes" and inside_worker():  # a wrapper inside a module that was sent to a worker
             options = replace(options, engine="threads")
         self._set_up(options)
+
+
+def _new_wrapper(cls: type[DataParallel]) -> DataParallel:
+    """A wrapper without a module, for unpickling."""
+    return cls.__new__(cls)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import sys
+import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -23,8 +27,8 @@ WRAPPED_TWICE_MESSAGE = (
 )
 
 
-def _forwarded_property(name: str) -> Any:
-    """A property that reads an attribute of the wrapped module."""
+def forwarded_attribute(name: str) -> Any:
+    """A property that reads an attribute of the wrapped module, whatever the wrapper's classes define."""
 
     def read(self: Transparent) -> Any:
         return getattr(self.__dict__["module"], name)
@@ -45,24 +49,28 @@ def _forwarded_method(name: str) -> Any:
     return call
 
 
+# accelerate replaces `forward` of a model that it prepares, and keeps the former one.
+OWN_ATTRIBUTES = frozenset({"forward", "_original_forward", "_is_accelerate_prepared"})
+
+
 class Transparent(nn.Module):
     """A wrapper that reads, sets and deletes attributes on `module`.
 
     It uses the module's own registries of parameters, buffers and submodules, so their names have no prefix. Attributes
-    whose names begin with `_instep_` belong to the wrapper.
+    whose names begin with `_instep_` belong to the wrapper, and so does a `forward` that is set on it.
     """
 
     module: nn.Module
 
-    _parameters = _forwarded_property("_parameters")
-    _buffers = _forwarded_property("_buffers")
-    _modules = _forwarded_property("_modules")
-    _non_persistent_buffers_set = _forwarded_property("_non_persistent_buffers_set")
-    training = _forwarded_property("training")
+    _parameters = forwarded_attribute("_parameters")
+    _buffers = forwarded_attribute("_buffers")
+    _modules = forwarded_attribute("_modules")
+    _non_persistent_buffers_set = forwarded_attribute("_non_persistent_buffers_set")
+    training = forwarded_attribute("training")
 
     def __init__(self, module: nn.Module) -> None:
         self.__dict__["module"] = module
-        super().__init__()
+        nn.Module.__init__(self)
 
     def __getattr__(self, name: str) -> Any:
         if name == _DDP_IGNORE_ATTRIBUTE:
@@ -92,7 +100,7 @@ class Transparent(nn.Module):
             delattr(self.__dict__["module"], name)
 
     def _is_own(self, name: str) -> bool:
-        return name in self.__dict__ or name.startswith("_instep_")
+        return name in self.__dict__ or name.startswith("_instep_") or name in OWN_ATTRIBUTES
 
     def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
         """As `nn.Module.modules`. Refuses `torch.nn.DataParallel`, which calls it to replicate the module."""
@@ -183,6 +191,40 @@ class Transparent(nn.Module):
     register_state_dict_post_hook = _forwarded_method("register_state_dict_post_hook")
     register_load_state_dict_pre_hook = _forwarded_method("register_load_state_dict_pre_hook")
     register_load_state_dict_post_hook = _forwarded_method("register_load_state_dict_post_hook")
+
+
+_classes: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
+"""By class of the wrapper and class of the module: the class of such wrappers."""
+
+
+def class_like(module: nn.Module, base: type) -> type:
+    """A subclass of the wrapper's class `base` with the name of the module's class and its `forward`'s signature.
+
+    Libraries decide by both how to call a model, e.g. which columns of a dataset it takes.
+    """
+    like = type(unwrap_compiled(module))
+    found = _classes.get((base, like))
+    if found is None:
+        names = {"__module__": like.__module__, "__qualname__": like.__qualname__, "__doc__": like.__doc__}
+        found = type(like.__name__, (base,), {**names, "_wrapper_class": base, "forward": _forward_like(like, base)})
+        _classes[base, like] = found
+    return found
+
+
+def _forward_like(like: Any, base: Any) -> types.FunctionType:
+    """A copy of the wrapper's `forward`, without another stack frame, that has the signature of the module's."""
+    own: types.FunctionType = base.forward
+    forward = types.FunctionType(own.__code__, own.__globals__, "forward", own.__defaults__, own.__closure__)
+    forward.__doc__, forward.__qualname__ = like.forward.__doc__, f"{like.__qualname__}.forward"
+    with contextlib.suppress(TypeError, ValueError):  # a callable without a signature
+        forward.__signature__ = inspect.signature(like.forward)  # type: ignore[attr-defined]
+    return forward
+
+
+def wrapper_class(wrapper: Any) -> type:
+    """The class of which a wrapper was created: `base` of `class_like`."""
+    cls = type(wrapper)
+    return getattr(cls, "_wrapper_class", cls)
 
 
 def bare_keys(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
