@@ -19,11 +19,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.compiler import is_compiling
 
 from instep.call.explain import Explanation, explain, explain_one_device
+from instep.call.interop import DATA_PARALLEL_METHODS, class_like, data_parallel_attribute, wrapper_class
 from instep.call.options import (
     MethodBinding,
     Options,
@@ -35,7 +35,7 @@ from instep.call.options import (
     unwrap_module,
 )
 from instep.call.runner import ParallelRunner
-from instep.call.transparent import OWN_ATTRIBUTES, Transparent, class_like, forwarded_attribute, wrapper_class
+from instep.call.transparent import OWN_ATTRIBUTES, Transparent, forwarded_attribute
 from instep.collectives.sync_batchnorm import SyncBatchNormPatch, running_stats_rule
 from instep.devices import (
     DeviceLike,
@@ -57,23 +57,6 @@ from instep.structure.spec import AUTO, strip_marks
 
 _FRAMES_FROM_FORWARD, _FRAMES_FROM_RUN = 1, 3
 """Stack frames between `refuse_outer_wrapper` and the caller of `forward`, when called from `forward` and `_run`."""
-
-
-_DATA_PARALLEL_ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = {
-    "device_ids": lambda model: list(model._instep_devices),
-    "output_device": lambda model: model._instep_output,
-    "dim": lambda model: model._instep_options.dim,
-    # transformers.Trainer then leaves the placement to the model, instead of wrapping it in `nn.DataParallel` too.
-    "hf_device_map": lambda model: _device_map(model._instep_devices),
-}
-"""Attributes of the wrapper that are read if the module has none of that name."""
-
-
-def _device_map(devices: Sequence[torch.device]) -> dict[str, torch.device] | None:
-    """The replicas' devices by name, with an index each; None for a single device."""
-    indices = enumerate(devices)
-    table = {f"replica {i}": torch.device("cpu", i) if d.type == "cpu" else d for i, d in indices}
-    return table if len(devices) > 1 else None
 
 
 class DataParallel(Transparent, ModuleWrapper, nn.DataParallel):  # type: ignore[type-arg]
@@ -228,11 +211,7 @@ class DataParallel(Transparent, ModuleWrapper, nn.DataParallel):  # type: ignore
             {} if methods is None else methods,
         )
 
-    # The module may have methods of these names.
-    replicate = forwarded_attribute("replicate")
-    scatter = forwarded_attribute("scatter")
-    parallel_apply = forwarded_attribute("parallel_apply")
-    gather = forwarded_attribute("gather")
+    replicate, scatter, parallel_apply, gather = map(forwarded_attribute, DATA_PARALLEL_METHODS)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run `module.forward` on all devices and return the merged output."""
@@ -333,9 +312,12 @@ class DataParallel(Transparent, ModuleWrapper, nn.DataParallel):  # type: ignore
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if options is None or name not in _DATA_PARALLEL_ATTRIBUTES:
+            if options is None:
                 raise
-            return _DATA_PARALLEL_ATTRIBUTES[name](self)
+            exists, value = data_parallel_attribute(name, self._instep_devices, self._instep_output, options.dim)
+            if not exists:
+                raise
+            return value
 
     def __repr__(self) -> str:
         devices = ", ".join(str(device) for device in self._instep_devices)

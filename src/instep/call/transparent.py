@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import sys
-import types
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -14,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from instep.call.interop import wrapper_class
 from instep.errors import WrapError
 from instep.runtime.torch_private import unwrap_compiled
 
@@ -84,7 +81,7 @@ class Transparent(nn.Module):
             return getattr(self.__dict__["module"], name)
         except AttributeError:
             raise AttributeError(
-                f"neither {type(self).__name__} nor {type(self.module).__name__} has an attribute {name!r}"
+                f"neither {wrapper_class(self).__name__} nor {type(self.module).__name__} has an attribute {name!r}"
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -191,40 +188,6 @@ class Transparent(nn.Module):
     register_state_dict_post_hook = _forwarded_method("register_state_dict_post_hook")
     register_load_state_dict_pre_hook = _forwarded_method("register_load_state_dict_pre_hook")
     register_load_state_dict_post_hook = _forwarded_method("register_load_state_dict_post_hook")
-
-
-_classes: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
-"""By class of the wrapper and class of the module: the class of such wrappers."""
-
-
-def class_like(module: nn.Module, base: type) -> type:
-    """A subclass of the wrapper's class `base` with the name of the module's class and its `forward`'s signature.
-
-    Libraries decide by both how to call a model, e.g. which columns of a dataset it takes.
-    """
-    like = type(unwrap_compiled(module))
-    found = _classes.get((base, like))
-    if found is None:
-        names = {"__module__": like.__module__, "__qualname__": like.__qualname__, "__doc__": like.__doc__}
-        found = type(like.__name__, (base,), {**names, "_wrapper_class": base, "forward": _forward_like(like, base)})
-        _classes[base, like] = found
-    return found
-
-
-def _forward_like(like: Any, base: Any) -> types.FunctionType:
-    """A copy of the wrapper's `forward`, without another stack frame, that has the signature of the module's."""
-    own: types.FunctionType = base.forward
-    forward = types.FunctionType(own.__code__, own.__globals__, "forward", own.__defaults__, own.__closure__)
-    forward.__doc__, forward.__qualname__ = like.forward.__doc__, f"{like.__qualname__}.forward"
-    with contextlib.suppress(TypeError, ValueError):  # a callable without a signature
-        forward.__signature__ = inspect.signature(like.forward)  # type: ignore[attr-defined]
-    return forward
-
-
-def wrapper_class(wrapper: Any) -> type:
-    """The class of which a wrapper was created: `base` of `class_like`."""
-    cls = type(wrapper)
-    return getattr(cls, "_wrapper_class", cls)
 
 
 def bare_keys(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
