@@ -1,0 +1,83 @@
+"""Detection models of torchvision: lists of images and of target dictionaries in, a dictionary of losses out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+
+detection: Any = pytest.importorskip("torchvision.models.detection", reason="needs torchvision")
+SIZE = {"min_size": 96, "max_size": 96, "weights": None, "weights_backbone": None, "num_classes": 5}
+
+
+def make(name: str) -> Any:
+    torch.manual_seed(0)
+    return getattr(detection, name)(**SIZE).cuda()
+
+
+def batch(count: int, seed: int = 0) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Images of one size, with one to three boxes each."""
+    generator = torch.Generator().manual_seed(seed)
+    images = [torch.rand(3, 96, 96, generator=generator) for _ in range(count)]
+    targets = []
+    for i in range(count):
+        corners = torch.rand(1 + i % 3, 2, generator=generator) * 40
+        sizes = 20 + torch.rand(1 + i % 3, 2, generator=generator) * 30
+        labels = torch.randint(1, 5, (1 + i % 3,), generator=generator)
+        targets.append({"boxes": torch.cat([corners, corners + sizes], 1), "labels": labels})
+    return images, targets
+
+
+def to_cuda(images: list[Tensor], targets: list[dict[str, Tensor]]) -> tuple[Any, Any]:
+    return [image.cuda() for image in images], [{k: v.cuda() for k, v in target.items()} for target in targets]
+
+
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+def test_retinanet_trains_as_on_one_device(engine: str) -> None:
+    plain, module = make("retinanet_resnet50_fpn"), make("retinanet_resnet50_fpn")
+    with instep.DataParallel(module, [0, 0], engine=engine) as model:
+        optimizers = [torch.optim.SGD(m.parameters(), 1e-3) for m in (plain, model)]
+        for step, count in enumerate((4, 5, 3)):
+            losses = [m(*to_cuda(*batch(count, step))) for m in (plain, model)]
+            assert losses[1].keys() == losses[0].keys() == {"classification", "bbox_regression"}
+            for name, expected in losses[0].items():
+                torch.testing.assert_close(losses[1][name], expected, rtol=1e-3, atol=1e-5)
+            for optimizer, loss in zip(optimizers, losses, strict=True):
+                optimizer.zero_grad()
+                sum(loss.values()).backward()
+                optimizer.step()
+        for (name, expected), actual in zip(plain.named_parameters(), module.parameters(), strict=True):
+            torch.testing.assert_close(
+                actual, expected, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("name", ["fcos_resnet50_fpn", "fasterrcnn_resnet50_fpn"])
+def test_losses_over_counts_of_the_whole_batch_are_refused(name: str) -> None:
+    """These divide by a number of boxes or anchors that only forward knows, and that is the whole batch's."""
+    module = make(name)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    with instep.DataParallel(module, [0, 0], engine="threads") as model:
+        with pytest.raises(instep.MergeError) as raised:
+            model(*to_cuda(*batch(6)))
+        print(raised.value)
+        assert "instep.with_loss" in str(raised.value) or "all_reduce" in str(raised.value)
+        for key, value in module.state_dict().items():
+            assert torch.equal(value, before[key]), key
+
+
+@pytest.mark.parametrize("name", ["retinanet_resnet50_fpn", "fcos_resnet50_fpn", "fasterrcnn_resnet50_fpn"])
+def test_detections_are_those_of_one_device(name: str) -> None:
+    module: nn.Module = make(name).eval()
+    images, _ = to_cuda(*batch(5))
+    with torch.no_grad(), instep.DataParallel(module, [0, 0], engine="threads") as model:
+        expected, actual = module(images), model(images)
+    assert len(actual) == len(expected) == 5
+    for found, wanted in zip(actual, expected, strict=True):
+        assert found.keys() == wanted.keys()
+        assert len(found["boxes"]) == len(wanted["boxes"])
+        torch.testing.assert_close(found["scores"], wanted["scores"], rtol=1e-3, atol=1e-4)
