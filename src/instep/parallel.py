@@ -45,7 +45,7 @@ from instep.devices import (
 )
 from instep.engines.base import Engine
 from instep.engines.select import EngineChoice, choose_engine, create_engine, fallback_engine
-from instep.errors import CannotCross
+from instep.errors import CannotCross, WrapError
 from instep.replicas.clone import ModuleWrapper
 from instep.replicas.replica_set import ReplicaSet
 from instep.replicas.state.merge import StateMerger
@@ -318,6 +318,13 @@ class DataParallel(Transparent, ModuleWrapper, nn.DataParallel):  # type: ignore
             if not exists:
                 raise
             return value
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse `torch.jit.script`, which would otherwise fail on the types of this class."""
+        raise WrapError(
+            "torch.jit.script cannot compile instep.DataParallel, which runs Python code on several devices.\n"
+            "Script the plain module: torch.jit.script(model.module)."
+        )
 
     def __repr__(self) -> str:
         devices = ", ".join(str(device) for device in self._instep_devices)

@@ -49,7 +49,8 @@ R = TypeVar("R")
 _thread_local = threading.local()
 _CALL_REASON = (
     "instep runs the module on several devices, which cannot be traced as a single graph: compile without "
-    "fullgraph=True, or compile the module itself: instep.DataParallel(torch.compile(net))"
+    "fullgraph=True, or compile the module itself: instep.DataParallel(torch.compile(net)). To export it with "
+    "strict=True: torch.export.export(model.module, ...)"
 )
 
 _COLLECTIVE_REASON = (
