@@ -106,6 +106,41 @@ def test_accelerate_accumulates_gradients() -> None:
     assert_same_state(module, expected)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_accelerate_saves_and_loads_the_state_of_training(engine: str, tmp_path: Any) -> None:
+    """A state that was saved with a wrapped model is that of the plain one, and the other way round."""
+
+    def prepare(module: nn.Module) -> Any:
+        accelerator = Accelerator(cpu=True)
+        return accelerator, *accelerator.prepare(module, torch.optim.AdamW(module.parameters(), 1e-2))
+
+    def step(model: Any, optimizer: Any, count: int) -> None:
+        for inputs, targets in list(batches())[:count]:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+
+    expected = network()
+    accelerator, model, optimizer = prepare(expected)
+    step(model, optimizer, 2)
+    accelerator.save_state(tmp_path / "plain")
+    with wrap(network(), engine) as wrapped:
+        accelerator, model, optimizer = prepare(wrapped)
+        step(model, optimizer, 2)
+        accelerator.save_state(tmp_path / "wrapped")
+        assert_same_state(accelerator.unwrap_model(model), expected)
+    for source in ("plain", "wrapped"):
+        module = network()
+        with wrap(module, engine) as wrapped:
+            accelerator, model, optimizer = prepare(wrapped)
+            step(model, optimizer, 4)
+            accelerator.load_state(tmp_path / source)
+            assert_same_state(module, expected)
+    accelerator, plain, optimizer = prepare(network())
+    accelerator.load_state(tmp_path / "wrapped")
+    assert_same_state(plain, expected)
+
+
 # Lightning
 
 

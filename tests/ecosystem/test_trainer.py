@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
 )
@@ -40,6 +45,25 @@ def causal_lm() -> nn.Module:
 
 def masked_lm() -> nn.Module:
     return BertForMaskedLM(BertConfig(vocab_size=50, **SIZES, **NO_DROPOUT))
+
+
+def lora() -> Any:
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=0.0, target_modules=["c_attn"], fan_in_fan_out=True)
+    return get_peft_model(causal_lm(), config)
+
+
+def translator() -> Any:
+    config = T5Config(
+        vocab_size=50,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)
 
 
 def labeled(count: int = 22) -> list[dict[str, Any]]:
@@ -68,6 +92,8 @@ class Run:
         *,
         n_gpu: int = 1,
         resume_from: Path | None = None,
+        compute_loss_func: Any = None,
+        classes: tuple[Any, Any] = (Trainer, TrainingArguments),
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -85,9 +111,12 @@ class Run:
             "save_strategy": "no",
             **options,
         }
-        arguments = TrainingArguments(str(folder), report_to=[], use_cpu=True, disable_tqdm=True, **settings)
+        trainer, arguments = classes
+        arguments = arguments(str(folder), report_to=[], use_cpu=True, disable_tqdm=True, **settings)
         arguments._n_gpu = n_gpu
-        self.trainer = Trainer(self.model, arguments, train_dataset=data, eval_dataset=data)
+        self.trainer = trainer(
+            self.model, arguments, train_dataset=data, eval_dataset=data, compute_loss_func=compute_loss_func
+        )
         self.trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
         self.predictions = torch.as_tensor(self.trainer.predict(data).predictions)
         if engine is not None:
@@ -107,9 +136,16 @@ def assert_same(plain: Run, wrapped: Run, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(wrapped.predictions, plain.predictions, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("engine", ["threads", "processes"])
 @pytest.mark.parametrize(
-    ("make", "data"), [(classifier, labeled()), (causal_lm, tokens()), (masked_lm, tokens())], ids=["cls", "clm", "mlm"]
+    ("make", "data", "engine"),
+    [
+        pytest.param(classifier, labeled(), "threads", id="cls-threads"),
+        pytest.param(classifier, labeled(), "processes", id="cls-processes", marks=pytest.mark.slow),
+        pytest.param(causal_lm, tokens(), "threads", id="clm-threads"),
+        pytest.param(causal_lm, tokens(), "processes", id="clm-processes"),
+        pytest.param(masked_lm, tokens(), "threads", id="mlm-threads", marks=pytest.mark.slow),
+        pytest.param(masked_lm, tokens(), "processes", id="mlm-processes", marks=pytest.mark.slow),
+    ],
 )
 def test_training_logs_the_same_history(
     make: Callable[[], nn.Module], data: list[dict[str, Any]], engine: str, tmp_path: Path
@@ -120,19 +156,25 @@ def test_training_logs_the_same_history(
 @pytest.mark.parametrize(
     "options",
     [
-        {"gradient_accumulation_steps": 2},
-        {"gradient_checkpointing": True},
-        {"label_smoothing_factor": 0.1},
-        {"max_grad_norm": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2},
-        {"eval_accumulation_steps": 1, "dataloader_drop_last": True},
+        pytest.param({"gradient_accumulation_steps": 2}, id="accumulation"),
+        pytest.param({"gradient_checkpointing": True}, id="checkpointing"),
+        pytest.param({"label_smoothing_factor": 0.1}, id="smoothing"),
+        pytest.param(
+            {"max_grad_norm": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2},
+            id="clipping",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"eval_accumulation_steps": 1, "dataloader_drop_last": True}, id="evaluation", marks=pytest.mark.slow
+        ),
     ],
-    ids=["accumulation", "checkpointing", "smoothing", "clipping", "evaluation"],
 )
 def test_options_of_the_trainer(options: dict[str, Any], tmp_path: Path) -> None:
     plain = Run(tmp_path / "plain", causal_lm, tokens(), None, **options)
     assert_same(plain, Run(tmp_path / "wrapped", causal_lm, tokens(), "threads", **options))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # of a CPU without bf16
 def test_bf16(tmp_path: Path) -> None:
     plain = Run(tmp_path / "plain", classifier, labeled(), None, bf16=True)
@@ -162,3 +204,41 @@ def test_save_and_resume(tmp_path: Path) -> None:
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
     for name, value in wrapped.module.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], value)
+
+
+def mean_over_samples(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A loss of the user, outside of the model."""
+    losses = nn.functional.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    return losses.sum() / num_items_in_batch if num_items_in_batch is not None else losses.mean()
+
+
+@pytest.mark.parametrize("n_gpu", [1, 2])
+def test_a_loss_function_of_the_user(n_gpu: int, tmp_path: Path) -> None:
+    plain = Run(tmp_path / "plain", causal_lm, tokens(), None, compute_loss_func=mean_over_samples)
+    options = {"compute_loss_func": mean_over_samples, "n_gpu": n_gpu}
+    assert_same(plain, Run(tmp_path / "wrapped", causal_lm, tokens(), "threads", **options))
+
+
+@pytest.mark.parametrize("engine", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
+def test_a_peft_model(engine: str, tmp_path: Path) -> None:
+    plain = Run(tmp_path / "plain", lora, tokens(), None, save_strategy="epoch", label_names=["labels"])
+    wrapped = Run(tmp_path / "wrapped", lora, tokens(), engine, save_strategy="epoch", label_names=["labels"])
+    assert_same(plain, wrapped)
+    assert (tmp_path / "wrapped" / "checkpoint-8" / "adapter_model.safetensors").exists()
+    loaded: Any = PeftModel.from_pretrained(causal_lm(), tmp_path / "wrapped" / "checkpoint-8")
+    for name, value in wrapped.module.state_dict().items():
+        if "lora_" in name:
+            torch.testing.assert_close(loaded.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("engine", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
+def test_generation_in_evaluation(engine: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "classes": (Seq2SeqTrainer, Seq2SeqTrainingArguments),
+        "predict_with_generate": True,
+        "generation_max_length": 6,
+        "generation_num_beams": 2,
+        "num_train_epochs": 1,
+    }
+    plain = Run(tmp_path / "plain", translator, tokens(9), None, **options)
+    assert_same(plain, Run(tmp_path / "wrapped", translator, tokens(9), engine, **options))
