@@ -27,10 +27,12 @@ SECONDS_TO_END = 2.0
 # A shell that starts the suite in the background makes it ignore SIGINT, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Set by pytest for every phase, by torch when it first needs its compiler or CUDA, and by scikit-learn on import.
+# Set by pytest for every phase, by torch when it first needs its compiler or CUDA, and by scikit-learn and Lightning on
+# import.
 FOREIGN_VARIABLES = frozenset(
     {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_MODULE_LOADING"}
     | {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "CAPTURE_NONTENSOR_STACK"}
+    | {"PYTORCH_NVML_BASED_CUDA_CHECK"}
 )
 
 # Started once by a library for the whole process, and never meant to end before it does.

@@ -55,6 +55,7 @@ def assert_same_state(actual: nn.Module, expected: nn.Module, tolerance: float =
 
 @pytest.fixture(autouse=True)
 def new_accelerator_state() -> Iterator[None]:
+    AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
 
