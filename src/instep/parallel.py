@@ -262,7 +262,7 @@ class DataParallel(Transparent, ModuleWrapper, nn.DataParallel):  # type: ignore
         if reason := runner.known_reason(call):
             return explain_one_device(names, values, devices[0], reason.name, call.plan.batch_size)
         merger, trial = call.binding.merger, runner.describe_trial(call)
-        return explain(call.plan, values, devices, self._described_choice(), merger, trial)
+        return explain(call.plan, call.values, devices, self._described_choice(), merger, trial)
 
     def _described_choice(self) -> EngineChoice:
         """The engine and the reason for it, with a description of how tensors reach the replicas."""

@@ -104,8 +104,35 @@ def pairs() -> Any:
     return data.Batch.from_data_list(found)
 
 
+def with_indices() -> Any:
+    """Edges as `EdgeIndex`, and an `Index` that refers to nodes, one that does not, and one without a size."""
+    pyg, data = pytest.importorskip("torch_geometric"), pytest.importorskip("torch_geometric.data")
+    found = []
+    for i in range(7):
+        nodes = 2 + i % 4  # torch_geometric fails on a sorted `Index` of one entry
+        edges = torch.randint(0, nodes, (2, 2 + i % 3)).sort(dim=1).values
+        graph = data.Data(x=torch.randn(nodes, 3))
+        graph.edge_index = pyg.EdgeIndex(edges, sparse_size=(nodes, nodes), sort_order="row")
+        graph.some_index = pyg.Index(torch.randint(0, nodes, (3,)), dim_size=nodes)
+        graph.kind = pyg.Index(torch.arange(nodes), dim_size=nodes + 1, is_sorted=True)
+        graph.other_index = pyg.Index(torch.randint(0, nodes, (2,)))
+        found.append(graph)
+    return data.Batch.from_data_list(found)
+
+
+def undirected() -> Any:
+    pyg, data = pytest.importorskip("torch_geometric"), pytest.importorskip("torch_geometric.data")
+    found = []
+    for i in range(7):
+        edges = pyg.EdgeIndex([[0, 1], [1, 0]], sparse_size=(2 + i, 2 + i), sort_order="col", is_undirected=i != 2)
+        found.append(data.Data(num_nodes=2 + i, edge_index=edges.fill_cache_()))
+    return data.Batch.from_data_list(found)
+
+
 BATCHES: dict[str, Callable[[], Any]] = {
     "homogeneous": homogeneous,
+    "indices": with_indices,
+    "undirected": undirected,
     "without features": without_features,
     "by pointers only": by_pointers_only,
     "heterogeneous": heterogeneous,
@@ -120,6 +147,9 @@ def assert_batches_equal(one: Any, other: Any) -> None:
         assert left._key == right._key
         assert_same(dict(left.items()), dict(right.items()))
         assert vars(left).get("_num_nodes") == vars(right).get("_num_nodes")
+        for key, value in left.items():
+            for name in ("_sparse_size", "_sort_order", "_is_undirected", "_dim_size", "_is_sorted", "_cat_metadata"):
+                assert getattr(value, name, None) == getattr(right[key], name, None), (key, name)
     assert_same(one._slice_dict, other._slice_dict)
     assert_same(one._inc_dict, other._inc_dict)
 
@@ -234,13 +264,75 @@ def test_modules_are_left_alone() -> None:
     assert handler_for_type(nn.Linear) is None
 
 
-def test_a_sparse_or_nested_attribute_says_how_to_store_edges() -> None:
-    data = pytest.importorskip("torch_geometric.data")
-    value = data.Batch.from_data_list(graphs())
+def sparse_batch(layout: torch.layout, after: bool = False) -> Any:
+    """A batch with `adj_t` instead of `edge_index`, from before or after batching."""
+    data, transforms = pytest.importorskip("torch_geometric.data"), pytest.importorskip("torch_geometric.transforms")
+    transform = transforms.ToSparseTensor(attr="weight", layout=layout)
+    found = graphs()
+    for graph in found:
+        graph.weight = torch.rand(graph.num_edges)
+        del graph.some_index
+    if after:
+        return transform(data.Batch.from_data_list(found))
+    return data.Batch.from_data_list([transform(graph) for graph in found])
+
+
+@sizes_of_seven
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("after", [False, True], ids=["before batching", "after batching"])
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_coo], ids=["csr", "coo"])
+def test_adjacency_matrices_are_split_into_the_blocks_of_their_graphs(
+    layout: torch.layout, after: bool, sizes: tuple[int, ...]
+) -> None:
+    value = sparse_batch(layout, after)
+    kind, dense, start = kind_for(value), value.adj_t.to_dense(), 0
+    parts = kind.split(value, sizes)
+    for part in parts:
+        stop = start + part.num_nodes
+        assert part.adj_t.layout is layout
+        assert torch.equal(part.adj_t.to_dense(), dense[start:stop, start:stop])
+        start = stop
+    merged = kind.merge(parts)
+    assert merged.adj_t.layout is layout
+    assert torch.equal(merged.adj_t.to_dense(), dense)
+    if not after:
+        assert torch.equal(merged._slice_dict["adj_t"], value._slice_dict["adj_t"])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_sparse_attributes_that_are_not_blocks_of_graphs() -> None:
+    value = sparse_batch(torch.sparse_csr)
     nodes = value.num_nodes
-    value.adj = torch.eye(nodes).to_sparse()
-    with pytest.raises(StructureError, match="`adj` is sparse or nested and cannot be split; store edges as `edge_ind"):
-        kind_for(value).split(value, (3, 4))
+    kind, adjacency = kind_for(value), value.adj_t
+    value.adj_t = torch.ones(nodes, nodes).to_sparse_csr()
+    with pytest.raises(StructureError, match="`adj_t` cannot be split: it connects nodes of different graphs"):
+        kind.split(value, (3, 4))
+    value.adj_t = torch.eye(nodes + 1).to_sparse_csr()
+    with pytest.raises(StructureError, match="`adj_t` was replaced after batching"):
+        kind.split(value, (3, 4))
+    value.adj_t = adjacency
+    value.table_of_all = torch.eye(nodes).to_sparse()
+    with pytest.raises(StructureError, match="`table_of_all` was added after batching, so its graphs are unknown"):
+        kind.split(value, (3, 4))
+    del value.table_of_all
+    value.adj = torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged)
+    with pytest.raises(StructureError, match=r"`adj` is a tensor of layout .*; store edges as `edge_index`"):
+        kind.split(value, (3, 4))
+
+
+def test_an_edge_index_that_was_set_after_batching_gets_the_sizes_of_its_part() -> None:
+    pyg = pytest.importorskip("torch_geometric")
+    value = with_indices()
+    nodes = value.num_nodes
+    value.edge_index = pyg.EdgeIndex(value.edge_index.as_tensor(), sparse_size=(nodes, nodes), sort_order="row")
+    kind = kind_for(value)
+    parts = kind.split(value, (2, 5))
+    for part in parts:
+        assert part.edge_index.validate().sparse_size() == (part.num_nodes, part.num_nodes)
+        assert part.edge_index.sort_order == "row"
+    merged = kind.merge(parts).edge_index
+    assert torch.equal(merged.as_tensor(), value.edge_index.as_tensor())
+    assert merged.sparse_size() == (nodes, nodes)
 
 
 UNJOINABLE: dict[str, tuple[Callable[[Any, Any], None], str]] = {

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from instep.engines.select import EngineChoice
+from instep.structure.graph_arguments import GraphArgument
 from instep.structure.merge import Merger
 from instep.structure.placements import Nested, Placement, describe
 from instep.structure.plan import SplitPlan
@@ -118,6 +119,9 @@ def _whole_rows(value: Any, path: Path) -> Iterator[tuple[str, str, str]]:
 def _rows(placement: Placement, value: Any, path: Path) -> Iterator[tuple[str, str, str]]:
     """One row per leaf of a value: path, summary, placement."""
     node = flatten_one_level(value) if isinstance(placement, Nested) else None
+    if isinstance(value, GraphArgument):
+        yield format_path(path), summarize(value.value), "split between graphs"
+        return
     if node is None:
         yield format_path(path), summarize(value), describe(placement)
         return

@@ -23,7 +23,7 @@ from instep.replicas.state.rules import check_state_rule
 from instep.structure.merge import Merger
 from instep.structure.merge_rules import call_with_accepted, get_by_dotted_path
 from instep.structure.plan import Planner, SplitPlan, named_arguments
-from instep.structure.spec import AUTO, dims_by_name
+from instep.structure.spec import AUTO, dims_by_name, strip_marks
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
@@ -207,7 +207,7 @@ class MethodBinding:
         plan = self.planner.plan(names, values)
         if cost is None or plan.parts == 1:
             return plan
-        return self.planner.rebalance(plan, _sample_costs(cost, dict(zip(names, values, strict=True))))
+        return self.planner.rebalance(plan, _sample_costs(cost, dict(zip(names, strip_marks(values), strict=True))))
 
     def finish(self, merged: Any) -> Any:
         """The output of the call, from the merged outputs of the replicas."""

@@ -37,6 +37,7 @@ from instep.runtime.locks import ForkSafeLock, run_uninterrupted
 from instep.runtime.modes import active_compiler, call_compiled
 from instep.runtime.rng import CallerRng, ReplicaRng, SerializationPolicy, supports_thread_streams
 from instep.runtime.torch_private import RegisteredHooks
+from instep.structure.graph_arguments import EDGES, list_of_graphs_notes, mark_graphs
 from instep.structure.plan import SplitPlan
 from instep.structure.spec import strip_marks
 from instep.structure.split import apply_plan
@@ -90,6 +91,8 @@ class ParallelRunner:
         """A call with the names of its arguments and its split plan."""
         binding = self.binding(method)
         names, values = binding.bind(args, kwargs)
+        if EDGES in names:
+            values = mark_graphs(names, values, binding.planner.in_dims, binding.planner.dim)
         return BoundCall(method, binding, binding.plan(names, values, self.options.cost), values, len(args))
 
     def run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -240,6 +243,9 @@ class ParallelRunner:
             if reason := self.one_device.take_caller_only_access(call.method):
                 return [], ForwardVerdict(one_device=reason)
             if not self.replicas.privatize_changed():
+                if isinstance(error, AttributeError) and hasattr(error, "add_note"):
+                    for note in list_of_graphs_notes(call.plan.names, call.values):
+                        error.add_note(note)
                 raise
             return [], ForwardVerdict(retry=True)
         self._written_argument = dispatch.written_argument()

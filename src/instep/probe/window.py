@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from instep.structure.tree import Path
-from instep.structure.weights import is_batch_first, named_tensors
+from instep.structure.weights import is_batch_first, named_tensors, sample_sizes
 
 MAX_PART_SIZE = 16
 """The maximum size of a part, for trials with more samples than the default."""
@@ -65,6 +65,9 @@ def find_traits(inputs: Mapping[str, Any], batch: int) -> dict[Trait, Tensor]:
         for label, counts in _count_values(rows):
             if bool((counts != counts[0]).any()):
                 found[path, label] = counts
+    for path, sizes in sample_sizes(inputs):
+        if len(sizes) == batch and bool((sizes != sizes[0]).any()):
+            found[path, "size"] = sizes[:MAX_SAMPLES].double()
     return found
 
 

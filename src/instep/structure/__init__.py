@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from instep.structure import types_hf, types_torch
+from instep.structure import graph_arguments, types_hf, types_torch
 
 types_torch.register_torch_types()
 types_hf.register_optional_types()
+graph_arguments.register_graph_arguments()

@@ -145,13 +145,17 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Whole:
-    """An argument that is passed to every replica unsplit."""
+class Mark:
+    """An argument with information on how it is split."""
 
     value: Any
 
     def __post_init__(self) -> None:
         _record_mark_use()
+
+
+class Whole(Mark):
+    """An argument that is passed to every replica unsplit."""
 
 
 class Shards:
@@ -185,12 +189,12 @@ def _record_mark_use() -> None:
 
 
 def strip_marks(value: Any) -> Any:
-    """Unwrap `Whole` and `Shards` in a value, for a call that is not split."""
+    """Unwrap marks and `Shards` in a value, for a call that is not split."""
     return _strip_recursive(value) if _marks_used else value
 
 
 def _strip_recursive(value: Any) -> Any:
-    if isinstance(value, Whole):
+    if isinstance(value, Mark):
         return value.value
     if isinstance(value, Shards):
         if len(value.parts) != 1:

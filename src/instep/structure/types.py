@@ -30,6 +30,8 @@ class TypeHandler:
     """Moves a value to a device. Needed only if mapping `tensor.to(device)` is not enough."""
     is_single_sample: bool = False
     """Whether every value of the type is exactly one sample."""
+    sample_sizes: Callable[[Any], Tensor | None] | None = None
+    """Returns a number for each sample that may be its weight in a mean, such as the nodes of each graph."""
 
 
 _handlers_by_type: dict[type, TypeHandler] = {}

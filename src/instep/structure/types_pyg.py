@@ -18,6 +18,15 @@ from instep.errors import MergeError, StructureError
 from instep.structure.shapes import summarize_values
 from instep.structure.tree import map_tensors
 from instep.structure.types import TensorFn, TypeHandler
+from instep.structure.types_pyg_tensors import (
+    add_increment,
+    cat_indices,
+    cat_sparse,
+    is_index,
+    is_sparse_matrix,
+    narrow_index,
+    narrow_sparse,
+)
 from instep.structure.types_torch import tensor_handler
 
 
@@ -65,8 +74,22 @@ def _cat_dim(batch: Any, key: str, store: Any, value: Tensor) -> int:
     """The dim in which the graphs are concatenated."""
     dim = batch.__cat_dim__(key, value, store)
     if isinstance(dim, tuple) or tensor_handler(value) is not None:
-        raise StructureError(f"`{key}` is sparse or nested and cannot be split; store edges as `edge_index`")
+        raise StructureError(
+            f"`{key}` is a tensor of layout {value.layout}, which cannot be split; store edges as `edge_index`"
+        )
     return dim or 0
+
+
+def _block_dims(batch: Any, key: str, store: Any, value: Tensor) -> tuple[int, ...]:
+    """The dims in which the matrices of the graphs are concatenated: both, for an adjacency matrix."""
+    dim = batch.__cat_dim__(key, value, store)
+    return tuple(dim) if isinstance(dim, tuple) else (dim or 0,)
+
+
+def _concatenated_sizes(batch: Any, key: str, store: Any, value: Tensor) -> list[int]:
+    """The sizes of a tensor in the dims in which the graphs are concatenated."""
+    dims = _block_dims(batch, key, store, value) if is_sparse_matrix(value) else (_cat_dim(batch, key, store, value),)
+    return [value.shape[dim] for dim in dims]
 
 
 def _get_collated(batch: Any, key: str, store: Any) -> _Collated | None:
@@ -79,8 +102,9 @@ def _get_collated(batch: Any, key: str, store: Any) -> _Collated | None:
             f"`{key}` is a list or dictionary of tensors; store each tensor as an attribute of its own"
         )
     item = _Collated(store[key], slices[key], incs[key])
-    if isinstance(item.value, Tensor) and item.value.shape[_cat_dim(batch, key, store, item.value)] != int(
-        slices[key][-1]
+    if (
+        isinstance(item.value, Tensor)
+        and _concatenated_sizes(batch, key, store, item.value) != slices[key][-1].reshape(-1).tolist()
     ):
         raise StructureError(f"`{key}` was replaced after batching, so its graphs are unknown; set it before")
     return item
@@ -118,18 +142,28 @@ def _narrow_attribute(batch: Any, key: str, store: Any, item: _Collated, start: 
     new_slices = slices[start : stop + 1] - slices[start]
     if not isinstance(value, Tensor):
         return _Collated(value[start:stop], new_slices, None)
+    if is_sparse_matrix(value):
+        ranges = [(0, value.shape[0]), (0, value.shape[1])]
+        bounds = zip(slices[start].tolist(), slices[stop].tolist(), strict=True)
+        for dim, limits in zip(_block_dims(batch, key, store, value), bounds, strict=True):
+            ranges[dim] = limits
+        return _Collated(_narrow_block(key, value, ranges), new_slices, None)
     first, last = int(slices[start]), int(slices[stop])
+    if is_index(value):
+        increments = torch.zeros(len(slices) - 1, dtype=torch.long) if incs is None else incs
+        part = narrow_index(value, (first, last), (start, stop), increments)
+        return _Collated(part, new_slices, None if incs is None else incs[start:stop] - incs[start])
     new_value = value.narrow(_cat_dim(batch, key, store, value), first, last - first)
     if incs is None:
         return _Collated(new_value, new_slices, None)
-    return _Collated(_add_increment(new_value, -incs[start]), new_slices, incs[start:stop] - incs[start])
+    return _Collated(add_increment(new_value, -incs[start]), new_slices, incs[start:stop] - incs[start])
 
 
-def _add_increment(value: Tensor, increment: Tensor) -> Tensor:
-    """Add an increment. A value to which 0 is added stays a view."""
-    if increment.dim() == 0 and int(increment) == 0:
-        return value
-    return value + increment.to(value.device)
+def _narrow_block(key: str, value: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+    try:
+        return narrow_sparse(value, ranges)
+    except StructureError as error:
+        raise StructureError(f"`{key}` cannot be split: {error}") from error
 
 
 def _narrow_uncollated(batch: Any, store: Any, key: str, start: int, stop: int) -> Any:
@@ -143,6 +177,10 @@ def _narrow_uncollated(batch: Any, store: Any, key: str, start: int, stop: int) 
         return value[nodes[start] : nodes[stop]] - start
     if followed is not None:
         return value[int(followed[start]) : int(followed[stop])] - start
+    if is_sparse_matrix(value):
+        _check_adjacency(batch, store, key, value)
+        nodes = _node_slices(batch, store)
+        return _narrow_block(key, value, [(nodes[start], nodes[stop])] * 2)
     slices = _infer_slices(batch, store, key, value)
     if slices is None:
         return value
@@ -150,6 +188,13 @@ def _narrow_uncollated(batch: Any, store: Any, key: str, start: int, stop: int) 
     if isinstance(value, Tensor):
         return value.narrow(_cat_dim(batch, key, store, value), first, last - first)
     return value[first:last]
+
+
+def _check_adjacency(batch: Any, store: Any, key: str, value: Tensor) -> None:
+    """`StructureError` unless a sparse attribute that was added after batching is the adjacency matrix of all nodes."""
+    is_adjacency = _block_dims(batch, key, store, value) == (0, 1) and "batch" in store
+    if not is_adjacency or set(value.shape[:2]) != {_node_slices(batch, store)[-1]}:
+        raise StructureError(f"`{key}` was added after batching, so its graphs are unknown; set it before")
 
 
 def _followed_slices(batch: Any, store: Any, key: str) -> tuple[str, Tensor | None]:
@@ -227,7 +272,7 @@ def _merge(parts: Sequence[Any]) -> Any:
     new = copy.copy(parts[0])
     slices, incs = map(_copy_table, _slice_and_inc_tables(parts[0]))
     # The increment of the next part depends on the last graph of this one, by the rule of its class.
-    last_graphs = [part.get_example(part.num_graphs - 1) for part in parts[:-1]]
+    last_graphs = [_last_graph(part) for part in parts[:-1]]
     for store in new.stores:
         stores = [table[store._key] for table in stores_by_key]
         for key in list(store.keys()):
@@ -240,8 +285,12 @@ def _merge(parts: Sequence[Any]) -> Any:
                 for graph in last_graphs:
                     last_store = _stores_by_key(graph)[store._key]
                     increments.append(graph.__inc__(key, last_store[key], last_store))
-                dim = _cat_dim(parts[0], key, stores[0], items[0].value) if isinstance(items[0].value, Tensor) else 0
-                item = _cat_attributes(items, increments, dim)
+                value = items[0].value
+                if is_sparse_matrix(value):
+                    item = _cat_matrices(items, _block_dims(parts[0], key, stores[0], value))
+                else:
+                    dim = _cat_dim(parts[0], key, stores[0], value) if isinstance(value, Tensor) else 0
+                    item = _cat_attributes(items, increments, dim)
                 store[key], _store_table(slices, store)[key], _store_table(incs, store)[key] = item
             elif key != "num_nodes":
                 store[key] = _cat_uncollated(parts, stores, key)
@@ -250,6 +299,21 @@ def _merge(parts: Sequence[Any]) -> Any:
             store["num_nodes"] = sum(store._num_nodes)
     new._num_graphs, new._slice_dict, new._inc_dict = sum(part.num_graphs for part in parts), slices, incs
     return new
+
+
+def _last_graph(batch: Any) -> Any:
+    """A batch of the last graph, without attributes that were added after batching."""
+    new = copy.copy(batch)
+    for old, store in zip(batch.stores, new.stores, strict=True):
+        for key in list(old.keys()):
+            if key not in ("batch", "ptr", "num_nodes") and _get_collated(batch, key, old) is None:
+                del store[key]
+    return _narrow_batch(new, batch.num_graphs - 1, batch.num_graphs)
+
+
+def _cat_matrices(items: Sequence[_Collated], dims: tuple[int, ...]) -> _Collated:
+    slices = _cat_pointers([item.slices for item in items])
+    return _Collated(cat_sparse([item.value for item in items], dims), slices, None)
 
 
 def _cat_attributes(items: Sequence[_Collated], increments: Sequence[Any], dim: int) -> _Collated:
@@ -262,11 +326,11 @@ def _cat_attributes(items: Sequence[_Collated], increments: Sequence[Any], dim: 
         return _Collated(torch.cat(values, dim), slices, None)
     totals = [inc[-1] + torch.as_tensor(last) for inc, last in zip(incs[:-1], increments, strict=True)]
     offsets = list(accumulate(totals, initial=torch.zeros_like(incs[0][0])))
-    return _Collated(
-        torch.cat([_add_increment(value, offset) for value, offset in zip(values, offsets, strict=True)], dim),
-        slices,
-        torch.cat([inc + offset for inc, offset in zip(incs, offsets, strict=True)]),
-    )
+    if is_index(values[0]):
+        value = cat_indices(values, offsets)
+    else:
+        value = torch.cat([add_increment(value, offset) for value, offset in zip(values, offsets, strict=True)], dim)
+    return _Collated(value, slices, torch.cat([inc + offset for inc, offset in zip(incs, offsets, strict=True)]))
 
 
 def _cat_pointers(pointers: Sequence[Tensor]) -> Tensor:
@@ -284,6 +348,10 @@ def _cat_uncollated(parts: Sequence[Any], stores: Sequence[Any], key: str) -> An
     if key == "batch" or followed is not None:
         offsets = accumulate((part.num_graphs for part in parts[:-1]), initial=0)
         return torch.cat([value + offset for value, offset in zip(values, offsets, strict=True)])
+    if is_sparse_matrix(values[0]):
+        for part, store in zip(parts, stores, strict=True):
+            _check_adjacency(part, store, key, store[key])
+        return cat_sparse(values, (0, 1))
     levels = [
         _infer_slices(part, store, key, store[key], allow_ambiguous=True)
         for part, store in zip(parts, stores, strict=True)
@@ -326,5 +394,11 @@ def _raise_merge_graph(parts: Sequence[Any]) -> Any:
     raise MergeError(f"each part is one {type(parts[0]).__name__}; return a list of graphs or a `Batch`")
 
 
-GRAPH_BATCH = TypeHandler(_num_graphs, _split, _merge, _map_graph)
+def _nodes_per_graph(batch: Any) -> Tensor | None:
+    """The number of nodes of each graph, of all types together."""
+    counts = [store["ptr"].diff() for store in batch.stores if isinstance(store.get("ptr"), Tensor)]
+    return torch.stack(counts).sum(0) if counts and len({len(count) for count in counts}) == 1 else None
+
+
+GRAPH_BATCH = TypeHandler(_num_graphs, _split, _merge, _map_graph, sample_sizes=_nodes_per_graph)
 GRAPH = TypeHandler(_no_size, _raise_split_graph, _raise_merge_graph, _map_graph, is_single_sample=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from instep.structure.host_scalars import read_scalars
 from instep.structure.shapes import is_dense
 from instep.structure.tree import Path, flatten_one_level, format_path, get_by_path, is_sequence
+from instep.structure.types import handler_for_type
 
 LABEL_NAMES = ("labels", "label", "targets", "target")
 MASK_NAMES = ("attention_mask", "mask", "masks")
@@ -221,3 +222,16 @@ def named_tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
         return
     for key, child in zip(node.keys, node.children, strict=True):
         yield from named_tensors(child, (*path, key))
+
+
+def sample_sizes(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """The sizes of the samples, on the CPU, of values whose type handler gives them, by path."""
+    handler = handler_for_type(type(value))
+    if handler is not None:
+        sizes = None if handler.sample_sizes is None else handler.sample_sizes(value)
+        if sizes is not None:
+            yield path, sizes.cpu()
+        return
+    node = None if is_sequence(value) else flatten_one_level(value)
+    for key, child in zip(node.keys, node.children, strict=True) if node is not None else ():
+        yield from sample_sizes(child, (*path, key))
