@@ -36,7 +36,7 @@ from instep.call.options import (
 )
 from instep.call.runner import ParallelRunner
 from instep.call.transparent import OWN_ATTRIBUTES, Transparent, forwarded_attribute
-from instep.collectives.sync_batchnorm import SyncBatchNormPatch, running_stats_rule
+from instep.collectives.sync_batchnorm import SyncBatchNormPatch
 from instep.devices import (
     DeviceLike,
     module_device,
@@ -105,7 +105,7 @@ class DataParallel(Transparent, ModuleWrapper, nn.DataParallel):  # type: ignore
             the whole batch; `"per_replica"` calls them on every replica with its shard.
         private_copies: Whether replicas on the module's own device copy its parameters instead of sharing their
             memory.
-        sync_batchnorm: Whether batch normalization layers use the statistics of the whole batch, as on one device.
+        sync_batchnorm: Whether batch normalization uses the statistics of the whole batch, as on one device.
             False is faster; each replica then normalizes over its own shard.
         probe: Whether to run a few samples, in parts and together, before the first call of each structure, to find
             out how outputs merge. Without the probe, they are merged by shape.
@@ -197,7 +197,9 @@ class DataParallel(Transparent, ModuleWrapper, nn.DataParallel):  # type: ignore
             replica_classes=engine.replica_classes(),
         )
         attribute_merger = Merger.from_options(options.merge, AUTO, options.dim)
-        state_merger = StateMerger(options.state, attribute_merger, options.on_unmerged_state, running_stats_rule)
+        state_merger = StateMerger(
+            options.state, attribute_merger, options.on_unmerged_state, batchnorm_patch.state_rule
+        )
         self._instep_choice, self._instep_engine, self._instep_replicas = choice, engine, replicas
         self._instep_runner = ParallelRunner(
             self.module,

@@ -87,11 +87,12 @@ def test_batch_norm_in_training_is_not_mistaken(wrap: Any, engine: str) -> None:
     assert_parity(wrap, net, x, loss=some, options={"engine": engine})
 
 
-def test_batch_norm_without_statistics_is_excused(wrap: Any) -> None:
+def test_batch_norm_without_statistics_is_compared_by_value(wrap: Any) -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False))
     model, x = wrap(net), torch.randn(6, 3)
     model(x)
-    assert "only shapes count: batch normalization" in model.explain(x).trial
+    assert model.explain(x).trial == "tried on 2 and 3 samples, separately and together"
+    assert said(model, x) == {"(output)": "concatenated along dim 0 (the probe: batch in dim 0)"}
 
 
 @both_engines

@@ -122,7 +122,7 @@ class ParallelRunner:
             carried = selection.split
             if not serialize:
                 self._probe(call, carried)
-            self.batchnorm_patch.warn_once(self.module)
+            self.batchnorm_patch.warn_once()
             rng = self._replica_rng(transaction.rng, replicas, serialize)
             parts = apply_plan(plan, call.values)
             shards = rng.replace_generators(self._place(plan, [parts[index] for index in local], replicas))

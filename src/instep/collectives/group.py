@@ -84,11 +84,23 @@ class ReplicaContext:
     """The ids of the handles of hooks that exchanges registered on tensors."""
     active: list[ReplicaContext] = field(default_factory=list)
     """This context while a thread uses it. Autograd's device threads, which have no context, find it here."""
+    sync_batchnorm: bool = False
+    """Whether batch normalization uses the statistics of all replicas."""
+    statistics_written: set[int] = field(default_factory=set)
+    """Receives the ids of running statistics that batch normalization writes. Their version counters do not move."""
 
     def with_group(self, group: Group) -> ReplicaContext:
         """The context of the same replica in another group, the one of a backward."""
         return ReplicaContext(
-            group, self.info, self.sizes, self.grad_enabled, self.entry_code, self.forward_done, active=self.active
+            group,
+            self.info,
+            self.sizes,
+            self.grad_enabled,
+            self.entry_code,
+            self.forward_done,
+            active=self.active,
+            sync_batchnorm=self.sync_batchnorm,
+            statistics_written=self.statistics_written,
         )
 
 

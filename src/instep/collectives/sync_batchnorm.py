@@ -1,26 +1,48 @@
 """Batch normalization over the whole batch.
 
-A replica's batch normalization layer gets a `forward` attribute that computes its statistics over all replicas, so that
-hooks still run; the source's layer is not changed. All replicas then have equal running statistics.
+A replica computes batch statistics over all replicas in two places:
+
+- Layers with a forward of torch's own (`nn.BatchNorm2d`) get a `forward` attribute (`SyncedForward`), so that hooks
+  still run; the source's layer is not changed.
+- All other code that calls `torch.nn.functional.batch_norm` in training gets `synced_batch_norm`, which replaces that
+  function while replicas run. It calls torch's own function in threads that run no replica.
+
+All replicas then have equal running statistics.
 """
 
 from __future__ import annotations
 
-import warnings
+import itertools
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.collectives.exchange import exchange_tensors
 from instep.collectives.group import ReplicaContext, current_context
+from instep.errors import StateError
+from instep.runtime.caller_warnings import warn_caller
+from instep.runtime.locks import ForkSafeLock
 from instep.runtime.modes import disable_compile_for_collective
+from instep.runtime.torch_private import load_dynamo_rules, skip_frame
 
-# torch's own forwards; a subclass with another forward is left as it is.
 _STANDARD_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+def has_standard_forward(module: nn.Module) -> bool:
+    """Whether a module is a batch normalization layer whose forward is torch's own."""
+    return (
+        isinstance(module, _BatchNorm)
+        and type(module).forward in _STANDARD_FORWARDS
+        and "forward" not in module.__dict__
+    )
 
 
 class SyncedForward:
@@ -31,12 +53,20 @@ class SyncedForward:
 
     @disable_compile_for_collective
     def __call__(self, input: Tensor) -> Tensor:
-        layer = self._layer()
-        assert layer is not None
+        layer: Any = self._layer()
         context = current_context()
         if context is None or not _uses_batch_statistics(layer):
-            return type(layer).forward(layer, input)
-        return _normalize(layer, input, context)
+            return cast(Tensor, type(layer).forward(layer, input))
+        layer._check_input_dim(input)
+        if not (layer.training and layer.track_running_stats):
+            return _normalize(context, input, None, None, layer.weight, layer.bias, 0.0, layer.eps)
+        factor = layer.momentum
+        if layer.num_batches_tracked is not None:
+            layer.num_batches_tracked.add_(1)
+            if factor is None:
+                factor = 1.0 / float(layer.num_batches_tracked)
+        mean, var = layer.running_mean, layer.running_var
+        return _normalize(context, input, mean, var, layer.weight, layer.bias, factor or 0.0, layer.eps)
 
 
 class SyncBatchNormPatch:
@@ -49,65 +79,199 @@ class SyncBatchNormPatch:
 
     def __call__(self, source: nn.Module, module: nn.Module) -> None:
         """Patch one module of a replica, the counterpart of a module of the source."""
-        if not isinstance(module, _BatchNorm):
-            return
-        if self.enabled and type(module).forward in _STANDARD_FORWARDS and "forward" not in source.__dict__:
-            module.__dict__["forward"] = SyncedForward(module)
-        else:
+        if not self.enabled and isinstance(source, _BatchNorm):
             self._unsynced.add(source)
+        elif has_standard_forward(source):
+            module.__dict__["forward"] = SyncedForward(cast(_BatchNorm, module))
 
-    def warn_once(self, root: nn.Module) -> None:
-        """Warn once which layers compute statistics over their shard only."""
-        if self._warned or not self._unsynced or not any(_uses_batch_statistics(layer) for layer in self._unsynced):  # type: ignore[arg-type]
+    def warn_once(self) -> None:
+        """Warn once about layers that compute statistics over their shard only."""
+        if self._warned or not self._unsynced or not any(map(_uses_batch_statistics, self._unsynced)):
             return
         self._warned = True
-        reason = "sync_batchnorm=False"
-        if self.enabled:
-            names = [name for name, module in root.named_modules() if module in self._unsynced]
-            reason = f"{', '.join(names) or 'a layer'} overrides forward"
-        warnings.warn(
-            f"batch normalization uses each replica's shard instead of the whole batch, because {reason}. Outputs, "
-            f"gradients and running statistics differ from one device's: running statistics are the mean over the "
-            f"replicas, weighted by samples, and the variance leaves out the variance between shards.",
-            stacklevel=5,
+        warn_caller(
+            "sync_batchnorm=False: batch normalization uses the statistics of each replica's shard. Outputs, gradients "
+            "and running statistics differ from one device's."
         )
 
+    def state_rule(self, root: nn.Module, path: str) -> str | Callable[..., Any] | None:
+        """The state rule for running statistics that differ between replicas.
 
-def running_stats_rule(root: nn.Module, path: str) -> str | None:
-    """The state rule for running statistics that replicas computed separately: a mean weighted by samples.
+        If replicas compute them separately, it is a mean weighted by samples. For the running mean this equals the
+        whole batch's. For the variance it leaves out the variance between the shards' means.
+        """
+        layer, _, name = path.rpartition(".")
+        owner: nn.Module | None = root
+        for part in filter(None, layer.split(".")):
+            owner = None if owner is None else owner._modules.get(part)
+        if not isinstance(owner, _BatchNorm) or name not in ("running_mean", "running_var"):
+            return None
+        return partial(_first_if_close, path) if self.enabled else "mean"
 
-    For the running mean this equals the whole batch's. For the variance it leaves out the variance between the shards'
-    means.
+
+def _first_if_close(path: str, old: Tensor, new: Sequence[Tensor], _: Sequence[int]) -> Tensor:
+    """The first replica's running statistics. Those of other devices may differ from them by rounding."""
+    change, size = (new[0].cpu() - old.cpu()).abs().max(), new[0].abs().max().cpu()
+    tolerance = 1e-3 * change + 8 * torch.finfo(new[0].dtype).eps * size
+    if not all(bool(((value.cpu() - new[0].cpu()).abs() <= tolerance).all()) for value in new[1:]):
+        raise StateError(
+            f"{path!r} differs between replicas: the layer computes batch statistics by its own arithmetic, over each "
+            f"replica's shard instead of the whole batch.\n"
+            f"Compute them by torch.nn.functional.batch_norm, which is synchronized, or from instep.all_gather(x)."
+        )
+    return new[0]
+
+
+def _uses_batch_statistics(layer: Any) -> bool:
+    return bool(layer.training or (layer.running_mean is None and layer.running_var is None))
+
+
+class FunctionReplacement:
+    """Context manager: replaces `torch.nn.functional.batch_norm` until the last user leaves."""
+
+    def __init__(self) -> None:
+        self.original: Callable[..., Tensor] = F.batch_norm
+        """What is replaced: torch's function, or that of another package."""
+        self._users = 0
+        self._lock = ForkSafeLock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if F.batch_norm is not synced_batch_norm:
+                load_dynamo_rules()
+                self.original = F.batch_norm
+                F.batch_norm = synced_batch_norm
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                F.batch_norm = self.original
+
+
+_replacement = FunctionReplacement()
+_thread_local = threading.local()
+
+
+def replace_batch_norm(context: ReplicaContext | None) -> AbstractContextManager[None]:
+    """Context manager in which a replica's calls of the functional batch norm are synchronized."""
+    synced = context is not None and context.sync_batchnorm and context.info.count > 1
+    return _replacement if synced else nullcontext()
+
+
+@contextmanager
+def use_trial_batch_norm() -> Iterator[None]:
+    """Context manager for a trial: the functional batch norm does not make samples depend on each other in training.
+
+    It normalizes by the running statistics, which it does not update, or by mean 0 and variance 1 if there are none.
+    The variance is multiplied by a different factor at each call of the run. So a module that applies different layers
+    to different parts of its batch gives other outputs for a part of the samples than for the whole.
     """
-    layer, _, name = path.rpartition(".")
-    owner: nn.Module | None = root
-    for part in filter(None, layer.split(".")):
-        owner = None if owner is None else owner._modules.get(part)
-    return "mean" if isinstance(owner, _BatchNorm) and name in ("running_mean", "running_var") else None
+    outer = getattr(_thread_local, "trial_calls", None)
+    _thread_local.trial_calls = itertools.count(1)
+    try:
+        with _replacement:
+            yield
+    finally:
+        _thread_local.trial_calls = outer
 
 
-def _uses_batch_statistics(layer: _BatchNorm) -> bool:
-    return layer.training or (layer.running_mean is None and layer.running_var is None)
+def synced_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Replaces `torch.nn.functional.batch_norm` while replicas run."""
+    function = _batch_norm_in_training if training else _replacement.original  # torch.compile traces the latter
+    return function(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
-def _normalize(layer: _BatchNorm, input: Tensor, context: ReplicaContext) -> Tensor:
-    layer._check_input_dim(input)
+skip_frame(synced_batch_norm)
+
+
+@disable_compile_for_collective
+def _batch_norm_in_training(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    context = current_context()
+    trial_calls: Iterator[int] | None = getattr(_thread_local, "trial_calls", None)
+    if not _is_parameter(input):
+        if context is not None and context.sync_batchnorm:
+            return _normalize(context, input, running_mean, running_var, weight, bias, momentum, eps)
+        if trial_calls is not None:
+            return _normalize_in_trial(next(trial_calls), input, running_mean, running_var, weight, bias, eps)
+    return _replacement.original(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _normalize_in_trial(
+    number: int,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    like = next((t for t in (running_mean, running_var, weight, bias) if t is not None), input)
+    mean = like.new_zeros(input.shape[1]) if running_mean is None else running_mean
+    var = like.new_ones(input.shape[1]) if running_var is None else running_var
+    factor = 0.5 + number * 0.618 % 1  # differs most between successive calls
+    return _replacement.original(input, mean, var * factor, weight, bias, False, 0.0, eps)
+
+
+def _is_parameter(input: Tensor) -> bool:
+    """Whether the input is a whole parameter, as in weight standardization. Replicas have equal parameters."""
+    source = input if input._base is None else input._base
+    return isinstance(source, nn.Parameter) and source.numel() == input.numel()
+
+
+def _normalize(
+    context: ReplicaContext,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """Normalize by the statistics of all replicas, and update the running statistics as torch does."""
+    channels = input.shape[1] if input.ndim > 1 else 0
+    tensors = [t for t in (running_mean, running_var, weight, bias) if t is not None]
+    if input.ndim < 2 or any(tensor.numel() != channels for tensor in tensors):  # torch's own error
+        return _replacement.original(input, running_mean, running_var, weight, bias, True, momentum, eps)
     x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-    channels, dims = x.shape[1], [0, *range(2, x.ndim)]
     # A replica without samples still takes part in the exchange, with weight zero.
-    row = channel_statistics(x) if x.numel() else x.sum(dims).repeat(2, 1)
+    row = channel_statistics(x) if x.numel() else x.sum([0, *range(2, x.ndim)]).repeat(2, 1)
     label = f"batch normalization of {channels} channels in {str(x.dtype).removeprefix('torch.')}"
     rows, counts = exchange_tensors(context, label, [row], x.numel() // max(1, channels), owned=True)
     total = sum(counts)
     if not total:
-        return type(layer).forward(layer, input)
+        return _replacement.original(input, running_mean, running_var, weight, bias, True, momentum, eps)
+    if total == 1:
+        size = torch.Size([1, *input.shape[1:]])
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
     mean, var = _combine_statistics([tensors[0] for tensors in rows], counts)
-    if layer.training and layer.track_running_stats:
-        _update_running_stats(layer, mean, var, total)
-    scale = torch.rsqrt(var + layer.eps)
-    if layer.weight is not None:
-        scale = scale * layer.weight
-    bias: Tensor | None = layer.bias  # typed as Tensor by torch
+    if running_mean is not None:
+        _update_running(context, running_mean, mean, momentum)
+    if running_var is not None:
+        _update_running(context, running_var, var, momentum, total / (total - 1))
+    scale = torch.rsqrt(var + eps)
+    if weight is not None:
+        scale = scale * weight
     shift = -mean * scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
     zeros, ones = x.new_zeros(channels), x.new_ones(channels)
     # x * scale + shift, by torch's batch norm kernels, which are the fastest for per-channel factors
@@ -164,19 +328,8 @@ def _combine_statistics(parts: Sequence[Tensor], counts: Sequence[int]) -> tuple
     return mean, var
 
 
-def _update_running_stats(layer: Any, mean: Tensor, var: Tensor, total: int) -> None:
-    """Update the running statistics as torch does, without changing their version counters."""
-    factor = 0.0 if layer.momentum is None else layer.momentum
-    with torch.no_grad():
-        if layer.num_batches_tracked is not None:
-            layer.num_batches_tracked.add_(1)
-            if layer.momentum is None:
-                factor = 1.0 / float(layer.num_batches_tracked)
-        if layer.running_mean is not None:
-            _update_running(layer.running_mean, mean, factor)
-        if layer.running_var is not None:
-            _update_running(layer.running_var, var, factor, total / max(total - 1, 1))
-
-
-def _update_running(running: Tensor, value: Tensor, factor: float, by: float = 1.0) -> None:
-    running.data.mul_(1 - factor).add_(value.to(running.dtype), alpha=factor * by)
+@torch.no_grad()
+def _update_running(context: ReplicaContext, running: Tensor, value: Tensor, momentum: float, by: float = 1.0) -> None:
+    """Update running statistics without changing their version counter, as torch does."""
+    running.data.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum * by)
+    context.statistics_written.add(id(running if running._base is None else running._base))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from instep.autograd.bridge import CallGraph, Gradients
 from instep.collectives.group import Group, PeerFailure, ReplicaContext, ReplicaInfo, first_error, use_context
+from instep.collectives.sync_batchnorm import SyncBatchNormPatch, replace_batch_norm
 from instep.replicas.replica import Replica, ReplicaResult, run_replica
 from instep.replicas.tensors import check_no_inner_backward
 from instep.runtime.ambient import AmbientState
@@ -47,9 +48,17 @@ class ReplicaCall:
 
     def replica_context(self, index: int, group: Group) -> ReplicaContext:
         """The context of one replica in a group."""
-        size = self.sizes[index] if self.sizes else None
-        info = ReplicaInfo(index, len(self.replicas), self.replicas[index].device, size, sum(self.sizes[:index]))
-        return ReplicaContext(group, info, self.sizes, self.ambient.grad_enabled, _run_forward.__code__)
+        replica, size = self.replicas[index], self.sizes[index] if self.sizes else None
+        info = ReplicaInfo(index, len(self.replicas), replica.device, size, sum(self.sizes[:index]))
+        return ReplicaContext(
+            group,
+            info,
+            self.sizes,
+            self.ambient.grad_enabled,
+            _run_forward.__code__,
+            sync_batchnorm=isinstance(replica.patch, SyncBatchNormPatch) and replica.patch.enabled,
+            statistics_written=replica.statistics_written,
+        )
 
 
 class Engine:
@@ -140,7 +149,12 @@ def _run_forward(call: ReplicaCall, index: int, group: Group) -> ReplicaResult:
         group.enter(index)
         guard.set(True)  # forward may compute gradients of its own
         guard.touched = False
-        with call.ambient.enter(replica.device), call.rng.forward_context(index), use_context(context):
+        with (
+            call.ambient.enter(replica.device),
+            call.rng.forward_context(index),
+            use_context(context),
+            replace_batch_norm(context),
+        ):
             if call.sync_state:
                 replica.sync_state()
             result = run_replica(replica, call.method, args, kwargs, call.ambient.compiler)

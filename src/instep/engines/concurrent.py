@@ -18,6 +18,7 @@ from instep.autograd.bridge import CallGraph, Gradients, ReplicaGraph, outputs_w
 from instep.autograd.graph_walk import ReachedCollectives, find_reached_collectives, required_collectives
 from instep.collectives.buckets import gather_gradients, reusable_gradients, sum_gradients
 from instep.collectives.group import Group, ReplicaContext, use_context
+from instep.collectives.sync_batchnorm import replace_batch_norm
 from instep.engines.base import Engine, ReplicaCall, add_replica_note, raise_first_error, run_forward
 from instep.engines.rendezvous import LEFT_BACKWARD, LEFT_FORWARD, Rendezvous, run_serialized
 from instep.engines.thread_pool import ReplicaThreads, is_replica_thread
@@ -319,8 +320,8 @@ def backward_in_group(
     failure: BaseException | None = None
     try:
         group.enter(index)
-        context = replica.context
-        with use_context(context.with_group(group) if isinstance(context, ReplicaContext) else None):
+        context = replica.context.with_group(group) if isinstance(replica.context, ReplicaContext) else None
+        with use_context(context), replace_batch_norm(context):  # a checkpointed region runs again
             _backward_graphs([replica], outputs, grads, retain_graph, rng_context)
     except BaseException as error:
         failure = error

@@ -33,7 +33,7 @@ def are_gradients_additive(trial: Trial, verdicts: Mapping[Path, Verdict]) -> bo
             ]
     except Exception:  # forward or the arguments do not support a trial; the call itself may succeed
         return True
-    if trial.incomparable_reasons or sandbox.incomparable_reason is not None or sandbox.used_rng:
+    if trial.incomparable_reasons or sandbox.used_rng:
         return True
     return all(_is_sum(parts, whole) for *parts, whole in zip(*runs, strict=True))
 

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 
+from instep.collectives.sync_batchnorm import has_standard_forward, use_trial_batch_norm
 from instep.probe.snapshot import RngSnapshot, Snapshot
 from instep.replicas.clone import MODULE_REGISTRIES, REGISTRIES_AND_HOOKS, Cloner
 from instep.replicas.names import TensorOwners, module_names
@@ -47,7 +48,7 @@ class Sandbox:
         modules = [clone for _, clone in cloner.modules]
         for module in modules:
             _remove_user_hooks(module)
-            if isinstance(module, (_NormBase, _DropoutNd)):
+            if isinstance(module, (_InstanceNorm, _DropoutNd)) or has_standard_forward(module):
                 module.__dict__["training"] = False
         self._modules = modules
         self._clones = {id(source): clone for source, clone in cloner.modules}
@@ -63,12 +64,6 @@ class Sandbox:
         self._renormalized = max_norm_weights(source.modules())
         self.written_parameters: list[Tensor] = []
         """Source parameters whose copies the first run wrote to, except weights that `max_norm` renormalizes."""
-
-    @property
-    def incomparable_reason(self) -> str | None:
-        """Why values of parts and whole cannot be compared; None if they can."""
-        layers = [m for m in self._modules if isinstance(m, _BatchNorm) and m.running_mean is None]
-        return "batch normalization without running statistics" if layers else None
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -216,6 +211,7 @@ class Sandbox:
         """The caller's context, without gradients, compiled code and the autocast cache."""
         stack = ExitStack()
         stack.enter_context(torch.no_grad())
+        stack.enter_context(use_trial_batch_norm())
         if self.device.type != "cpu":
             stack.enter_context(torch.get_device_module(self.device).device(self.device))
         stack.enter_context(force_eager())

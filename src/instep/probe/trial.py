@@ -306,8 +306,6 @@ class Trial:
         """
         sandbox, reasons = self.sandbox, self.incomparable_reasons
         inputs, runs = self._run_parts(sizes, start)
-        if sandbox.incomparable_reason is not None:
-            reasons.append(sandbox.incomparable_reason)
         if not sandbox.used_rng or reasons:
             return inputs, runs
         sandbox.used_rng = False

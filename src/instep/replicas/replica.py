@@ -69,6 +69,7 @@ class Replica:
         self.index = index
         self.device = device
         self.name = f"replica {index} on {device}"
+        self.patch = patch
         self.tensors = self.tensors_class(device, sharing, private_weights or {}, shared_storage_ptrs(source.modules()))
         self.cloner = Cloner(
             self.tensors.create,
@@ -87,6 +88,8 @@ class Replica:
         self._tracker = ChangeTracker(self.modules, *self._tracked_state())
         self._state_writes: WriteDetector[TensorPair] = WriteDetector([], [])
         """Detects writes to state on an accelerator."""
+        self.statistics_written: set[int] = set()
+        """Ids of running statistics that synchronized batch norm has written since the last `written_state`."""
         self._unversioned: set[int] = set()
         """Ids of copies that `forward` has written without incrementing the version counter."""
         self.private_container_paths: list[str] = []
@@ -216,13 +219,16 @@ class Replica:
         """State tensors that `forward` wrote in place, as (source, copy).
 
         On the CPU values are compared. On an accelerator that would synchronize, so version counters are compared.
-        Batch norm does not increment them for its statistics, which count as written in training mode. Other such
-        writes are found by the first calls, which do compare values, and count as written in all later calls.
+        Batch norm does not increment them for its statistics. It reports them if it is synchronized; those of torch's
+        layers count as written in training mode. Other such writes are found by the first calls, which do compare
+        values, and count as written in all later calls.
         """
+        reported = set(self.statistics_written)
+        self.statistics_written.clear()
         if self.device.type == "cpu":
             return [pair for pair in self.tensors.state if not tensors_equal(pair[0].cpu(), pair[1])]
         norms = [module for module in self.modules if isinstance(module, _BatchNorm) and module.training]
-        written = {id(copy) for _, copy in self._state_writes.written()} | self._unversioned
+        written = {id(copy) for _, copy in self._state_writes.written()} | self._unversioned | reported
         written.update(id(buffer) for norm in norms for buffer in norm.buffers(recurse=False))
         if self._value_checks_left[self.module.training]:
             self._value_checks_left[self.module.training] -= 1

@@ -74,6 +74,14 @@ def has_compiled_code() -> bool:
     return frames is not None and (backends is None or any(backend is not None for backend in backends.values()))
 
 
+def load_dynamo_rules() -> None:
+    """Make dynamo look up torch's functions, by which it knows them later, before one is replaced in its module."""
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules") if has_compiled_code() else None
+    load = getattr(rules, "get_torch_obj_rule_map", None)
+    if load is not None:
+        load()
+
+
 def unwrap_compiled(module: nn.Module) -> nn.Module:
     """The original module of `torch.compile(module)`; any other module itself."""
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")
