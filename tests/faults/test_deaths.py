@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -48,6 +49,12 @@ def pids(model: instep.DataParallel) -> list[int]:
     return [engine._pool.get(index).pid for index in range(1, len(model._instep_devices))]
 
 
+def kill_worker(pid: int) -> None:
+    """Kill a worker, unless one that died before has been replaced since."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
 def batch(value: float = 0.0) -> Tensor:
     """Six samples. The last one, for the last replica, has the given value."""
     x = torch.randn(6, 4)
@@ -63,7 +70,7 @@ def train(deaths: Iterator[str], steps: int) -> Net:
         model(torch.randn(7, 4).double())
         for _ in range(steps):
             phase = next(deaths)
-            kill = threading.Timer(0.004 * choose.random(), os.kill, (choose.choice(pids(model)), signal.SIGKILL))
+            kill = threading.Timer(0.004 * choose.random(), kill_worker, (choose.choice(pids(model)),))
             if phase == "forward":
                 kill.start()
             out = model(torch.randn(7, 4).double())
