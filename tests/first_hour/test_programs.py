@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import instep
 from instep.call.one_device import BATCH_TOO_SMALL, NOT_BATCHED, OneDevice
@@ -71,10 +71,10 @@ ALL = [
     Program("simclr"),
     Program("simclr_loss_inside", line="z = instep.all_gather(z)"),
     Program("graphs"),
-    Program("graphs_as_tensors", marks=waits("readings of arguments")),
+    Program("graphs_as_tensors"),
     Program("bert"),
     Program("sentiment"),
-    Program("text_offsets", marks=waits("readings of arguments")),
+    Program("bag_of_words"),
     Program("mixture_of_experts", line="instep.all_reduce(", marks=waits("offered lines")),
     Program("triplets"),
     Program("distillation"),
@@ -201,3 +201,16 @@ def test_losses_are_those_of_the_plain_program(program: Program, dtype: torch.dt
 @pytest.mark.parametrize("program", [pytest.param(p, id=p.name) for p in ALL if p.name in IN_PROCESSES])
 def test_losses_in_worker_processes(program: Program, engine: str, reasons: list[str]) -> None:
     compare(program, engine, reasons, 1e-5)
+
+
+def test_tokens_of_all_texts_beside_their_offsets_are_refused() -> None:
+    """No option splits them. `bag_of_words` shows what to write: a list of texts, joined in `forward`."""
+
+    class BagOfWords(nn.EmbeddingBag):
+        def forward(self, text: Tensor, offsets: Tensor) -> Tensor:
+            return super().forward(text, offsets)
+
+    with instep.DataParallel(BagOfWords(30, 4), ["cpu"] * 2, engine="threads") as model:
+        text, offsets = torch.randint(0, 30, (20,)), torch.tensor([0, 3, 9, 12])
+        with pytest.raises(instep.StructureError, match="'offsets'"):
+            model(text, offsets)

@@ -1,4 +1,4 @@
-"""Text classification by an `EmbeddingBag`: all tokens of the batch in one tensor, and the offset of each text."""
+"""Text classification by an `EmbeddingBag`: a batch is a list of texts of different lengths."""
 
 import torch
 from torch import nn
@@ -11,8 +11,9 @@ class BagOfWords(nn.Module):
         self.embedding = nn.EmbeddingBag(30, size)
         self.head = nn.Linear(size, 3)
 
-    def forward(self, text, offsets):
-        return self.head(self.embedding(text, offsets))
+    def forward(self, texts):
+        offsets = torch.tensor([0] + [len(text) for text in texts[:-1]]).cumsum(0)
+        return self.head(self.embedding(torch.cat(texts), offsets))
 
 
 def run(wrap):
@@ -23,9 +24,7 @@ def run(wrap):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for start in range(0, 21, 8):
-        batch = texts[start : start + 8]
-        offsets = torch.tensor([0, *map(len, batch[:-1])]).cumsum(0)
-        loss = F.cross_entropy(model(torch.cat(batch), offsets), labels[start : start + 8])
+        loss = F.cross_entropy(model(texts[start : start + 8]), labels[start : start + 8])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
