@@ -33,7 +33,7 @@ class Program:
 
     name: str
     option: str = ""
-    """The option that the message offers first."""
+    """How the option that the message offers first begins."""
     line: str = ""
     """What the message offers as the line to write in `forward`. The program has it, with `# the one line`."""
     draws: bool = False
@@ -58,12 +58,12 @@ ALL = [
     Program("diffusion", draws=True, marks=waits("draws in the probe")),
     Program(
         "segmentation",
-        option="merge=instep.weighted_by(lambda target: (target != 255).sum())",
+        option="merge=instep.weighted_by(lambda target",
         marks=waits("offered lines"),
     ),
     Program(
         "detection",
-        option="merge={'box': instep.weighted_by(lambda targets: sum(len(t['boxes']) for t in targets))}",
+        option="merge={'box': instep.weighted_by(lambda targets",
         marks=waits("offered lines"),
     ),
     Program("reinforce"),
@@ -163,7 +163,7 @@ def compare(program: Program, engine: str, reasons: list[str], tolerance: float)
         assert not message, message
     elif program.option:
         option = first_option(message)
-        assert option[0] == program.option, message
+        assert option[0].startswith(program.option), message
         reasons.clear()
         results, message, _ = run_wrapped(plain.run, engine, {failed: option[1]})
         assert not message, f"{program.option} is not enough:\n{message}"
