@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.probe.draws import TrialDraws
 from instep.probe.trial import Trial
 from instep.probe.window import default_part_sizes
 from instep.replicas.state.carried import tensors_by_path
@@ -27,13 +28,16 @@ def are_gradients_additive(trial: Trial, verdicts: Mapping[Path, Verdict]) -> bo
     try:
         with trial.open_sandbox():
             sandbox = trial.sandbox
+            sandbox.draws = TrialDraws(sandbox.device)
+            sandbox.draws.start_runs()
+            sandbox.start_runs()
             runs = [
                 sandbox.gradients(trial.method, *arguments, partial(_weighted_sum, verdicts, sample_range, total))
                 for sample_range, arguments in zip(ranges, trial.part_arguments(sizes), strict=True)
             ]
     except Exception:  # forward or the arguments do not support a trial; the call itself may succeed
         return True
-    if trial.incomparable_reasons or sandbox.used_rng:
+    if trial.incomparable_reasons or not sandbox.drew_alike():
         return True
     return all(_is_sum(parts, whole) for *parts, whole in zip(*runs, strict=True))
 

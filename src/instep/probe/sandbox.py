@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from operator import is_
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from instep.collectives.sync_batchnorm import has_standard_forward, use_trial_batch_norm
+from instep.probe.draws import TrialDraws
 from instep.probe.snapshot import RngSnapshot, Snapshot
 from instep.replicas.clone import MODULE_REGISTRIES, REGISTRIES_AND_HOOKS, Cloner
 from instep.replicas.names import TensorOwners, module_names
@@ -38,8 +39,13 @@ class Sandbox:
 
     def __init__(self, source: nn.Module, device: torch.device) -> None:
         self.device = device
-        self.used_rng = False
-        """Whether a run has drawn random numbers since this was last reset."""
+        self.draws: TrialDraws | None = None
+        """Replaces the random numbers of torch in later runs."""
+        self.seed: int | None = None
+        """The seed of all generators in later runs; None for the states of the caller."""
+        self.takes_gradients = False
+        """Whether runs have gradients enabled, because `forward` takes gradients itself."""
+        self._drawn: list[Any] = []
         self._tensors = ReplicaTensors(device, ParameterSharing.COPY)
         # Generators are shared with the source, and restored after every run.
         cloner = Cloner(self._tensors.create, lambda generator: generator)
@@ -64,6 +70,17 @@ class Sandbox:
         self._renormalized = max_norm_weights(source.modules())
         self.written_parameters: list[Tensor] = []
         """Source parameters whose copies the first run wrote to, except weights that `max_norm` renormalizes."""
+
+    def start_runs(self) -> None:
+        """Before runs that `drew_alike` compares."""
+        self._drawn = []
+
+    def drew_alike(self) -> bool:
+        """Whether the runs since `start_runs` drew no random numbers, or all the same ones.
+
+        If the generators of Python and NumPy are in the same state after each run, each has drawn the same numbers.
+        """
+        return all(drawn == self._drawn[0] for drawn in self._drawn)
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -100,16 +117,16 @@ class Sandbox:
         Returns the output, the attributes that the call assigned, and its other state changes, the last two by dotted
         name.
         """
-        self._rng.track(generators_in([*args, *kwargs.values()]))
+        self._start_run(args, kwargs)
         try:
-            with self._run_context():
+            with self._run_context(torch.enable_grad() if self.takes_gradients else torch.no_grad()):
                 function = self.module if method == "forward" else getattr(self.module, method)
                 output = map_tensors(_detached_clone, function(*args, **kwargs))
                 attributes = {name: map_tensors(_detached_clone, value) for name, value in self._assigned_attributes()}
                 changes: dict[str, list[Any]] = {}
                 for path, value in self._other_changes(attributes):
                     changes.setdefault(str(path.without_indices()), []).append(map_tensors(_detached_clone, value))
-            self.used_rng = self.used_rng or self._rng.has_advanced() or self._snapshot.used_rng()
+            self._record_draws()
             run_uninterrupted(self._restore)
             return output, attributes, changes
         except BaseException:
@@ -128,15 +145,16 @@ class Sandbox:
         `reduce_output` maps the output to a scalar, or to None if there is nothing to differentiate.
         """
         leaves = [parameter for _, parameter in self._tensors.trainable]
+        self._start_run(args, kwargs)
         try:
-            with self._run_context(), torch.enable_grad():
+            with self._run_context(torch.enable_grad()):
                 function = self.module if method == "forward" else getattr(self.module, method)
                 scalar = reduce_output(function(*args, **kwargs))
                 self._tensors.guard.set(True)
                 if scalar is None:
                     return [None] * len(leaves)
                 gradients = torch.autograd.grad(scalar, leaves, allow_unused=True)
-            self.used_rng = self.used_rng or self._rng.has_advanced() or self._snapshot.used_rng()
+            self._record_draws()
             return list(gradients)
         finally:
             self._tensors.guard.set(False)
@@ -155,6 +173,19 @@ class Sandbox:
         owner, _, key = name.rpartition(".")
         modules = [module for module in self._modules if self._names.get(id(module)) == owner]
         return modules[0].__dict__.get(key) if modules else None
+
+    def _start_run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._rng.track(generators_in([*args, *kwargs.values()]))
+        self._tensors.guard.set(self.takes_gradients)
+        if self.draws is not None:
+            self.draws.start_run()
+        if self.seed is not None:
+            self._rng.reseed(self.seed)
+
+    def _record_draws(self) -> None:
+        """Record what the run drew: nothing (None), numbers of torch (equal to no other run), numbers of the host."""
+        used_torch = self._rng.torch_has_advanced() or self._snapshot.used_rng()
+        self._drawn.append(object() if used_torch else self._rng.host_state())
 
     def _restore(self) -> None:
         self._rng.restore()
@@ -207,10 +238,10 @@ class Sandbox:
             elif id(container) in paths:
                 yield from _changed_entries(paths[id(container)], container, before)
 
-    def _run_context(self) -> ExitStack:
-        """The caller's context, without gradients, compiled code and the autocast cache."""
+    def _run_context(self, grad_mode: AbstractContextManager[Any]) -> ExitStack:
+        """The caller's context, with this grad mode, without compiled code and the autocast cache."""
         stack = ExitStack()
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(grad_mode)
         stack.enter_context(use_trial_batch_norm())
         if self.device.type != "cpu":
             stack.enter_context(torch.get_device_module(self.device).device(self.device))
@@ -220,6 +251,8 @@ class Sandbox:
         cache_enabled = torch.is_autocast_cache_enabled()
         stack.callback(torch.set_autocast_cache_enabled, cache_enabled)
         torch.set_autocast_cache_enabled(False)
+        if self.draws is not None:
+            stack.enter_context(self.draws)
         return stack
 
 
@@ -273,7 +306,19 @@ def is_number_sequence(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, (int, float)) for item in value)
 
 
-def copy_arguments(values: Sequence[Any]) -> list[Any]:
-    """Copy the arguments of a run, which may write to them."""
-    memo: dict[int, Any] = {id(t): t.detach().clone() for value in values for t in tensors_in(value)}
+def copy_arguments(values: Sequence[Any], *, double: bool = False, gradients: bool = False) -> list[Any]:
+    """Copy the arguments of a run, which may write to them.
+
+    With `gradients`, copies of tensors that need a gradient need one too.
+    """
+    memo: dict[int, Any] = {id(t): _copy_tensor(t, double, gradients) for value in values for t in tensors_in(value)}
     return [copy.deepcopy(value, memo) for value in values]
+
+
+def _copy_tensor(tensor: Tensor, double: bool, gradients: bool) -> Tensor:
+    copied = tensor.detach().clone()
+    copied = to_double(copied) if double else copied
+    if not (gradients and tensor.requires_grad):
+        return copied
+    with torch.enable_grad():
+        return copied.requires_grad_().clone()  # not a leaf, which must not be written to

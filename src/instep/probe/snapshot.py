@@ -126,30 +126,40 @@ class RngSnapshot:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._initial = self._capture()
+        self._initial = (*self._capture_torch(), random.getstate(), np.random.get_state())
         self._call_generators: list[tuple[torch.Generator, Tensor]] = []
 
     def track(self, generators: Iterable[torch.Generator]) -> None:
         """Also save the states of the generators among a call's arguments."""
         self._call_generators = [(generator, generator.get_state()) for generator in generators]
 
-    def _capture(self) -> tuple[Tensor, Tensor | None, Any, Any]:
+    def _capture_torch(self) -> tuple[Tensor, Tensor | None]:
         device_state = None
         if self._device.type != "cpu":
             device_state = torch.get_device_module(self._device).get_rng_state(self._device)
-        return torch.get_rng_state(), device_state, random.getstate(), np.random.get_state()
+        return torch.get_rng_state(), device_state
 
-    def has_advanced(self) -> bool:
-        """Whether any generator has advanced."""
+    def torch_has_advanced(self) -> bool:
+        """Whether a generator of torch has advanced."""
         if any(not torch.equal(generator.get_state(), state) for generator, state in self._call_generators):
             return True
-        cpu, device, python, numpy = self._capture()
-        initial = self._initial
-        if not torch.equal(cpu, initial[0]) or python != initial[2]:
-            return True
-        if device is not None and initial[1] is not None and not torch.equal(device, initial[1]):
-            return True
-        return bool(numpy[2] != initial[3][2] or not np.array_equal(numpy[1], initial[3][1]))
+        for now, before in zip(self._capture_torch(), self._initial[:2], strict=True):
+            if now is not None and before is not None and not torch.equal(now, before):
+                return True
+        return False
+
+    def host_state(self) -> Any:
+        """The states of the generators of Python and NumPy, which can be compared; None if they have not advanced."""
+        now, before = [_comparable(random.getstate(), np.random.get_state()), _comparable(*self._initial[2:])]
+        return None if now == before else now
+
+    def reseed(self, seed: int) -> None:
+        """Seed every generator. `restore` restores them."""
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        for generator, _ in self._call_generators:
+            generator.manual_seed(seed)
 
     def restore(self) -> None:
         """Restore the state of every generator."""
@@ -161,3 +171,8 @@ class RngSnapshot:
             torch.get_device_module(self._device).set_rng_state(device, self._device)
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def _comparable(python: Any, numpy: Any) -> tuple[Any, ...]:
+    """The states of the generators of Python and NumPy, with the array of NumPy's as bytes."""
+    return python, numpy[1].tobytes(), *numpy[2:]

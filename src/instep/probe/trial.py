@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from instep.errors import MergeError
+from instep.probe.draws import TrialDraws
 from instep.probe.independence import find_changed_path, is_order_dependent, scale_floats, substituted_batches
 from instep.probe.judge import Findings, TrialOutputs, UserRules, judge
 from instep.probe.record import (
@@ -25,7 +28,7 @@ from instep.probe.record import (
     needs_more_samples,
     refine,
 )
-from instep.probe.sandbox import Sandbox, copy_arguments, is_number_sequence, to_double
+from instep.probe.sandbox import Sandbox, copy_arguments, is_number_sequence
 from instep.probe.tolerance import tolerances, uses_low_precision
 from instep.probe.window import (
     MAX_PART_SIZE,
@@ -45,11 +48,13 @@ from instep.structure.merge_messages import depends_on_other_samples
 from instep.structure.placements import PreSplit, Ragged, Replicate, Shard, contains_placement
 from instep.structure.plan import SplitPlan
 from instep.structure.split import apply_plan, unsplit
-from instep.structure.tree import map_tensors, structure_key
+from instep.structure.tree import structure_key
 from instep.structure.verdicts import Undetermined, Verdicts
 from instep.structure.weights import candidate_counts, find_weight_window, find_weighted_criteria
 
 T = TypeVar("T")
+DRAWS = "forward draws random numbers"
+"""Why values cannot be compared, if the draws cannot be replaced."""
 PlaceFunction = Callable[[Sequence[Any]], Sequence[Any]]
 """Moves the arguments of one part to the first device."""
 OutputCheck = Callable[[Sequence[Any], bool, float], MergeError | None]
@@ -192,14 +197,16 @@ class Trial:
         record.schedule_trial(useful=bool(unresolved) or (bool(record.attributes) and record.trials.count < 1))
 
     def _first_trial(self, candidates: Sequence[Any]) -> TrialResult:
-        """Run the first trial, again with even part sizes if it fails."""
-        try:
-            return self._try_and_recheck(self._part_sizes(), candidates)
-        except _TrialFailed:
-            self.even_only = even_part_sizes(self.batch_size, self.min_part) is not None
-            if not self.even_only:
-                raise
-        return self._try_and_recheck(self._part_sizes(), candidates)
+        """Run the first trial. If it fails, run it again with gradients enabled, then with even part sizes."""
+        even = [False, True] if even_part_sizes(self.batch_size, self.min_part) is not None else [False]
+        gradients = [False, True] if torch.is_grad_enabled() else [False]
+        failures = []
+        for self.even_only, self.sandbox.takes_gradients in itertools.product(even, gradients):
+            try:
+                return self._try_and_recheck(self._part_sizes(), candidates)
+            except _TrialFailed as failure:
+                failures.append(failure)
+        raise failures[0]
 
     def _part_sizes(self, *, large: bool = False) -> tuple[int, int]:
         """The sizes of the two parts."""
@@ -277,6 +284,16 @@ class Trial:
     def _try_window(self, sizes: tuple[int, int], start: int) -> TrialResult:
         """Run both parts and the whole of the samples from `start`, and judge the results."""
         inputs, runs = self._run_comparable(sizes, start)
+        findings, attributes = self._judge_runs(sizes, start, inputs, runs)
+        if not findings.errors and not self.incomparable_reasons:
+            for more, more_attributes in self._try_different_draws(sizes, start, inputs):
+                findings, attributes = combine(findings, more), self._combine_attributes(attributes, more_attributes)
+        return findings, attributes
+
+    def _judge_runs(
+        self, sizes: tuple[int, int], start: int, inputs: PartInputs, runs: Sequence[RunResult]
+    ) -> TrialResult:
+        """Findings about the results of both parts and the whole."""
         outputs = [output for output, _, _ in runs]
         tolerance, reduction_tolerance = tolerances(self.sandbox, inputs[2], outputs)
         compare_values = not self.incomparable_reasons
@@ -300,24 +317,61 @@ class Trial:
         return findings, attributes
 
     def _run_comparable(self, sizes: tuple[int, int], start: int) -> tuple[PartInputs, list[RunResult]]:
-        """Run both parts and the whole, in evaluation mode if they draw random numbers otherwise.
+        """Run both parts and the whole. If they draw random numbers, run them so that all samples draw alike.
 
-        Adds the reason to `incomparable_reasons` if the values cannot be compared nevertheless.
+        If they draw numbers that cannot be replaced, these must not matter, or evaluation mode must be without them.
+        Otherwise `incomparable_reasons` gets the reason.
         """
         sandbox, reasons = self.sandbox, self.incomparable_reasons
-        inputs, runs = self._run_parts(sizes, start)
-        if not sandbox.used_rng or reasons:
+        inputs, first_runs = self._run_alike(sizes, start)
+        if sandbox.drew_alike() or reasons:
+            return inputs, first_runs
+        runs: list[RunResult] | None = first_runs
+        if sandbox.draws is None:
+            sandbox.draws = TrialDraws(sandbox.device)
+            runs = self._rerun(sizes, start)
+            if runs is not None and sandbox.drew_alike():
+                return inputs, runs
+        if runs is not None and values_equal(runs, self._rerun(sizes, start, seed=1)):
             return inputs, runs
-        sandbox.used_rng = False
         sandbox.switch_to_eval()
-        inputs, eval_runs = self._run_parts(sizes, start)
-        same_structure = all(
-            structure_key(run[0]) == structure_key(eval_run[0]) for run, eval_run in zip(runs, eval_runs, strict=True)
-        )
-        if same_structure and not sandbox.used_rng:
-            return inputs, eval_runs
-        reasons.append("forward draws random numbers")
-        return inputs, runs
+        runs = self._rerun(sizes, start)
+        if runs is not None and sandbox.drew_alike() and _have_same_structure(runs, first_runs):
+            return inputs, runs
+        reasons.append(DRAWS)
+        return inputs, first_runs
+
+    def _run_alike(
+        self, sizes: tuple[int, int], start: int, seed: int | None = None
+    ) -> tuple[PartInputs, list[RunResult]]:
+        """Run both parts and the whole. If draws are replaced, all samples draw alike."""
+        if self.sandbox.draws is not None:
+            self.sandbox.draws.start_runs()
+        self.sandbox.seed = seed
+        try:
+            return self._run_parts(sizes, start)
+        finally:
+            self.sandbox.seed = None
+
+    def _rerun(self, sizes: tuple[int, int], start: int, seed: int | None = None) -> list[RunResult] | None:
+        """Run both parts and the whole with other draws or in another mode; None if `forward` fails."""
+        try:
+            return self._run_alike(sizes, start, seed)[1]
+        except _TrialFailed:
+            return None
+
+    def _try_different_draws(self, sizes: tuple[int, int], start: int, inputs: PartInputs) -> Iterator[TrialResult]:
+        """Run the parts again while every sample draws numbers of its own, and judge the results."""
+        draws = self.sandbox.draws
+        for seed in (1, 2):
+            if draws is None or not draws.start_runs(sizes, seed):
+                return
+            try:
+                runs = self._run_parts(sizes, start)[1]
+            except _TrialFailed:
+                return
+            if not draws.diverged and self.sandbox.drew_alike():
+                yield self._judge_runs(sizes, start, inputs, runs)
 
     def _classify_changes(self, changes: Sequence[Mapping[str, Any]]) -> None:
         """Record which state the runs changed to the same value, and which depends on the samples."""
@@ -375,6 +429,8 @@ class Trial:
                     for position, sample in enumerate(column)
                 ]
                 values.append(unsplit(placement, column if factor == 1.0 else scaled))
+            if self.sandbox.draws is not None:
+                self.sandbox.draws.start_runs()
             return self._call_sandbox(values)[0]
 
         try:
@@ -422,9 +478,9 @@ class Trial:
         return find_weight_window(self.inputs, self.batch_size, sizes, candidates) if start is None else start
 
     def _call_sandbox(self, values: Sequence[Any]) -> RunResult:
-        arguments = _call_user_code(copy_arguments, values)
-        if self.sandbox.double_precision:
-            arguments = [map_tensors(to_double, value) for value in arguments]
+        sandbox = self.sandbox
+        copied = partial(copy_arguments, double=sandbox.double_precision, gradients=sandbox.takes_gradients)
+        arguments = _call_user_code(copied, values)
         return _call_user_code(self.sandbox.run, self.method, *self._args_and_kwargs(arguments))
 
     def _args_and_kwargs(self, values: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -434,6 +490,7 @@ class Trial:
     def _run_parts(self, sizes: tuple[int, int], start: int) -> tuple[PartInputs, list[RunResult]]:
         """Run both parts and the whole. Returns their arguments and results."""
         inputs, runs = [], []
+        self.sandbox.start_runs()
         for shard in self._parts_and_whole(sizes, start):
             inputs.append(dict(zip(self.plan.names, shard, strict=True)))
             runs.append(self._call_sandbox(shard))
@@ -463,7 +520,7 @@ class Trial:
         present = [size for size in sizes if size]
         skipped = 1 if sizes[0] else 0
         plan = SplitPlan(self.batch_size, tuple(present), self.plan.names, self.plan.placements)
-        with torch.no_grad():
+        with torch.enable_grad() if self.sandbox.takes_gradients else torch.no_grad():
             shards = apply_plan(plan, self.call.values)[skipped : skipped + num_parts]
             return [list(self.call.place(shard)) for shard in shards]
 
@@ -478,6 +535,10 @@ def _call_user_code(function: Callable[..., T], *args: Any) -> T:
         return function(*args)
     except Exception as error:
         raise _TrialFailed(f"{type(error).__name__}: {error}".strip().splitlines()[0]) from error
+
+
+def _have_same_structure(left: Sequence[RunResult], right: Sequence[RunResult]) -> bool:
+    return all(structure_key(one[0]) == structure_key(two[0]) for one, two in zip(left, right, strict=True))
 
 
 def _may_be_running_total(initial: Any, findings: Findings) -> bool:

@@ -227,7 +227,7 @@ class ReplicaRng:
     def _seeded_context(self, index: int) -> AbstractContextManager[Any]:
         contexts = []
         for original, generator in self.generator_pairs[index]:
-            if generator is not original and generator is not _default_generator(generator.device):
+            if generator is not original and generator is not default_generator(generator.device):
                 contexts.append(_SeededGenerator(generator, self.caller.track(original), index))
         device = self.caller.devices[index]
         if device in self.caller.accelerators and (self.serialized or not self.caller.is_shared(device)):
@@ -343,7 +343,7 @@ class CallerRng:
         self.cpu = CallerGenerator(torch.default_generator)
         local_devices = devices[:1] if out_of_process else devices
         self.accelerators = {
-            d: CallerGenerator(g) for d in local_devices if d.type != "cpu" and (g := _default_generator(d)) is not None
+            d: CallerGenerator(g) for d in local_devices if d.type != "cpu" and (g := default_generator(d)) is not None
         }
         self.accelerator_seed = self.accelerators.get(self.devices[0], self.cpu)
         """The generator that seeds the streams of accelerators."""
@@ -389,12 +389,12 @@ def generators_in(value: Any) -> Iterator[torch.Generator]:
 def replica_generator(generator: torch.Generator, device: torch.device) -> torch.Generator:
     """A replica's counterpart of a caller's generator; a default generator's is a default generator."""
     target = device if generator.device.type == device.type else generator.device
-    if generator is _default_generator(generator.device):
-        return _default_generator(target) or generator
+    if generator is default_generator(generator.device):
+        return default_generator(target) or generator
     return torch.Generator(target)
 
 
-def _default_generator(device: torch.device) -> torch.Generator | None:
+def default_generator(device: torch.device) -> torch.Generator | None:
     """The default generator of a device; None if its backend does not expose it."""
     if device.type == "cpu":
         return torch.default_generator
