@@ -98,7 +98,7 @@ def test_batch_norm_without_statistics_is_compared_by_value(wrap: Any) -> None:
 @both_engines
 @pytest.mark.parametrize("kind", ["layer", "function", "attention"])
 def test_dropout_is_not_mistaken(wrap: Any, engine: str, kind: str) -> None:
-    """A layer is put to rest; what draws only in training is tried in evaluation."""
+    """A layer is put to rest; other masks keep everything."""
     drop = nn.Dropout(0.5)
 
     def then(net: Net, h: Tensor) -> Any:
@@ -113,19 +113,6 @@ def test_dropout_is_not_mistaken(wrap: Any, engine: str, kind: str) -> None:
     out = model(x)
     torch.testing.assert_close(out["loss"], out["h"].pow(2).mean())
     assert said(model, x)["loss"] == "mean weighted by samples (the probe)"
-
-
-@both_engines
-def test_noise_is_no_error(wrap: Any, engine: str) -> None:
-    """A sampler draws in every mode: its numbers say nothing, shapes do."""
-    net, x = Net(lambda _, h: h + torch.randn_like(h)), torch.randn(6, 3)
-    model = wrap(net, engine=engine)
-    assert model(x).shape == (6, 4)
-    assert "forward draws random numbers" in model.explain(x).trial
-    assert said(model, x) == {"(output)": "concatenated along dim 0 (the probe: batch in dim 0, by shapes alone)"}
-    scalar = wrap(Net(lambda _, h: (h + torch.randn_like(h)).mean()), engine=engine)
-    with pytest.raises(instep.MergeError, match="0-d tensor that differs"):
-        scalar(x)
 
 
 WRONG = {

@@ -284,9 +284,11 @@ class ParallelRunner:
         probe, merger = call.binding.probe, call.binding.merger
         try:
             return merger.merge(outputs, call.plan.sizes, inputs)
-        except MergeError:
-            if probe is None or not probe.retry(self._trial_call(call, carried)):
+        except MergeError as error:
+            if probe is None:
                 raise
+            if not probe.retry(self._trial_call(call, carried)):
+                raise probe.explain_failed_merge(error) from None
         return merger.merge(outputs, call.plan.sizes, inputs)
 
     def _check_parameter_writes(self, replicas: Sequence[Replica], results: Sequence[ReplicaResult]) -> None:

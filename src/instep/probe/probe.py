@@ -16,7 +16,7 @@ from instep.probe.judge import UserRules
 from instep.probe.record import MAX_FAILED_MERGES, MAX_TRIALS, ProbeRecord, common_record
 from instep.probe.trial import OutputCheck, Trial, TrialCall
 from instep.structure.merge import Merger
-from instep.structure.merge_messages import loss_not_additive
+from instep.structure.merge_messages import draws_hide_values, loss_not_additive
 from instep.structure.merge_rules import MergeContext, WeightedBy
 from instep.structure.placements import Nested, Placement, Replicate, contains_placement
 from instep.structure.plan import SplitPlan
@@ -100,6 +100,10 @@ class Probe:
             record.outputs = {**before, **record.outputs}
         self.merger.set_verdicts(record.outputs)
         return record.outputs != before
+
+    def explain_failed_merge(self, error: MergeError) -> MergeError:
+        """The error of a merge, with the reason if random numbers kept the probe from a verdict."""
+        return draws_hide_values(error) if self.last_record.draws_randomly else error
 
     def gradients_add_up(self, call: TrialCall) -> bool:
         """Whether the gradients of two parts of the last call's batch add up to the gradients of the whole."""

@@ -36,6 +36,8 @@ class ProbeRecord:
     """Whether a trial ran to its end, or the module failed in every trial."""
     graph_checked: bool = False
     """Whether the autograd graph was searched for custom `torch.autograd.Function`s."""
+    draws_randomly: bool = False
+    """Whether the last trial compared only shapes, because `forward` draws random numbers that cannot be replaced."""
     summary: str = ""
     """What was tried, for `explain`."""
     error: str = ""

@@ -97,6 +97,23 @@ def conflicting_trials(path: Path, before: str, now: str) -> MergeError:
     )
 
 
+def draws_in_trial(error: MergeError) -> MergeError:
+    """An error that a trial found although each sample drew the same random numbers in its part and in the whole."""
+    return MergeError(
+        f"{error}\n"
+        f"forward draws random numbers. In the trial, each sample drew the same ones in its part and in the whole."
+    )
+
+
+def draws_hide_values(error: MergeError) -> MergeError:
+    """An error of a merge by shape, because `forward` draws random numbers that a trial cannot repeat."""
+    return MergeError(
+        f"{error}\n"
+        f"The probe compared only shapes, because forward draws random numbers that it cannot repeat for a sample (of "
+        f"Python's random, NumPy or an extension). If this is a mean over samples, the rule is 'mean'; a sum, 'sum'."
+    )
+
+
 def keys_differ(path: Path, keys: Sequence[Any], index: int, other: Sequence[Any], sizes: Sequence[int]) -> MergeError:
     """The keys of a container differ between replicas."""
     missing = [key for key in keys if key not in set(other)]
