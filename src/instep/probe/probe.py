@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from instep.errors import MergeError
 from instep.probe.gradients import are_gradients_additive
 from instep.probe.judge import UserRules
-from instep.probe.record import MAX_FAILED_MERGES, MAX_TRIALS, ProbeRecord, common_record
+from instep.probe.record import MAX_FAILED_MERGES, MAX_TRIALS, ProbeRecord, common_record, contradict
 from instep.probe.trial import OutputCheck, Trial, TrialCall
 from instep.structure.merge import Merger
 from instep.structure.merge_messages import draws_hide_values, loss_not_additive
@@ -26,7 +26,7 @@ from instep.structure.verdicts import Verdict, Verdicts
 
 MAX_STRUCTURES = 32
 MAX_RECORDS = 32
-"""Records of one structure, which differ in the strings and numbers among the arguments."""
+"""Records of one structure, which differ in the strings among the arguments, and in the numbers if these matter."""
 _MAX_CACHED_PLANS = 512
 
 Values: TypeAlias = tuple[Any, ...]
@@ -53,8 +53,10 @@ class Probe:
         self.merger = merger
         self.user_rules = UserRules(merger.path_rules, merger.default_rule, merger.dim_spec)
         self.last_record = ProbeRecord(summary="not tried yet")
+        self.numbers_matter = False
+        """Whether a trial with another number among the arguments contradicted the verdicts."""
         self._records: dict[Any, dict[Values, ProbeRecord]] = {}
-        """By structure and mode of the call, then by the strings and numbers among its arguments."""
+        """By structure and mode of the call, then by the strings among its arguments, and numbers if these matter."""
         self._by_plan: dict[Any, tuple[SplitPlan, ProbeRecord]] = {}
         self._plain_by_plan: dict[int, tuple[SplitPlan, list[bool]]] = {}
 
@@ -64,7 +66,12 @@ class Probe:
         `fingerprint` identifies the module's modes and settings. Returns the verdicts for attributes that `forward`
         assigns. Raises `MergeError` for outputs that no rule explains.
         """
-        record = self._find_or_add_record(call.plan, call.values, fingerprint)
+        record, numbers = self._find_or_add_record(call.plan, call.values, fingerprint)
+        if numbers != record.numbers and not self._try_numbers(call, record, numbers):
+            self.numbers_matter = True
+            self._records.clear()
+            self._by_plan.clear()
+            return self.prepare(call, fingerprint)
         if record.error:
             raise MergeError(record.error)
         record.count_call()
@@ -82,6 +89,24 @@ class Probe:
         self.last_record = record
         self.merger.set_verdicts(record.outputs)
         return record.attributes
+
+    def _try_numbers(self, call: TrialCall, record: ProbeRecord, numbers: Values) -> bool:
+        """Run a trial with other numbers than in the last call, if one is due. Returns False if it contradicts others.
+
+        Numbers such as a step or a temperature change often and rarely decide how outputs merge.
+        """
+        if record.error:
+            return False
+        if not record.count_numbers(numbers):
+            return True
+        trial, before = self._trial(call), record.outputs
+        try:
+            self._run_trial(trial, record)
+        except MergeError:
+            return False
+        record.trials.count -= 1
+        record.schedule_check()
+        return not any(contradict(before[path], new) for path, new in trial.outputs.items() if path in before)
 
     def retry(self, call: TrialCall) -> bool:
         """Probe the last call again because its outputs did not fit the verdicts; returns whether these changed.
@@ -135,18 +160,21 @@ class Probe:
             record = common_record(tuple(records.values()))
         return record if record is not None and record.summary else None
 
-    def _find_or_add_record(self, plan: SplitPlan, values: Sequence[Any], fingerprint: int) -> ProbeRecord:
-        switches, plain = self._plain_values(plan, values)
+    def _find_or_add_record(
+        self, plan: SplitPlan, values: Sequence[Any], fingerprint: int
+    ) -> tuple[ProbeRecord, Values]:
+        """The record of a call, and those numbers among its arguments that are not part of the structure."""
+        switches, plain, numbers = self._plain_values(plan, values)
         key = (id(plan), fingerprint, switches, plain)
         entry = self._by_plan.get(key)
         if entry is not None:
-            return entry[1]
+            return entry[1], numbers
         group, plain = self._record_keys(plan, values, fingerprint)
         record = self._add_record(group, plain)
         if len(self._by_plan) >= _MAX_CACHED_PLANS:
             self._by_plan.clear()
         self._by_plan[key] = plan, record
-        return record
+        return record, numbers
 
     def _add_record(self, group: Any, plain: Values) -> ProbeRecord:
         """The record of a call, made if there is none.
@@ -170,18 +198,26 @@ class Probe:
         return record
 
     def _record_keys(self, plan: SplitPlan, values: Sequence[Any], fingerprint: int) -> tuple[Any, Values]:
-        switches, plain = self._plain_values(plan, values)
+        switches, plain, _ = self._plain_values(plan, values)
         return (fingerprint, switches, plan.names, tuple([structure_key(value) for value in values])), plain
 
-    def _plain_values(self, plan: SplitPlan, values: Sequence[Any]) -> tuple[Values, Values]:
-        """Replicated plain values, which may decide what the outputs mean: switches, then strings and numbers."""
+    def _plain_values(self, plan: SplitPlan, values: Sequence[Any]) -> tuple[Values, Values, Values]:
+        """Replicated plain values, which may decide what the outputs mean: switches, strings, numbers.
+
+        Numbers that matter are returned with the strings.
+        """
         switches: list[Any] = []
         plain: list[Any] = []
+        numbers: list[Any] = []
         for placement, value, has_plain in zip(plan.placements, values, self._has_plain_values(plan), strict=True):
             for leaf in _replicated_scalars(placement, value) if has_plain else ():
-                switch = leaf is None or isinstance(leaf, (bool, enum.Enum))
-                (switches if switch else plain).append((type(leaf), leaf))
-        return tuple(switches), tuple(plain)
+                if leaf is None or isinstance(leaf, (bool, enum.Enum)):
+                    switches.append((type(leaf), leaf))
+                elif isinstance(leaf, (int, float)) and not self.numbers_matter:
+                    numbers.append((type(leaf), leaf))
+                else:
+                    plain.append((type(leaf), leaf))
+        return tuple(switches), tuple(plain), tuple(numbers)
 
     def _has_plain_values(self, plan: SplitPlan) -> list[bool]:
         """For each argument, whether it contains replicated values."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from instep.errors import MergeError
 from instep.probe.judge import Findings
@@ -17,6 +17,8 @@ from instep.structure.verdicts import Undetermined, Verdict, Verdicts
 
 MAX_TRIALS, MAX_FAILED_MERGES = 6, 4
 EAGER_CHECKS, MAX_CHECKS = 3, 9
+EAGER_NUMBERS = 3
+"""How many values of a number among the arguments are tried when they first appear."""
 
 
 @dataclass
@@ -50,6 +52,13 @@ class ProbeRecord:
     failed_merges: int = 0
     """How many calls had outputs that did not fit the verdicts and were probed again."""
 
+    numbers: tuple[Any, ...] = ()
+    """The numbers among the arguments of the last call."""
+    tried_numbers: dict[int, list[Any]] = field(default_factory=dict)
+    """The first values of each number."""
+    number_trials: Backoff = field(default_factory=lambda: Backoff(limit=MAX_CHECKS))
+    """When to run a trial for further values. Counts calls in which a number has changed."""
+
     def __post_init__(self) -> None:
         self.integer_checks.stop()  # until a trial finds a mean
 
@@ -57,6 +66,26 @@ class ProbeRecord:
         """Advance both schedules by one call."""
         self.trials.advance()
         self.integer_checks.advance()
+
+    def count_numbers(self, numbers: tuple[Any, ...]) -> bool:
+        """Count a call with other numbers than the last one. Returns whether to run a trial with them."""
+        self.numbers = numbers
+        new = [
+            (tried, number) for tried, number in zip(self._tried(numbers), numbers, strict=True) if number not in tried
+        ]
+        if not new:
+            return False
+        self.number_trials.advance()
+        eager = [(tried, number) for tried, number in new if len(tried) < EAGER_NUMBERS]
+        for tried, number in eager:
+            tried.append(number)
+        if not eager and not self.number_trials.is_due:
+            return False
+        self.number_trials.record()
+        return self.status != "untried"
+
+    def _tried(self, numbers: tuple[Any, ...]) -> list[list[Any]]:
+        return [self.tried_numbers.setdefault(index, []) for index in range(len(numbers))]
 
     def schedule_trial(self, useful: bool) -> None:
         """Count a trial. Schedule the next one if another may show more."""
@@ -150,6 +179,15 @@ def refine(before: Verdicts, findings: Findings) -> tuple[dict[Path, Verdict], d
         ):
             outputs[path] = new
     return outputs, conflicts
+
+
+def contradict(first: Verdict, second: Verdict) -> bool:
+    """Whether two proven verdicts exclude each other."""
+    if not (first.proven and second.proven):
+        return False
+    if first.ops and second.ops:
+        return first.intersect(second) is None
+    return first.placement != second.placement
 
 
 def is_inconclusive(verdict: Verdict) -> bool:

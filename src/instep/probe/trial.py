@@ -118,6 +118,8 @@ class Trial:
         self.even_only = False
         """Whether the module needs an even number of samples."""
         self.criteria: list[tuple[str, nn.Module]] = []
+        self.outputs: Verdicts = {}
+        """What this trial has found about the outputs."""
 
     @property
     def traits(self) -> dict[Trait, Tensor]:
@@ -177,6 +179,7 @@ class Trial:
         return findings, attributes
 
     def _update_record(self, record: ProbeRecord, findings: Findings, attributes: dict[str, Verdicts]) -> None:
+        self.outputs = findings.outputs
         outputs, conflicts = refine(record.outputs, findings)
         unexplained = [error for path, error in findings.errors.items() if not is_settled(record.outputs.get(path))]
         for error in (*unexplained, *conflicts.values()):
