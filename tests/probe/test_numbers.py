@@ -13,7 +13,6 @@ from instep.probe.record import EAGER_NUMBERS, MAX_CHECKS
 
 from .helpers import Net, is_probing, probe_of, said
 
-
 RUNS: list[int] = []
 
 
