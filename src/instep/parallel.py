@@ -93,7 +93,9 @@ class DataParallel(Transparent, ModuleWrapper, nn.DataParallel):  # type: ignore
         state: Rules for attributes and buffers that `forward` changes differently on each replica:
             `{"steps": "sum"}`. `"cat"` splits and concatenates state that has one entry per sample. A rule is a name
             or a function `(old, new, sizes) -> value`.
-        methods: Names of other methods that run in parallel when they are called on the wrapper.
+        methods: Names of other methods that run in parallel when they are called on the wrapper. A dictionary gives
+            each its own `in_dims`, `out_dims` and `merge`, also for `call`: `{"penalty": {"merge": "mean"}}`. Those of
+            the wrapper are for `forward`, except that names in `in_dims` apply to every method.
         min_shard: The smallest number of samples per replica. Smaller batches use fewer replicas.
         shares: The relative size of each device's shard, for devices of unequal speed: `[2, 1]`.
         cost: The cost of each sample, for samples of unequal size: the name of an argument, or a function of arguments
@@ -127,7 +129,7 @@ class DataParallel(Transparent, ModuleWrapper, nn.DataParallel):  # type: ignore
         out_dims: Any = AUTO,
         merge: Any = AUTO,
         state: Mapping[str, Any] | None = None,
-        methods: Sequence[str] = (),
+        methods: Sequence[str] | Mapping[str, Mapping[str, Any]] = (),
         min_shard: int = 1,
         shares: Sequence[float] | None = None,
         cost: str | Callable[..., Any] | None = None,
@@ -150,6 +152,7 @@ class DataParallel(Transparent, ModuleWrapper, nn.DataParallel):  # type: ignore
             merge=merge,
             state=as_dict("state", state),
             methods=as_tuple("methods", methods),
+            method_options=methods if isinstance(methods, Mapping) else {},
             min_shard=min_shard,
             shares=as_tuple("shares", shares or ()),
             cost=cost,

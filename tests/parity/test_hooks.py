@@ -253,7 +253,7 @@ def test_gradient_penalty_inside_the_module(pair: PairFactory) -> None:
 
 
 def test_gradient_of_a_weight_inside_the_module(pair: PairFactory) -> None:
-    both = pair(Inner, merge="sum")
+    both = pair(Inner)
     x = normal(7, 3)
     slopes = [both.plain.slopes(x), both.model.call("slopes", x)]
     assert_same(slopes[1], slopes[0], EXACT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -150,3 +151,66 @@ def test_gradients_are_tried_once_without_side_effects(monkeypatch: pytest.Monke
         plain(x).backward()
     torch.testing.assert_close(dict(net.named_buffers()), dict(plain.named_buffers()))
     torch.testing.assert_close(net.first.weight.grad, plain.first.weight.grad)
+
+
+class Critic(nn.Module):
+    """A Wasserstein critic with the gradient penalty of WGAN-GP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def penalty(self, real: Tensor, fake: Tensor) -> Tensor:
+        share = torch.rand(len(real), 1).to(real) * 0 + 0.3
+        x = share * real + (1 - share) * fake
+        x = x if x.requires_grad else x.requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return (slope.norm(2, 1) - 1).square().mean()
+
+    def total(self, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    def spread(self, x: Tensor) -> Tensor:
+        return self.net(x).std()
+
+
+@each_engine
+def test_a_gradient_penalty_gets_a_verdict(engine: str) -> None:
+    """A trial runs with gradients enabled if `forward` takes gradients itself."""
+    net = Critic().double()
+    plain = copy.deepcopy(net)
+    real, fake = torch.randn(7, 3).double(), torch.randn(7, 3).double()
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        for critic in (model, plain):
+            loss = critic(fake).mean() - critic(real).mean()
+            penalty = critic.penalty if critic is plain else functools.partial(model.call, "penalty")
+            (loss + 10 * penalty(real, fake)).backward()
+        binding = model._instep_runner.binding("penalty")
+        assert [verdict.description for verdict in binding.probe.last_record.outputs.values()] == [
+            "mean weighted by samples"
+        ]
+        x = torch.randn(7, 3).double().requires_grad_()
+        torch.testing.assert_close(model.call("total", x), plain.total(x))
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_methods_have_rules_of_their_own() -> None:
+    net, x = Critic(), torch.randn(7, 3)
+    with (
+        instep.DataParallel(net, ["cpu"] * 2, engine="serial", merge="first") as model,
+        pytest.raises(instep.MergeError, match=r"methods=\{'spread': \{'merge': \.\.\.\}\}"),
+    ):
+        model.call("spread", x)
+    rules = {"spread": {"merge": "max"}, "total": {"in_dims": {"x": 0}}}
+    with instep.DataParallel(net, ["cpu"] * 2, engine="serial", methods=rules) as model:
+        assert model.spread(x) == max(net.spread(x[:4]), net.spread(x[4:]))
+        torch.testing.assert_close(model(x), net(x))
+        torch.testing.assert_close(model.total(x.requires_grad_()), net.total(x))
+    for wrong in ({"spread": "max"}, {"spread": {"state": {}}}):
+        with pytest.raises(instep.WrapError, match="with the options of this method: in_dims, out_dims, merge"):
+            instep.DataParallel(net, ["cpu"] * 2, methods=wrong)

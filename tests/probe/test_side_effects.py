@@ -86,7 +86,7 @@ def test_a_trial_has_no_side_effects() -> None:
     versions = {name: t._version for name, t in net.state_dict(keep_vars=True).items()}
     known.probe.prepare(TrialCall(net, torch.device("cpu"), plan, values, 2, lambda shard: shard), 0)
     assert known.probe.last_record.trials.count == 1
-    assert "only shapes" in known.probe.last_record.summary
+    assert "with the same random numbers for each sample" in known.probe.last_record.summary
     assert not fired
     assert {name: id(value) for name, value in net.__dict__.items()} == held
     assert {name: t._version for name, t in net.state_dict(keep_vars=True).items()} == versions

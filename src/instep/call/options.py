@@ -6,7 +6,7 @@ import difflib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -147,6 +147,8 @@ class Options:
     merge: Any = AUTO
     state: Mapping[str, Any] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
+    method_options: Mapping[str, Any] = field(default_factory=dict)
+    """By method, the options of its own."""
     min_shard: int = 1
     shares: tuple[float, ...] = ()
     cost: str | Callable[..., Any] | None = None
@@ -159,11 +161,23 @@ class Options:
     restarts: int = 3
     timeout: float = 600.0
 
+    def for_method(self, name: str) -> Options:
+        """The options of one method. The wrapper's describe `forward`; only names in `in_dims` apply to others too."""
+        if name == "forward":
+            return self
+        names = self.in_dims if isinstance(self.in_dims, Mapping) else AUTO
+        own: Any = {"in_dims": names, "out_dims": AUTO, "merge": AUTO, **self.method_options.get(name, {})}
+        return replace(self, **own)
+
+
+METHOD_OPTIONS = ("in_dims", "out_dims", "merge")
+
 
 class MethodBinding:
     """How calls of one method are bound, planned, probed and merged."""
 
     def __init__(self, module: nn.Module, name: str, options: Options, replicas: int) -> None:
+        options = options.for_method(name)
         self.replica_method, merge = name, options.merge
         """The method that replicas run instead."""
         self._loss: Loss | None = None
@@ -249,6 +263,12 @@ def check_options(options: Options, module: nn.Module) -> None:
     for name in options.methods:
         if not callable(getattr(module, name, None)):
             raise WrapError(f"methods={list(options.methods)}: {type(module).__name__} has no method {name!r}.")
+    for name, own in options.method_options.items():
+        if not isinstance(own, Mapping) or not own.keys() <= set(METHOD_OPTIONS):
+            raise WrapError(
+                f"methods={{{name!r}: {own!r}}}: write a dictionary with the options of this method: "
+                f"{', '.join(METHOD_OPTIONS)}."
+            )
     if options.on_unmerged_state not in ("error", "warn"):
         raise WrapError(f"on_unmerged_state={options.on_unmerged_state!r}: write 'error' or 'warn'.")
     if options.hooks not in ("whole", "per_replica"):

@@ -38,6 +38,7 @@ from instep.runtime.modes import active_compiler, call_compiled
 from instep.runtime.rng import CallerRng, ReplicaRng, SerializationPolicy, supports_thread_streams
 from instep.runtime.torch_private import RegisteredHooks
 from instep.structure.graph_arguments import EDGES, list_of_graphs_notes, mark_graphs
+from instep.structure.merge_messages import rules_of_method
 from instep.structure.plan import SplitPlan
 from instep.structure.spec import strip_marks
 from instep.structure.split import apply_plan
@@ -107,7 +108,12 @@ class ParallelRunner:
             self.engine.wait_idle()
             self._written_argument = None
             with Transaction(self) as transaction:
-                return self._run(call, transaction)
+                try:
+                    return self._run(call, transaction)
+                except MergeError as error:
+                    if method == "forward":
+                        raise
+                    raise rules_of_method(error, method) from None
 
     def _run(self, call: BoundCall, transaction: Transaction) -> Any:
         plan, serialize = call.plan, False

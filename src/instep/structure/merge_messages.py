@@ -114,6 +114,13 @@ def draws_hide_values(error: MergeError) -> MergeError:
     )
 
 
+def rules_of_method(error: MergeError, method: str) -> MergeError:
+    """An error about the output of another method than `forward`, which has rules of its own."""
+    return MergeError(
+        f"{error}\nThis is an output of {method!r}. Rules for it:  methods={{{method!r}: {{'merge': ...}}}}"
+    )
+
+
 def keys_differ(path: Path, keys: Sequence[Any], index: int, other: Sequence[Any], sizes: Sequence[int]) -> MergeError:
     """The keys of a container differ between replicas."""
     missing = [key for key in keys if key not in set(other)]
