@@ -18,15 +18,15 @@ timm: Any = pytest.importorskip("timm", reason="needs timm, which needs torchvis
 def test_training_equals_one_device(name: str, engine: str) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
-        size = {"img_size": 32} if name.startswith("vit") else {}
+        size = {"img_size": 64} if name.startswith("vit") else {}
         model: nn.Module = timm.create_model(name, num_classes=4, drop_rate=0.0, **size)
         return model.double().cuda()
 
     plain, module = make(), make()
     with instep.DataParallel(module, [0, 0], engine=engine) as model:
-        optimizers = [torch.optim.SGD(m.parameters(), 1e-2) for m in (plain, model)]
+        optimizers = [torch.optim.SGD(m.parameters(), 1e-3) for m in (plain, model)]
         for step, count in enumerate((6, 7, 4)):
-            x = torch.randn(count, 3, 32, 32, dtype=torch.double, generator=torch.Generator().manual_seed(step)).cuda()
+            x = torch.randn(count, 3, 64, 64, dtype=torch.double, generator=torch.Generator().manual_seed(step)).cuda()
             outputs = [m(x) for m in (plain, model)]
             torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-7, atol=1e-7)
             for optimizer, output in zip(optimizers, outputs, strict=True):
