@@ -79,6 +79,7 @@ def a_part(net: nn.Module, engine: str, replicas: int) -> nn.Module:
     return instep.DataParallel(net, ["cpu"] * replicas, engine=engine)
 
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 WAYS: list[Make] = [inside, in_place, in_place_after, around, a_part]
 
 
@@ -138,6 +139,7 @@ def test_one_graph_a_replica_and_none_from_call_to_call(way: Make, engine: str) 
     assert made[1:] == made[:1] * 3
 
 
+@pytest.mark.skipif(TORCH < (2, 9), reason="torch 2.8 cannot trace a linear layer whose first two sizes are symbolic")
 @pytest.mark.parametrize("replicas", [4])
 def test_many_replicas_and_shapes_stay_within_the_limit(replicas: int) -> None:
     """Eight graphs for one piece of code is torch's limit; four replicas with two ranks and two modes have more."""
@@ -160,7 +162,17 @@ def test_many_replicas_and_shapes_stay_within_the_limit(replicas: int) -> None:
     assert torch._dynamo.config.recompile_limit == limit
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "serial",
+        pytest.param(
+            "threads",
+            marks=pytest.mark.skipif(TORCH < (2, 11), reason="torch cannot compile backwards in several threads there"),
+        ),
+        "processes",
+    ],
+)
 def test_hooks_that_compilation_registers_are_not_the_modules(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """AOTAutograd registers hooks while it traces. They are no reason to run a call on one device."""
     net, x = Net(), torch.randn(6, 4)
