@@ -146,7 +146,7 @@ class FunctionReplacement:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._users -= 1
-            if not self._users:
+            if not self._users and F.batch_norm is synced_batch_norm:
                 F.batch_norm = self.original
 
 
