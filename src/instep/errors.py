@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class InstepError(Exception):
     """Base class of the exceptions that instep raises."""
@@ -12,11 +14,21 @@ class StructureError(InstepError, ValueError):
 
 
 class MergeError(InstepError, ValueError):
-    """The replicas' outputs cannot be merged unambiguously. The message names the leaf and what to write."""
+    """The replicas' outputs cannot be merged unambiguously. The message names the leaves and what to write."""
+
+    problems: tuple[Any, ...] = ()
+    """One `Problem` for each leaf, where the rules that merge it can be tried (`instep.probe.lines`)."""
+    footer: tuple[str, ...] = ()
+    """Sentences at the end of the message."""
 
 
 class StateError(InstepError, RuntimeError):
     """`forward` changes state that cannot be merged: without a rule, or in a trainable parameter."""
+
+    problems: tuple[Any, ...] = ()
+    """One `Problem` for each attribute without a rule."""
+    footer: tuple[str, ...] = ()
+    """Sentences at the end of the message."""
 
 
 class BridgeError(InstepError, RuntimeError):

@@ -50,8 +50,9 @@ NOT_BATCHED = Reason("no argument is batched")
 BATCH_TOO_SMALL = Reason("the batch is too small to split")
 USER_HOOKS = Reason(
     "the module has hooks",
-    "calls run on one device because {module} has a {kind} ({name!r}), which expects the whole batch.\n"
-    "To run it on every shard instead: DataParallel(..., hooks='per_replica').",
+    "calls run on one device, not on all of them, because {module} has a {kind} ({name!r}), which expects the whole "
+    "batch.\nTo use all devices, run it on every shard: DataParallel(..., hooks='per_replica'); or register it on the "
+    "wrapper, or remove it.",
 )
 MAX_NORM_EMBEDDING = Reason(
     "the weight of an Embedding(max_norm=...) is used elsewhere",

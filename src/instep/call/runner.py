@@ -110,10 +110,12 @@ class ParallelRunner:
             with Transaction(self) as transaction:
                 try:
                     return self._run(call, transaction)
-                except MergeError as error:
-                    if method == "forward":
-                        raise
-                    raise rules_of_method(error, method) from None
+                except (MergeError, StateError) as error:
+                    if error.problems and call.binding.probe is not None:
+                        call.binding.probe.add_tried_lines(error, self._trial_call(call, ()), self.state_merger)
+                    if isinstance(error, MergeError) and method != "forward":
+                        rules_of_method(error, method)
+                    raise
 
     def _run(self, call: BoundCall, transaction: Transaction) -> Any:
         plan, serialize = call.plan, False

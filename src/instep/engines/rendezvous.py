@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
@@ -18,6 +17,7 @@ import torch
 from instep.collectives.group import PeerFailure
 from instep.engines.thread_pool import Task, TaskResults
 from instep.errors import CollectiveError
+from instep.runtime.caller_warnings import warn_caller
 from instep.runtime.debugger import is_debugger_attached, is_in_debugger
 from instep.runtime.locks import run_uninterrupted
 
@@ -231,10 +231,9 @@ class Rendezvous:
     def _warn_slow(self, label: str, waited: float) -> None:
         """Warn where the awaited replicas are."""
         for index in self._awaited_replicas():
-            warnings.warn(
+            warn_caller(
                 f"{label} has waited {waited:.0f} s for {self._names[index]}, which is at:\n"
                 f"{self._format_stack(index)}",
-                stacklevel=2,
             )
 
     def _format_stack(self, index: int) -> str:

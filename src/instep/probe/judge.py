@@ -22,8 +22,16 @@ from instep.structure.compare import (
     restore_batch_dim,
     to_comparable,
 )
-from instep.structure.merge_messages import cannot_merge, depends_on_other_samples, no_rule_fits
-from instep.structure.merge_rules import MergeRule, WeightedBy, applies_to, find_rule
+from instep.structure.merge_messages import cannot_merge, depends_on_other_samples, no_rule_fits, wrong_weights
+from instep.structure.merge_rules import (
+    MergeContext,
+    MergeRule,
+    WeightedBy,
+    applies_to,
+    apply_rule,
+    find_rule,
+    is_weighable,
+)
 from instep.structure.placements import Nested, PerSample, Ragged, Replicate, Shard
 from instep.structure.shapes import format_values
 from instep.structure.spec import AUTO, DimSpec
@@ -32,7 +40,7 @@ from instep.structure.tree import NUMBER_TYPES, Path, flatten_one_level, is_sequ
 from instep.structure.types import TypeHandler
 from instep.structure.types_torch import handler_for
 from instep.structure.verdicts import Undetermined, Verdict, partial_verdict
-from instep.structure.weights import candidate_counts, candidate_weights
+from instep.structure.weights import candidate_weights
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,10 @@ class _Judge:
 
     def judge_node(self, values: Sequence[Any], path: Path, spec: DimSpec) -> None:
         rules, types = self.user_rules, {type(value) for value in values}
-        if find_rule(rules.path_rules, path) is not None or not (spec.is_auto or not spec.is_uniform):
+        rule = find_rule(rules.path_rules, path)
+        if isinstance(rule, WeightedBy):
+            self._check_weights(rule, values, path)
+        if rule is not None or not (spec.is_auto or not spec.is_uniform):
             return
         if type(None) in types or (rules.default_rule is not None and applies_to(rules.default_rule, values)):
             return
@@ -114,6 +125,18 @@ class _Judge:
             self._judge_sequence(values, path, spec)
         elif len(types) == 1:
             self._judge_children(values, path, spec)
+
+    def _check_weights(self, rule: WeightedBy, values: Sequence[Any], path: Path) -> None:
+        """Check that the user's weights give the mean of the whole."""
+        if not self.trial.compare_values or not all(map(is_weighable, values)):
+            return
+        try:
+            context = MergeContext.create(self.trial.sizes, self.trial.parts, self.trial.inputs[:2])
+            merged, whole = (torch.as_tensor(v) for v in (apply_rule(rule, values[:2], context, path), values[2]))
+        except Exception:  # weights that cannot be computed: the call itself raises the error
+            return
+        if merged.shape != whole.shape or relative_difference(merged, whole) > self.trial.tolerance:
+            self.findings.errors[path] = wrong_weights(path, merged, whole, self.trial.sizes)
 
     def _set_verdict(self, path: Path, verdict: Verdict) -> None:
         self.findings.outputs[path] = verdict
@@ -267,7 +290,7 @@ class _Judge:
             self._set_verdict(path, Verdict(Replicate()))
         elif self.trial.compare_values:
             why = f"a string that differs ({format_values(values)})"
-            self.findings.errors[path] = no_rule_fits(path, values[:2], why, self.trial.sizes, ())
+            self.findings.errors[path] = no_rule_fits(path, values[:2], why, self.trial.sizes)
 
     def _judge_numbers(self, values: Sequence[Any], path: Path) -> None:
         if isinstance(values[0], (bool, np.bool_)) or all(isinstance(value, (int, np.integer)) for value in values):
@@ -341,9 +364,8 @@ class _Judge:
             f" ({format_values(values[:2])} in the parts, {format_values(values[2:])} in the whole)" if scalars else ""
         )
         description = "a value" if scalars else f"a tensor of shape {list(values[0].shape)}"
-        hints = [count.code for count in candidate_counts(self.trial.inputs[2], self.sizes[2])] if scalars else []
         why = f"{description} that differs between parts and whole{values_text}"
-        self.findings.errors[path] = no_rule_fits(path, values[:2], why, self.trial.sizes, hints)
+        self.findings.errors[path] = no_rule_fits(path, values[:2], why, self.trial.sizes)
 
     def _fit_reduction(self, values: Sequence[Tensor]) -> tuple[Verdict | None, float]:
         """The rules that compute the whole from the parts, and the relative error of the best one.

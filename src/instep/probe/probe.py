@@ -10,11 +10,13 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from instep.errors import MergeError
+from instep.errors import MergeError, StateError
 from instep.probe.gradients import are_gradients_additive
 from instep.probe.judge import UserRules
+from instep.probe.lines import add_tried_lines
 from instep.probe.record import MAX_FAILED_MERGES, MAX_TRIALS, ProbeRecord, common_record, contradict
 from instep.probe.trial import OutputCheck, Trial, TrialCall
+from instep.replicas.state.merge import StateMerger
 from instep.structure.merge import Merger
 from instep.structure.merge_messages import draws_hide_values, loss_not_additive
 from instep.structure.merge_rules import MergeContext, WeightedBy
@@ -129,6 +131,14 @@ class Probe:
     def explain_failed_merge(self, error: MergeError) -> MergeError:
         """The error of a merge, with the reason if random numbers kept the probe from a verdict."""
         return draws_hide_values(error) if self.last_record.draws_randomly else error
+
+    def add_tried_lines(self, error: MergeError | StateError, call: TrialCall, state_merger: StateMerger) -> None:
+        """Try rules for the problems of a failed call, and add the lines that solve them to its error."""
+        before = str(error)
+        add_tried_lines(error, self._trial(call), state_merger)
+        for record in (record for records in self._records.values() for record in records.values()):
+            if record.error == before:
+                record.error = str(error)
 
     def gradients_add_up(self, call: TrialCall) -> bool:
         """Whether the gradients of two parts of the last call's batch add up to the gradients of the whole."""

@@ -20,7 +20,7 @@ from instep.probe.draws import TrialDraws
 from instep.probe.snapshot import RngSnapshot, Snapshot
 from instep.replicas.clone import MODULE_REGISTRIES, REGISTRIES_AND_HOOKS, Cloner
 from instep.replicas.names import TensorOwners, module_names
-from instep.replicas.object_graph import Contents, read_contents, tensors_equal
+from instep.replicas.object_graph import Contents, mutable_storage, read_contents, tensors_equal
 from instep.replicas.shared_containers import SharedContainers, StatePath
 from instep.replicas.state.carried import CarriedValue
 from instep.replicas.state.max_norm import max_norm_weights
@@ -174,6 +174,47 @@ class Sandbox:
         modules = [module for module in self._modules if self._names.get(id(module)) == owner]
         return modules[0].__dict__.get(key) if modules else None
 
+    def assign(self, name: str, value: Any) -> None:
+        """Set an attribute, a buffer or an entry of a dictionary for the next run, by dotted name."""
+        path, table = self._locate(name)
+        if table is None:
+            return
+        key = _find_key(table, (path.keys or path.attribute.split("."))[-1])
+        current, local_value = table.get(key), map_tensors(_detached_clone, value)
+        if isinstance(current, Tensor) and any(tensor is current for _, tensor in self._tensors.state):
+            _copy_into(current, local_value)
+            return
+        table[key] = local_value
+        for module in self._modules:
+            if table is module.__dict__:
+                self._assigned_shards[id(module), key] = local_value
+
+    def read(self, name: str, default: Any) -> Any:
+        """A copy of an attribute, a buffer or an entry of a dictionary before a run, by dotted name."""
+        path, table = self._locate(name)
+        key = (path.keys or path.attribute.split("."))[-1]
+        value = default if table is None else table.get(_find_key(table, key), default)
+        return map_tensors(_detached_clone, value)
+
+    def path_of(self, name: str) -> StatePath:
+        """A dotted name as an attribute of a module and the keys from there."""
+        return self._locate(name)[0]
+
+    def _locate(self, name: str) -> tuple[StatePath, dict[Any, Any] | None]:
+        """The path of a dotted name, and the dictionary that holds its last key; None if there is none."""
+        modules = {self._names[id(module)]: module for module in self._modules if id(module) in self._names}
+        names = name.split(".")
+        count = max(count for count in range(len(names)) if ".".join(names[:count]) in modules)
+        module, key, keys = modules[".".join(names[:count])], names[count], tuple(names[count + 1 :])
+        path = StatePath(".".join(names[: count + 1]), keys)
+        table: Any = module._buffers if key in module._buffers else module.__dict__
+        for next_key in keys:
+            table = mutable_storage(table.get(_find_key(table, key)))
+            if not isinstance(table, dict):
+                return path, None
+            key = next_key
+        return path, table
+
     def _start_run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._rng.track(generators_in([*args, *kwargs.values()]))
         self._tensors.guard.set(self.takes_gradients)
@@ -254,6 +295,11 @@ class Sandbox:
         if self.draws is not None:
             stack.enter_context(self.draws)
         return stack
+
+
+def _find_key(table: Mapping[Any, Any], name: str) -> Any:
+    """The key of a dictionary whose text is `name`; `name` itself if there is none."""
+    return next((key for key in table if str(key) == name), name)
 
 
 def _changed_entries(path: StatePath, container: Any, saved: Contents) -> Iterator[tuple[StatePath, Any]]:

@@ -47,6 +47,7 @@ from instep.runtime.probe_flag import probe_context
 from instep.structure.merge_messages import depends_on_other_samples, draws_in_trial
 from instep.structure.placements import PreSplit, Ragged, Replicate, Shard, contains_placement
 from instep.structure.plan import SplitPlan
+from instep.structure.problems import set_problems
 from instep.structure.split import apply_plan, unsplit
 from instep.structure.tree import structure_key
 from instep.structure.verdicts import Undetermined, Verdicts
@@ -117,6 +118,8 @@ class Trial:
         """Whether all trials use large parts."""
         self.even_only = False
         """Whether the module needs an even number of samples."""
+        self.initial_state: Mapping[str, Any] = {}
+        """Attributes that runs start from instead of those of the module, by dotted name."""
         self.criteria: list[tuple[str, nn.Module]] = []
         self.outputs: Verdicts = {}
         """What this trial has found about the outputs."""
@@ -155,7 +158,7 @@ class Trial:
         try:
             with self.open_sandbox():
                 findings, attributes = self._try_all(candidates)
-        except _TrialFailed as failure:
+        except TrialFailed as failure:
             record.summary = f"not tried: {failure}"
             record.status = "failed" if record.status == "untried" else record.status
             record.schedule_trial(useful=record.trials.count < 2)
@@ -182,8 +185,11 @@ class Trial:
         self.outputs = findings.outputs
         outputs, conflicts = refine(record.outputs, findings)
         unexplained = [error for path, error in findings.errors.items() if not is_settled(record.outputs.get(path))]
-        for error in (*unexplained, *conflicts.values()):
-            error = error if self.sandbox.draws is None else draws_in_trial(error)
+        if unexplained or conflicts:
+            problems = [problem for error in (*unexplained, *conflicts.values()) for problem in error.problems]
+            error = set_problems(MergeError(), problems)
+            if self.sandbox.draws is not None:
+                draws_in_trial(error)
             if self.check is None and not findings.errors.keys() & record.outputs.keys():
                 record.error = str(error)
             raise error
@@ -211,7 +217,7 @@ class Trial:
         for self.even_only, self.sandbox.takes_gradients in itertools.product(even, gradients):
             try:
                 return self._try_and_recheck(self._part_sizes(), candidates)
-            except _TrialFailed as failure:
+            except TrialFailed as failure:
                 failures.append(failure)
         raise failures[0]
 
@@ -269,7 +275,7 @@ class Trial:
         try:
             with self.sandbox.in_double_precision():
                 more, more_attributes = self._try_and_recheck(self._part_sizes(), ())
-        except _TrialFailed:
+        except TrialFailed:
             return findings, attributes
         finally:
             self.sample_dependent, self.constant = saved
@@ -293,7 +299,8 @@ class Trial:
         inputs, runs = self._run_comparable(sizes, start)
         findings, attributes = self._judge_runs(sizes, start, inputs, runs)
         if not findings.errors and not self.incomparable_reasons:
-            for more, more_attributes in self._try_different_draws(sizes, start, inputs):
+            for runs in self._run_different_draws(sizes, start):
+                more, more_attributes = self._judge_runs(sizes, start, inputs, runs)
                 findings, attributes = combine(findings, more), self._combine_attributes(attributes, more_attributes)
         return findings, attributes
 
@@ -364,21 +371,51 @@ class Trial:
         """Run both parts and the whole with other draws or in another mode; None if `forward` fails."""
         try:
             return self._run_alike(sizes, start, seed)[1]
-        except _TrialFailed:
+        except TrialFailed:
             return None
 
-    def _try_different_draws(self, sizes: tuple[int, int], start: int, inputs: PartInputs) -> Iterator[TrialResult]:
-        """Run the parts again while every sample draws numbers of its own, and judge the results."""
+    def _run_different_draws(self, sizes: tuple[int, int], start: int) -> Iterator[list[RunResult]]:
+        """Run the parts again while every sample draws numbers of its own."""
         draws = self.sandbox.draws
         for seed in range(2 if sum(sizes) > 4 else 6):  # of few samples, random masks may select equal numbers
             if draws is None or not draws.start_runs(sizes, seed):
                 return
             try:
                 runs = self._run_parts(sizes, start)[1]
-            except _TrialFailed:
+            except TrialFailed:
                 return
             if not draws.diverged and self.sandbox.drew_alike():
-                yield self._judge_runs(sizes, start, inputs, runs)
+                yield runs
+
+    def observe(
+        self, sizes: tuple[int, int], start: int, initial_state: Mapping[str, Any]
+    ) -> list[tuple[PartInputs, Sequence[RunResult]]]:
+        """Arguments and results of both parts and the whole, with different draws too if `forward` draws.
+
+        Empty if `forward` fails or values cannot be compared.
+        """
+        self.initial_state = initial_state
+        try:
+            inputs, runs = self._run_comparable(sizes, start)
+            if self.incomparable_reasons:
+                return []
+            return [(inputs, runs), *((inputs, more) for more in self._run_different_draws(sizes, start))]
+        except TrialFailed:
+            return []
+        finally:
+            self.initial_state = {}
+
+    def judge_first_samples(self, sizes: tuple[int, int]) -> TrialResult:
+        """The findings of one trial on the first samples. Adds to `unmergeable`."""
+        try:
+            return self._try_window(sizes, 0)
+        except TrialFailed:
+            return Findings(), {}
+
+    def part_inputs(self, sizes: tuple[int, int], start: int) -> list[dict[str, Any]]:
+        """The arguments of both parts by name."""
+        shards = self._split([start, *sizes, self.batch_size - start - sum(sizes)], 2)
+        return [dict(zip(self.plan.names, shard, strict=True)) for shard in shards]
 
     def _classify_changes(self, changes: Sequence[Mapping[str, Any]]) -> None:
         """Record which state the runs changed to the same value, and which depends on the samples."""
@@ -442,7 +479,7 @@ class Trial:
 
         try:
             expected = _call_user_code(run, range(num_samples), range(num_samples))
-        except _TrialFailed:
+        except TrialFailed:
             return  # forward does not accept a batch assembled from single samples
         if findings.needs_reordering:
             self._check_reversed(
@@ -453,7 +490,7 @@ class Trial:
         ):
             try:
                 actual = _call_user_code(run, indices, kept, factor)
-            except _TrialFailed:
+            except TrialFailed:
                 continue  # forward does not accept this batch
             path = find_changed_path(findings.outputs, findings.mismatched_integers, expected, actual, kept)
             if path is not None:
@@ -467,7 +504,7 @@ class Trial:
         """Compare with a run on the samples in reverse order. Rows that reverse with the samples are proven."""
         try:
             actual = run_reversed()
-        except _TrialFailed:
+        except TrialFailed:
             return
         for path in findings.needs_reordering:
             verdict = findings.outputs.get(path)
@@ -500,6 +537,8 @@ class Trial:
         self.sandbox.start_runs()
         for shard in self._parts_and_whole(sizes, start):
             inputs.append(dict(zip(self.plan.names, shard, strict=True)))
+            for name, value in self.initial_state.items():
+                self.sandbox.assign(name, value)
             runs.append(self._call_sandbox(shard))
         return (inputs[0], inputs[1], inputs[2]), runs
 
@@ -532,16 +571,16 @@ class Trial:
             return [list(self.call.place(shard)) for shard in shards]
 
 
-class _TrialFailed(Exception):
+class TrialFailed(Exception):
     """The module or an argument does not support a trial. The call itself may succeed."""
 
 
 def _call_user_code(function: Callable[..., T], *args: Any) -> T:
-    """Call a function that runs user code. Raises `_TrialFailed` for any exception."""
+    """Call a function that runs user code. Raises `TrialFailed` for any exception."""
     try:
         return function(*args)
     except Exception as error:
-        raise _TrialFailed(f"{type(error).__name__}: {error}".strip().splitlines()[0]) from error
+        raise TrialFailed(f"{type(error).__name__}: {error}".strip().splitlines()[0]) from error
 
 
 def _have_same_structure(left: Sequence[RunResult], right: Sequence[RunResult]) -> bool:

@@ -34,6 +34,7 @@ from instep.structure.merge_rules import (
     mean_of_equal_tensors,
 )
 from instep.structure.placements import Nested, PerSample, Reading, Shard
+from instep.structure.problems import Problem, set_problems
 from instep.structure.shapes import (
     can_cat,
     can_cat_plain_tensors,
@@ -101,9 +102,16 @@ class Merger:
             except (CacheMiss, RuntimeError):  # RuntimeError: `torch.cat` failed. The uncached path below reports why
                 pass
         self.actions = {}
-        merged = _MergePass(self).merge_node(
-            parts, MergeContext.create(sizes, parts, inputs, self._weights), (), self.dim_spec, None
-        )
+        context = MergeContext.create(sizes, parts, inputs, self._weights)
+        try:
+            merged = _MergePass(self).merge_node(parts, context, (), self.dim_spec, None)
+        except MergeError as error:
+            if not error.problems:
+                raise
+            collected = _CollectingPass(self)
+            collected.merge_node(parts, context, (), self.dim_spec, None)
+            set_problems(error, collected.problems)
+            raise
         if not self.rules and self.dim_spec.is_auto and not self.dim_spec.patterns and len(parts) > 1:
             self._cache_merge(parts, sizes)
         return merged
@@ -445,6 +453,26 @@ class _MergePass:
 
     def _record(self, path: Path, action: str) -> None:
         self.actions[path] = action
+
+
+class _CollectingPass(_MergePass):
+    """A merge that goes on after an error, to find the problems of all leaves. Its records are copies."""
+
+    def __init__(self, merger: Merger) -> None:
+        super().__init__(merger)
+        self.batch_dims, self.readings, self.actions = dict(self.batch_dims), dict(self.readings), {}
+        self.problems: list[Problem] = []
+
+    def merge_node(
+        self, parts: Sequence[Any], context: MergeContext, path: Path, spec: DimSpec, inherited: MergeRule | None
+    ) -> Any:
+        try:
+            return super().merge_node(parts, context, path, spec, inherited)
+        except MergeError as error:
+            if not error.problems:
+                raise
+            self.problems += error.problems
+            return None
 
 
 def _is_sliceable(part: Any) -> bool:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from instep.errors import MergeError
+from instep.structure.problems import Problem, add_footer, set_problems
 from instep.structure.shapes import shape_of
 from instep.structure.tree import Path, flatten_one_level, format_path
 from instep.structure.types import handler_for_type
 
 _GATHER_LINE = "  z = instep.all_gather(z)   # in forward, before samples interact: every replica gets the whole batch"
+
+
+INTERACTION_ADVICE = (_GATHER_LINE, "  compute it outside forward, on the merged outputs")
+"""What to write if the value of the whole batch cannot be computed from the values of its parts."""
 
 
 def _output_name(path: Path) -> str:
@@ -32,13 +38,23 @@ def _is_container(part: Any) -> bool:
     )
 
 
+def _problem(path: Path, headline: str, *advice: str, hints: Sequence[str] = (), can_try: bool = True) -> MergeError:
+    """An error with one problem."""
+    return set_problems(MergeError(), [Problem(format_path(path), headline, advice, tuple(hints), can_try)])
+
+
+def change_problem(error: MergeError, **changes: Any) -> MergeError:
+    """The error with changed fields of its problem."""
+    (problem,) = error.problems
+    return set_problems(error, [replace(problem, **changes)])
+
+
 def cannot_merge(
     path: Path,
     parts: Sequence[Any],
     why: str,
     sizes: Sequence[int],
     has_two_batch_dims: bool = False,
-    suggestions: Sequence[str] = (),
 ) -> MergeError:
     """The merge is ambiguous. Describes the parts and lists the rules to choose from."""
     if any(map(_is_container, parts)):
@@ -47,77 +63,85 @@ def cannot_merge(
         choices = "'cat', 'pad', 'nested', 'list', 'unique', 'stack', 'sum', 'mean', 'first', 'drop'"
     else:
         choices = "'mean', 'sum', 'max', 'min', 'stack', 'list', 'first', 'drop'"
-    lines = [
-        f"cannot merge {_output_name(path)}: {why}, from shards of {list(sizes)} samples.",
+    advice = [
         f"Set a rule:  {_rule_line(path, '...')}  with {choices},",
         "  instep.weighted_by(...) for a mean over other things than samples, or a function (parts, sizes) -> value.",
     ]
-    lines += [f"  {_rule_line(path, count)}" for count in suggestions]
+    hints = []
     if 1 in sizes:
-        lines.append("If a shard of one sample loses a dim (squeeze), min_shard=2 avoids such shards.")
+        hints.append("If a shard of one sample loses a dim (squeeze), min_shard=2 avoids such shards.")
     if has_two_batch_dims:
-        lines.append(
+        hints.append(
             "If an entry depends on the whole batch, gather its inputs with instep.all_gather(z), or compute it "
             "outside forward, on the merged outputs."
         )
-    return MergeError("\n".join(lines))
+    headline = f"cannot merge {_output_name(path)}: {why}, from shards of {list(sizes)} samples."
+    return _problem(path, headline, *advice, hints=hints)
 
 
 def depends_on_other_samples(path: Path, why: str, sizes: Sequence[int]) -> MergeError:
     """The output of a sample depends on other samples of the batch."""
     first, second = sizes
-    return MergeError(
+    return _problem(
+        path,
         f"cannot merge {_output_name(path)}: {why}. The trial ran {first} and {second} samples "
-        f"separately and all {first + second} together.\n"
-        f"Samples interact in forward. Write one of:\n"
-        f"{_GATHER_LINE}\n"
-        f"  compute it outside forward, on the merged outputs\n"
-        f"  {_rule_line(path, '...')}   # 'cat', 'list', 'drop', ...: accept the outputs of the parts\n"
-        f"  {_rule_line(path, '(lambda parts, sizes: ...)')}   # a function of the parts"
+        f"separately and all {first + second} together.",
+        "Samples interact in forward. Write one of:",
+        *INTERACTION_ADVICE,
+        f"  {_rule_line(path, '...')}   # 'cat', 'list', 'drop', ...: accept the outputs of the parts",
     )
 
 
-def no_rule_fits(path: Path, parts: Sequence[Any], why: str, sizes: Sequence[int], counts: Sequence[str]) -> MergeError:
+def no_rule_fits(path: Path, parts: Sequence[Any], why: str, sizes: Sequence[int]) -> MergeError:
     """No merge rule computes the output of the whole batch from the outputs of the parts."""
-    error = cannot_merge(path, parts, f"{why}; no sum, mean or constant explains it", sizes, suggestions=counts)
-    return MergeError(
-        f"{error}\n"
-        f"If samples interact in it (a contrastive loss, a variance), none of these is right. Write one of:\n"
-        f"{_GATHER_LINE}\n"
-        f"  compute it outside forward, on the merged outputs"
+    error = cannot_merge(path, parts, f"{why}; no sum, mean or constant explains it", sizes)
+    interact = "If samples interact in it (a contrastive loss, a variance), none of these is right. Write one of:"
+    return change_problem(error, advice=(*error.problems[0].advice, interact, *INTERACTION_ADVICE))
+
+
+def wrong_weights(path: Path, merged: Any, whole: Any, sizes: Sequence[int]) -> MergeError:
+    """The user's `weighted_by` does not give the value of the whole batch."""
+    numbers = "another value" if merged.ndim or whole.ndim else f"{merged.item():.6g} instead of {whole.item():.6g}"
+    return _problem(
+        path,
+        f"cannot merge {_output_name(path)}: its rule weighted_by(...) gives {numbers}, tried on {list(sizes)} samples "
+        f"of the batch. The weights are not the divisor of a mean, or it is no mean.",
+        "Give the divisor of the mean:  "
+        f"{_rule_line(path, 'instep.weighted_by(...)')}  with the name of an output or a function of the arguments.",
     )
 
 
 def conflicting_trials(path: Path, before: str, now: str) -> MergeError:
     """Two trials gave contradictory verdicts."""
-    return MergeError(
-        f"cannot merge {_output_name(path)}: some samples of the batch show a {before}, others a {now}.\n"
+    return _problem(
+        path,
+        f"cannot merge {_output_name(path)}: some samples of the batch show a {before}, others a {now}.",
         f"Set a rule:  {_rule_line(path, 'instep.weighted_by(...)')}  for a mean over other things than samples, or a "
-        f"function (parts, sizes) -> value."
+        f"function (parts, sizes) -> value.",
     )
 
 
 def draws_in_trial(error: MergeError) -> MergeError:
     """An error that a trial found although each sample drew the same random numbers in its part and in the whole."""
-    return MergeError(
-        f"{error}\n"
-        f"forward draws random numbers. In the trial, each sample drew the same ones in its part and in the whole."
+    return add_footer(
+        error,
+        "forward draws random numbers. In the trial, each sample drew the same ones in its part and in the whole.",
     )
 
 
 def draws_hide_values(error: MergeError) -> MergeError:
     """An error of a merge by shape, because `forward` draws random numbers that a trial cannot repeat."""
-    return MergeError(
-        f"{error}\n"
-        f"The probe compared only shapes, because forward draws random numbers that it cannot repeat for a sample (of "
-        f"Python's random, NumPy or an extension). If this is a mean over samples, the rule is 'mean'; a sum, 'sum'."
+    return add_footer(
+        error,
+        "The probe compared only shapes, because forward draws random numbers that it cannot repeat for a sample (of "
+        "Python's random, NumPy or an extension). If this is a mean over samples, the rule is 'mean'; a sum, 'sum'.",
     )
 
 
 def rules_of_method(error: MergeError, method: str) -> MergeError:
     """An error about the output of another method than `forward`, which has rules of its own."""
-    return MergeError(
-        f"{error}\nThis is an output of {method!r}. Rules for it:  methods={{{method!r}: {{'merge': ...}}}}"
+    return add_footer(
+        error, f"This is an output of {method!r}. Rules for it:  methods={{{method!r}: {{'merge': ...}}}}"
     )
 
 
@@ -126,21 +150,25 @@ def keys_differ(path: Path, keys: Sequence[Any], index: int, other: Sequence[Any
     missing = [key for key in keys if key not in set(other)]
     added = [key for key in other if key not in set(keys)]
     differences = [f"has no {missing}"] * bool(missing) + [f"also has {added}"] * bool(added)
-    return MergeError(
+    return _problem(
+        path,
         f"cannot merge {_output_name(path)}: the first replica has the entries {list(keys)}, replica {index} "
-        f"{' and '.join(differences)}, from shards of {list(sizes)} samples.\n"
-        f"Always return the same entries, with None for missing values, or set a rule:\n"
-        f"  {_rule_line(path, '...')}  with 'list', 'first', 'drop' or a function (parts, sizes) -> value."
+        f"{' and '.join(differences)}, from shards of {list(sizes)} samples.",
+        "Always return the same entries, with None for missing values, or set a rule:",
+        f"  {_rule_line(path, '...')}  with 'list', 'first', 'drop' or a function (parts, sizes) -> value.",
+        can_try=False,
     )
 
 
 def ambiguous_list(path: Path, dim: int) -> MergeError:
     """A list could hold one entry per sample or be a structure of batched leaves."""
-    return MergeError(
+    return _problem(
+        path,
         f"cannot determine how to merge {_output_name(path)}: on each replica, both the list and its entries have the "
-        f"size of the shard.\nWrite one of:\n"
-        f"  {_rule_line(path, repr('list'))}   # one entry per sample\n"
-        f"  {_rule_line((*path, '*'), repr('cat'))}   # a structure of batched tensors, in dim {dim}"
+        f"size of the shard.",
+        "Write one of:",
+        f"  {_rule_line(path, repr('list'))}   # one entry per sample",
+        f"  {_rule_line((*path, '*'), repr('cat'))}   # a structure of batched tensors, in dim {dim}",
     )
 
 
@@ -160,7 +188,8 @@ def attributes_differ(path: Path, parts: Sequence[Any], names: Sequence[str], si
     type_name = type(parts[0]).__name__
     why = f"the attributes {list(names)} of a {type_name} differ between replicas, and attributes are not merged"
     error = cannot_merge(path, parts, why, sizes)
-    return MergeError(f"{error}\nOr return them as entries of a dictionary: these are merged.")
+    hint = "Or return them as entries of a dictionary: these are merged."
+    return change_problem(error, hints=(*error.problems[0].hints, hint), can_try=False)
 
 
 def no_batch_size(path: Path, value: Any) -> MergeError:

@@ -201,6 +201,8 @@ def applies_to(rule: MergeRule, parts: Sequence[Any]) -> bool:
         return rule == "list" and all(is_sequence(part) for part in parts)
     if not is_leaf_rule(rule):
         return True
+    if isinstance(rule, WeightedBy) and not any(map(is_weighable, parts)):
+        return False
     if all(isinstance(part, (Tensor, np.ndarray)) for part in parts):
         return all(handler_for(part) is None for part in parts)
     numbers = all(isinstance(part, (*NUMBER_TYPES, Tensor)) and not isinstance(part, bool) for part in parts)
@@ -211,6 +213,7 @@ def apply_rule(rule: MergeRule, parts: Sequence[Any], context: MergeContext, pat
     """Merge parts by a rule; `dim` is their batch dimension."""
     where = repr(format_path(path)) if path else "the output"
     if isinstance(rule, WeightedBy):
+        check_can_be_weighted(parts, where)
         return _weighted_mean(parts, rule.weights(context, where), where)
     name, argument = rule if isinstance(rule, tuple) else (rule, None)
     if not isinstance(name, str):
@@ -232,6 +235,25 @@ def apply_rule(rule: MergeRule, parts: Sequence[Any], context: MergeContext, pat
         shapes = [shape_of(part) for part in parts]
         raise MergeError(f"{where}: the rule {name!r} does not apply to parts of shapes {shapes}: {error}") from error
     return merged.numpy() if isinstance(parts[0], np.ndarray) else merged
+
+
+def is_weighable(part: Any) -> bool:
+    """Whether a value can be a mean: a float or complex number, tensor or array."""
+    if isinstance(part, Tensor):
+        return part.is_floating_point() or part.is_complex()
+    if isinstance(part, (np.ndarray, np.generic)):
+        return part.dtype.kind in "fc"
+    return isinstance(part, (float, complex))
+
+
+def check_can_be_weighted(parts: Sequence[Any], where: str) -> None:
+    """Raise `MergeError` for values that are no means."""
+    if any(map(is_weighable, parts)):  # `loss = 0` on a replica that had nothing to do
+        return
+    raise MergeError(
+        f"{where}: weighted_by(...) computes a mean, and {summarize(parts[0])} is none.\n"
+        f"Write 'sum' for a count, or another rule; convert a mean of integers to float in forward."
+    )
 
 
 def _promote_numbers(parts: Sequence[Any]) -> Sequence[Any]:

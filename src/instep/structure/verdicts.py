@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instep.errors import MergeError
-from instep.structure.merge_messages import cannot_merge
+from instep.structure.merge_messages import cannot_merge, change_problem
 from instep.structure.merge_rules import MergeContext, MergeRule, WeightedBy, apply_rule, mean_of_equal_tensors
 from instep.structure.placements import Nested, Partial, PerSample, Placement, Ragged, Replicate, Shard
 from instep.structure.shapes import equal_values, format_values, has_batch_dim
 from instep.structure.split import concat_sequences
 from instep.structure.tree import NUMBER_TYPES, Path
-from instep.structure.weights import CriterionWeight, EntryCount, Weight
+from instep.structure.weights import CriterionWeight, Weight
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,7 @@ class Verdict:
     def _reduce(self, parts: Sequence[Any], context: MergeContext, path: Path) -> Any:
         if not self.ops_agree(context):
             why = f"it can be a {self.description}, which differ for this batch"
-            code = [weight.code for weight in self.weights if isinstance(weight, EntryCount)]
-            raise cannot_merge(path, parts, why, context.sizes, suggestions=code)
+            raise cannot_merge(path, parts, why, context.sizes)
         return apply_rule(self.ops[0], parts, context, path)
 
     def ops_agree(self, context: MergeContext) -> bool:
@@ -221,7 +219,7 @@ def check_missing_parts(verdict: Verdict | None, parts: Sequence[Any], context: 
         why = f"it is None on replicas {missing} and {what} on the others, so samples would be left out"
         error = cannot_merge(path, parts, why, context.sizes)
         hint = "If forward branches on its batch, branch on the whole batch: instep.all_reduce(flag.any(), 'max')."
-        raise MergeError(f"{error}\n{hint}")
+        raise change_problem(error, hints=(*error.problems[0].hints, hint))
 
 
 def merge_torch_sizes(verdicts: Verdicts, parts: Sequence[torch.Size], context: MergeContext, path: Path) -> torch.Size:

@@ -61,13 +61,6 @@ class EntryCount(Weight):
         entries = format_path(self.path) + ("[..., 1:]" if self.shifted else "")
         return f"{entries} {_COMPARISONS[self.test]}"
 
-    @property
-    def code(self) -> str:
-        """The rule as source code, for messages."""
-        name = str(self.path[-1])
-        entries = f"{name}[..., 1:]" if self.shifted else name
-        return f"instep.weighted_by(lambda {name}: ({entries} {_COMPARISONS[self.test]}).sum())"
-
 
 @dataclass(frozen=True)
 class CriterionWeight(Weight):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,12 +29,14 @@ from instep.replicas.state.rules import (
     is_parameter_cache,
     may_be_shard_size,
 )
+from instep.runtime.caller_warnings import warn_caller
 from instep.runtime.locks import run_uninterrupted
 from instep.runtime.modes import set_inference_mode
 from instep.structure.merge import Merger
 from instep.structure.merge_rules import find_rule
+from instep.structure.problems import Problem, set_problems
 from instep.structure.shapes import has_batch_dim, is_dense
-from instep.structure.tree import map_tensors, tensors_in
+from instep.structure.tree import NUMBER_TYPES, map_tensors, tensors_in
 from instep.structure.verdicts import Verdicts
 
 StateWrite = Callable[[], None]
@@ -69,6 +70,8 @@ class StateMerger:
     def __post_init__(self) -> None:
         self.carried = CarriedState(self.rules)
         self._cached_owners: tuple[weakref.ref[Replica], TensorOwners] | None = None
+        self.problems: list[Problem] = []
+        """Changes without a rule, found since `merge_into` was called."""
 
     @contextmanager
     def using_inputs(self, inputs: Sequence[Mapping[str, Any]]) -> Iterator[None]:
@@ -87,12 +90,18 @@ class StateMerger:
         sizes: Sequence[int],
         container_paths: Mapping[int, StatePath],
     ) -> None:
-        """Apply the changes of all replicas to the source. `container_paths` has the paths of containers by id."""
+        """Apply the changes of all replicas to the source. `container_paths` has the paths of containers by id.
+
+        Raises one `StateError` for all changes without a rule, before it writes anything.
+        """
+        self.problems = []
         writes = [
             *self._merge_attributes(source, replicas, results, sizes),
             *self._merge_tensors(source, replicas, results, sizes, container_paths),
             *self._merge_containers(replicas, results, sizes, container_paths),
         ]
+        if self.problems:
+            raise set_problems(StateError(), self.problems)
         run_uninterrupted(*writes)  # all or none: an interruption must not leave half of the state
         for replica, result in zip(replicas, results, strict=True):
             replica.revert(result.changes)
@@ -228,7 +237,7 @@ class StateMerger:
             return self.reject(path, new)
         if name in self.verdicts:
             return self._merge_output(path, new, sizes)
-        if self._is_named_output(path) and all(any(True for _ in tensors_in(value)) for value in new):
+        if self._is_named_output(path) and all(map(_has_values, new)):
             return self._merge_output(path, new, sizes)
         constant = self.is_constant(path)
         if all(values_equal(value, new[0]) for value in new) or (constant and _equal_ignoring_graph(new)):
@@ -265,24 +274,28 @@ class StateMerger:
         return any(tensor.ndim > dim and tensor.shape[dim] == size for tensor in tensors)
 
     def reject(self, path: StatePath, new: list[Any]) -> Any:
-        """Raise `StateError` for a change without a rule; or warn and return the first replica's value."""
+        """Record a problem, or warn, for a change without a rule. Returns the first replica's value."""
         name = str(path.without_indices())
         different = "to a different value on each replica"
         if all(values_equal(value, new[0]) for value in new):
             different = "to a value that may depend on the size of a replica's shard"
         if self.on_unmerged == "warn":
-            warnings.warn(f"forward changed {name!r} {different}. The first replica's value is kept.", stacklevel=2)
+            warn_caller(f"forward changed {name!r} {different}. The first replica's value is kept.")
             return new[0]
-        concatenate = f"  state={{{name!r}: 'cat'}}    # concatenated in the order of the samples: lists, sets\n"
-        raise StateError(
-            f"forward changed {name!r} {different}, and no state rule is set for it.\n"
-            f"Write one of:\n"
-            f"  state={{{name!r}: 'sum'}}    # old + the sum of the changes: counters, running totals\n"
-            f"  state={{{name!r}: 'mean'}}   # weighted by samples; or 'max', 'min', 'first', a function\n"
-            f"{'' if _is_scalar(new[0]) else concatenate}"
-            f"  z = instep.all_gather(z)   # inside forward, if the value combines samples\n"
-            f"  on_unmerged_state='warn'   # keep the first replica's value"
-        )
+        advice = [
+            "Write one of:",
+            f"  state={{{name!r}: 'sum'}}    # old + the sum of the changes: counters, running totals",
+            f"  merge={{{name!r}: 'sum'}}    # the sum: forward assigns a new value, without reading the old one",
+            f"  state={{{name!r}: 'mean'}}   # weighted by samples; or 'max', 'min', 'first', a function",
+            f"  state={{{name!r}: 'cat'}}    # concatenated in the order of the samples: lists, sets",
+            "  z = instep.all_gather(z)   # inside forward, if the value combines samples",
+            "  on_unmerged_state='warn'   # keep the first replica's value",
+        ]
+        if _is_scalar(new[0]):
+            del advice[4]
+        headline = f"forward changed {name!r} {different}, and no state rule is set for it."
+        self.problems.append(Problem(name, headline, tuple(advice), keyword="state"))
+        return new[0]
 
     def output_rule(self, path: StatePath) -> Any:
         """The output rule of a path: its own, or that of the nearest container around it."""
@@ -328,10 +341,21 @@ class StateMerger:
             merger.set_verdicts(self.verdicts.get(name, {}))
             merged = merger.merge(values, sizes, self.inputs)
         except MergeError as error:
-            raise StateError(
-                f"forward set {name!r} to tensors that cannot be merged: {error}\n"
-                f"Write a rule, as for an output:  merge={{{name!r}: ...}}"
-            ) from error
+            if not error.problems:
+                raise StateError(
+                    f"forward set {name!r} to tensors that cannot be merged: {error}\n"
+                    f"Write a rule, as for an output:  merge={{{name!r}: ...}}"
+                ) from error
+            reason = error.problems[0].headline.partition(": ")[2]
+            self.problems.append(
+                Problem(
+                    str(path.without_indices()),
+                    f"forward set {name!r} to tensors that cannot be merged: {reason}",
+                    (f"Write a rule, as for an output:  merge={{{str(path.without_indices())!r}: ...}}",),
+                    keyword="state",
+                )
+            )
+            return new[0]
         if isinstance(rule, tuple) and rule[0] == "cat":  # the dim of the rule
             merger.batch_dims.update({where: (tensor.ndim, rule[1]) for where, tensor in tensors_by_path(merged)})
         return merged
@@ -395,6 +419,12 @@ def _equal_ignoring_graph(values: Sequence[Any]) -> bool:
     """Whether values are equal, if the graphs of their tensors are ignored."""
     detached = [map_tensors(Tensor.detach, value) for value in values]
     return all(values_equal(value, detached[0]) for value in detached)
+
+
+def _has_values(value: Any) -> bool:
+    """Whether a value is a number or contains tensors."""
+    number = isinstance(value, NUMBER_TYPES) and not isinstance(value, bool)
+    return number or any(True for _ in tensors_in(value))
 
 
 def _is_scalar(value: Any) -> bool:

@@ -6,7 +6,6 @@ import atexit
 import itertools
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,6 +28,7 @@ from instep.engines.processes.transport.connection import ConnectionClosed
 from instep.engines.processes.transport.copy_streams import CallStreams
 from instep.engines.thread_pool import ReplicaThreads, is_replica_thread
 from instep.errors import WorkerFailure
+from instep.runtime.caller_warnings import warn_caller
 from instep.runtime.env import is_nccl_enabled
 from instep.runtime.locks import ForkSafeLock
 from instep.runtime.torch_private import nccl_group_class
@@ -158,10 +158,9 @@ class NcclManager:
 
     def _disable(self, reason: str) -> None:
         self.refusal = reason.strip().splitlines()[0] if reason.strip() else "no reason was given"
-        warnings.warn(
+        warn_caller(
             f"weights and gradients are sent between GPUs through host memory, because NCCL cannot be used: "
             f"{self.refusal}\nTo silence this warning, set INSTEP_NCCL=0.",
-            stacklevel=2,
         )
 
     def _send_join(self, group: ControllerGroup, index: int, streams: CallStreams) -> None:
@@ -235,10 +234,9 @@ def _warn_existing_groups() -> None:
     global _warned
     if not _warned and dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend()):
         _warned = True
-        warnings.warn(
+        warn_caller(
             "this process already has an NCCL group, so the sockets of instep's own group listen on the interface of "
             "that group, not on loopback. To use no NCCL between workers, set INSTEP_NCCL=0.",
-            stacklevel=2,
         )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 
@@ -16,6 +15,7 @@ import torch
 
 from instep.engines.processes.lifecycle.process import WorkerProcess, running_workers
 from instep.errors import EngineError, WorkerFailure
+from instep.runtime.caller_warnings import warn_caller
 from instep.runtime.env import is_quiet
 from instep.runtime.locks import ForkSafeLock
 from instep.runtime.process_role import inside_worker
@@ -136,9 +136,7 @@ class WorkerPool:
         warn_after = min(_WARN_SECONDS, seconds / 2)
         if worker.wait_ready(started + warn_after):
             return
-        warnings.warn(
-            f"{worker.name} has not started after {warn_after:.0f} s.\n{worker.python_stacks()}", stacklevel=2
-        )
+        warn_caller(f"{worker.name} has not started after {warn_after:.0f} s.\n{worker.python_stacks()}")
         if not worker.wait_ready(started + seconds):
             raise StartTimeout(
                 f"{worker.name} did not start within {seconds:.0f} s and was killed.\n{worker.python_stacks()}\n"

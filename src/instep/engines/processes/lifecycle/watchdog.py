@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-import warnings
 from queue import Empty, SimpleQueue
 
 from instep.engines.processes.lifecycle.process import WorkerProcess
 from instep.engines.processes.transport.connection import ConnectionClosed, Message
 from instep.errors import WorkerFailure
+from instep.runtime.caller_warnings import warn_caller
 from instep.runtime.debugger import is_debugger_attached
 
 POLL_SECONDS = 0.5
@@ -37,9 +37,8 @@ class ReplyWatchdog:
             return
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_caller(
                 f"{self._worker.name} has not replied for {waited:.0f} s. Its stack:\n{self._worker.python_stacks()}",
-                stacklevel=2,
             )
         if waited > self._timeout:
             raise ReplyTimeout(

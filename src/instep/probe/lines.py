@@ -1,0 +1,422 @@
+"""Tries merge and state rules on samples of a call. An error offers only those that give the value of the whole batch.
+
+Rules are tried on several windows of samples, with parts of different sizes. Later windows start from the state that
+the first one left, as a second call would. This distinguishes an attribute that `forward` assigns, which is merged like
+an output, from one that it adds to.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from instep.errors import InstepError, MergeError, StateError
+from instep.probe.candidates import evaluate, output_lines, state_lines
+from instep.probe.tolerance import tolerances
+from instep.probe.trial import PartInputs, RunResult, Trial, TrialFailed
+from instep.probe.window import default_part_sizes, even_part_sizes, large_part_sizes
+from instep.replicas.diff import MISSING
+from instep.replicas.object_graph import Contents, read_contents
+from instep.replicas.state.containers import merge_contents
+from instep.replicas.state.merge import StateMerger
+from instep.replicas.state.rules import builtin_rule
+from instep.structure.compare import relative_difference, to_comparable
+from instep.structure.merge import Merger
+from instep.structure.merge_messages import INTERACTION_ADVICE
+from instep.structure.merge_rules import MergeContext, WeightedBy, apply_rule, get_by_dotted_path
+from instep.structure.placements import Replicate, Shard
+from instep.structure.plan import SplitPlan
+from instep.structure.problems import Line, Problem, set_problems
+from instep.structure.spec import AUTO
+from instep.structure.tree import NUMBER_TYPES, flatten_one_level, format_path
+from instep.structure.verdicts import Verdicts
+
+_MAX_LINES = 3
+_MAX_WINDOWS = 24
+_MAX_STARTS = 12
+_MIN_TOLERANCE = 2e-6
+_RULE_FAILURES = (InstepError, RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
+_ABSENT = object()
+
+
+class Window(NamedTuple):
+    """What both parts and the whole of some samples gave."""
+
+    sizes: tuple[int, int]
+    inputs: PartInputs
+    runs: Sequence[RunResult]
+    tolerance: float
+    state: Mapping[str, Any]
+    """Attributes that the runs started from instead of those of the module."""
+
+
+class Values(NamedTuple):
+    """The values of one output or attribute in a window."""
+
+    old: Any
+    parts: list[Any]
+    whole: Any
+
+
+def add_tried_lines(error: MergeError | StateError, trial: Trial, state_merger: StateMerger) -> None:
+    """Add the lines that solve the problems of an error to its message.
+
+    A `MergeError` also gets the problems of attributes, which would be the next error.
+    """
+    if error.problems and trial.can_run:
+        try:
+            with trial.open_sandbox():
+                _LineTrials(trial, state_merger).explain(error)
+        except TrialFailed:  # the module cannot be copied: the message keeps its general advice
+            return
+
+
+class _LineTrials:
+    """Windows of samples of one call, on which lines are tried."""
+
+    def __init__(self, trial: Trial, state_merger: StateMerger) -> None:
+        self.trial, self.state_merger = trial, state_merger
+        self.module, self.dim = trial.call.module, trial.user_rules.dim_spec.batch_dim
+        self.windows: list[Window] = []
+        self.small = default_part_sizes(trial.batch_size, trial.min_part)
+        self.large = large_part_sizes(trial.batch_size, trial.min_part)
+        self.state: dict[str, Any] = {}
+        """Attributes after the first window."""
+
+    def explain(self, error: MergeError | StateError) -> None:
+        """Find the lines for all problems of a call, in double precision if `forward` can."""
+        with ExitStack() as stack:
+            stack.enter_context(self.trial.sandbox.in_double_precision())
+            if not self._observe_first():
+                stack.close()
+                self._observe_first()
+            problems: list[Problem] = list(error.problems)
+            if isinstance(error, MergeError) and self.windows and self.trial.check is None:
+                problems += self._predict_problems({problem.name for problem in problems})
+            if self.windows:
+                self._observe_more([problem.name for problem in problems if problem.keyword == "state"])
+            solved = [self._solve(problem) for problem in problems]
+            if not any(problem.lines for problem in solved if problem.keyword == "merge") and self._fits_in_dim_1():
+                solved = [_in_dim_1(solved)]
+            set_problems(error, solved, self._all_names())
+
+    # Windows
+
+    def _observe_first(self) -> bool:
+        """Run the first samples; with gradients enabled, or with parts of even sizes, if `forward` needs that."""
+        even = even_part_sizes(self.trial.batch_size, self.trial.min_part)
+        for sizes in (self.small, *([even] if even is not None else [])):
+            for takes_gradients in (False, True) if torch.is_grad_enabled() else (False,):
+                self.trial.sandbox.takes_gradients = takes_gradients
+                if self._observe(sizes, 0):
+                    self.small, self.large = sizes, self.large if sizes == self.small else sizes
+                    return True
+                if self.trial.incomparable_reasons:
+                    return False
+        return False
+
+    def _observe_more(self, state_names: Sequence[str]) -> None:
+        """Run the first samples again from the state that they left, then other samples and larger parts."""
+        for name in state_names:
+            old, _, whole = self._values(name, True, self.windows[0])
+            is_container = self._in_place(name) and isinstance(whole, (list, deque, set))
+            if not is_container and whole is not MISSING and old is not whole:
+                self.state[name] = whole
+        batch = self.trial.batch_size
+        windows = [(self.small[::-1], batch - sum(self.small)), (self.large, 0)]
+        windows.append((self.large[::-1], batch - sum(self.large)))
+        for sizes, start in [(self.small, 0)] * bool(self.state) + windows:
+            self._observe(sizes, start)
+
+    def _observe(self, sizes: tuple[int, int], start: int) -> bool:
+        """Run one window; without the state of the first one if `forward` fails with it (other batch sizes)."""
+        for state in (self.state, {}) if self.state else ({},):
+            observed = self.trial.observe(sizes, start, state)
+            for inputs, runs in observed:
+                tolerance = tolerances(self.trial.sandbox, {}, [run[:2] for run in runs])[1]
+                self.windows.append(Window(sizes, inputs, runs, max(tolerance, _MIN_TOLERANCE), state))
+            if observed:
+                return True
+        return False
+
+    def _values(self, name: str, is_state: bool, window: Window) -> Values:
+        if not is_state:
+            outputs = [get_by_dotted_path(name, run[0]) if name else run[0] for run in window.runs]
+            return Values(None, outputs[:2], outputs[2])
+        old = window.state.get(name, _ABSENT)
+        if old is _ABSENT:
+            old = self.trial.sandbox.read(name, MISSING)
+        values = [_value_after(name, run, old) for run in window.runs]
+        return Values(old, values[:2], values[2])
+
+    def _reads_old(self, name: str) -> bool:
+        """Whether the new value of an attribute depends on its old one."""
+        again = [window for window in self.windows if name in window.state]
+        if not again:
+            return isinstance(self._values(name, True, self.windows[0]).whole, (list, deque, set))
+        first, second = (self._values(name, True, window).whole for window in (self.windows[0], again[0]))
+        return not _is_close(first, second, again[0].tolerance)
+
+    def _all_names(self) -> set[str]:
+        """The names of all outputs and changed attributes."""
+        names = {format_path(path) for window in self.windows[:1] for path in _leaf_paths(window.runs[2][0])}
+        return names.union(*(table for window in self.windows[:1] for run in window.runs for table in run[1:]))
+
+    # Problems
+
+    def _predict_problems(self, known: set[str]) -> list[Problem]:
+        """Further problems of the call, which would be the next errors: of outputs in larger parts, of attributes."""
+        found: list[Problem] = []
+        attributes: dict[str, Verdicts] = {}
+        for sizes in dict.fromkeys((self.small, self.large)):
+            findings, verdicts = self.trial.judge_first_samples(sizes)
+            attributes.update(verdicts)
+            found += [problem for error in findings.errors.values() for problem in error.problems]
+        return [p for p in found if p.name not in known] + self._predict_state_problems(attributes)
+
+    def _predict_state_problems(self, attributes: Mapping[str, Verdicts]) -> list[Problem]:
+        """Problems of the attributes that differ between parts, have no rule, and are no outputs that can be merged."""
+        window, merger = self.windows[0], self.state_merger
+        policy = replace(merger, mergers={}, list_growth={}, on_unmerged="error")
+        policy.verdicts, policy.unmergeable, policy.sample_dependent = attributes, self.trial.unmergeable, ()
+        for name in dict.fromkeys(name for run in window.runs for table in run[1:] for name in table):
+            path = self.trial.sandbox.path_of(name)
+            if name in attributes or merger.state_rule(path) is not None:
+                continue
+            if name not in self.trial.unmergeable and (not self._in_place(name) or self._has_layer_rule(name)):
+                continue
+            old, parts, _ = self._values(name, True, window)
+            is_container = self._in_place(name) and isinstance(old, (list, deque, set))
+            if not is_container and not any(part is MISSING for part in parts):
+                policy.merge_value(path, old, parts, window.sizes)
+        return policy.problems
+
+    def _in_place(self, name: str) -> bool:
+        """Whether `forward` changes an attribute in place, and never assigns it."""
+        return not any(name in run[1] for run in self.windows[0].runs)
+
+    def _has_layer_rule(self, name: str) -> bool:
+        owner, _, key = name.rpartition(".")
+        modules = dict(self.module.named_modules())
+        default = self.state_merger.default_rule
+        if builtin_rule(modules.get(owner), key) is not None:
+            return True
+        return default is not None and default(self.module, name) is not None
+
+    def _solve(self, problem: Problem) -> Problem:
+        """The problem with the lines that solve it, or with what to do if there is none."""
+        is_state = problem.keyword == "state"
+        if not self.windows:
+            reasons = dict.fromkeys(self.trial.incomparable_reasons) or ["forward fails on a part of the batch"]
+            return replace(problem, note=(f"No rule could be tried, because {', '.join(reasons)}.", *problem.advice))
+        whole = self._values(problem.name, is_state, self.windows[0]).whole
+        if whole is None or whole is MISSING or not problem.can_try:
+            return problem
+        outputs = self.windows[0].runs[2][0]
+        lines: list[Line] = list(output_lines(whole, problem.name, outputs, self.trial.inputs, self.module))
+        if is_state:
+            lines = [*state_lines(whole), *lines] if self._reads_old(problem.name) else [*lines, *state_lines(whole)]
+        lines = self._fitting(lines, problem.name, is_state)
+        if not lines:
+            return replace(problem, note=_no_line(problem, whole))
+        if not is_state and self.trial.method != "forward":
+            lines = [line._replace(method=self.trial.method) for line in lines]
+        if "weighted_by" not in lines[0].rule:
+            return replace(problem, lines=tuple(lines[:1]))
+        return replace(problem, lines=tuple(line for line in lines if "weighted_by" in line.rule)[:_MAX_LINES])
+
+    def _fits_in_dim_1(self) -> bool:
+        """Whether the outputs can be merged if the samples are in dim 1 of every tensor that was split along dim 0."""
+        call, plan = self.trial.call, self.trial.plan
+        pairs = list(zip(plan.placements, call.values, strict=True))
+        if not self.windows or not all(isinstance(placement, (Shard, Replicate)) for placement, _ in pairs):
+            return False
+        shapes = [value.shape for placement, value in pairs if isinstance(placement, Shard) and placement.dim == 0]
+        sizes = [shape[1] if len(shape) > 1 else 0 for shape in shapes]
+        if len(set(sizes)) != 1 or sizes[0] < 2:
+            return False
+        batch = int(sizes[0])
+        placements = tuple(Shard(1) if isinstance(placement, Shard) else placement for placement, _ in pairs)
+        call = call._replace(plan=SplitPlan(batch, (batch,), plan.names, placements))
+        trial = Trial(self.trial.method, self.trial.user_rules, call, self.trial.min_part)
+        trial.sandbox, trial.incomparable_reasons = self.trial.sandbox, self.trial.incomparable_reasons
+        findings, _ = trial.judge_first_samples(default_part_sizes(batch, trial.min_part))
+        return bool(findings.outputs) and not findings.errors and not trial.incomparable_reasons
+
+    def _fitting(self, lines: list[Line], name: str, is_state: bool) -> list[Line]:
+        """The lines that give the value of the whole in every window, and in further ones that distinguish them."""
+        rules = {line: evaluate(line.rule, self.module) for line in dict.fromkeys(lines)}
+        tried = 0
+        for window in self.windows:
+            tried += self._discard(rules, name, is_state, window)
+        while tried and len(self.windows) < _MAX_WINDOWS and (place := self._distinguishing_window(rules)) is not None:
+            count = len(self.windows)
+            if not self._observe(*place):
+                break
+            for window in self.windows[count:]:
+                self._discard(rules, name, is_state, window)
+        return list(rules) if tried else []
+
+    def _discard(self, rules: dict[Line, Any], name: str, is_state: bool, window: Window) -> bool:
+        """Remove the rules that do not fit a window. Returns whether its values tell anything."""
+        values = self._values(name, is_state, window)
+        if not _is_informative(values, window.tolerance):
+            return False
+        for line, rule in list(rules.items()):
+            if not self._fits(line, rule, name, values, is_state, window):
+                del rules[line]
+        return True
+
+    def _fits(self, line: Line, rule: Any, name: str, values: Values, is_state: bool, window: Window) -> bool:
+        try:
+            if not is_state:
+                outputs = [run[0] for run in window.runs[:2]]
+                context = MergeContext.create(window.sizes, outputs, window.inputs[:2])
+                merged = apply_rule(rule, values.parts, context, (name,) if name else (), self.dim)
+            else:
+                merged = self._merge_state(line.keyword, rule, name, values, window)
+        except _RULE_FAILURES:
+            return False
+        return _is_close(merged, values.whole, window.tolerance)
+
+    def _merge_state(self, keyword: str, rule: Any, name: str, values: Values, window: Window) -> Any:
+        """What `StateMerger` makes of an attribute if this is its only rule."""
+        is_merge = keyword == "merge"
+        outputs = Merger.from_options({name: rule} if is_merge else AUTO, dim=self.dim)
+        policy = StateMerger({} if is_merge else {name: rule}, outputs)
+        path, old = self.trial.sandbox.path_of(name), values.old
+        with policy.using_inputs(window.inputs[:2]):
+            if self._in_place(name) and isinstance(old, (list, deque, set)):
+                before, after = read_contents(old), [_contents(part) for part in values.parts]
+                contents = merge_contents(old, path, before, after, window.sizes, policy)
+                merged: Any = set(contents.items) if isinstance(old, set) else list(contents.items)
+            else:
+                merged = policy.merge_value(path, old, list(values.parts), window.sizes)
+        if policy.problems:
+            raise set_problems(StateError(), policy.problems)
+        return merged
+
+    def _distinguishing_window(self, rules: Mapping[Line, Any]) -> tuple[tuple[int, int], int] | None:
+        """A window in which the weights of the remaining rules differ; None if there is none."""
+        weighted = [rule for rule in rules.values() if isinstance(rule, WeightedBy) and callable(rule.weight)]
+        if len(weighted) < 2:
+            return None
+        best, found = 1e-3, None
+        for sizes in dict.fromkeys((self.small, self.large, self.small[::-1])):
+            last = self.trial.batch_size - sum(sizes)
+            for start in sorted({last * step // _MAX_STARTS for step in range(_MAX_STARTS + 1)}):
+                inputs = self.trial.part_inputs(sizes, start)
+                context = MergeContext.create(sizes, (None, None), inputs)
+                shares = [_first_share(rule, context) for rule in weighted]
+                spread = max(shares) - min(shares)
+                if spread > best:
+                    best, found = spread, (sizes, start)
+        return found
+
+
+def _first_share(rule: WeightedBy, context: MergeContext) -> float:
+    first, second = (float(weight) for weight in rule.weights(context, ""))
+    return first / (first + second) if first + second else 0.0
+
+
+def _in_dim_1(problems: Sequence[Problem]) -> Problem:
+    """One problem whose solution is another batch dim."""
+    first = problems[0]
+    line = Line("dim", "1", "the samples are in dim 1, as in sequences [T, B]")
+    return Problem(first.name, first.headline, keyword="dim", lines=(line,))
+
+
+def _no_line(problem: Problem, whole: Any) -> tuple[str, ...]:
+    """What to do if no line gives the value of the whole."""
+    tried = "No rule by name gives the value of the whole batch: sums, means, means weighted by arguments, extrema and"
+    first = f"{tried} concatenation were tried on its samples. Write one of:"
+    form = "(lambda old, new, sizes: ...)" if problem.keyword == "state" else "(lambda parts, sizes: ...)"
+    line = f"{problem.keyword}={{{problem.name!r}: {form}}}" if problem.name else f"{problem.keyword}={form}"
+    own = f"  {line}   # a function of the replicas' values, if there is one"
+    is_number = isinstance(whole, NUMBER_TYPES) or (isinstance(whole, Tensor) and not whole.ndim)
+    if problem.keyword == "state":
+        return (first, *INTERACTION_ADVICE, own, "  on_unmerged_state='warn'   # keep the first replica's value")
+    if not is_number:
+        return (first, *INTERACTION_ADVICE, own)
+    return (
+        first,
+        "  return one value per sample, a tensor [B], and take the mean outside forward",
+        "  return the terms of a sum, or the numerator and the divisor of a ratio, as outputs of their own",
+        "  instep.with_loss(net, criterion)   # the loss of a criterion, computed on the replicas",
+        *INTERACTION_ADVICE,
+        own,
+    )
+
+
+def _value_after(name: str, run: RunResult, old: Any) -> Any:
+    """The value of an attribute after a run."""
+    _, attributes, changes = run
+    if name in attributes:
+        return attributes[name]
+    entries = changes.get(name)
+    if entries is None:
+        return old
+    if isinstance(old, (list, deque)):
+        items = list(old)
+        for index, value in entries:
+            items[index : index + 1] = [value]
+        return items
+    return entries[-1][1] if isinstance(entries[-1], tuple) else entries[-1]
+
+
+def _contents(value: Any) -> Contents:
+    return read_contents(value if isinstance(value, set) else list(value))
+
+
+def _leaf_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    node = flatten_one_level(value)
+    if node is None:
+        yield path
+        return
+    for key, child in zip(node.keys, node.children, strict=True):
+        yield from _leaf_paths(child, (*path, key))
+
+
+def _as_tensor(value: Any) -> Tensor | None:
+    """A number, array or tensor as a tensor to compare; None for anything else."""
+    if isinstance(value, (Tensor, *NUMBER_TYPES)) or (isinstance(value, np.ndarray) and value.dtype.kind in "biufc"):
+        tensor = torch.as_tensor(value)
+        return None if tensor.is_nested or tensor.layout is not torch.strided else to_comparable(tensor)
+    return None
+
+
+def _is_close(left: Any, right: Any, tolerance: float) -> bool:
+    """Whether two values are equal: integers and strings exactly, floats within the tolerance."""
+    left_tensor, right_tensor = _as_tensor(left), _as_tensor(right)
+    if left_tensor is not None and right_tensor is not None:
+        if left_tensor.shape != right_tensor.shape:
+            return False
+        if left_tensor.is_floating_point() or right_tensor.is_floating_point() or right_tensor.is_complex():
+            return relative_difference(left_tensor, right_tensor) <= tolerance
+        return torch.equal(left_tensor, right_tensor)
+    left_node, right_node = flatten_one_level(left), flatten_one_level(right)
+    if left_node is not None and right_node is not None:
+        return list(left_node.keys) == list(right_node.keys) and all(
+            _is_close(a, b, tolerance) for a, b in zip(left_node.children, right_node.children, strict=True)
+        )
+    try:
+        return bool(left == right)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
+def _is_informative(values: Values, tolerance: float) -> bool:
+    """Whether the values of a window can distinguish rules: the parts differ, and neither is zero."""
+    first, second = (_as_tensor(part) for part in values.parts)
+    whole = _as_tensor(values.whole)
+    if first is None or second is None or whole is None or first.shape != second.shape:
+        return True
+    same = _is_close(first, second, 100 * tolerance) and _is_close(first, whole, 100 * tolerance)
+    return not same and (whole.dtype is torch.bool or (bool(first.any()) and bool(second.any())))

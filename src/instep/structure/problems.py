@@ -1,0 +1,138 @@
+"""Problems of a call: outputs and attributes that cannot be merged, and the one error that lists them all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple, TypeVar
+
+from instep.errors import MergeError, StateError
+
+ErrorT = TypeVar("ErrorT", bound=MergeError | StateError)
+
+
+class Line(NamedTuple):
+    """A line that solves a problem, as source code."""
+
+    keyword: str
+    """`merge`, `state` or `dim`."""
+    rule: str
+    comment: str = ""
+    method: str = ""
+    """The method whose output it merges, if that is not `forward`."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An output or attribute that cannot be merged."""
+
+    name: str
+    """Its dotted path; empty for an output that is a single value."""
+    headline: str
+    """What happened, where and why, in one sentence."""
+    advice: tuple[str, ...] = ()
+    """What to write, for a problem whose rules were not tried."""
+    hints: tuple[str, ...] = ()
+    """Advice that holds whether rules were tried or not."""
+    can_try: bool = True
+    """Whether rules can be tried: they merge values, not the keys and the extra attributes of containers."""
+    keyword: str = "merge"
+    """The option that sets its rule: `merge`, or `state` for an attribute."""
+    lines: tuple[Line, ...] = ()
+    """Lines that gave the value of the whole batch on all samples tried, best first."""
+    note: tuple[str, ...] = ()
+    """What the trials of the rules have shown, and what to do if no line is right. Replaces the advice."""
+
+    def render(self) -> list[str]:
+        """The text lines of the problem."""
+        if not self.lines:
+            return [self.headline, *(self.note or self.advice), *self.hints]
+        choices = [f"  {keyword_argument([(self.name, line)])}{_comment(line)}" for line in self.lines]
+        what = "Write" if len(choices) == 1 else "Write one of"
+        heading = f"{what} (tried on samples of this batch: it gives the value of one device):"
+        return [self.headline, heading, *choices, *self.hints]
+
+
+def _comment(line: Line) -> str:
+    return f"   # {line.comment}" if line.comment else ""
+
+
+def keyword_argument(rules: Sequence[tuple[str, Line]]) -> str:
+    """One keyword argument as source code, from names or patterns with a line each.
+
+    >>> keyword_argument([("loss", Line("merge", "'mean'")), ("n", Line("merge", "'sum'"))])
+    "merge={'loss': 'mean', 'n': 'sum'}"
+    """
+    _, first = rules[0]
+    table = f"{{{', '.join(f'{name!r}: {line.rule}' for name, line in rules)}}}"
+    if first.keyword == "dim" or (len(rules) == 1 and not rules[0][0]):
+        table = first.rule
+    if first.method:
+        return f"methods={{{first.method!r}: {{{first.keyword!r}: {table}}}}}"
+    return f"{first.keyword}={table}"
+
+
+def set_problems(error: ErrorT, problems: Iterable[Problem], names: Collection[str] = ()) -> ErrorT:
+    """Give an error its problems, and the message that lists them.
+
+    `names` are those of all outputs and attributes of the call: a pattern in the message matches no other one.
+    """
+    error.problems = tuple({(problem.keyword, problem.name): problem for problem in problems}.values())
+    error.args = ("\n".join([_message(error.problems, names), *error.footer]),)
+    return error
+
+
+def add_footer(error: ErrorT, text: str) -> ErrorT:
+    """The error with a sentence at the end of its message, also after its problems change."""
+    error.footer = (*error.footer, text)
+    error.args = (f"{error}\n{text}",)
+    return error
+
+
+def _message(problems: Sequence[Problem], names: Collection[str]) -> str:
+    if len(problems) == 1:
+        return "\n".join(problems[0].render())
+    blocks = ["\n".join(problem.render()) for problem in problems]
+    text = f"{len(problems)} outputs or attributes cannot be merged.\n\n" + "\n\n".join(blocks)
+    solved = [(problem.name, problem.lines[0]) for problem in problems if problem.lines]
+    if len(solved) < 2:
+        return text
+    rules = shorten(solved, names)
+    arguments = [
+        keyword_argument([(name, line) for name, line in rules if (line.keyword, line.method) == option])
+        for option in dict.fromkeys((line.keyword, line.method) for _, line in rules)
+    ]
+    unsolved = [repr(problem.name) for problem in problems if not problem.lines]
+    without = f" (without {', '.join(unsolved)})" if unsolved else ""
+    return f"{text}\n\nAll together{without}:\n  {', '.join(arguments)}"
+
+
+def shorten(rules: Sequence[tuple[str, Line]], names: Collection[str]) -> list[tuple[str, Line]]:
+    """Replace names that have one rule in common by a pattern, if it matches no other name of the call.
+
+    >>> mean, total = Line("merge", "'mean'"), Line("merge", "'sum'")
+    >>> [name for name, _ in shorten([("acc.a", mean), ("acc.b", mean), ("n", total)], ["acc.a", "acc.b", "n"])]
+    ['acc.*', 'n']
+    >>> [name for name, _ in shorten([("acc.a", mean), ("acc.b", mean)], ["acc.a", "acc.b", "acc.calls"])]
+    ['acc.a', 'acc.b']
+    """
+    remaining, shortened = dict(rules), []
+    for name, line in rules:
+        if name not in remaining:
+            continue
+        parent, _, last = name.rpartition(".")
+        for pattern in (f"{parent}.*", f"*.{last}") if parent else ():
+            matches = {other for other in (*remaining, *names) if fnmatchcase(other, pattern)}
+            if len(matches) > 1 and all(_same_rule(remaining.get(other), line) for other in matches):
+                remaining = {other: rule for other, rule in remaining.items() if other not in matches}
+                shortened.append((pattern, line))
+                break
+        else:
+            del remaining[name]
+            shortened.append((name, line))
+    return shortened
+
+
+def _same_rule(left: Line | None, right: Line) -> bool:
+    return left is not None and left[:2] == right[:2]
