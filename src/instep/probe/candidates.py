@@ -32,8 +32,10 @@ def evaluate(rule: str, module: nn.Module) -> Any:
     return eval(rule, {"instep": SimpleNamespace(weighted_by=weighted_by), "torch": torch, "net": module})
 
 
-def output_lines(whole: Any, name: str, outputs: Any, inputs: Mapping[str, Any], module: nn.Module) -> Iterator[Line]:
-    """Lines that may merge an output or an assigned attribute, most likely first."""
+def output_lines(
+    whole: Any, name: str, outputs: Any, inputs: Mapping[str, Any], size: int, module: nn.Module
+) -> Iterator[Line]:
+    """Lines that may merge an output or an assigned attribute, most likely first. `size` is that of the batch."""
     extrema = isinstance(whole, bool) or getattr(whole, "dtype", None) in (torch.bool, bool)
     for rule, comment in PLAIN_RULES.items():
         if not extrema or rule in ("'max'", "'min'"):
@@ -49,7 +51,7 @@ def output_lines(whole: Any, name: str, outputs: Any, inputs: Mapping[str, Any],
         yield Line("merge", "'list'", "the entries of all replicas, one after another")
     if all(map(_is_number, whole if is_sequence(whole) else [whole])):
         yield from _counts_among_outputs(name, outputs)
-        yield from (Line("merge", f"instep.weighted_by({rule})", text) for rule, text in _weights(inputs, module))
+        yield from (Line("merge", f"instep.weighted_by({rule})", text) for rule, text in _weights(inputs, size, module))
 
 
 def state_lines(whole: Any) -> Iterator[Line]:
@@ -82,9 +84,11 @@ def _counts_among_outputs(name: str, outputs: Any, path: str = "") -> Iterator[L
         yield Line("merge", f"instep.weighted_by({path!r})", f"a mean that is weighted by the output {path!r}")
 
 
-def _weights(inputs: Mapping[str, Any], module: nn.Module) -> Iterator[tuple[str, str]]:
+def _weights(inputs: Mapping[str, Any], size: int, module: nn.Module) -> Iterator[tuple[str, str]]:
     """Weights of a mean: the source code of a function of the arguments, and what the mean is over."""
-    leaves = [leaf for name, value in inputs.items() if name.isidentifier() for leaf in _leaves(name, name, value)]
+    leaves = [
+        leaf for name, value in inputs.items() if name.isidentifier() for leaf in _leaves(name, name, value, size)
+    ]
     for name, code, value in leaves:
         weights = _list_weights(code, value) if is_sequence(value) else _tensor_weights(code, value)
         yield from ((f"lambda {name}: {weight}", text) for weight, text in weights)
@@ -95,21 +99,22 @@ def _weights(inputs: Mapping[str, Any], module: nn.Module) -> Iterator[tuple[str
             yield from _class_weights(name, code, value, table, names, weights)
 
 
-def _leaves(name: str, code: str, value: Any) -> Iterator[tuple[str, str, Any]]:
-    """The tensors and lists of an argument: the argument's name, the source code of the leaf, the leaf."""
+def _leaves(name: str, code: str, value: Any, size: int) -> Iterator[tuple[str, str, Any]]:
+    """The tensors and lists of samples of an argument: the argument's name, the source code of the leaf, the leaf."""
     if isinstance(value, Tensor):
         if is_dense(value) and not value.is_complex() and not value.is_quantized:
             yield name, code, value
         return
-    if is_sequence(value) and not hasattr(value, "_fields"):
+    if is_sequence(value) and len(value) == size:
         yield name, code, value
+        return
     node = flatten_one_level(value)
     for key, child in zip(node.keys, node.children, strict=True) if node is not None else ():
         if isinstance(value, (Mapping, list, tuple)) and not hasattr(value, "_fields"):
             if isinstance(key, (str, int)):
-                yield from _leaves(name, f"{code}[{key!r}]", child)
+                yield from _leaves(name, f"{code}[{key!r}]", child, size)
         elif isinstance(key, str) and hasattr(value, key):
-            yield from _leaves(name, f"{code}.{key}", child)
+            yield from _leaves(name, f"{code}.{key}", child, size)
 
 
 def _tensor_weights(code: str, value: Tensor) -> Iterator[tuple[str, str]]:

@@ -31,6 +31,7 @@ from instep.structure.merge_rules import (
     apply_rule,
     find_rule,
     is_weighable,
+    reduces_samples,
 )
 from instep.structure.placements import Nested, PerSample, Ragged, Replicate, Shard
 from instep.structure.shapes import format_values
@@ -107,8 +108,14 @@ class _Judge:
             self._check_weights(rule, values, path)
         if rule is not None or not (spec.is_auto or not spec.is_uniform):
             return
-        if type(None) in types or (rules.default_rule is not None and applies_to(rules.default_rule, values)):
+        default = rules.default_rule
+        if type(None) in types:
             return
+        if default is not None and applies_to(default, values):
+            if isinstance(default, WeightedBy):
+                self._check_weights(default, values, path)
+            if not reduces_samples(default, values, self.sizes, spec.batch_dim):
+                return
         handlers = [handler_for(value) for value in values]
         if any(handlers):
             if handlers[0] is not None and all(handler is handlers[0] for handler in handlers):
@@ -129,6 +136,8 @@ class _Judge:
     def _check_weights(self, rule: WeightedBy, values: Sequence[Any], path: Path) -> None:
         """Check that the user's weights give the mean of the whole."""
         if not self.trial.compare_values or not all(map(is_weighable, values)):
+            return
+        if reduces_samples(rule, values, self.sizes, self.user_rules.dim_spec.batch_dim):
             return
         try:
             context = MergeContext.create(self.trial.sizes, self.trial.parts, self.trial.inputs[:2])

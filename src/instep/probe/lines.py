@@ -220,7 +220,9 @@ class _LineTrials:
         if whole is None or whole is MISSING or not problem.can_try:
             return problem
         outputs = self.windows[0].runs[2][0]
-        lines: list[Line] = list(output_lines(whole, problem.name, outputs, self.trial.inputs, self.module))
+        lines: list[Line] = list(
+            output_lines(whole, problem.name, outputs, self.trial.inputs, self.trial.batch_size, self.module)
+        )
         if is_state:
             lines = [*state_lines(whole), *lines] if self._reads_old(problem.name) else [*lines, *state_lines(whole)]
         lines = self._fitting(lines, problem.name, is_state)

@@ -32,6 +32,7 @@ from instep.structure.merge_rules import (
     find_rule,
     is_leaf_rule,
     mean_of_equal_tensors,
+    reduces_samples,
 )
 from instep.structure.placements import Nested, PerSample, Reading, Shard
 from instep.structure.problems import Problem, set_problems
@@ -214,7 +215,8 @@ class _MergePass:
             types.discard(type(None))
         if rule is not None and not any(flatten_one_level(part) is not None for part in parts):
             return self._apply_rule(rule, parts, context, path, spec)
-        if self.default_rule is not None and rule is None and applies_to(self.default_rule, parts):
+        if rule is None and self._has_default_rule(parts, context):
+            assert self.default_rule is not None
             return self._apply_rule(self.default_rule, parts, context, path, spec)
         first = parts[0]
         if len(parts) == 1:
@@ -246,6 +248,12 @@ class _MergePass:
             names = [type(part).__name__ for part in parts]
             raise cannot_merge(path, parts, f"the replicas returned different types, {names}", context.sizes)
         return self._merge_by_type(parts, context, path, spec, rule)
+
+    def _has_default_rule(self, parts: Sequence[Any], context: MergeContext) -> bool:
+        rule = self.default_rule
+        if rule is None or not applies_to(rule, parts):
+            return False
+        return not context.inputs or not reduces_samples(rule, parts, context.sizes, self.merger.dim)
 
     def _apply_rule(
         self, rule: MergeRule, parts: Sequence[Any], context: MergeContext, path: Path, spec: DimSpec

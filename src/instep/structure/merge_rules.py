@@ -193,6 +193,19 @@ def is_leaf_rule(rule: MergeRule) -> bool:
     return isinstance(rule, WeightedBy) or _rule_name(rule) in LEAF_RULES
 
 
+def reduces_samples(rule: MergeRule, parts: Sequence[Any], sizes: Sequence[int], dim: int) -> bool:
+    """Whether a rule for all outputs would reduce tensors with one row per sample, for which it is not meant.
+
+    A module may return a loss in training, which has the rule, and logits in evaluation mode.
+    """
+    if not isinstance(rule, WeightedBy) and rule not in _NUMERIC_RULES:
+        return False
+    return all(
+        isinstance(part, (Tensor, np.ndarray)) and part.ndim > max(dim, -dim - 1) and part.shape[dim] == size
+        for part, size in zip(parts, sizes, strict=True)
+    )
+
+
 def applies_to(rule: MergeRule, parts: Sequence[Any]) -> bool:
     """Whether a rule that is given for all outputs (`"*"`) applies to these parts."""
     if rule in ("first", "drop"):
