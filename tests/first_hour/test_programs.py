@@ -59,12 +59,10 @@ ALL = [
     Program(
         "segmentation",
         option="merge=instep.weighted_by(lambda target",
-        marks=waits("offered lines"),
     ),
     Program(
         "detection",
         option="merge={'box': instep.weighted_by(lambda targets",
-        marks=waits("offered lines"),
     ),
     Program("reinforce"),
     Program("q_learning"),
@@ -75,7 +73,7 @@ ALL = [
     Program("bert"),
     Program("sentiment"),
     Program("bag_of_words"),
-    Program("mixture_of_experts", line="instep.all_reduce(", marks=waits("offered lines")),
+    Program("mixture_of_experts", line="instep.all_reduce("),
     Program("triplets"),
     Program("distillation"),
     Program("time_series"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -195,7 +195,10 @@ class _LineTrials:
             old, parts, _ = self._values(name, True, window)
             is_container = self._in_place(name) and isinstance(old, (list, deque, set))
             if not is_container and not any(part is MISSING for part in parts):
-                policy.merge_value(path, old, parts, window.sizes)
+                with suppress(
+                    InstepError
+                ):  # a rule that does not apply: the error comes when the call merges its state
+                    policy.merge_value(path, old, parts, window.sizes)
         return policy.problems
 
     def _in_place(self, name: str) -> bool:
@@ -324,7 +327,11 @@ class _LineTrials:
 
 
 def _first_share(rule: WeightedBy, context: MergeContext) -> float:
-    first, second = (float(weight) for weight in rule.weights(context, ""))
+    """The weight of the first part, as a fraction of 1; -1 if the rule does not apply to these samples."""
+    try:
+        first, second = (float(weight) for weight in rule.weights(context, ""))
+    except _RULE_FAILURES:
+        return -1.0
     return first / (first + second) if first + second else 0.0
 
 
@@ -352,6 +359,7 @@ def _no_line(problem: Problem, whole: Any) -> tuple[str, ...]:
         "  return one value per sample, a tensor [B], and take the mean outside forward",
         "  return the terms of a sum, or the numerator and the divisor of a ratio, as outputs of their own",
         "  instep.with_loss(net, criterion)   # the loss of a criterion, computed on the replicas",
+        "  m = instep.all_reduce(m, 'mean')   # in forward: every mean m over samples that it is computed from",
         *INTERACTION_ADVICE,
         own,
     )
