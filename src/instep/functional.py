@@ -23,6 +23,7 @@ from instep.replicas.tensors import ParameterSharing
 from instep.runtime.ambient import AmbientState
 from instep.structure.infer import count_samples, size_along
 from instep.structure.merge import merge
+from instep.structure.shapes import is_dense
 from instep.structure.spec import AUTO
 from instep.structure.split import Parts, apply_plan, infer_part_sizes, plan_value
 from instep.structure.tree import map_tensors, tensors_in
@@ -111,9 +112,10 @@ def _gatherable(tensor: Tensor, expand: bool) -> Tensor:
 
 def _sizes(parts: Sequence[Any], dim: int) -> list[int]:
     """The number of samples in each part, from values outside lists, tensors in lists, or the lengths of lists."""
-    outside = [count_samples(part, dim, count_lists=False) for part in parts]
-    inside = [next((t.shape[dim] for t in tensors_in(part) if size_along(t, dim) is not None), None) for part in parts]
-    sizes = [first if first is not None else second for first, second in zip(outside, inside, strict=True)]
+    sizes = [count_samples(part, dim, count_lists=False) for part in parts]
+    if None in sizes:
+        tensors = [[tensor for tensor in tensors_in(part) if is_dense(tensor)] for part in parts]
+        sizes = [next((t.shape[dim] for t in found if size_along(t, dim) is not None), None) for found in tensors]
     return infer_part_sizes(parts, dim) if None in sizes else [size for size in sizes if size is not None]
 
 

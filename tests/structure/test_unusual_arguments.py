@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import instep
 
@@ -61,5 +63,28 @@ def test_gather_has_a_tensor_as_often_as_it_is_given() -> None:
 
 
 def test_parallel_apply_takes_a_device_for_each_module() -> None:
-    with pytest.raises(ValueError, match="2 modules and 1 devices"):
+    with pytest.raises(ValueError, match="2 modules and 1 entries in devices"):
         instep.parallel_apply([nn.Linear(2, 2)] * 2, [torch.zeros(1, 2)] * 2, devices=["cpu"])
+
+
+@pytest.mark.parametrize("make", [lambda x: {x}, lambda x: frozenset([x]), lambda x: {"x": x}.values()])
+def test_sets_and_views_of_tensors_are_refused(make: Any) -> None:
+    """They have no positions. Every replica would get all of their tensors."""
+    with pytest.raises(instep.StructureError, match=r"'b' is a \w+ of tensors, which has no positions .*\nPass a list"):
+        instep.split({"a": torch.zeros(3), "b": {"c": make(torch.zeros(3))}["c"]}, 2)
+    parts = instep.split({"a": torch.zeros(3), "b": {"x", "y"}, "c": {"x": 1}.keys()}, 2)
+    assert parts[0]["b"] == {"x", "y"}
+
+
+@pytest.mark.parametrize("cls", [SimpleNamespace, Namespace])
+def test_namespaces_are_structures(cls: Any) -> None:
+    class Fields(nn.Module):
+        def forward(self, batch: Any) -> Any:
+            return cls(out=batch.x * batch.scale, names=batch.names)
+
+    x: Tensor = torch.randn(5, 2)
+    with instep.DataParallel(Fields(), ["cpu"] * 2) as model:
+        merged = model(cls(x=x, scale=2.0, names=list("abcde")))
+    assert type(merged) is cls
+    assert torch.equal(merged.out, x * 2)
+    assert merged.names == list("abcde")

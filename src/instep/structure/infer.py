@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set, ValuesView
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -343,6 +343,8 @@ def contains_tensors(value: Any, _seen: set[int] | None = None, depth: int = 8) 
     node = flatten_one_level(value)
     if node is not None:
         return any(contains_tensors(child, seen, depth) for child in node.children)
+    if isinstance(value, (Set, ValuesView)):
+        return any(contains_tensors(child, seen, depth) for child in value)
     return any(contains_tensors(child, seen, depth - 1) for child in attributes_of(value).values())
 
 

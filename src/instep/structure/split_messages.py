@@ -6,7 +6,7 @@ Each names the argument, gives the reason, and shows the line to write.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set, ValuesView
 from typing import Any
 
 from torch import nn
@@ -152,6 +152,10 @@ def unsupported_argument(value: Any, path: Path) -> StructureError:
         return StructureError(
             f"{where} is an iterator ({name}), which can be read only once and so cannot be split.\n"
             f"Pass list(...) instead."
+        )
+    if isinstance(value, (Set, ValuesView)):
+        return StructureError(
+            f"{where} is a {name} of tensors, which has no positions to split.\nPass a list or tuple."
         )
     return StructureError(
         f"cannot split {where}: it is a {name}, which contains tensors and is not a registered type.\n"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
+from argparse import Namespace
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache, cached_property
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -233,6 +235,17 @@ def _flatten_dataclass(value: Any) -> Node:
     return _flatten_fields(value, tuple(field.name for field in dataclasses.fields(value)))
 
 
+def _flatten_namespace(value: Any) -> Node:
+    names = tuple(vars(value))
+
+    def unflatten(children: Sequence[Any]) -> Any:
+        new = copy.copy(value)
+        vars(new).update(zip(names, children, strict=True))
+        return new
+
+    return Node(names, tuple(vars(value).values()), unflatten)
+
+
 def _flatten_attrs(value: Any) -> Node:
     return _flatten_fields(value, tuple(field.name for field in type(value).__attrs_attrs__))
 
@@ -296,6 +309,8 @@ def _flatten_fn_for(cls: type) -> FlattenFn | None:
             return flatten_fn
     if dataclasses.is_dataclass(cls):
         return _flatten_dataclass
+    if issubclass(cls, (SimpleNamespace, Namespace)):
+        return _flatten_namespace
     if hasattr(cls, "__attrs_attrs__"):
         return _flatten_attrs
     return None
