@@ -23,13 +23,14 @@ class Part(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.kl, self.calls = nn.Linear(5, 5), torch.zeros(()), 0
+        self.layer, self.kl, self.calls, self.peak = nn.Linear(5, 5), torch.zeros(()), 0, 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.layer(x)
         self.kl = torch.zeros(())
         self.kl = self.kl + z.square().sum()
         self.calls += 1
+        self.peak = float(z.detach().max())
         return z
 
 
@@ -223,7 +224,6 @@ KINDS: dict[str, tuple[Forward, type[Net], str]] = {
     "whether any": (lambda net, b: {"any": (b["x"] > 2.2).any(), "z": net.layer(b["x"])}, Signature, "'max'"),
     "padded to the longest": (lambda net, b: {"rows": as_long_as_needed(net, b)}, Signature, "'pad'"),
     "many outputs": (many_outputs, Signature, "'scores.*': 'max'"),
-    "an attribute assigned": (assigned_from_zero, Signature, "merge={'kl': 'sum'}"),
     "a number assigned": (
         lambda net, b: assign(net, b, peak=float(net.layer(b["x"]).detach().max())),
         Signature,
@@ -252,7 +252,7 @@ KINDS: dict[str, tuple[Forward, type[Net], str]] = {
     "a buffer added to": (added_in_place, Signature, "state={'seen': 'sum'}"),
     "entries of a log": (entries_of_a_log, Signature, "state={'log.samples': 'sum'}, merge={'log.norm': 'sum'}"),
     "a list of losses": (list_of_losses, Signature, "merge={'losses': instep.weighted_by(lambda y: (y != 255).sum())}"),
-    "penalties of submodules": (submodules, Signature, "merge={'*.kl': 'sum'}"),
+    "attributes of submodules": (submodules, Signature, "merge={'*.peak': 'max'}"),
     "a ratio of sums": (precision, Signature, ""),
     "a deviation": (lambda net, b: net.layer(b["x"]).std(), Signature, ""),
     "a similarity": (
@@ -270,6 +270,7 @@ MERGED_WITHOUT_A_LINE: dict[str, Forward] = {
     "a count": lambda net, b: (net.layer(b["x"]).argmax(1) == b["y"]).sum(),
     "percent": lambda net, b: 100.0 * (net.layer(b["x"]).argmax(1) == b["y"] % 5).double().mean(),
     "a mean of means": lambda net, b: ((per_token(net, b) * b["keep"]).sum(1) / b["keep"].sum(1).clamp(min=1)).mean(),
+    "an attribute that starts at zero and is assigned a sum": assigned_from_zero,
     "a list of sums": lambda net, b: [z.square().sum() for z in net.layer(b["x"]).unbind(1)],
 }
 
@@ -306,7 +307,7 @@ def step(model: nn.Module, batch: dict[str, Any]) -> Any:
 
 def state_of(net: Net) -> dict[str, Any]:
     names = ("kl", "total", "peak", "calls", "losses", "log")
-    parts = [(part.kl, part.calls) for part in net.parts]
+    parts = [(part.kl, part.calls, part.peak) for part in net.parts]
     return {**{name: getattr(net, name) for name in names}, "seen": net.seen, "center": net.center, "parts": parts}
 
 

@@ -353,7 +353,9 @@ def _no_line(problem: Problem, whole: Any) -> tuple[str, ...]:
     if problem.keyword == "state":
         return (first, *INTERACTION_ADVICE, own, "  on_unmerged_state='warn'   # keep the first replica's value")
     if not is_number:
-        return (first, *INTERACTION_ADVICE, own)
+        own = own.partition("(lambda")[0] + ("...}" if problem.name else "...")
+        parts = "'pad', 'nested', 'list', 'drop', a function (parts, sizes)"
+        return (first, *INTERACTION_ADVICE, f"{own}   # {parts}: accept other values than those of one device")
     return (
         first,
         "  return one value per sample, a tensor [B], and take the mean outside forward",

@@ -118,6 +118,8 @@ class Trial:
         """Whether all trials use large parts."""
         self.even_only = False
         """Whether the module needs an even number of samples."""
+        self._reads: dict[str, bool] = {}
+        """By attribute, whether its new value depends on its old one."""
         self.initial_state: Mapping[str, Any] = {}
         """Attributes that runs start from instead of those of the module, by dotted name."""
         self.criteria: list[tuple[str, nn.Module]] = []
@@ -325,7 +327,8 @@ class Trial:
         findings, attributes = judge_values(outputs, self.user_rules), {}
         if compare_values:
             self._classify_changes([changes for _, _, changes in runs])
-            attributes = self._judge_attributes([assigned for _, assigned, _ in runs], judge_values)
+            reads = partial(self._reads_attribute, sizes, start)
+            attributes = self._judge_attributes([assigned for _, assigned, _ in runs], judge_values, reads)
         if has_mean(findings.outputs, *attributes.values()):
             self.seen_traits |= distinguished_traits(self.traits, start, sizes)
         return findings, attributes
@@ -427,8 +430,12 @@ class Trial:
         self,
         assigned: Sequence[Mapping[str, Any]],
         judge_values: Callable[[Sequence[Any], UserRules], Findings],
+        reads: Callable[[str, Any], bool],
     ) -> dict[str, Verdicts]:
-        """Verdicts for the attributes that the runs assigned. Attributes that are constant have none."""
+        """Verdicts for the attributes that the runs assigned. Attributes that are constant have none.
+
+        `reads` returns whether `forward` reads an attribute before it assigns this value to it.
+        """
         attributes: dict[str, Verdicts] = {}
         for name in dict.fromkeys(name for table in assigned for name in table):
             initial = self.sandbox.initial_value(name)
@@ -438,7 +445,7 @@ class Trial:
                 continue
             result = judge_values([table.get(name, initial) for table in assigned], UserRules())
             result.outputs = {p: v for p, v in result.outputs.items() if not isinstance(v.placement, Undetermined)}
-            if result.errors or _may_be_running_total(initial, result):
+            if result.errors or (_may_be_running_total(initial, result) and reads(name, values[2])):
                 self.unmergeable.add(name)
                 continue
             verdicts = {path: v for path, v in result.outputs.items() if not isinstance(v.placement, Replicate)}
@@ -447,6 +454,15 @@ class Trial:
             elif result.outputs and not result.unresolved - result.outputs.keys():
                 self.constant.add(name)
         return attributes
+
+    def _reads_attribute(self, sizes: tuple[int, int], start: int, name: str, value: Any) -> bool:
+        """Whether an attribute gets another value for the same samples if it has this one before."""
+        if name not in self._reads:
+            self.initial_state = {name: value}
+            runs = self._rerun(sizes, start)
+            self.initial_state = {}
+            self._reads[name] = runs is None or not values_equal(runs[2][1].get(name), value)
+        return self._reads[name]
 
     def _combine_attributes(self, before: Mapping[str, Verdicts], later: Mapping[str, Verdicts]) -> dict[str, Verdicts]:
         """Verdicts for attributes after another trial. Unmergeable attributes stay unmergeable."""
@@ -588,7 +604,7 @@ def _have_same_structure(left: Sequence[RunResult], right: Sequence[RunResult]) 
 
 
 def _may_be_running_total(initial: Any, findings: Findings) -> bool:
-    """Whether an attribute may be a running total. It looks like a sum over samples only if it starts from zero."""
+    """Whether an attribute may be a running total, which looks like a sum over samples only if it starts from zero."""
     verdict = findings.outputs.get(())
     if verdict is None or verdict.ops != ("sum",):
         return False

@@ -215,9 +215,9 @@ class _MergePass:
             types.discard(type(None))
         if rule is not None and not any(flatten_one_level(part) is not None for part in parts):
             return self._apply_rule(rule, parts, context, path, spec)
-        if rule is None and self._has_default_rule(parts, context):
-            assert self.default_rule is not None
-            return self._apply_rule(self.default_rule, parts, context, path, spec)
+        default = self.default_rule
+        if default is not None and rule is None and self._applies_by_default(default, parts, context):
+            return self._apply_rule(default, parts, context, path, spec)
         first = parts[0]
         if len(parts) == 1:
             return first
@@ -249,11 +249,12 @@ class _MergePass:
             raise cannot_merge(path, parts, f"the replicas returned different types, {names}", context.sizes)
         return self._merge_by_type(parts, context, path, spec, rule)
 
-    def _has_default_rule(self, parts: Sequence[Any], context: MergeContext) -> bool:
-        rule = self.default_rule
-        if rule is None or not applies_to(rule, parts):
-            return False
-        return not context.inputs or not reduces_samples(rule, parts, context.sizes, self.merger.dim)
+    def _applies_by_default(self, rule: MergeRule, parts: Sequence[Any], context: MergeContext) -> bool:
+        """Whether the default rule applies to a leaf. Outputs of a call with one row per sample are not reduced."""
+        is_call = bool(context.inputs)
+        return applies_to(rule, parts) and not (
+            is_call and reduces_samples(rule, parts, context.sizes, self.merger.dim)
+        )
 
     def _apply_rule(
         self, rule: MergeRule, parts: Sequence[Any], context: MergeContext, path: Path, spec: DimSpec
