@@ -114,7 +114,7 @@ class _Judge:
         if default is not None and applies_to(default, values):
             if isinstance(default, WeightedBy):
                 self._check_weights(default, values, path)
-            if not reduces_samples(default, values, self.sizes, spec.batch_dim):
+            if not reduces_samples(default, values, self.sizes):
                 return
         handlers = [handler_for(value) for value in values]
         if any(handlers):
@@ -137,7 +137,7 @@ class _Judge:
         """Check that the user's weights give the mean of the whole."""
         if not self.trial.compare_values or not all(map(is_weighable, values)):
             return
-        if reduces_samples(rule, values, self.sizes, self.user_rules.dim_spec.batch_dim):
+        if reduces_samples(rule, values, self.sizes):
             return
         try:
             context = MergeContext.create(self.trial.sizes, self.trial.parts, self.trial.inputs[:2])

@@ -32,7 +32,6 @@ from instep.structure.merge_rules import (
     find_rule,
     is_leaf_rule,
     mean_of_equal_tensors,
-    reduces_samples,
 )
 from instep.structure.placements import Nested, PerSample, Reading, Shard
 from instep.structure.problems import Problem, set_problems
@@ -215,8 +214,9 @@ class _MergePass:
             types.discard(type(None))
         if rule is not None and not any(flatten_one_level(part) is not None for part in parts):
             return self._apply_rule(rule, parts, context, path, spec)
+        # An output that the default rule is not meant for has a verdict of the probe.
         default = self.default_rule
-        if default is not None and rule is None and self._applies_by_default(default, parts, context):
+        if default is not None and rule is None and path not in self.verdicts and applies_to(default, parts):
             return self._apply_rule(default, parts, context, path, spec)
         first = parts[0]
         if len(parts) == 1:
@@ -248,13 +248,6 @@ class _MergePass:
             names = [type(part).__name__ for part in parts]
             raise cannot_merge(path, parts, f"the replicas returned different types, {names}", context.sizes)
         return self._merge_by_type(parts, context, path, spec, rule)
-
-    def _applies_by_default(self, rule: MergeRule, parts: Sequence[Any], context: MergeContext) -> bool:
-        """Whether the default rule applies to a leaf. Outputs of a call with one row per sample are not reduced."""
-        is_call = bool(context.inputs)
-        return applies_to(rule, parts) and not (
-            is_call and reduces_samples(rule, parts, context.sizes, self.merger.dim)
-        )
 
     def _apply_rule(
         self, rule: MergeRule, parts: Sequence[Any], context: MergeContext, path: Path, spec: DimSpec

@@ -193,17 +193,16 @@ def is_leaf_rule(rule: MergeRule) -> bool:
     return isinstance(rule, WeightedBy) or _rule_name(rule) in LEAF_RULES
 
 
-def reduces_samples(rule: MergeRule, parts: Sequence[Any], sizes: Sequence[int], dim: int) -> bool:
+def reduces_samples(rule: MergeRule, values: Sequence[Any], sizes: Sequence[int]) -> bool:
     """Whether a rule for all outputs would reduce tensors with one row per sample, for which it is not meant.
 
-    A module may return a loss in training, which has the rule, and logits in evaluation mode.
+    A module may return a loss in training, which has the rule, and logits in evaluation mode. `sizes` are the different
+    numbers of samples of a trial.
     """
     if not isinstance(rule, WeightedBy) and rule not in _NUMERIC_RULES:
         return False
-    return all(
-        isinstance(part, (Tensor, np.ndarray)) and part.ndim > max(dim, -dim - 1) and part.shape[dim] == size
-        for part, size in zip(parts, sizes, strict=True)
-    )
+    shapes = [value.shape if isinstance(value, (Tensor, np.ndarray)) else () for value in values]
+    return any(lengths == tuple(sizes) for lengths in zip(*shapes, strict=False))
 
 
 def applies_to(rule: MergeRule, parts: Sequence[Any]) -> bool:
