@@ -266,8 +266,8 @@ class DataParallel(Transparent, ModuleWrapper, nn.DataParallel):  # type: ignore
         call = runner.bind("forward", args, kwargs)
         if reason := runner.known_reason(call):
             return explain_one_device(names, values, devices[0], reason.name, call.plan.batch_size)
-        merger, trial = call.binding.merger, runner.describe_trial(call)
-        return explain(call.plan, call.values, devices, self._described_choice(), merger, trial)
+        merger, trial, readings = call.binding.merger, runner.describe_trial(call), runner.describe_readings(call)
+        return explain(call.plan, call.values, devices, self._described_choice(), merger, trial, readings)
 
     def _described_choice(self) -> EngineChoice:
         """The engine and the reason for it, with a description of how tensors reach the replicas."""

@@ -12,7 +12,7 @@ import torch
 from instep.engines.select import EngineChoice
 from instep.structure.graph_arguments import GraphArgument
 from instep.structure.merge import Merger
-from instep.structure.placements import Nested, Placement, describe
+from instep.structure.placements import Nested, Placement, Shard, describe
 from instep.structure.plan import SplitPlan
 from instep.structure.spec import strip_marks
 from instep.structure.split_messages import summarize
@@ -34,10 +34,15 @@ class Explanation:
     """Shown instead of outputs if none have been merged yet."""
     unused: tuple[str, ...] = ()
     """Rules for outputs that the last call did not return."""
+    readings: tuple[str, ...] = ()
+    """The lines that select each reading of the arguments, if the first call has to choose one."""
 
     def __str__(self) -> str:
         lines = [self.heading, "inputs:" if self.inputs else "inputs: none"]
         lines += _align_columns(self.inputs)
+        if self.readings:
+            lines += ["readings that fit, of which the first call tries each on a few samples:"]
+            lines += [f"  {line}" for line in self.readings]
         if self.outputs:
             lines += ["outputs, as last merged:", *_align_columns(self.outputs), *self.unused]
         else:
@@ -63,14 +68,22 @@ def explain(
     choice: EngineChoice,
     merger: Merger,
     trial: str = "",
+    readings: Sequence[str] = (),
 ) -> Explanation:
-    """Explain a call that runs on the replicas. `trial` says how the probe tried such calls."""
+    """Explain a call that runs on the replicas.
+
+    `trial` says how the probe tried such calls, `readings` which readings it will try if the plan is undecided.
+    """
+    if plan.undecided is not None:
+        rows = [row for name, value in zip(plan.names, values, strict=True) for row in _whole_rows(value, (name,), "?")]
+        heading = "the sizes of the arguments do not say which dim is the batch"
+        return Explanation(heading, tuple(rows), (), readings=tuple(readings))
     shards = ", ".join(f"{size} on {device}" for size, device in zip(plan.sizes, devices, strict=False))
     heading = f"a batch of {plan.batch_size}: {shards} ({choice.name}: {choice.reason})"
     rows = [
         row
         for name, value, placement in zip(plan.names, values, plan.placements, strict=True)
-        for row in _rows(placement, value, (name,))
+        for row in _rows(placement, value, (name,), dict(plan.reading))
     ]
     outputs = tuple(
         (format_path(path) or "(output)", _with_verdict(path, action, merger))
@@ -106,25 +119,28 @@ def _unused(merger: Merger) -> Iterator[str]:
                 yield f"  {option}={{{pattern!r}: ...}} matches no output"
 
 
-def _whole_rows(value: Any, path: Path) -> Iterator[tuple[str, str, str]]:
+def _whole_rows(value: Any, path: Path, action: str = "as it is") -> Iterator[tuple[str, str, str]]:
     """One row per leaf; a list is one row."""
     node = None if is_sequence(value) else flatten_one_level(value)
     if node is None or not node.keys:
-        yield format_path(path), summarize(value), "as it is"
+        yield format_path(path), summarize(value), action
         return
     for key, child in zip(node.keys, node.children, strict=True):
-        yield from _whole_rows(child, (*path, key))
+        yield from _whole_rows(child, (*path, key), action)
 
 
-def _rows(placement: Placement, value: Any, path: Path) -> Iterator[tuple[str, str, str]]:
+def _rows(
+    placement: Placement, value: Any, path: Path, readings: Mapping[Path, object]
+) -> Iterator[tuple[str, str, str]]:
     """One row per leaf of a value: path, summary, placement."""
     node = flatten_one_level(value) if isinstance(placement, Nested) else None
     if isinstance(value, GraphArgument):
         yield format_path(path), summarize(value.value), "split between graphs"
         return
     if node is None:
-        yield format_path(path), summarize(value), describe(placement)
+        found = " (found by the probe)" if isinstance(placement, Shard) and path in readings else ""
+        yield format_path(path), summarize(value), describe(placement) + found
         return
     assert isinstance(placement, Nested)
     for key, child, below in zip(node.keys, node.children, placement.placements, strict=True):
-        yield from _rows(below, child, (*path, key))
+        yield from _rows(below, child, (*path, key), readings)

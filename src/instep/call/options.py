@@ -217,8 +217,14 @@ class MethodBinding:
         return (*names[:position], TARGET_NAME, *names[position:]), (*args, *kwargs.values())
 
     def plan(self, names: Sequence[str], values: Sequence[Any], cost: str | Callable[..., Any] | None) -> SplitPlan:
-        """How to split a call with these arguments."""
-        plan = self.planner.plan(names, values)
+        """How to split a call with these arguments. Undecided if the probe has to choose a reading first."""
+        try:
+            plan = self.planner.plan(names, values)
+        except StructureError as error:
+            groups = self.planner.other_plans(names, values) if self.probe is not None else []
+            if not groups:
+                raise
+            return replace(groups[0][0], undecided=error.with_traceback(None))
         if cost is None or plan.parts == 1:
             return plan
         return self.planner.rebalance(plan, _sample_costs(cost, dict(zip(names, strip_marks(values), strict=True))))

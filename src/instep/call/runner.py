@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,8 @@ from instep.collectives.sync_batchnorm import SyncBatchNormPatch
 from instep.devices import has_accelerator_tensors, place, to_output_device
 from instep.engines.base import Engine
 from instep.engines.thread_pool import is_replica_thread
-from instep.errors import MergeError, StateError
+from instep.errors import MergeError, StateError, StructureError
+from instep.probe.readings import find_agreeing, has_sequence_first_layers, reading_line, with_readings
 from instep.probe.trial import TrialCall
 from instep.replicas.mutable_arguments import mutable_ids
 from instep.replicas.replica import Replica, ReplicaResult
@@ -118,8 +119,9 @@ class ParallelRunner:
                     raise
 
     def _run(self, call: BoundCall, transaction: Transaction) -> Any:
-        plan, serialize = call.plan, False
-        while True:  # one pass, unless replicas must not run concurrently or share a container
+        serialize = read_anew = False
+        while True:  # one pass, unless the arguments are read anew, or replicas must not run concurrently
+            plan = call.plan
             synced, local = self.replicas.sync(), self.engine.local_indices(plan.parts)
             replicas = [synced[index] for index in local]
             if reason := self.one_device.for_module(call.method):
@@ -128,8 +130,9 @@ class ParallelRunner:
             if selection.one_device or selection.unchecked:
                 return self._run_with_carried_state(call, selection)
             carried = selection.split
-            if not serialize:
-                self._probe(call, carried)
+            if not serialize and (other := self._probe(call, replicas, carried, read_anew)) is not None:
+                call, read_anew = other, True
+                continue
             self.batchnorm_patch.warn_once()
             rng = self._replica_rng(transaction.rng, replicas, serialize)
             parts = apply_plan(plan, call.values)
@@ -173,6 +176,13 @@ class ParallelRunner:
         record = call.binding.probe.find_record(call.plan, call.values, self.replicas.fingerprint.current)
         return "not tried yet" if record is None else record.summary
 
+    def describe_readings(self, call: BoundCall) -> list[str]:
+        """The options that select each reading of an undecided call, which its first call tries."""
+        if call.plan.undecided is None:
+            return []
+        groups = call.binding.planner.other_plans(call.plan.names, call.values)
+        return [reading_line(plan) for plan in groups[0]]
+
     def _call_key(self, call: BoundCall) -> tuple[int, str]:
         return self.replicas.fingerprint.current, call.method
 
@@ -197,15 +207,61 @@ class ParallelRunner:
             self.one_device.record(CARRIED_STATE.format(path=read[0].path, hint=hint), call.method)
         return output
 
-    def _probe(self, call: BoundCall, carried: Sequence[CarriedValue]) -> None:
-        """Before the first call of a structure, find out on a few samples how outputs and attributes merge."""
+    def _probe(
+        self, call: BoundCall, replicas: Sequence[Replica], carried: Sequence[CarriedValue], read_anew: bool
+    ) -> BoundCall | None:
+        """Before the first call of a structure, find out on a few samples how outputs and attributes merge.
+
+        Returns the call with another plan if the trials show that its arguments are to be read in another way.
+        `read_anew` says that this plan is such a reading.
+        """
         probe, merger = call.binding.probe, self.state_merger
         if probe is None:
-            return
-        merger.verdicts = probe.prepare(self._trial_call(call, carried), self.replicas.fingerprint.current)
+            return None
+        if call.plan.undecided is not None:
+            return self._read_anew(call, replicas, call.plan.undecided)
+        try:
+            merger.verdicts = probe.prepare(self._trial_call(call, carried), self.replicas.fingerprint.current)
+        except MergeError as error:
+            if read_anew:
+                raise
+            return self._read_anew(call, replicas, error)
         record = probe.last_record
+        if not read_anew and record.status == "failed" and not record.readings_tried:
+            record.readings_tried = True
+            if (other := self._read_anew(call, replicas)) is not None:
+                return other
         merger.unmergeable, merger.sample_dependent = record.unmergeable, record.sample_dependent
         merger.constant = record.constant
+        return None
+
+    def _read_anew(
+        self, call: BoundCall, replicas: Sequence[Replica], error: StructureError | MergeError | None = None
+    ) -> BoundCall | None:
+        """The call with the one reading of its arguments under which parts and whole agree, which is kept.
+
+        If there is none, or several are, raises `error`, which says why the reading by sizes alone does not do.
+        """
+        binding, names = call.binding, call.plan.names
+        assert binding.probe is not None
+
+        def trial_call(plan: SplitPlan) -> TrialCall | None:
+            other = replace(call, plan=plan)
+            selection = self._select_carried(other, replicas)
+            can_split = not (selection.one_device or selection.unchecked)
+            return self._trial_call(other, selection.split) if can_split else None
+
+        known = None if call.plan.undecided else call.plan
+        groups = binding.planner.other_plans(
+            names, call.values, known, failed=error is None, sequence_first=has_sequence_first_layers(self.module)
+        )
+        agreeing = find_agreeing(binding.probe, groups, trial_call)
+        if len(agreeing) == 1:
+            binding.planner.keep(agreeing[0])
+            return replace(call, plan=binding.plan(names, call.values, self.options.cost))
+        if error is not None:
+            raise with_readings(error, groups, agreeing)
+        return None
 
     def _trial_call(self, call: BoundCall, carried: Sequence[CarriedValue]) -> TrialCall:
         place_shard = partial(self._place_shard, call.plan)

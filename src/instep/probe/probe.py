@@ -86,8 +86,7 @@ class Probe:
                 if check_due and not trial_due:
                     record.integer_checks.record()
             record.schedule_check()
-        if self.additive_output is not None and _is_proven_not_sum(record.outputs.get((self.additive_output,))):
-            raise loss_not_additive()
+        self._check_additive(record)
         self.last_record = record
         self.merger.set_verdicts(record.outputs)
         return record.attributes
@@ -109,6 +108,11 @@ class Probe:
         record.trials.count -= 1
         record.schedule_check()
         return not any(contradict(before[path], new) for path, new in trial.outputs.items() if path in before)
+
+    def try_call(self, call: TrialCall, record: ProbeRecord, *, use_large_parts: bool = False) -> None:
+        """Run a trial of a call into a record of its own. Raises `MergeError` for outputs that no rule explains."""
+        self._run_trial(self._trial(call, use_large_parts=use_large_parts), record)
+        self._check_additive(record)
 
     def retry(self, call: TrialCall) -> bool:
         """Probe the last call again because its outputs did not fit the verdicts; returns whether these changed.
@@ -155,6 +159,10 @@ class Probe:
             if self.additive_output is None or error is trial.check_error:
                 raise
             raise loss_not_additive() from error
+
+    def _check_additive(self, record: ProbeRecord) -> None:
+        if self.additive_output is not None and _is_proven_not_sum(record.outputs.get((self.additive_output,))):
+            raise loss_not_additive()
 
     def claim_graph_check(self) -> bool:
         """Returns True once for each record: the caller then searches the autograd graph for custom functions."""
@@ -209,7 +217,8 @@ class Probe:
 
     def _record_keys(self, plan: SplitPlan, values: Sequence[Any], fingerprint: int) -> tuple[Any, Values]:
         switches, plain, _ = self._plain_values(plan, values)
-        return (fingerprint, switches, plan.names, tuple([structure_key(value) for value in values])), plain
+        structure = tuple([structure_key(value) for value in values])
+        return (fingerprint, switches, plan.names, plan.reading, structure), plain
 
     def _plain_values(self, plan: SplitPlan, values: Sequence[Any]) -> tuple[Values, Values, Values]:
         """Replicated plain values, which may decide what the outputs mean: switches, strings, numbers.

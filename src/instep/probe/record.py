@@ -49,6 +49,8 @@ class ProbeRecord:
     trials: Backoff = field(default_factory=lambda: Backoff(limit=MAX_TRIALS))
     integer_checks: Backoff = field(default_factory=lambda: Backoff(limit=MAX_CHECKS, eager=EAGER_CHECKS))
     """When to search a call for integers on which its means have not been tested."""
+    readings_tried: bool = False
+    """Whether other readings of the arguments were tried because the module failed in the first trial."""
     failed_merges: int = 0
     """How many calls had outputs that did not fit the verdicts and were probed again."""
 
@@ -127,6 +129,7 @@ def common_record(records: Sequence[ProbeRecord]) -> ProbeRecord | None:
         last.constant,
         status=last.status,
         summary=f"the verdicts of {len(records)} calls with other plain arguments, which agree",
+        readings_tried=last.readings_tried,
         trials=Backoff(limit=MAX_TRIALS, count=1),
     )
     record.trials.stop()

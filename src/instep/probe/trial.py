@@ -48,7 +48,7 @@ from instep.structure.merge_messages import depends_on_other_samples, draws_in_t
 from instep.structure.placements import PreSplit, Ragged, Replicate, Shard, contains_placement
 from instep.structure.plan import SplitPlan
 from instep.structure.problems import set_problems
-from instep.structure.split import apply_plan, unsplit
+from instep.structure.split import apply_plan, batch_first, unsplit
 from instep.structure.tree import structure_key
 from instep.structure.verdicts import Undetermined, Verdicts
 from instep.structure.weights import candidate_counts, find_weight_window, find_weighted_criteria
@@ -111,7 +111,9 @@ class Trial:
         self.method, self.user_rules, self.call, self.plan = method, user_rules, call, call.plan
         self.carried_state = [value for value in call.carried if value.module is not None]
         self.batch_size, self.min_part = call.plan.batch_size or 0, min_part
-        self.inputs = dict(zip(call.plan.names, call.values, strict=True))
+        pairs = zip(call.plan.placements, call.values, strict=True)
+        self.inputs = dict(zip(call.plan.names, [batch_first(*pair) for pair in pairs], strict=True))
+        """Arguments by name, with the batch moved to dim 0."""
         self._traits: dict[Trait, Tensor] | None = None
         self.seen_traits: set[Trait] = set()
         self.use_large_parts = use_large_parts

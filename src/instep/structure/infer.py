@@ -32,8 +32,17 @@ from instep.structure.tree import NUMBER_TYPES, SCALARS, Node, Path, attributes_
 from instep.structure.types import TypeHandler, handler_for_type
 from instep.structure.types_torch import handler_for
 
-Readings = dict[Path, Reading]
-"""How the list or tuple at each path was interpreted in the first call."""
+
+class DimReading(NamedTuple):
+    """The batch dim of a tensor that was found by the probe. Holds for tensors of this rank."""
+
+    rank: int
+    dim: int | None
+    """None if every replica gets all of it."""
+
+
+Readings = dict[Path, Reading | DimReading]
+"""How the list, tuple or tensor at each path was interpreted in the first call. Most tensors have no entry."""
 
 
 class BatchSizeCandidate(NamedTuple):
@@ -104,12 +113,11 @@ def _candidates(value: Any, path: Path, spec: DimSpec, readings: Readings) -> It
             )
         return
     if isinstance(value, (Tensor, np.ndarray)):
-        size = size_along(value, spec.batch_dim)
+        dim = batch_dim(value, path, spec, readings)
+        size = None if dim is None else size_along(value, dim)
         broadcasts = spec.is_auto and tuple(value.shape) == (1,)  # broadcasts, e.g. a temperature
         if size is not None and not broadcasts:
-            yield BatchSizeCandidate(
-                0, size, path, f"size {size} along dim {spec.batch_dim}", spec.batch_dim, not spec.is_auto
-            )
+            yield BatchSizeCandidate(0, size, path, f"size {size} along dim {dim}", dim, not spec.is_auto)
         return
     node = flatten_one_level(value)
     if node is None:
@@ -130,7 +138,7 @@ def _sequence_candidates(
         yield BatchSizeCandidate(0, len(value), path, entries, SAMPLES, not spec.is_auto)
         return
     has_tensors = any(contains_tensors(child) for child in node.children)
-    auto = _is_all_auto(spec, specs)
+    auto = is_all_auto(spec, specs)
     reading = readings.get(path) if auto else None
     if reading is Replicate and not has_tensors:
         return
@@ -146,9 +154,15 @@ def _sequence_candidates(
             yield candidate if has_tensors else candidate._replace(priority=2)
 
 
-def _is_all_auto(spec: DimSpec, child_specs: Sequence[DimSpec]) -> bool:
+def is_all_auto(spec: DimSpec, child_specs: Sequence[DimSpec]) -> bool:
     """Whether neither a list nor any of its entries has a specification."""
     return spec.is_auto and all(child.is_auto for child in child_specs)
+
+
+def batch_dim(value: Any, path: Path, spec: DimSpec, readings: Readings) -> int | None:
+    """The batch dim of a tensor, by its reading or its specification. None if every replica gets all of it."""
+    reading = readings.get(path) if spec.is_auto else None
+    return reading.dim if isinstance(reading, DimReading) and reading.rank == value.ndim else spec.batch_dim
 
 
 def size_along(value: Any, dim: int) -> int | None:
@@ -210,16 +224,21 @@ class _PlacementInference:
         return Replicate("an object without tensors")
 
     def _infer_dense(self, value: Tensor | np.ndarray[Any, Any], path: Path, spec: DimSpec) -> Placement:
-        size = size_along(value, spec.batch_dim)
+        dim = batch_dim(value, path, spec, self.prior_readings)
+        if dim != spec.batch_dim:
+            self.result.readings[path] = DimReading(value.ndim, dim)
+        if dim is None:
+            return Replicate("found by the probe")
+        size = size_along(value, dim)
         if size is None:
             if value.ndim == 0 and (spec.is_auto or spec.is_inherited):
                 return Replicate("0-d")
-            raise SizeMismatch(path, value, f"it has no dim {spec.batch_dim}")
+            raise SizeMismatch(path, value, f"it has no dim {dim}")
         if size == self.batch_size:
-            return Shard(spec.batch_dim % value.ndim)
-        if spec.is_auto and size == 1:
+            return Shard(dim % value.ndim)
+        if spec.is_auto and size == 1 and dim == spec.batch_dim:
             return Replicate("size 1 broadcasts")
-        raise SizeMismatch(path, value, f"dim {spec.batch_dim} has size {size}")
+        raise SizeMismatch(path, value, f"dim {dim} has size {size}")
 
     def _infer_custom(self, value: Any, path: Path, handler: TypeHandler) -> Placement:
         count = sample_count(handler, value, path)
@@ -242,7 +261,7 @@ class _PlacementInference:
             return Replicate(f"an empty {type(value).__name__}")
         if spec.is_samples:
             return self._record_reading(path, self._per_sample(value, path))
-        if not _is_all_auto(spec, spec.children(node.keys, path)):
+        if not is_all_auto(spec, spec.children(node.keys, path)):
             return self._infer_declared_sequence(value, node, path, spec)
         reading = self.prior_readings.get(path)
         if reading is PerSample:

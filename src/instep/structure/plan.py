@@ -16,6 +16,7 @@ from torch import Tensor
 
 from instep.errors import StructureError
 from instep.structure.infer import (
+    DimReading,
     InferredPlacements,
     Readings,
     SizeMismatch,
@@ -23,7 +24,8 @@ from instep.structure.infer import (
     contains_tensors,
     infer_placements,
 )
-from instep.structure.placements import Nested, PerSample, Placement, PreSplit, Replicate
+from instep.structure.placements import Nested, PerSample, Placement, PreSplit, Reading, Replicate
+from instep.structure.readings import MAX_READINGS, Doubt, possible_readings
 from instep.structure.sizes import balanced_sizes, sizes_by_cost
 from instep.structure.spec import AUTO, DimSpec, Shards, Whole, argument_specs, collect_dims, validate_dims
 from instep.structure.split_messages import (
@@ -52,6 +54,10 @@ class SplitPlan:
     """Argument names, positional arguments first."""
     placements: tuple[Placement, ...]
     """One placement per argument, in the order of `names`."""
+    reading: tuple[tuple[Path, Reading | DimReading], ...] = ()
+    """How lists, and tensors whose batch is not the default dim, are interpreted."""
+    undecided: StructureError | None = field(default=None, compare=False)
+    """Why the sizes alone do not decide how to split. The plan is then one of `Planner.other_plans`."""
     split_fns: list[SplitFn] = field(default_factory=list, repr=False, compare=False)
     """Functions that split each argument. Created when the plan is first applied, then reused."""
 
@@ -73,7 +79,7 @@ def _is_replicated(placement: Placement) -> bool:
 
 @dataclass
 class Planner:
-    """Plans the calls of one method. Caches plans and keeps the interpretation of each list."""
+    """Plans the calls of one method. Caches plans and keeps the interpretation of lists and of other batch dims."""
 
     num_replicas: int
     dim: int = 0
@@ -88,9 +94,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         validate_dims(self.in_dims, "in_dims")
-        # The plan depends on these dims only: batches that differ in other dims share a plan.
-        self._relevant_dims = tuple({self.dim, *collect_dims(self.in_dims)})
-        self._per_sample_lists = _per_sample_tree(self.readings)
+        self._update_readings({})
 
     def plan(self, names: Sequence[str], values: Sequence[Any]) -> SplitPlan:
         """The plan for these arguments. Raises `StructureError` if it is ambiguous."""
@@ -102,6 +106,44 @@ class Planner:
             # Planning may have updated `readings`, which changes the signature.
             self._plans[self._signature(names, values)] = plan
         return plan
+
+    def other_plans(
+        self,
+        names: Sequence[str],
+        values: Sequence[Any],
+        known: SplitPlan | None = None,
+        *,
+        failed: bool = False,
+        sequence_first: bool = False,
+    ) -> list[list[SplitPlan]]:
+        """Plans for the readings that fit the sizes and use several replicas, in groups; likely ones first.
+
+        There are none if `dim` is set, or for arguments that are already split. `known` is a plan that the probe did
+        not confirm; the others describe that doubt.
+        """
+        batch = None if known is None else known.batch_size
+        doubt = None if batch is None else Doubt(batch, failed, sequence_first)
+        groups: dict[int, list[SplitPlan]] = {}
+        specs = argument_specs(self.in_dims, names, self.dim)
+        found = possible_readings(names, values, specs, self.readings, doubt) if self.dim == 0 else ()
+        for changes, batch, inferred in found:
+            sizes, reading = self._balanced_sizes(batch), tuple(inferred.readings.items())
+            plan = SplitPlan(batch, sizes, tuple(names), inferred.placements, reading)
+            is_pre_split = any(isinstance(placement, PreSplit) for _, placement in inferred.leaves)
+            if plan.parts > 1 and not is_pre_split and (known is None or plan.placements != known.placements):
+                groups.setdefault(changes, []).append(plan)
+            if sum(map(len, groups.values())) == MAX_READINGS:
+                break
+        return list(groups.values())
+
+    def keep(self, plan: SplitPlan) -> None:
+        """Interpret later calls as `plan` does."""
+        others = [path for path, reading in self.readings.items() if isinstance(reading, DimReading)]
+        for path in others:
+            if path[0] in plan.names:
+                del self.readings[path]
+        self._update_readings(dict(plan.reading))
+        self._plans.clear()
 
     def rebalance(self, plan: SplitPlan, costs: Sequence[float]) -> SplitPlan:
         """Change the shard sizes so that shards have similar cost. `costs` has one entry per sample."""
@@ -124,14 +166,23 @@ class Planner:
     def _make_plan(self, names: tuple[str, ...], values: Sequence[Any]) -> SplitPlan:
         specs = argument_specs(self.in_dims, names, self.dim)
         batch, inferred = self._infer_batch_size(names, values, specs)
-        sizes = (0,) if batch is None else balanced_sizes(batch, self.num_replicas, self.min_shard, self.shares)
+        sizes = (0,) if batch is None else self._balanced_sizes(batch)
         pre_split = [(path, placement) for path, placement in inferred.leaves if isinstance(placement, PreSplit)]
         if pre_split:
             sizes, batch = self._sizes_from_shards(pre_split, sizes, batch)
         if batch is not None and batch > 1:
-            self.readings.update(inferred.readings)
-            self._per_sample_lists = _per_sample_tree(self.readings)
-        return SplitPlan(batch, sizes, names, inferred.placements)
+            self._update_readings(inferred.readings)
+        return SplitPlan(batch, sizes, names, inferred.placements, tuple(inferred.readings.items()))
+
+    def _balanced_sizes(self, batch: int) -> tuple[int, ...]:
+        return balanced_sizes(batch, self.num_replicas, self.min_shard, self.shares)
+
+    def _update_readings(self, readings: Readings) -> None:
+        self.readings.update(readings)
+        self._per_sample_lists = _per_sample_tree(self.readings)
+        dims = [reading.dim for reading in self.readings.values() if isinstance(reading, DimReading)]
+        # The plan depends on these dims only: batches that differ in other dims share a plan.
+        self._relevant_dims = tuple({self.dim, *collect_dims(self.in_dims), *[dim for dim in dims if dim is not None]})
 
     def _infer_batch_size(
         self, names: tuple[str, ...], values: Sequence[Any], specs: Sequence[DimSpec]

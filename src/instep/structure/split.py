@@ -108,6 +108,20 @@ def _rebuild_like(value: Any, items: Any) -> Any:
     return node.unflatten(list(items))
 
 
+def batch_first(placement: Placement, value: Any) -> Any:
+    """A value with the batch of its tensors moved to dim 0."""
+    if isinstance(placement, Shard):
+        if not placement.dim:
+            return value
+        return value.movedim(placement.dim, 0) if isinstance(value, Tensor) else np.moveaxis(value, placement.dim, 0)
+    node = flatten_one_level(value) if isinstance(placement, Nested) else None
+    if node is None or not isinstance(placement, Nested):
+        return value
+    children = [batch_first(*pair) for pair in zip(placement.placements, node.children, strict=True)]
+    moved = any(new is not old for new, old in zip(children, node.children, strict=True))
+    return node.unflatten(children) if moved else value
+
+
 def undo_plan(plan: SplitPlan, parts: Sequence[Sequence[Any]]) -> list[Any]:
     """The inverse of `apply_plan`."""
     columns = zip(*parts, strict=True)

@@ -145,13 +145,13 @@ def _criterion_weights(
     """Every criterion with every integer argument as its target, except for those that `counts` already has."""
     valid_counts = {count.path for count in counts if count.test == "valid"}
     for path, value in named_tensors(inputs) if criteria else ():
-        if not is_batch_first(value, size) or value.is_floating_point() or value.dtype is torch.bool:
+        if not _is_batched(value, size) or value.is_floating_point() or value.dtype is torch.bool:
             continue
         for name, criterion in criteria:
             ignore_index, class_weights = _ignored_and_weight(criterion)
             if class_weights is None and ignore_index < 0 and path in valid_counts:
                 continue
-            for shifted in (False, True) if value.ndim > 1 else (False,):
+            for shifted in (False, True) if value.ndim > 1 and is_batch_first(value, size) else (False,):
                 yield CriterionWeight(path, name, criterion, shifted)
 
 
@@ -160,9 +160,9 @@ def candidate_counts(inputs: Mapping[str, Any], size: int) -> list[EntryCount]:
     counts: list[EntryCount] = []
     for path, value in named_tensors(inputs):
         name = str(path[-1])
-        if not is_batch_first(value, size):
+        if not _is_batched(value, size):
             continue
-        shifts = (False, True) if value.ndim > 1 else (False,)
+        shifts = (False, True) if value.ndim > 1 and is_batch_first(value, size) else (False,)
         if (name in LABEL_NAMES or name.endswith("_labels")) and not value.is_floating_point():
             counts += [EntryCount(path, test, shifted) for test in ("valid", "positive") for shifted in shifts]
         elif name in MASK_NAMES or name.endswith("_mask"):
@@ -173,6 +173,11 @@ def candidate_counts(inputs: Mapping[str, Any], size: int) -> list[EntryCount]:
 def is_batch_first(value: Tensor, size: int) -> bool:
     """Whether a tensor is dense and its first dim has this size. Nested tensors have no fixed sizes."""
     return is_dense(value) and value.ndim > 0 and value.shape[0] == size
+
+
+def _is_batched(value: Tensor, size: int) -> bool:
+    """Whether the first or the second dim of a tensor has this size."""
+    return is_batch_first(value, size) or (is_dense(value) and value.ndim > 1 and value.shape[1] == size)
 
 
 def find_weight_window(
