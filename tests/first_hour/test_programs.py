@@ -47,10 +47,10 @@ def waits(reason: str) -> tuple[Any, ...]:
 
 ALL = [
     Program("image_classifier"),
-    Program("char_rnn_argument", marks=waits("readings of arguments")),
+    Program("char_rnn_argument"),
     Program("char_rnn_attribute", option="state={'hidden': 'cat'}"),
-    Program("translation", marks=waits("readings of arguments")),
-    Program("language_model", marks=waits("readings of arguments")),
+    Program("translation"),
+    Program("language_model"),
     Program("gan"),
     Program("gradient_penalty", option="engine='serial'"),
     Program("vae", draws=True),

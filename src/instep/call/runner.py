@@ -112,8 +112,9 @@ class ParallelRunner:
                 try:
                     return self._run(call, transaction)
                 except (MergeError, StateError) as error:
-                    if error.problems and call.binding.probe is not None:
-                        call.binding.probe.add_tried_lines(error, self._trial_call(call, ()), self.state_merger)
+                    if error.problems and (probe := call.binding.probe) is not None:
+                        call = self.bind(method, args, kwargs)  # the probe may have chosen another reading
+                        probe.add_tried_lines(error, self._trial_call(call, ()), self.state_merger)
                     if isinstance(error, MergeError) and method != "forward":
                         rules_of_method(error, method)
                     raise
