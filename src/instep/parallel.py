@@ -23,7 +23,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from instep.call.explain import Explanation, explain, explain_one_device
-from instep.call.interop import DATA_PARALLEL_METHODS, class_like, data_parallel_attribute, wrapper_class
+from instep.call.interop import apparent_class, class_like, data_parallel_attribute, set_class, wrapper_class
 from instep.call.options import (
     MethodBinding,
     Options,
@@ -35,7 +35,7 @@ from instep.call.options import (
     unwrap_module,
 )
 from instep.call.runner import ParallelRunner
-from instep.call.transparent import OWN_ATTRIBUTES, Transparent, forwarded_attribute
+from instep.call.transparent import OWN_ATTRIBUTES, Transparent
 from instep.collectives.sync_batchnorm import SyncBatchNormPatch
 from instep.devices import (
     DeviceLike,
@@ -59,7 +59,7 @@ _FRAMES_FROM_FORWARD, _FRAMES_FROM_RUN = 1, 3
 """Stack frames between `refuse_outer_wrapper` and the caller of `forward`, when called from `forward` and `_run`."""
 
 
-class DataParallel(Transparent, ModuleWrapper, nn.DataParallel):  # type: ignore[type-arg]
+class DataParallel(Transparent, ModuleWrapper):
     """Runs `module` on several devices and returns what one device would return.
 
     Each call splits the batch over the devices, runs a replica of the module on every shard, and merges the outputs.
@@ -170,7 +170,7 @@ class DataParallel(Transparent, ModuleWrapper, nn.DataParallel):  # type: ignore
 
     def _set_up(self, options: Options) -> None:
         """Resolve the options for this machine and create the engine, the replicas and the runner."""
-        object.__setattr__(self, "__class__", class_like(self.module, wrapper_class(self)))
+        set_class(self, class_like(self.module, wrapper_class(self)))
         check_options(options, self.module)
         devices = resolve_devices(options.device_ids, self.module)
         check_shares(options.shares, len(devices))
@@ -216,7 +216,9 @@ class DataParallel(Transparent, ModuleWrapper, nn.DataParallel):  # type: ignore
             {} if methods is None else methods,
         )
 
-    replicate, scatter, parallel_apply, gather = map(forwarded_attribute, DATA_PARALLEL_METHODS)
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return apparent_class(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run `module.forward` on all devices and return the merged output."""

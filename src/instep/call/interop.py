@@ -1,14 +1,15 @@
 """How a wrapper appears to other libraries: a class like the module's, and the attributes of `nn.DataParallel`.
 
-A wrapper is an instance of `nn.DataParallel`, so that libraries unwrap it where they would unwrap that. They also read
-the name of a model's class and the signature of its `forward`: transformers.Trainer finds by them which columns of a
-dataset to pass and which are labels.
+To `isinstance`, a wrapper is an `nn.DataParallel`, so that libraries unwrap it where they would unwrap that. They also
+read the name of a model's class and the signature of its `forward`: transformers.Trainer finds by them which columns of
+a dataset to pass and which are labels.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Sequence
@@ -19,11 +20,9 @@ from torch import nn
 
 from instep.runtime.torch_private import unwrap_compiled
 
-DATA_PARALLEL_METHODS = ("replicate", "scatter", "parallel_apply", "gather")
-"""Methods of `nn.DataParallel` that a wrapper does not use. The module may have its own of these names."""
-
+_FUNCTIONAL_CALL: Any = torch.nn.utils.stateless._functional_call.__code__
 _classes: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
-"""By class of the wrapper and class of the module: the class of such wrappers."""
+"""By class of the wrapper and class of the module, or `nn.DataParallel`: the class derived for them."""
 
 
 def class_like(module: nn.Module, base: type) -> type:
@@ -34,6 +33,26 @@ def class_like(module: nn.Module, base: type) -> type:
         names = {"__module__": like.__module__, "__qualname__": like.__qualname__, "__doc__": like.__doc__}
         found = type(like.__name__, (base,), {**names, "_wrapper_class": base, "forward": _forward_like(like, base)})
         _classes[base, like] = found
+    return found
+
+
+def set_class(wrapper: nn.Module, cls: type) -> None:
+    """Change the class of a wrapper, whose `__class__` is a property (see `apparent_class`)."""
+    object.__dict__["__class__"].__set__(wrapper, cls)
+
+
+def apparent_class(wrapper: nn.Module) -> type:
+    """What `wrapper.__class__` and so `isinstance` see: the wrapper's class, derived from `nn.DataParallel` too.
+
+    `torch.func.functional_call` refuses an `nn.DataParallel` and sees the wrapper's class itself.
+    """
+    cls = type(wrapper)
+    if sys._getframe(2).f_code is _FUNCTIONAL_CALL:
+        return cls
+    found = _classes.get((cls, nn.DataParallel))
+    if found is None:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        found = _classes[cls, nn.DataParallel] = type(cls.__name__, (cls, nn.DataParallel), names)
     return found
 
 

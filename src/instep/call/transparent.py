@@ -24,7 +24,7 @@ WRAPPED_TWICE_MESSAGE = (
 )
 
 
-def forwarded_attribute(name: str) -> Any:
+def _forwarded_attribute(name: str) -> Any:
     """A property that reads an attribute of the wrapped module, whatever the wrapper's classes define."""
 
     def read(self: Transparent) -> Any:
@@ -59,11 +59,11 @@ class Transparent(nn.Module):
 
     module: nn.Module
 
-    _parameters = forwarded_attribute("_parameters")
-    _buffers = forwarded_attribute("_buffers")
-    _modules = forwarded_attribute("_modules")
-    _non_persistent_buffers_set = forwarded_attribute("_non_persistent_buffers_set")
-    training = forwarded_attribute("training")
+    _parameters = _forwarded_attribute("_parameters")
+    _buffers = _forwarded_attribute("_buffers")
+    _modules = _forwarded_attribute("_modules")
+    _non_persistent_buffers_set = _forwarded_attribute("_non_persistent_buffers_set")
+    training = _forwarded_attribute("training")
 
     def __init__(self, module: nn.Module) -> None:
         self.__dict__["module"] = module
