@@ -111,12 +111,16 @@ def test_what_cannot_trace_the_wrapper_says_to_use_the_module() -> None:
             torch.jit.script(nn.Sequential(model))
         with pytest.raises(Exception, match=r"torch\.export\.export\(model\.module, \.\.\.\)"):
             torch.export.export(model, (x,), strict=True)
-        with pytest.raises(RuntimeError, match=r"can't be used with nn\.DataParallel"):
-            torch.func.functional_call(model, dict(model.named_parameters()), (x,))
         scripted = torch.jit.script(model.module)
         torch.testing.assert_close(scripted(x), model(x))
+
+
+def test_functional_call() -> None:
+    net, x = make().eval(), torch.randn(6, 4)
+    with wrap(net) as model:
         weights = {name: 2 * value for name, value in model.named_parameters()}
-        torch.func.functional_call(model.module, weights, (x,))
+        expected = torch.func.functional_call(net, weights, (x,))
+        torch.testing.assert_close(torch.func.functional_call(model, weights, (x,)), expected)
 
 
 # Copies and files
