@@ -38,11 +38,6 @@ class Program:
     """What the message offers as the line to write in `forward`. The program has it, with `# the one line`."""
     draws: bool = False
     """Whether `forward` draws random numbers: losses are then compared by their means."""
-    marks: tuple[Any, ...] = ()
-
-
-def waits(reason: str) -> tuple[Any, ...]:
-    return (pytest.mark.xfail(strict=False, reason=reason),)
 
 
 ALL = [
@@ -56,14 +51,8 @@ ALL = [
     Program("vae", draws=True),
     Program("vae_loss_inside", draws=True),
     Program("diffusion", draws=True),
-    Program(
-        "segmentation",
-        option="merge=instep.weighted_by(lambda target",
-    ),
-    Program(
-        "detection",
-        option="merge={'box': instep.weighted_by(lambda targets",
-    ),
+    Program("segmentation", option="merge=instep.weighted_by(lambda target"),
+    Program("detection", option="merge={'box': instep.weighted_by(lambda targets"),
     Program("reinforce"),
     Program("q_learning"),
     Program("simclr"),
@@ -191,7 +180,7 @@ def assert_similar(actual: list[float], expected: list[float]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
-@pytest.mark.parametrize("program", [pytest.param(p, id=p.name, marks=p.marks) for p in ALL])
+@pytest.mark.parametrize("program", [pytest.param(p, id=p.name) for p in ALL])
 def test_losses_are_those_of_the_plain_program(program: Program, dtype: torch.dtype, reasons: list[str]) -> None:
     compare(program, "threads", reasons, 1e-10 if dtype == torch.float64 else 1e-5)
 
