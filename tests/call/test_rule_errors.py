@@ -294,10 +294,6 @@ def test_outputs_of_other_packages_that_cannot_be_joined(
 UNCUT: dict[str, tuple[Callable[[Tensor], Any], list[str]]] = {
     "a quantized cache": (quantized, ["(QuantizedCache): ", QUANTIZED]),
     "a cache of two sizes": (lambda x: cache(x, sizes=2), ["(DynamicCache): ", *TWO_SIZES]),
-    "graphs with a sparse matrix": (
-        lambda x: graphs(x, adj=torch.eye(5).to_sparse()),
-        ["Batch): ", "`adj` is sparse or nested and cannot be split; store edges as `edge_index`"],
-    ),
 }
 
 
