@@ -13,7 +13,7 @@ DECLARED := pyproject.toml constraints.txt
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types format docs bench clean
+.PHONY: help demo test test-all lint types format docs messages bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ format: $(DEV) ## format, and fix what can be fixed by itself
 docs: $(DEV) ## build the documentation into build/docs
 	@$(BIN)/python -m sphinx -W --keep-going -n -q -b html -d build/doctrees docs build/docs
 	@echo "open build/docs/index.html"
+
+messages: $(DEV) ## write docs/messages.md: every error and warning, with the code that leads to it
+	@$(BIN)/python -m tests.messages
 
 bench: $(RUNTIME) ## run every benchmark
 	@set -e; for script in $(sort $(wildcard benchmarks/*/*.py)); do \

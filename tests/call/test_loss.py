@@ -320,7 +320,7 @@ def test_what_it_refuses() -> None:
         instep.with_loss(net, Learned())
     with pytest.raises(WrapError, match="a module and a criterion"):
         instep.with_loss(nn.MSELoss(), "mse")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="no keyword 'y'"):
+    with pytest.raises(TypeError, match="no keyword argument 'y'"):
         instep.with_loss(net, nn.MSELoss(), target="y")(torch.ones(2, 4))
     with pytest.raises(TypeError, match="position -1"):
         instep.with_loss(net, nn.MSELoss())(x=torch.ones(2, 4))

@@ -63,27 +63,27 @@ def test_a_rule_that_does_not_fit(
 TOGETHER: dict[str, tuple[Callable[[Net, Tensor], Any], list[str]]] = {
     "a sum of bools": (
         lambda net, y: instep.all_reduce(y > 0),
-        ["all_reduce: a sum of bools", "op='max' for any, 'min' for all"],
+        ["all_reduce: op='sum' does not apply to bools", "op='max' for any, op='min' for all"],
     ),
     "a mean of integers": (
         lambda net, y: instep.all_reduce(y.long(), "mean"),
-        ["all_reduce: a mean of torch.int64", "op='sum', or x.float()"],
+        ["all_reduce: op='mean' does not apply to torch.int64", "op='sum', or x.float()"],
     ),
     "another operation": (lambda net, y: instep.all_reduce(y, "median"), ["op='median'", "sum, mean, max, min"]),
     "words that differ": (
         lambda net, y: instep.all_gather({"n": str(len(y)), "y": y}),
         [
             "all_gather: the leaf 'n' is '3' on replica 0 and '2' on replica 1",
-            "put what belongs to a sample",
+            "Put values of single samples into a list",
         ],
     ),
     "words in a sum": (
         lambda net, y: instep.all_reduce({"n": str(len(y))}),
-        ["all_reduce: the leaf 'n' is '3' on replica 0 and '2' on replica 1", "give numbers or tensors"],
+        ["all_reduce: the leaf 'n' is '3' on replica 0 and '2' on replica 1", "Only numbers and tensors are reduced"],
     ),
     "a sparse tensor": (
         lambda net, y: instep.all_gather(y.detach().to_sparse()),
-        ["all_gather: the argument is a Tensor, whose layout is not supported", "Pass its plain tensors"],
+        ["all_gather: the argument is a Tensor of layout torch.sparse_coo", "Pass dense tensors instead"],
     ),
     "another structure": (
         lambda net, y: instep.all_gather({f"k{len(y)}": y}),
@@ -120,7 +120,7 @@ SAME_WORDS: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
     ),
     "another key of one name": (
         lambda net, y: instep.all_gather({"by": {1 if len(y) == 3 else "1": y}}),
-        "all_gather: the leaf 'by' has different entries on the replicas.",
+        "all_gather: the leaf 'by' has different entries on the replicas: [1] and ['1'].",
     ),
 }
 

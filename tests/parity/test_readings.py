@@ -320,7 +320,7 @@ def test_several_readings_that_agree_are_an_error_with_their_lines() -> None:
     xs = [torch.randn(4, 3) for _ in range(4)]
     with (
         instep.DataParallel(Stack(), ["cpu"] * 2, engine="serial") as model,
-        pytest.raises(StructureError, match="the same outputs in parts and together for each of them") as caught,
+        pytest.raises(StructureError, match="gave the outputs of one device with each of these") as caught,
     ):
         model(xs)
     for line in ("in_dims={'xs': 'samples'}", "in_dims={'xs': 0}"):
@@ -341,7 +341,7 @@ def test_no_reading_that_agrees_is_an_error_with_all_of_them() -> None:
     x, y = tokens(5, 6, 7)
     with (
         instep.DataParallel(Mixed(), ["cpu"] * 2, engine="serial") as model,
-        pytest.raises(StructureError, match="no proof for any of them") as caught,
+        pytest.raises(StructureError, match="did not confirm them") as caught,
     ):
         model(x, y)
     assert "cannot split argument" in str(caught.value)
@@ -354,7 +354,7 @@ def test_outputs_of_zeros_prove_no_reading() -> None:
     nn.init.zeros_(net.head.bias)
     with (
         instep.DataParallel(net, ["cpu"] * 2, engine="serial") as model,
-        pytest.raises(StructureError, match="no proof for any of them"),
+        pytest.raises(StructureError, match="did not confirm them"),
     ):
         model(*tokens(5, 6, 7))
 

@@ -77,7 +77,7 @@ def test_a_value_that_is_no_batch_is_whole() -> None:
 
 def test_a_split_that_loses_parts_is_refused() -> None:
     register_points(split=lambda points, sizes: [points])
-    with pytest.raises(StructureError, match="split of Points returned 1 parts"):
+    with pytest.raises(StructureError, match="the split function of Points returned 1 part"):
         instep.split(Points(torch.zeros(4)), 2)
 
 

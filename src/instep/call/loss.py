@@ -157,7 +157,10 @@ class Loss:
             return args, kwargs, self.target(*args, **kwargs)
         if isinstance(self.target, str):
             if self.target not in kwargs:
-                raise TypeError(f"with_loss(..., target={self.target!r}): the call has no keyword {self.target!r}.")
+                raise TypeError(
+                    f"with_loss(..., target={self.target!r}): the call has no keyword argument {self.target!r}.\n"
+                    f"Write model(x, {self.target}=...)."
+                )
             return args, {name: value for name, value in kwargs.items() if name != self.target}, kwargs[self.target]
         if not -len(args) <= self.target < len(args):
             raise TypeError(

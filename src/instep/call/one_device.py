@@ -57,7 +57,7 @@ USER_HOOKS = Reason(
 MAX_NORM_EMBEDDING = Reason(
     "the weight of an Embedding(max_norm=...) is used elsewhere",
     "calls run on one device because forward renormalizes the weight of an Embedding(max_norm=...) in place and other "
-    "code uses, or may use, the same weight.",
+    "code uses, or may use, the same weight.\nTo use all devices, give the other code a weight of its own.",
 )
 CARRIED_STATE = Reason(
     "forward reads, or may read, state of the previous call",
@@ -66,7 +66,8 @@ CARRIED_STATE = Reason(
 )
 CALLER_ONLY_OBJECT = Reason(
     "forward uses an object that replicas cannot share",
-    "calls run on one device because forward uses {path!r}, a {type} that replicas can neither share nor copy.",
+    "calls run on one device because forward uses {path!r}, a {type} that replicas can neither share nor copy.\n"
+    "To use all devices, pass its value as an argument of the call.",
 )
 TENSOR_HOOK = Reason(
     "forward registers hooks",
@@ -96,7 +97,7 @@ CPU_CHECKPOINT_RNG = Reason(
 STRUCTURE_CHANGED = Reason(
     "forward changes the structure of the module",
     "calls run on one device because every forward adds, removes or replaces modules, parameters, hooks, or entries of "
-    "a list or dictionary that holds tensors or modules.",
+    "a list or dictionary that holds tensors or modules.\nTo use all devices, do this outside forward.",
 )
 
 

@@ -196,7 +196,7 @@ class ExchangeFunction(torch.autograd.Function):
         context = current_context() or next(iter(ctx.active_contexts), None)
         if context is None:
             raise CollectiveError(
-                f"a gradient reached {ctx.label} outside the backward of its call, where the other replicas do not "
+                f"a gradient reached {ctx.label}, outside the backward of its call, where the other replicas do not "
                 f"take part.\nReturn from forward the tensor that is differentiated."
             )
         items = iter(gradients)

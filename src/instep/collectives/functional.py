@@ -117,7 +117,7 @@ def _reduce_values(path: Path, values: list[Any], op: str, weights: Sequence[flo
         if op == "mean":
             return sum(value * weight for value, weight in zip(values, weights, strict=True))
         return sum(values) if op == "sum" else max(values) if op == "max" else min(values)
-    return _require_equal(path, values, "all_reduce", "give numbers or tensors")
+    return _require_equal(path, values, "all_reduce", "Only numbers and tensors are reduced.")
 
 
 def _require_equal(path: Path, values: Sequence[Any], verb: str, hint: str) -> Any:
@@ -127,7 +127,7 @@ def _require_equal(path: Path, values: Sequence[Any], verb: str, hint: str) -> A
         if value is not first and (type(value) is not type(first) or value != first):
             raise CollectiveError(
                 f"{verb}: {_describe_path(path)} is {first!r:.60} on replica 0 and {value!r:.60} on replica {index}. "
-                f"Such values have to be equal: {hint}."
+                f"{hint}"
             )
     return first
 
@@ -178,7 +178,10 @@ class _Gatherer:
         first = values[0]
         if any(type(value) is not type(first) for value in values):
             kinds = ", ".join(type(value).__name__ for value in values)
-            raise CollectiveError(f"all_gather: {_describe_path(path)} has different types on the replicas ({kinds}).")
+            raise CollectiveError(
+                f"all_gather: {_describe_path(path)} has different types on the replicas ({kinds}). Pass the same type "
+                f"on every replica."
+            )
         if isinstance(first, _TensorSlot):
             parts = [row[value.index] for row, value in zip(self.rows, values, strict=True)]
             return torch.stack(parts) if parts[0].ndim == 0 else torch.cat(parts, self.dim)
@@ -189,11 +192,15 @@ class _Gatherer:
         node = flatten_one_level(first)
         if node is None:
             return _require_equal(
-                path, values, "all_gather", "put what belongs to a sample into a list: lists are concatenated"
+                path, values, "all_gather", "Put values of single samples into a list: lists are concatenated."
             )
         nodes = [flatten_one_level(value) for value in values]
         if any(other is None or list(other.keys) != list(node.keys) for other in nodes):
-            raise CollectiveError(f"all_gather: {_describe_path(path)} has different entries on the replicas.")
+            entries = " and ".join(str([] if other is None else list(other.keys)) for other in nodes)
+            raise CollectiveError(
+                f"all_gather: {_describe_path(path)} has different entries on the replicas: {entries}. Pass the same "
+                f"entries on every replica."
+            )
         children = zip(*(other.children for other in nodes if other is not None), strict=True)
         return node.unflatten([self.gather(c, (*path, k)) for k, c in zip(node.keys, children, strict=True)])
 
@@ -227,9 +234,18 @@ def _describe_structure(value: Any, dim: int | None) -> str:
 def _check_dtypes(value: Any, op: str) -> None:
     for tensor in tensors_in(value):
         if op == "sum" and tensor.dtype is torch.bool:
-            raise CollectiveError("all_reduce: a sum of bools: write op='max' for any, 'min' for all, or x.long().")
+            raise CollectiveError(
+                "all_reduce: op='sum' does not apply to bools. Write op='max' for any, op='min' for all, or x.long()."
+            )
         if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise CollectiveError(f"all_reduce: a mean of {tensor.dtype}: write op='sum', or x.float().")
+            raise CollectiveError(
+                f"all_reduce: op='mean' does not apply to {tensor.dtype}. Write op='sum', or x.float()."
+            )
+
+
+def _describe_kind(value: Any) -> str:
+    kind = type(value).__name__
+    return f"{kind} of layout {value.layout}" if isinstance(value, Tensor) else kind
 
 
 def _reject_special_layouts(value: Any, path: Path, verb: str) -> None:
@@ -237,8 +253,8 @@ def _reject_special_layouts(value: Any, path: Path, verb: str) -> None:
     plain = not isinstance(value, Tensor) or is_dense(value)
     if not plain or (handler_for_type(type(value)) is not None and not isinstance(value, (Tensor, np.ndarray))):
         raise CollectiveError(
-            f"{verb}: {_describe_path(path)} is a {type(value).__name__}, whose layout is not supported. "
-            f"Pass its plain tensors."
+            f"{verb}: {_describe_path(path)} is a {_describe_kind(value)}, which collectives do not support.\n"
+            f"Pass dense tensors instead."
         )
     node = flatten_one_level(value)
     for key, child in () if node is None else zip(node.keys, node.children, strict=True):

@@ -87,9 +87,17 @@ def with_readings(
     """The error with the readings of the arguments that were tried, or with those that agree if several do."""
     if not agreeing and isinstance(error, MergeError):
         return error
-    found = "the same outputs in parts and together for each of them" if agreeing else "no proof for any of them"
-    plans = agreeing or [plan for group in groups for plan in group]
-    lines = [f"  {reading_line(plan)}" for plan in plans[:MAX_LINES_SHOWN]]
-    return type(error)(
-        "\n".join([f"{error}", f"These readings fit the sizes too, and a trial on a few samples gave {found}:", *lines])
-    )
+    if agreeing:
+        lines = [f"  {reading_line(plan)}" for plan in agreeing[:MAX_LINES_SHOWN]]
+        heading = "A trial on a few samples gave the outputs of one device with each of these:"
+    else:
+        shown = {_option(line) for line in str(error).splitlines()}
+        found = [f"  {reading_line(plan)}" for group in groups for plan in group]
+        lines = [line for line in found if _option(line) not in shown][:MAX_LINES_SHOWN]
+        heading = "These fit the sizes too, but a trial on a few samples did not confirm them:"
+    return type(error)("\n".join([f"{error}", heading, *lines])) if lines else error
+
+
+def _option(line: str) -> str:
+    """The option in an offered line, without its comment."""
+    return line.partition("   #")[0].strip()

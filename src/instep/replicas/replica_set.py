@@ -245,7 +245,7 @@ class ReplicaSet:
         if device not in (None, expected):
             raise WrapError(
                 f"the module was moved to {device} after it was wrapped for {expected}.\n"
-                f"Wrap it anew: instep.DataParallel(model, device_ids=[...])."
+                f"Wrap it again: instep.DataParallel(model, device_ids=[...])."
             )
         _check_dense(self.source)
         if self._share_tensors is not None:

@@ -186,7 +186,7 @@ def unregistered_type(path: Path, value: Any) -> MergeError:
 def attributes_differ(path: Path, parts: Sequence[Any], names: Sequence[str], sizes: Sequence[int]) -> MergeError:
     """Extra attributes of a container, number or string differ between replicas."""
     type_name = type(parts[0]).__name__
-    why = f"the attributes {list(names)} of a {type_name} differ between replicas, and attributes are not merged"
+    why = f"the attributes {list(names)} of {type_name} differ between replicas, and attributes are not merged"
     error = cannot_merge(path, parts, why, sizes)
     hint = "Or return them as entries of a dictionary: these are merged."
     return change_problem(error, hints=(*error.problems[0].hints, hint), can_try=False)

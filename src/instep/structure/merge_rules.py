@@ -96,7 +96,10 @@ class WeightedBy:
         if not callable(self.weight):
             return [self._lookup(self.weight, context, index, where) for index in range(len(context.sizes))]
         if not context.inputs:
-            raise MergeError(f"{where}: weighted_by(function) needs the arguments of the call, but there are none.")
+            raise MergeError(
+                f"{where}: weighted_by(function) needs the arguments of a call, and these parts come from no call.\n"
+                f"Write the name of an output: weighted_by('name')."
+            )
         return [call_with_accepted(self.weight, shard) for shard in context.inputs]
 
     def _lookup(self, path: str, context: MergeContext, index: int, where: str) -> Any:
@@ -104,7 +107,10 @@ class WeightedBy:
         if value is None and context.inputs:
             value = get_by_dotted_path(path, context.inputs[index])
         if value is None:
-            raise MergeError(f"{where}: weighted_by({path!r}) names no output and no argument of the call.")
+            raise MergeError(
+                f"{where}: weighted_by({path!r}) names no output and no argument of the call.\n"
+                f"Write the name of an output, the name of an argument, or a function of the arguments."
+            )
         return value
 
 
@@ -158,6 +164,7 @@ LEAF_RULES = ("cat", "stack", "mean", "sum", "max", "min", "unique", "pad", "nes
 VALUE_RULES = ("list", "first", "drop")
 _PARAMETRIC_RULES = ("cat", "stack", "pad")
 _NUMERIC_RULES = ("mean", "sum", "max", "min")
+_OTHER_RULE = "Write another rule, such as 'list', 'first' or 'drop', or a function (parts, sizes) -> value."
 
 
 def find_rule(rules: Mapping[str, MergeRule], path: Path) -> MergeRule | None:
@@ -223,7 +230,7 @@ def applies_to(rule: MergeRule, parts: Sequence[Any]) -> bool:
 
 def apply_rule(rule: MergeRule, parts: Sequence[Any], context: MergeContext, path: Path, dim: int = 0) -> Any:
     """Merge parts by a rule; `dim` is their batch dimension."""
-    where = repr(format_path(path)) if path else "the output"
+    where = f"cannot merge the output {format_path(path)!r}" if path else "cannot merge the output"
     if isinstance(rule, WeightedBy):
         check_can_be_weighted(parts, where)
         return _weighted_mean(parts, rule.weights(context, where), where)
@@ -245,7 +252,9 @@ def apply_rule(rule: MergeRule, parts: Sequence[Any], context: MergeContext, pat
         merged = _merge_tensors(name, argument, [torch.as_tensor(part) for part in parts], dim)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         shapes = [shape_of(part) for part in parts]
-        raise MergeError(f"{where}: the rule {name!r} does not apply to parts of shapes {shapes}: {error}") from error
+        raise MergeError(
+            f"{where}: the rule {name!r} does not apply to tensors of shapes {shapes}: {error}.\n{_OTHER_RULE}"
+        ) from error
     return merged.numpy() if isinstance(parts[0], np.ndarray) else merged
 
 
@@ -263,7 +272,7 @@ def check_can_be_weighted(parts: Sequence[Any], where: str) -> None:
     if any(map(is_weighable, parts)):  # `loss = 0` on a replica that had nothing to do
         return
     raise MergeError(
-        f"{where}: weighted_by(...) computes a mean, and {summarize(parts[0])} is none.\n"
+        f"{where}: weighted_by(...) computes a mean, which does not apply to a {summarize(parts[0])}.\n"
         f"Write 'sum' for a count, or another rule; convert a mean of integers to float in forward."
     )
 
@@ -311,7 +320,7 @@ def _check_same_shape(parts: Sequence[Any]) -> None:
 def _merge_numbers(name: str, parts: Sequence[Any], where: str) -> Any:
     if name in _NUMERIC_RULES and all(isinstance(part, NUMBER_TYPES) for part in parts):
         return {"sum": sum, "max": max, "min": min}[name](parts)  # type: ignore[operator]
-    raise MergeError(f"{where}: the rule {name!r} does not apply to {summarize(parts[0])}.")
+    raise MergeError(f"{where}: the rule {name!r} does not apply to a {summarize(parts[0])}.\n{_OTHER_RULE}")
 
 
 def _pad_and_cat(parts: list[Tensor], value: Any, dim: int) -> Tensor:
@@ -334,10 +343,11 @@ def _weighted_mean(parts: Sequence[Any], weights: Sequence[Any], where: str) -> 
     numbers = all(isinstance(part, NUMBER_TYPES) for part in parts)
     dense = all(isinstance(part, Tensor) and not part.is_nested for part in parts)
     if not numbers and not dense and not all(isinstance(part, np.ndarray) for part in parts):
-        raise MergeError(f"{where}: a mean does not apply to {summarize(parts[0])}.")
+        raise MergeError(f"{where}: a mean does not apply to a {summarize(parts[0])}.\n{_OTHER_RULE}")
     if not numbers and len({tuple(part.shape) for part in parts}) > 1:
         raise MergeError(
-            f"{where}: a mean needs equal shapes, the replicas gave {[list(part.shape) for part in parts]}."
+            f"{where}: a mean does not apply to tensors of shapes {[list(part.shape) for part in parts]}: the shapes "
+            f"have to be equal.\n{_OTHER_RULE}"
         )
     kept = [(part, float(weight)) for part, weight in zip(parts, weights, strict=True) if float(weight) != 0]
     if not kept:  # all weights are 0: return what one device gives for no entries

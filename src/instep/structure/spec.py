@@ -83,7 +83,9 @@ def _spec_per_entry(spec: Any, keys: Sequence[Any], path: Path) -> list[Any]:
         return [dict(zip(node.keys, node.children, strict=True)).get(key, AUTO) for key in keys]
     if len(node.children) > len(keys):
         where = repr(format_path(path)) if format_path(path) else "the structure"
-        raise StructureError(f"{len(node.children)} dims are given for {where}, which has {len(keys)} entries.")
+        raise StructureError(
+            f"{len(node.children)} dims are given for {where}, which has {len(keys)} entries. Give one for each entry."
+        )
     return [*node.children, *[AUTO] * (len(keys) - len(node.children))]
 
 
@@ -96,8 +98,8 @@ def validate_dims(spec: Any, option: str) -> None:
     node = None if isinstance(spec, (str, bool)) else flatten_one_level(spec)
     if node is None:
         raise StructureError(
-            f"{option} contains {spec!r}, which is not a dim specification. Write an int, None, 'samples', 'auto', or "
-            f"a structure of these that matches the arguments by position or by name."
+            f"{option} contains {spec!r}, which is not a dim. Write an int, None, 'samples', 'auto', or a structure of "
+            f"these that matches the {'outputs' if option == 'out_dims' else 'arguments'} by position or by name."
         )
     for child in node.children:
         validate_dims(child, option)
@@ -116,7 +118,9 @@ def argument_specs(spec: Any, names: Sequence[str], dim: int) -> list[DimSpec]:
         return root_spec(spec, dim).children(names, ())
     if isinstance(spec, (tuple, list)):
         if len(spec) > len(names):
-            raise StructureError(f"in_dims has {len(spec)} entries for a call with {len(names)} argument(s).")
+            raise StructureError(
+                f"in_dims has {len(spec)} entries for a call with {len(names)} argument(s). Give one for each argument."
+            )
         return [DimSpec(spec[index] if index < len(spec) else AUTO, dim) for index in range(len(names))]
     return [DimSpec(spec, dim) for _ in names]
 

@@ -87,8 +87,8 @@ def _custom_split_fn(handler: TypeHandler, sizes: list[int], path: Path) -> Spli
             raise cannot_split(path, value, str(error)) from error
         if len(parts) != len(sizes):
             raise StructureError(
-                f"split of {type(value).__name__} returned {len(parts)} parts for sizes {sizes}. "
-                f"Return one part per size."
+                f"the split function of {type(value).__name__} returned {len(parts)} part(s) for the sizes {sizes}. "
+                f"Return one part for each size."
             )
         return parts
 
@@ -141,7 +141,10 @@ def unsplit(placement: Placement, parts: Sequence[Any], path: Path = ()) -> Any:
         ]
         if len(nodes) < len(parts):
             where = format_path(path)
-            raise MergeError(f"{repr(where) if where else 'a part'} does not have the structure that was split.")
+            raise MergeError(
+                f"cannot merge the parts: {repr(where) if where else 'a part'} does not have the structure that was "
+                f"split.\nTo merge parts of another structure: merge(list(parts))."
+            )
         columns = zip(*[node.children for node in nodes], strict=True)
         triples = zip(placement.placements, columns, placement.keys, strict=True)
         return nodes[0].unflatten([unsplit(child, column, (*path, key)) for child, column, key in triples])

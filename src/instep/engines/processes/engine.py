@@ -66,7 +66,10 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
 
     def __init__(self, devices: Sequence[torch.device], *, restarts: int = 3, timeout: float = 600.0) -> None:
         if any(device.type not in ("cpu", "cuda") for device in devices):
-            raise EngineError("engine='processes' runs replicas on the CPU and on CUDA; write engine='threads'.")
+            names = ", ".join(sorted({device.type for device in devices}))
+            raise EngineError(
+                f"engine='processes' supports CPU and CUDA devices; these are of type {names}. Use engine='threads'."
+            )
         super().__init__(devices, timeout=timeout)
         self.restarts = restarts
         self._pool = WorkerPool(devices)
@@ -138,8 +141,8 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         if too_many:
             raise WorkerFailure(
                 f"{reason}\n"
-                f"That was death number {self.restarts + 1} within {RESTART_WINDOW:.0f} seconds, so the step is not "
-                f"tried again. The module is as it was before the call."
+                f"The step is not run again: {self.restarts + 1} worker process(es) ended within "
+                f"{RESTART_WINDOW:.0f} s, and restarts={self.restarts}. The module is as it was before the call."
             ) from closed
 
     def kill_stuck(self, index: int) -> None:

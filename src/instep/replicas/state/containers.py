@@ -63,8 +63,8 @@ def _contents_from_rule(container: Any, result: Any, path: StatePath) -> Content
     expected: Any = set if isinstance(container, set) else (list, tuple, deque) if is_sequence else dict
     if not isinstance(result, expected):
         raise StateError(
-            f"the function in state={{{str(path)!r}: ...}} returned a {type(result).__name__} for a "
-            f"{type(container).__name__}.\nReturn the new value in the same form."
+            f"the function in state={{{str(path)!r}: ...}} returned a value of type {type(result).__name__}, and the "
+            f"attribute is a {type(container).__name__}.\nReturn a value of the same type."
         )
     return read_contents(result)
 

@@ -36,8 +36,9 @@ def apply_state_rule(
         raise
     except (MergeError, TypeError, ValueError, RuntimeError) as error:
         kind = type(next((value for value in new if value is not MISSING), None)).__name__
+        why = str(error).partition("\n")[0].removeprefix("cannot merge the output: ")
         raise StateError(
-            f"state={{{path!r}: {rule!r}}} cannot be applied to a {kind}: {error}\n"
+            f"state={{{path!r}: {rule!r}}} cannot be applied to a {kind}: {why}\n"
             f"Write another rule, or a function (old, new, sizes) -> value."
         ) from error
 

@@ -206,8 +206,8 @@ class ReplicaForward:
         name = format_path((self._call.argument_names[index], *keys))
         return RemoteArgumentError(
             f"forward changes argument {name!r} on {self._replica.name}, in a worker process, where it is a copy: the "
-            f"caller would not see the change.\nReturn the change"
-            + (", because every replica gets this object." if is_shared else ", or use engine='threads'.")
+            f"caller would not see the change.\nReturn the new value from forward"
+            + (" instead." if is_shared else ", or use engine='threads'.")
         )
 
     def _check_foreign_gradients(self, used: Collection[int]) -> None:

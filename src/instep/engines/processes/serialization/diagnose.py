@@ -82,7 +82,8 @@ def find_unpicklable(value: Any, pickling_error: Callable[[Any], BaseException |
 
     def is_picklable(thing: Any) -> bool:
         if id(thing) not in results:
-            picklable = is_atomic(thing) or len(results) > _MAX_ATTEMPTS or pickling_error(thing) is None
+            is_plain = is_atomic(thing) and not isinstance(thing, type)  # a class may be sent by value
+            picklable = is_plain or len(results) > _MAX_ATTEMPTS or pickling_error(thing) is None
             results[id(thing)] = thing, picklable
         return results[id(thing)][1]
 

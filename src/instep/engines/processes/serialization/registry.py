@@ -262,8 +262,8 @@ class CodeRegistry:
                 raise error
             if isinstance(error, RecursionError):
                 raise CannotCross(
-                    f"{label or 'a value'} cannot be sent to another process: it is nested too deeply to be pickled.\n"
-                    "Pass a flatter structure (a list instead of a linked list), or use engine='threads'."
+                    f"{label or 'a value'} cannot be sent to another process: an object is nested too deeply to be "
+                    "pickled.\nPass a flatter structure (a list instead of a linked list), or use engine='threads'."
                 ) from error
             culprit = find_unpicklable(value, self._pickling_error)
             if not self._mark_unsendable(culprit):

@@ -1,0 +1,7 @@
+"""`make messages`."""
+
+from __future__ import annotations
+
+from .page import main
+
+main()
