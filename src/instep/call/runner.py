@@ -120,8 +120,8 @@ class ParallelRunner:
                     raise
 
     def _run(self, call: BoundCall, transaction: Transaction) -> Any:
-        serialize = read_anew = False
-        while True:  # one pass, unless the arguments are read anew, or replicas must not run concurrently
+        serialize = reading_chosen = False
+        while True:  # one pass, unless the probe chooses another reading, or replicas must not run concurrently
             plan = call.plan
             synced, local = self.replicas.sync(), self.engine.local_indices(plan.parts)
             replicas = [synced[index] for index in local]
@@ -131,8 +131,8 @@ class ParallelRunner:
             if selection.one_device or selection.unchecked:
                 return self._run_with_carried_state(call, selection)
             carried = selection.split
-            if not serialize and (other := self._probe(call, replicas, carried, read_anew)) is not None:
-                call, read_anew = other, True
+            if not serialize and (other := self._probe(call, replicas, carried, reading_chosen)) is not None:
+                call, reading_chosen = other, True
                 continue
             self.batchnorm_patch.warn_once()
             rng = self._replica_rng(transaction.rng, replicas, serialize)
@@ -209,39 +209,39 @@ class ParallelRunner:
         return output
 
     def _probe(
-        self, call: BoundCall, replicas: Sequence[Replica], carried: Sequence[CarriedValue], read_anew: bool
+        self, call: BoundCall, replicas: Sequence[Replica], carried: Sequence[CarriedValue], reading_chosen: bool
     ) -> BoundCall | None:
         """Before the first call of a structure, find out on a few samples how outputs and attributes merge.
 
-        Returns the call with another plan if the trials show that its arguments are to be read in another way.
-        `read_anew` says that this plan is such a reading.
+        Returns the call with another plan if trials have chosen another reading of its arguments. `reading_chosen` is
+        whether the plan of this call was chosen so.
         """
         probe, merger = call.binding.probe, self.state_merger
         if probe is None:
             return None
         if call.plan.undecided is not None:
-            return self._read_anew(call, replicas, call.plan.undecided)
+            return self._choose_reading(call, replicas, call.plan.undecided)
         try:
             merger.verdicts = probe.prepare(self._trial_call(call, carried), self.replicas.fingerprint.current)
         except MergeError as error:
-            if read_anew:
+            if reading_chosen:
                 raise
-            return self._read_anew(call, replicas, error)
+            return self._choose_reading(call, replicas, error)
         record = probe.last_record
-        if not read_anew and record.status == "failed" and not record.readings_tried:
+        if not reading_chosen and record.status == "failed" and not record.readings_tried:
             record.readings_tried = True
-            if (other := self._read_anew(call, replicas)) is not None:
+            if (other := self._choose_reading(call, replicas)) is not None:
                 return other
         merger.unmergeable, merger.sample_dependent = record.unmergeable, record.sample_dependent
         merger.constant = record.constant
         return None
 
-    def _read_anew(
+    def _choose_reading(
         self, call: BoundCall, replicas: Sequence[Replica], error: StructureError | MergeError | None = None
     ) -> BoundCall | None:
-        """The call with the one reading of its arguments under which parts and whole agree, which is kept.
+        """The call with the only reading of its arguments under which parts and whole agree. Later calls use it too.
 
-        If there is none, or several are, raises `error`, which says why the reading by sizes alone does not do.
+        If no reading or several agree, raises `error`, which says why sizes alone do not decide, or returns None.
         """
         binding, names = call.binding, call.plan.names
         assert binding.probe is not None

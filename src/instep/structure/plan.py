@@ -25,7 +25,7 @@ from instep.structure.infer import (
     infer_placements,
 )
 from instep.structure.placements import Nested, PerSample, Placement, PreSplit, Reading, Replicate
-from instep.structure.readings import MAX_READINGS, Doubt, possible_readings
+from instep.structure.readings import MAX_READINGS, UnconfirmedReading, possible_readings
 from instep.structure.sizes import balanced_sizes, sizes_by_cost
 from instep.structure.spec import AUTO, DimSpec, Shards, Whole, argument_specs, collect_dims, validate_dims
 from instep.structure.split_messages import (
@@ -119,13 +119,14 @@ class Planner:
         """Plans for the readings that fit the sizes and use several replicas, in groups; likely ones first.
 
         There are none if `dim` is set, or for arguments that are already split. `known` is a plan that the probe did
-        not confirm; the others describe that doubt.
+        not confirm: because `forward` failed on parts (`failed`), or because the outputs of parts do not merge.
+        `sequence_first` is whether the module has layers whose inputs are `[T, B, F]`.
         """
         batch = None if known is None else known.batch_size
-        doubt = None if batch is None else Doubt(batch, failed, sequence_first)
+        unconfirmed = None if batch is None else UnconfirmedReading(batch, failed, sequence_first)
         groups: dict[int, list[SplitPlan]] = {}
         specs = argument_specs(self.in_dims, names, self.dim)
-        found = possible_readings(names, values, specs, self.readings, doubt) if self.dim == 0 else ()
+        found = possible_readings(names, values, specs, self.readings, unconfirmed) if self.dim == 0 else ()
         for changes, batch, inferred in found:
             sizes, reading = self._balanced_sizes(batch), tuple(inferred.readings.items())
             plan = SplitPlan(batch, sizes, tuple(names), inferred.placements, reading)

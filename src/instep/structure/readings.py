@@ -26,12 +26,13 @@ from instep.structure.infer import (
     is_all_auto,
 )
 from instep.structure.placements import CustomSplit, Nested, PerSample, Placement, Shard
+from instep.structure.shapes import is_integer
 from instep.structure.spec import DimSpec, Shards, Whole
 from instep.structure.tree import Path, flatten_one_level, is_sequence
 from instep.structure.types_torch import handler_for
 
 MAX_CHANGES = 2
-"""How many arguments a reading may read unlike the first choice for its batch size."""
+"""How many arguments a reading may interpret in another way than the likeliest one for its batch size."""
 MAX_READINGS = 16
 _MAX_COMBINATIONS = 64
 
@@ -39,14 +40,14 @@ Combination = tuple[int, Readings]
 """The number of changes, and the readings of all paths that are not read along dim 0."""
 
 
-class Doubt(NamedTuple):
-    """Why other readings are looked for, if a reading fits by sizes but the probe does not confirm it.
+class UnconfirmedReading(NamedTuple):
+    """A reading that fits the sizes but that the probe did not confirm.
 
-    Few readings are possible then. Otherwise one might agree by chance on the samples tried.
+    Fewer other readings are tried than if none fits, so that none agrees by chance on the samples tried.
     """
 
     batch: int
-    """The batch size of the reading in doubt."""
+    """Its batch size."""
     failed: bool
     """Whether `forward` failed on parts: a tensor may not be batched, though one of its sizes is the batch size."""
     sequence_first: bool
@@ -58,25 +59,25 @@ def possible_readings(
     values: Sequence[Any],
     specs: Sequence[DimSpec],
     kept: Readings,
-    doubt: Doubt | None = None,
+    unconfirmed: UnconfirmedReading | None = None,
 ) -> Iterator[tuple[int, int, InferredPlacements]]:
     """Readings that fit the sizes, likely ones first: the number of changes, the batch size and the placements.
 
     Declared dims and the kept readings of lists are not changed.
     """
-    if doubt is not None and not (doubt.failed or doubt.sequence_first):
+    if unconfirmed is not None and not (unconfirmed.failed or unconfirmed.sequence_first):
         return
     lists: Readings = {path: reading for path, reading in kept.items() if not isinstance(reading, DimReading)}
     found: list[tuple[int, int, Readings]] = []
     tensors = [tensor for value, spec in zip(values, specs, strict=True) for tensor in _auto_tensors(value, spec)]
     sizes = [candidate.size for candidate in collect_candidates(names, values, specs, lists)]
-    if doubt is not None and not doubt.sequence_first:
-        sizes = [doubt.batch]
+    if unconfirmed is not None and not unconfirmed.sequence_first:
+        sizes = [unconfirmed.batch]
     else:
         sizes += [int(tensor.shape[1]) for tensor in tensors if _may_be_sequence(tensor)]
     for batch in dict.fromkeys(size for size in sizes if size > 1):
         for later_dims_first in (False, True):
-            search = _Search(batch, lists, tensors, doubt, later_dims_first)
+            search = _Search(batch, lists, tensors, unconfirmed, later_dims_first)
             arguments = zip(names, values, specs, strict=True)
             combinations = _product([search.combinations(value, (name,), spec) for name, value, spec in arguments])
             found += [(changes, batch, readings) for changes, readings in combinations]
@@ -89,7 +90,11 @@ def possible_readings(
             inferred = infer_placements(names, values, specs, batch, {**lists, **readings})
         except (SizeMismatch, StructureError):
             continue
-        if doubt is None or doubt.sequence_first or any(_is_batch_first(placement) for _, placement in inferred.leaves):
+        if (
+            unconfirmed is None
+            or unconfirmed.sequence_first
+            or any(_is_batch_first(placement) for _, placement in inferred.leaves)
+        ):
             yield changes, batch, inferred
 
 
@@ -119,16 +124,21 @@ def _may_be_edges(value: Any) -> bool:
 
 
 def _is_integer(value: Any) -> bool:
-    return value.dtype.kind in "iu" if isinstance(value, np.ndarray) else "int" in str(value.dtype)
+    return value.dtype.kind in "iu" if isinstance(value, np.ndarray) else is_integer(value)
 
 
 class _Search:
     """The readings of values for one batch size."""
 
     def __init__(
-        self, batch: int, lists: Readings, tensors: Sequence[Any], doubt: Doubt | None, later_dims_first: bool
+        self,
+        batch: int,
+        lists: Readings,
+        tensors: Sequence[Any],
+        unconfirmed: UnconfirmedReading | None,
+        later_dims_first: bool,
     ) -> None:
-        self.batch, self.lists, self.doubt, self.later_dims_first = batch, lists, doubt, later_dims_first
+        self.batch, self.lists, self.unconfirmed, self.later_dims_first = batch, lists, unconfirmed, later_dims_first
         self.outer_sizes = Counter(size for tensor in tensors for size in {*tensor.shape[:2]})
 
     def combinations(self, value: Any, path: Path, spec: DimSpec) -> list[Combination]:
@@ -175,7 +185,9 @@ class _Search:
         """Whether a tensor may belong to all samples: a vector whose size no other has, or a mask `[T, T]`."""
         is_square = len(shape) == 2 and shape[0] == shape[1] and self.outer_sizes[shape[0]] > 1
         if self.batch in shape:
-            by_chance = self.doubt is not None and (self.doubt.failed or (is_square and self.doubt.sequence_first))
+            by_chance = self.unconfirmed is not None and (
+                self.unconfirmed.failed or (is_square and self.unconfirmed.sequence_first)
+            )
             return by_chance and (is_square or len(shape) == 1)
         return is_square or (len(shape) == 1 and self.outer_sizes[shape[0]] == 1)
 
