@@ -21,6 +21,7 @@ from torch import nn
 from instep.runtime.torch_private import unwrap_compiled
 
 _FUNCTIONAL_CALL: Any = torch.nn.utils.stateless._functional_call.__code__
+"""The code in which `torch.func.functional_call` tests for `nn.DataParallel`."""
 _classes: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
 """By class of the wrapper and class of the module, or `nn.DataParallel`: the class derived for them."""
 
@@ -67,7 +68,7 @@ def _forward_like(like: Any, base: Any) -> types.FunctionType:
 
 
 def wrapper_class(wrapper: Any) -> type:
-    """The class of which a wrapper was created: `base` of `class_like`."""
+    """The class that a wrapper was created from: `base` of `class_like`."""
     cls = type(wrapper)
     return getattr(cls, "_wrapper_class", cls)
 

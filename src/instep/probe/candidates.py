@@ -36,9 +36,9 @@ def output_lines(
     whole: Any, name: str, outputs: Any, inputs: Mapping[str, Any], size: int, module: nn.Module
 ) -> Iterator[Line]:
     """Lines that may merge an output or an assigned attribute, most likely first. `size` is that of the batch."""
-    extrema = isinstance(whole, bool) or getattr(whole, "dtype", None) in (torch.bool, bool)
+    only_extrema = isinstance(whole, bool) or getattr(whole, "dtype", None) in (torch.bool, bool)
     for rule, comment in PLAIN_RULES.items():
-        if not extrema or rule in ("'max'", "'min'"):
+        if not only_extrema or rule in ("'max'", "'min'"):
             yield Line("merge", rule, comment)
     if isinstance(whole, Tensor) and whole.ndim:
         for dim in range(whole.ndim):
@@ -179,7 +179,7 @@ def _class_weights(
     if len(outside) > 1:
         return
     names = ", ".join(dict.fromkeys((name, *table_names)))
-    for ignored in [*outside] or [None, *(v for v in _likely_ignored(target) if v in (0,))]:
+    for ignored in outside or ([None, 0] if bool((target == 0).any()) else [None]):
         classes = code if ignored is None else f"{code}[{code} != {ignored}]"
         text = f"a mean that is weighted by {table}" + (" (net is your module)" if not table_names else "")
         yield f"lambda {names}: {table}.to({code}.device)[{classes}].sum()", text

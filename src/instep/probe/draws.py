@@ -150,6 +150,7 @@ class _Noise(NamedTuple):
 
 
 _Draw = Callable[[_Noise, dict[str, Any]], Any]
+"""What replaces the result of a random op, from noise and from the arguments of the op by name."""
 
 
 def _normal(noise: _Noise, a: dict[str, Any]) -> Any:
@@ -276,7 +277,7 @@ def _has_equal_floats(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _sort_reversed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Sort equal floats in reverse order: in the order of samples, a random order would not show."""
+    """Sort equal floats by descending index. In ascending order, samples would seem not to be reordered."""
     arguments, values = _named_arguments(func, args, kwargs), args[0]
     dim, size = arguments["dim"], values.shape[arguments["dim"]]
     shape = [1] * values.ndim

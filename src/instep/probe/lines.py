@@ -39,15 +39,17 @@ from instep.structure.tree import NUMBER_TYPES, flatten_one_level, format_path
 from instep.structure.verdicts import Verdicts
 
 _MAX_LINES = 3
+"""The number of `weighted_by` lines shown for one problem."""
 _MAX_WINDOWS = 24
 _MAX_STARTS = 12
+"""The number of steps in which a distinguishing window is searched."""
 _MIN_TOLERANCE = 2e-6
 _RULE_FAILURES = (InstepError, RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
 _ABSENT = object()
 
 
 class Window(NamedTuple):
-    """What both parts and the whole of some samples gave."""
+    """The arguments and results of both parts and the whole, for a window of samples."""
 
     sizes: tuple[int, int]
     inputs: PartInputs
@@ -73,7 +75,7 @@ def add_tried_lines(error: MergeError | StateError, trial: Trial, state_merger: 
     if error.problems and trial.can_run:
         try:
             with trial.open_sandbox():
-                _LineTrials(trial, state_merger).explain(error)
+                _LineTrials(trial, state_merger).add_lines(error)
         except TrialFailed:  # the module cannot be copied: the message keeps its general advice
             return
 
@@ -90,8 +92,8 @@ class _LineTrials:
         self.state: dict[str, Any] = {}
         """Attributes after the first window."""
 
-    def explain(self, error: MergeError | StateError) -> None:
-        """Find the lines for all problems of a call, in double precision if `forward` can."""
+    def add_lines(self, error: MergeError | StateError) -> None:
+        """Add lines to all problems of an error. Runs in double precision, unless `forward` fails in it."""
         with ExitStack() as stack:
             stack.enter_context(self.trial.sandbox.in_double_precision())
             if not self._observe_first():
@@ -130,9 +132,14 @@ class _LineTrials:
             if not is_container and whole is not MISSING and old is not whole:
                 self.state[name] = whole
         batch = self.trial.batch_size
-        windows = [(self.small[::-1], batch - sum(self.small)), (self.large, 0)]
-        windows.append((self.large[::-1], batch - sum(self.large)))
-        for sizes, start in [(self.small, 0)] * bool(self.state) + windows:
+        windows = [
+            (self.small[::-1], batch - sum(self.small)),
+            (self.large, 0),
+            (self.large[::-1], batch - sum(self.large)),
+        ]
+        if self.state:
+            windows.insert(0, (self.small, 0))
+        for sizes, start in windows:
             self._observe(sizes, start)
 
     def _observe(self, sizes: tuple[int, int], start: int) -> bool:
@@ -195,9 +202,7 @@ class _LineTrials:
             old, parts, _ = self._values(name, True, window)
             is_container = self._in_place(name) and isinstance(old, (list, deque, set))
             if not is_container and not any(part is MISSING for part in parts):
-                with suppress(
-                    InstepError
-                ):  # a rule that does not apply: the error comes when the call merges its state
+                with suppress(InstepError):  # the call raises it when it merges its state
                     policy.merge_value(path, old, parts, window.sizes)
         return policy.problems
 

@@ -215,10 +215,11 @@ class Trial:
 
     def _first_trial(self, candidates: Sequence[Any]) -> TrialResult:
         """Run the first trial. If it fails, run it again with gradients enabled, then with even part sizes."""
-        even = [False, True] if even_part_sizes(self.batch_size, self.min_part) is not None else [False]
-        gradients = [False, True] if torch.is_grad_enabled() else [False]
+        even_choices = [False, True] if even_part_sizes(self.batch_size, self.min_part) is not None else [False]
+        gradient_choices = [False, True] if torch.is_grad_enabled() else [False]
         failures = []
-        for self.even_only, self.sandbox.takes_gradients in itertools.product(even, gradients):
+        for even_only, takes_gradients in itertools.product(even_choices, gradient_choices):
+            self.even_only, self.sandbox.takes_gradients = even_only, takes_gradients
             try:
                 return self._try_and_recheck(self._part_sizes(), candidates)
             except TrialFailed as failure:
@@ -338,8 +339,8 @@ class Trial:
     def _run_comparable(self, sizes: tuple[int, int], start: int) -> tuple[PartInputs, list[RunResult]]:
         """Run both parts and the whole. If they draw random numbers, run them so that all samples draw alike.
 
-        If they draw numbers that cannot be replaced, these must not matter, or evaluation mode must be without them.
-        Otherwise `incomparable_reasons` gets the reason.
+        Draws that cannot be replaced must not change the results. If they do, runs in evaluation mode, without such
+        draws, are returned. If there are none, `incomparable_reasons` gets the reason.
         """
         sandbox, reasons = self.sandbox, self.incomparable_reasons
         inputs, first_runs = self._run_alike(sizes, start)

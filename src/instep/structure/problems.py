@@ -49,8 +49,8 @@ class Problem:
         if not self.lines:
             return [self.headline, *(self.note or self.advice), *self.hints]
         choices = [f"  {keyword_argument([(self.name, line)])}{_comment(line)}" for line in self.lines]
-        what = "Write" if len(choices) == 1 else "Write one of"
-        heading = f"{what} (tried on samples of this batch: it gives the value of one device):"
+        what, gives = ("Write", "it gives") if len(choices) == 1 else ("Write one of", "each gives")
+        heading = f"{what} (tried on samples of this batch: {gives} the value of one device):"
         return [self.headline, heading, *choices, *self.hints]
 
 
