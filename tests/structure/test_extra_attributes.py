@@ -67,7 +67,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("see", [lambda y: float(y.detach().sum()), lambda y: [y]], ids=["a number", "a tensor"])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 def test_what_differs_is_refused(probe: bool, make: Callable[[Tensor], Any], see: Callable[[Tensor], Any]) -> None:
-    words = r"(?s)the output 'made': the attributes \['seen'\] of a \w+ differ.*merge=\{'made': \.\.\.\}.*as entries"
+    words = r"(?s)the output 'made': the attributes \['seen'\] of \w+ differ.*merge=\{'made': \.\.\.\}.*as entries"
     with (
         instep.DataParallel(Net(make, see), ["cpu"] * 2, engine="serial", probe=probe) as model,
         pytest.raises(instep.MergeError, match=words),

@@ -366,7 +366,9 @@ def test_the_result_of_a_rule_function_is_checked_before_writes(wrap: Callable[.
     assert model.seen == 7
     assert model.log == ["start", "call"]
     model = wrap(Total(), state={"seen": add, "log": lambda old, new, sizes: None})
-    with pytest.raises(instep.StateError, match=r"state=\{'log': ...\} returned a NoneType for a list"):
+    with pytest.raises(
+        instep.StateError, match=r"state=\{'log': ...\} returned a value of type NoneType, and the attribute is a list"
+    ):
         model(torch.randn(7, 3))
     assert model.seen == 0
     assert model.log == ["start"]
