@@ -138,3 +138,18 @@ def test_what_weights_alone_make_is_kept_with_its_gradient(wrap: Any, engine: st
             (run(x).sin().sum() + each.penalty + each.weight.sum() + sum(each.kept["norms"])).backward()
         torch.testing.assert_close(net.weight, plain.weight)
         torch.testing.assert_close([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_a_list_of_tensors_that_is_equal_on_all_replicas(wrap: Any) -> None:
+    """torchvision's anchor generators assign one, moved to the device of the images."""
+
+    class Anchors(nn.Linear):
+        anchors: list[Tensor]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.anchors = [torch.arange(3.0), torch.arange(6.0).view(2, 3)]
+            return super().forward(x) + self.anchors[1].sum()
+
+    net = Anchors(3, 2)
+    wrap(net, engine="serial")(torch.randn(5, 3))
+    assert [anchor.shape for anchor in net.anchors] == [(3,), (2, 3)]

@@ -26,7 +26,7 @@ from instep.devices import has_accelerator_tensors, place, to_output_device
 from instep.engines.base import Engine
 from instep.engines.thread_pool import is_replica_thread
 from instep.errors import MergeError, StateError, StructureError
-from instep.probe.readings import find_agreeing, has_sequence_first_layers, reading_line, with_readings
+from instep.probe.readings import has_sequence_first_layers, reading_line, try_readings, with_readings
 from instep.probe.trial import TrialCall
 from instep.replicas.mutable_arguments import mutable_ids
 from instep.replicas.replica import Replica, ReplicaResult
@@ -256,12 +256,13 @@ class ParallelRunner:
         groups = binding.planner.other_plans(
             names, call.values, known, failed=error is None, sequence_first=has_sequence_first_layers(self.module)
         )
-        agreeing = find_agreeing(binding.probe, groups, trial_call)
-        if len(agreeing) == 1:
-            binding.planner.keep(agreeing[0])
+        undecided = call.plan.undecided is not None
+        tried = try_readings(binding.probe, groups, trial_call, accept_unproven=undecided)
+        if len(tried.agreeing) == 1:
+            binding.planner.keep(tried.agreeing[0])
             return replace(call, plan=binding.plan(names, call.values, self.options.cost))
         if error is not None:
-            raise with_readings(error, groups, agreeing)
+            raise with_readings(error, groups, tried)
         return None
 
     def _trial_call(self, call: BoundCall, carried: Sequence[CarriedValue]) -> TrialCall:

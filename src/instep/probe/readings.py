@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
@@ -18,19 +20,40 @@ from instep.structure.tree import Path, format_path
 MAX_LINES_SHOWN = 8
 
 
-def find_agreeing(
-    probe: Probe, groups: Sequence[Sequence[SplitPlan]], trial_call: Callable[[SplitPlan], TrialCall | None]
-) -> list[SplitPlan]:
-    """The plans of the first group with any under which the outputs of parts merge to those of the whole.
+class TriedReadings(NamedTuple):
+    """What trials of readings have shown."""
 
-    `trial_call` returns None for a plan that cannot be tried.
+    agreeing: list[SplitPlan]
+    """Plans under which the outputs of parts merge to those of the whole."""
+    refuted: list[SplitPlan]
+    """Plans under which they do not, or `forward` raises an error."""
+
+
+def try_readings(
+    probe: Probe,
+    groups: Sequence[Sequence[SplitPlan]],
+    trial_call: Callable[[SplitPlan], TrialCall | None],
+    *,
+    accept_unproven: bool,
+) -> TriedReadings:
+    """Try the plans, group by group, until some agree. `trial_call` returns None for a plan that cannot be tried.
+
+    With `accept_unproven`, a plan of the first group also agrees if all others there are refuted, and an output follows
+    the batch by its structure, e.g. a list with an entry for each sample.
     """
-    for group in groups:
+    refuted: list[SplitPlan] = []
+    only: list[SplitPlan] = []
+    for number, group in enumerate(groups):
         calls = [(plan, trial_call(plan)) for plan in group]
-        agreeing = [plan for plan, call in calls if call is not None and _agrees(probe, call)]
+        outcomes = [(plan, _Outcome.UNPROVEN if call is None else _try(probe, call)) for plan, call in calls]
+        agreeing = [plan for plan, outcome in outcomes if outcome is _Outcome.AGREES]
         if agreeing:
-            return agreeing
-    return []
+            return TriedReadings(agreeing, refuted)
+        refuted += [plan for plan, outcome in outcomes if outcome is _Outcome.REFUTED]
+        left = [(plan, outcome) for plan, outcome in outcomes if outcome is not _Outcome.REFUTED]
+        if number == 0 and len(left) == 1 < len(group) and left[0][1] is _Outcome.FOLLOWS_BATCH:
+            only = [left[0][0]]
+    return TriedReadings(only if accept_unproven else [], refuted)
 
 
 def has_sequence_first_layers(module: nn.Module) -> bool:
@@ -39,21 +62,31 @@ def has_sequence_first_layers(module: nn.Module) -> bool:
     return any(isinstance(m, nn.RNNCellBase) or (isinstance(m, layers) and not m.batch_first) for m in module.modules())
 
 
-def _agrees(probe: Probe, call: TrialCall) -> bool:
-    """Whether trials on few and on more samples show that the outputs of parts merge to those of the whole."""
+class _Outcome(enum.Enum):
+    """What trials on few and on more samples show about a plan."""
+
+    AGREES = enum.auto()
+    """Values show how each output is merged, and one follows the batch."""
+    FOLLOWS_BATCH = enum.auto()
+    """An output follows the batch by its structure. Zeros and shapes prove nothing."""
+    UNPROVEN = enum.auto()
+    REFUTED = enum.auto()
+
+
+def _try(probe: Probe, call: TrialCall) -> _Outcome:
     record = ProbeRecord()
     try:
         for use_large_parts in (False, True):
             probe.try_call(call, record, use_large_parts=use_large_parts)
     except (MergeError, StructureError):
-        return False
-    return record.status == "tried" and _is_conclusive(record)
-
-
-def _is_conclusive(record: ProbeRecord) -> bool:
-    """Whether values show how each output is merged, and one follows the batch. Zeros and shapes show nothing."""
+        return _Outcome.REFUTED
+    if record.status != "tried":
+        return _Outcome.REFUTED
     verdicts = [v for v in record.outputs.values() if not isinstance(v.placement, (Replicate, Nested))]
-    return bool(verdicts) and all(v.proven or v.ops for v in verdicts)
+    if verdicts and all(v.proven or v.ops for v in verdicts):
+        return _Outcome.AGREES
+    follows = any(isinstance(v.placement, (PerSample, Shard)) for v in verdicts)
+    return _Outcome.FOLLOWS_BATCH if follows else _Outcome.UNPROVEN
 
 
 def reading_line(plan: SplitPlan) -> str:
@@ -82,20 +115,25 @@ def _shards(placements: Sequence[Placement]) -> Iterator[Shard]:
 
 
 def with_readings(
-    error: StructureError | MergeError, groups: Sequence[Sequence[SplitPlan]], agreeing: Sequence[SplitPlan]
+    error: StructureError | MergeError, groups: Sequence[Sequence[SplitPlan]], tried: TriedReadings
 ) -> StructureError | MergeError:
-    """The error with the readings of the arguments that were tried, or with those that agree if several do."""
-    if not agreeing and isinstance(error, MergeError):
+    """The error without lines that trials refuted, and with the readings that agree, or that no trial decided."""
+    if not tried.agreeing and isinstance(error, MergeError):
         return error
-    if agreeing:
-        lines = [f"  {reading_line(plan)}" for plan in agreeing[:MAX_LINES_SHOWN]]
+    refuted = {_option(reading_line(plan)) for plan in tried.refuted}
+    text = [line for line in str(error).splitlines() if _option(line) not in refuted]
+    if text[-1].endswith(":"):  # no line is left of those that it introduced
+        text[-1] = "No reading of the arguments that fits their sizes gave the outputs of one device on a few samples."
+    if tried.agreeing:
+        plans = tried.agreeing
         heading = "A trial on a few samples gave the outputs of one device with each of these:"
     else:
-        shown = {_option(line) for line in str(error).splitlines()}
-        found = [f"  {reading_line(plan)}" for group in groups for plan in group]
-        lines = [line for line in found if _option(line) not in shown][:MAX_LINES_SHOWN]
+        plans = [plan for group in groups for plan in group]
         heading = "These fit the sizes too, but a trial on a few samples did not confirm them:"
-    return type(error)("\n".join([f"{error}", heading, *lines])) if lines else error
+    shown = refuted.union(map(_option, text))
+    lines = [f"  {reading_line(plan)}" for plan in plans]
+    lines = [line for line in lines if tried.agreeing or _option(line) not in shown][:MAX_LINES_SHOWN]
+    return type(error)("\n".join([*text, heading, *lines] if lines else text))
 
 
 def _option(line: str) -> str:

@@ -45,7 +45,7 @@ from instep.replicas.state.carried import CarriedValue
 from instep.replicas.state.merge import check_no_parameter_writes
 from instep.runtime.probe_flag import probe_context
 from instep.structure.merge_messages import depends_on_other_samples, draws_in_trial
-from instep.structure.placements import PreSplit, Ragged, Replicate, Shard, contains_placement
+from instep.structure.placements import Nested, PreSplit, Ragged, Replicate, Shard, contains_placement
 from instep.structure.plan import SplitPlan
 from instep.structure.problems import set_problems
 from instep.structure.split import apply_plan, batch_first, unsplit
@@ -452,7 +452,7 @@ class Trial:
                 self.unmergeable.add(name)
                 continue
             verdicts = {path: v for path, v in result.outputs.items() if not isinstance(v.placement, Replicate)}
-            if verdicts:
+            if not all(isinstance(verdict.placement, Nested) for verdict in verdicts.values()):
                 attributes[name] = verdicts
             elif result.outputs and not result.unresolved - result.outputs.keys():
                 self.constant.add(name)
