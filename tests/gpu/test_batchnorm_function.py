@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import instep
 
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
 
 class OwnBuffers(nn.Module):
     """No layer of torch's. Its buffers are first written when it is no longer frozen."""

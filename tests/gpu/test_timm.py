@@ -12,6 +12,8 @@ import instep
 
 timm: Any = pytest.importorskip("timm", reason="needs timm, which needs torchvision")
 
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
 @pytest.mark.parametrize("name", ["mobilenetv3_small_050", "efficientnet_lite0", "vit_tiny_patch16_224"])

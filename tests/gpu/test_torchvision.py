@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import instep
 
 detection: Any = pytest.importorskip("torchvision.models.detection", reason="needs torchvision")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SIZE = {"min_size": 96, "max_size": 96, "weights": None, "weights_backbone": None, "num_classes": 5}
 
 

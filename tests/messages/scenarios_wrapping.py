@@ -51,6 +51,12 @@ def scripted_wrapper():
     torch.jit.script(model)
 
 
+@scenario("A parametrization of the wrapper itself")
+def parametrized_wrapper():
+    model = instep.DataParallel(nn.Linear(3, 2), ["cpu", "cpu"])
+    torch.nn.utils.parametrizations.weight_norm(model)
+
+
 @scenario("No devices")
 def no_devices():
     model = instep.DataParallel(nn.Linear(3, 2), [])

@@ -151,6 +151,7 @@ def random_mask(h: Tensor) -> Tensor:
 
 
 DEPENDENT: dict[str, Callable[..., Any]] = {
+    "two permutations": lambda h: h[torch.randperm(len(h))] * h[torch.randperm(len(h))],
     "mixup": lambda h: 0.7 * h + 0.3 * h[torch.randperm(len(h))],
     "mixup by NumPy's weight": lambda h: (w := np.random.beta(1, 1)) * h + (1 - w) * h[torch.randperm(len(h))],
     "mixup by Beta": lambda h: (w := Beta(1.0, 1.0).sample()) * h + (1 - w) * h[torch.rand(len(h)).argsort()],
@@ -170,6 +171,16 @@ def test_draws_that_connect_samples_are_an_error(wrap: Any, name: str, batch: in
     model = wrap(Net(lambda _, h: DEPENDENT[name](h)), engine="serial")
     with pytest.raises(instep.MergeError, match=r"forward draws random numbers\. In the trial"):
         model(torch.randn(batch, 3))
+
+
+def test_permutations_do_not_cancel(wrap: Any) -> None:
+    def twice(_: Net, h: Tensor) -> Tensor:
+        order = torch.randperm(len(h))
+        return h[order][order]
+
+    for then in (twice, lambda _, h: h.flip(0)[torch.randperm(len(h))]):
+        with pytest.raises(instep.MergeError, match="depend on other samples"):
+            wrap(Net(then), engine="serial")(torch.randn(9, 3))
 
 
 def test_draws_that_cannot_be_repeated_leave_the_shapes(wrap: Any) -> None:
@@ -210,7 +221,7 @@ def test_the_generators_are_left_alone(wrap: Any) -> None:
         assert torch.rand(3).tolist() == [0.5] * 3
         assert torch.randn(2, generator=generator).tolist() == [0.5] * 2
         assert torch.randint(3, 9, (2,)).tolist() == [3, 3]
-        assert torch.randperm(4).tolist() == [3, 2, 1, 0]
+        assert [torch.randperm(4).tolist() for _ in range(2)] == [[1, 2, 3, 0], [2, 3, 0, 1]]
         assert torch.rand(4).argsort().tolist() == [3, 2, 1, 0]
         assert torch.bernoulli(torch.tensor([0.1, 0.0])).tolist() == [1, 0]
         torch.testing.assert_close(torch.normal(torch.zeros(2), 2.0), torch.ones(2))

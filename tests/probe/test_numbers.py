@@ -78,3 +78,19 @@ def test_numbers_that_hide_values_do_not_decide(wrap: Any) -> None:
         torch.testing.assert_close(model(x, weight=weight), net(x, weight=weight))
     assert said(model, x, weight=2.0)["penalty"] == "mean weighted by samples (the probe)"
     assert not probe_of(model).numbers_matter
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "0-d tensor"])
+def test_a_weight_that_begins_at_zero_shows_what_it_weighs(wrap: Any, as_tensor: bool) -> None:
+    """The first call is a sum over samples; the second adds a mean, which no rule explains."""
+
+    def then(_: Net, h: Tensor, beta: Any) -> Tensor:
+        return h.sum() + beta * h.pow(2).mean()
+
+    net, x = Net(then), torch.randn(6, 3)
+    model = wrap(net, engine="serial")
+    weights = [torch.tensor(beta) if as_tensor else beta for beta in (0.0, 0.1, 0.2)]
+    torch.testing.assert_close(model(x, beta=weights[0]), net(x, beta=weights[0]))
+    for weight in weights[1:]:
+        with pytest.raises(instep.MergeError, match="no sum, mean or constant explains it"):
+            model(x, beta=weight)

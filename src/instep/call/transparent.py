@@ -85,6 +85,11 @@ class Transparent(nn.Module):
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            raise WrapError(
+                "the class of instep.DataParallel cannot be changed, e.g. by register_parametrization(model, ...).\n"
+                "Change the module: register_parametrization(model.module, ...)."
+            )
         if self._is_own(name):
             object.__setattr__(self, name, value)
         else:

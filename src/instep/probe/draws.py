@@ -2,7 +2,7 @@
 
 A run on two samples draws other numbers than a run on five. `TrialDraws` replaces the results of torch's random ops, on
 every device and from every generator. At first all samples draw alike: 0.5 for noise, the lowest integer, masks that
-keep every entry, permutations that reverse. A mean over what a random mask selects then looks like a mean over samples.
+keep every entry, permutations that rotate. A mean over what a random mask selects then looks like a mean over samples.
 So the same parts run again, and every sample has random numbers of its own, the same in its part and in the whole.
 """
 
@@ -100,14 +100,14 @@ class TrialDraws(TorchDispatchMode):
 
     def _next_noise(self, entries: Tensor, drawn: Tensor) -> _Noise:
         """The random numbers of the next draw, in the shape of `entries`."""
-        numbers = self._numbers(entries.shape, drawn.shape)
+        numbers, index = self._numbers(entries.shape, drawn.shape), self._count
         self._count += 1
         dtype = torch.float32 if drawn.device.type == "mps" else torch.float64
         if numbers is None:
             half = torch.full((), 0.5, dtype=dtype, device=drawn.device)
-            return _Noise(half, half * 0, half)
+            return _Noise(half, half * 0, half, index)
         numbers = numbers.to(drawn.device, dtype)
-        return _Noise(numbers, numbers, (2 * numbers - 1).erfinv() * 2**0.5)
+        return _Noise(numbers, numbers, (2 * numbers - 1).erfinv() * 2**0.5, index)
 
     def _numbers(self, shape: torch.Size, drawn_shape: torch.Size) -> Tensor | None:
         """Numbers in (0, 1) that differ between samples; None if all samples draw alike."""
@@ -147,6 +147,8 @@ class _Noise(NamedTuple):
     """The same; 0 if all samples draw alike."""
     normal: Tensor
     """From the standard normal distribution; 0.5 if all samples draw alike."""
+    number: int
+    """How many draws its run made before."""
 
 
 _Draw = Callable[[_Noise, dict[str, Any]], Any]
@@ -178,8 +180,10 @@ def _dropout(_: _Noise, a: dict[str, Any]) -> Any:
     return values / (1 - p) if a.get("train", True) and p < 1 else values
 
 
-def _permutation(_: _Noise, a: dict[str, Any]) -> Any:
-    return torch.arange(a["n"] - 1, -1, -1)
+def _permutation(noise: _Noise, a: dict[str, Any]) -> Any:
+    """A rotation, by another step at each draw: permutations that are applied one after another do not cancel."""
+    steps = 1 + noise.number % max(1, a["n"] - 1)
+    return torch.arange(a["n"]).roll(-steps)
 
 
 def _multinomial(noise: _Noise, a: dict[str, Any]) -> Any:

@@ -257,7 +257,7 @@ class _LineTrials:
         call = call._replace(plan=SplitPlan(batch, (batch,), plan.names, placements))
         trial = Trial(self.trial.method, self.trial.user_rules, call, self.trial.min_part)
         trial.sandbox, trial.incomparable_reasons = self.trial.sandbox, self.trial.incomparable_reasons
-        findings, _ = trial.judge_first_samples(default_part_sizes(batch, trial.min_part))
+        findings = trial.judge_samples()
         return bool(findings.outputs) and not findings.errors and not trial.incomparable_reasons
 
     def _fitting(self, lines: list[Line], name: str, is_state: bool) -> list[Line]:

@@ -10,6 +10,8 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
 from instep.errors import MergeError, StateError
 from instep.probe.gradients import are_gradients_additive
 from instep.probe.judge import UserRules
@@ -100,14 +102,16 @@ class Probe:
             return False
         if not record.count_numbers(numbers):
             return True
-        trial, before = self._trial(call), record.outputs
+        trial, found = self._trial(call), ProbeRecord(seen_traits=record.seen_traits)
         try:
-            self._run_trial(trial, record)
+            self._run_trial(trial, found)
         except MergeError:
             return False
-        record.trials.count -= 1
+        if found.status != "tried":
+            return True
         record.schedule_check()
-        return not any(contradict(before[path], new) for path, new in trial.outputs.items() if path in before)
+        before = record.outputs
+        return not any(contradict(before[path], new) for path, new in found.outputs.items() if path in before)
 
     def try_call(self, call: TrialCall, record: ProbeRecord, *, use_large_parts: bool = False) -> None:
         """Run a trial of a call into a record of its own. Raises `MergeError` for outputs that no rule explains."""
@@ -274,6 +278,8 @@ def _replicated_scalars(placement: Placement, value: Any) -> Iterator[Any]:
     if isinstance(placement, Replicate):
         if isinstance(value, (*SCALARS, enum.Enum)):
             yield value
+        elif type(value) is Tensor and value.ndim == 0 and value.device.type == "cpu":  # others would synchronize
+            yield value.item()
     elif isinstance(placement, Nested):
         node = flatten_one_level(value)
         assert node is not None
