@@ -56,7 +56,7 @@ def test_an_edge_index_and_an_index_keep_their_type_and_sizes() -> None:
     assert second["batch"].is_sorted
 
 
-def test_rows_are_told_apart_by_name_where_sizes_are_equal() -> None:
+def test_rows_are_distinguished_by_name_where_sizes_are_equal() -> None:
     edges = EDGES[:, :6]  # as many edges as nodes
     first, _ = split(x=torch.arange(6), edge_attr=torch.arange(6), edge_index=edges, batch=IDS)
     assert (len(first["x"]), len(first["edge_attr"])) == (4, 5)
