@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import instep
 
-ENGINES = ["threads", "processes"]
+ENGINES = ["threads", pytest.param("processes", marks=pytest.mark.slow)]
 no_bf16 = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # of a CPU without bf16
 
 

@@ -51,6 +51,7 @@ model(x)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm to look at")
 def test_a_script_that_ends_in_a_call_leaves_nothing(tmp_path: Path) -> None:
     ways = {"error": signal.SIGUSR2, "exit": signal.SIGUSR2, "term": signal.SIGTERM, "kill": signal.SIGKILL}

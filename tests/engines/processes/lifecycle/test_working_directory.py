@@ -98,6 +98,7 @@ def run(folder: Path, *command: str, code: str = "") -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
