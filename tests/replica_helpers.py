@@ -79,3 +79,21 @@ def check(body: Callable[..., Any], mode: str, loss: Callable[[Any], Tensor] = w
         for _ in range(2):
             assert_close(train(model, x, loss), train(plain, x, loss))
             assert_same_gradients(model, plain)
+
+
+def train_and_compare(net: nn.Module, x: Tensor, way: str, replicas: int = 3, steps: int = 3, **options: Any) -> None:
+    """Outputs, gradients and state of a plain and a wrapped module, for some steps and then in evaluation."""
+    with replicated(net.double(), way, replicas, **options) as (plain, model):
+        for step in range(steps):
+            inputs = [(x * (1 + step)).detach().requires_grad_() for _ in range(2)]
+            outs = [each(value) for each, value in zip((plain, model), inputs, strict=True)]
+            for out in outs:
+                weighted_loss(out).backward()
+            assert_close(outs[1], outs[0])
+            assert_close(inputs[1].grad, inputs[0].grad)
+            assert_same_gradients(model, plain)
+            assert_close(model.state_dict(), plain.state_dict())
+        plain.eval()
+        model.eval()
+        assert_close(model(x), plain(x))
+        assert_close(model.state_dict(), plain.state_dict())

@@ -23,7 +23,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from instep.call.explain import Explanation, explain, explain_one_device
-from instep.call.interop import apparent_class, class_like, data_parallel_attribute, set_class, wrapper_class
+from instep.call.interop import apparent_class, class_like, data_parallel_attributes, set_class, wrapper_class
 from instep.call.options import (
     MethodBinding,
     Options,
@@ -321,10 +321,10 @@ class DataParallel(Transparent, ModuleWrapper):
         except AttributeError:
             if options is None:
                 raise
-            exists, value = data_parallel_attribute(name, self._instep_devices, self._instep_output, options.dim)
-            if not exists:
+            own = data_parallel_attributes(self._instep_devices, self._instep_output, options.dim)
+            if name not in own:
                 raise
-            return value
+            return own[name]
 
     def __prepare_scriptable__(self) -> Any:
         """Refuse `torch.jit.script`, which would otherwise fail on the types of this class."""
@@ -345,11 +345,11 @@ class DataParallel(Transparent, ModuleWrapper):
     def __getstate__(self) -> dict[str, Any]:
         own = {name: value for name, value in self.__dict__.items() if name.endswith("_hooks") and value}
         own.update({name: self.__dict__[name] for name in OWN_ATTRIBUTES if name in self.__dict__})
-        return {"module": self.module, "options": self._instep_options, "hooks": own}
+        return {"module": self.module, "options": self._instep_options, "attributes": own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Transparent.__init__(self, state["module"])
-        self.__dict__.update(state["hooks"])
+        self.__dict__.update(state["attributes"])
         options: Options = state["options"]
         if options.engine == "processes" and inside_worker():  # a wrapper inside a module that was sent to a worker
             options = replace(options, engine="threads")

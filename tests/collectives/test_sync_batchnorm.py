@@ -15,7 +15,14 @@ import instep
 from instep.collectives.sync_batchnorm import SyncedForward
 from instep.engines.rendezvous import Rendezvous
 
-from ..replica_helpers import ENGINE_MODES, assert_close, assert_same_gradients, replicated, weighted_loss
+from ..replica_helpers import (
+    ENGINE_MODES,
+    assert_close,
+    assert_same_gradients,
+    replicated,
+    train_and_compare,
+    weighted_loss,
+)
 
 pytestmark = pytest.mark.usefixtures("one_core")
 each_way = pytest.mark.parametrize("way", ENGINE_MODES)
@@ -27,21 +34,7 @@ def normal(*shape: int) -> Tensor:
 
 def compare(layer: nn.Module, x: Tensor, way: str, replicas: int = 3, steps: int = 3, **options: Any) -> None:
     """Outputs, gradients and running statistics of a layer, for some steps and then in eval."""
-    net = nn.Sequential(layer, nn.Tanh()).double()
-    with replicated(net, way, replicas, **options) as (plain, model):
-        for step in range(steps):
-            inputs = [(x * (1 + step)).detach().requires_grad_() for _ in range(2)]
-            outs = [each(value) for each, value in zip((plain, model), inputs, strict=True)]
-            for out in outs:
-                weighted_loss(out).backward()
-            assert_close(outs[1], outs[0])
-            assert_close(inputs[1].grad, inputs[0].grad)
-            assert_same_gradients(model, plain)
-            assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
-        for each in (plain, model):
-            each.eval()
-        assert_close(model(x), plain(x))
-        assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
+    train_and_compare(nn.Sequential(layer, nn.Tanh()), x, way, replicas, steps, **options)
 
 
 SHAPES: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {

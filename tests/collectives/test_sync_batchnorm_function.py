@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,11 +18,24 @@ from torch.utils.checkpoint import checkpoint
 import instep
 from instep.replicas.replica import Replica
 
-from ..replica_helpers import ENGINE_MODES, assert_close, assert_same_gradients, replicated, weighted_loss
+from ..replica_helpers import (
+    ENGINE_MODES,
+    assert_close,
+    assert_same_gradients,
+    replicated,
+    train_and_compare,
+    weighted_loss,
+)
 
 pytestmark = pytest.mark.usefixtures("one_core")
 each_way = pytest.mark.parametrize("way", ENGINE_MODES)
 TORCH_BATCH_NORM = F.batch_norm
+
+
+@pytest.fixture(autouse=True)
+def batch_norm_is_restored() -> Iterator[None]:
+    yield
+    assert F.batch_norm is TORCH_BATCH_NORM
 
 
 def normal(*shape: int) -> Tensor:
@@ -72,25 +85,6 @@ class OwnBuffers(nn.Module):
 class WithoutStatistics(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.batch_norm(x, None, None, training=True)
-
-
-def train_and_compare(net: nn.Module, x: Tensor, way: str, replicas: int = 3, steps: int = 3, **options: Any) -> None:
-    """Outputs, gradients and state of a plain and a wrapped module, for some steps and then in evaluation."""
-    with replicated(net.double(), way, replicas, **options) as (plain, model):
-        for step in range(steps):
-            inputs = [(x * (1 + step)).detach().requires_grad_() for _ in range(2)]
-            outs = [each(value) for each, value in zip((plain, model), inputs, strict=True)]
-            for out in outs:
-                weighted_loss(out).backward()
-            assert_close(outs[1], outs[0])
-            assert_close(inputs[1].grad, inputs[0].grad)
-            assert_same_gradients(model, plain)
-            assert_close(model.state_dict(), plain.state_dict())
-        plain.eval()
-        model.eval()
-        assert_close(model(x), plain(x))
-        assert_close(model.state_dict(), plain.state_dict())
-    assert F.batch_norm is TORCH_BATCH_NORM
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -128,8 +128,9 @@ class ReplicaDispatch:
 
     def _assign_carried(self, shards: Sequence[Sequence[Any]]) -> None:
         if self.carried:
+            attributes = [value.attribute for value in self.carried]
             for replica, shard in zip(self.replicas, shards, strict=True):
-                replica.assign_shard([value.attribute for value in self.carried], shard)
+                replica.assign_shard(attributes, shard)
 
     def _forward(self, arguments: Sequence[list[Any]], positional: int, names: Sequence[str]) -> list[ReplicaResult]:
         """Run the engine, and note which hooks were registered meanwhile."""

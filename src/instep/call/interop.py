@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from instep.runtime.torch_private import unwrap_compiled
+from instep.runtime.torch_private import FUNCTIONAL_CALL_CODE, unwrap_compiled
 
-_FUNCTIONAL_CALL: Any = torch.nn.utils.stateless._functional_call.__code__
-"""The code in which `torch.func.functional_call` tests for `nn.DataParallel`."""
 _classes: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
-"""By class of the wrapper and class of the module, or `nn.DataParallel`: the class derived for them."""
+"""By class of the wrapper and class of the module: the class of such wrappers."""
 
 
 def class_like(module: nn.Module, base: type) -> type:
@@ -33,6 +31,7 @@ def class_like(module: nn.Module, base: type) -> type:
     if found is None:
         names = {"__module__": like.__module__, "__qualname__": like.__qualname__, "__doc__": like.__doc__}
         found = type(like.__name__, (base,), {**names, "_wrapper_class": base, "forward": _forward_like(like, base)})
+        found._apparent_class = type(like.__name__, (found, nn.DataParallel), names)  # type: ignore[attr-defined]
         _classes[base, like] = found
     return found
 
@@ -48,13 +47,9 @@ def apparent_class(wrapper: nn.Module) -> type:
     `torch.func.functional_call` refuses an `nn.DataParallel` and sees the wrapper's class itself.
     """
     cls = type(wrapper)
-    if sys._getframe(2).f_code is _FUNCTIONAL_CALL:
+    if sys._getframe(2).f_code is FUNCTIONAL_CALL_CODE:
         return cls
-    found = _classes.get((cls, nn.DataParallel))
-    if found is None:
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        found = _classes[cls, nn.DataParallel] = type(cls.__name__, (cls, nn.DataParallel), names)
-    return found
+    return getattr(cls, "_apparent_class", cls)
 
 
 def _forward_like(like: Any, base: Any) -> types.FunctionType:
@@ -73,18 +68,11 @@ def wrapper_class(wrapper: Any) -> type:
     return getattr(cls, "_wrapper_class", cls)
 
 
-def data_parallel_attribute(
-    name: str, devices: Sequence[torch.device], output_device: torch.device, dim: int
-) -> tuple[bool, Any]:
-    """Whether wrappers have an attribute that their module lacks, and its value."""
-    if name == "device_ids":
-        return True, list(devices)
-    if name == "output_device":
-        return True, output_device
-    if name == "dim":
-        return True, dim
-    if name == "hf_device_map" and len(devices) > 1:
+def data_parallel_attributes(devices: Sequence[torch.device], output_device: torch.device, dim: int) -> dict[str, Any]:
+    """Attributes of a wrapper whose module has none of that name."""
+    attributes: dict[str, Any] = {"device_ids": list(devices), "output_device": output_device, "dim": dim}
+    if len(devices) > 1:
         # transformers.Trainer then leaves the placement to the model, instead of wrapping it in `nn.DataParallel` too.
         indexed = [torch.device("cpu", i) if d.type == "cpu" else d for i, d in enumerate(devices)]
-        return True, {f"replica {i}": device for i, device in enumerate(indexed)}
-    return False, None
+        attributes["hf_device_map"] = {f"replica {i}": device for i, device in enumerate(indexed)}
+    return attributes

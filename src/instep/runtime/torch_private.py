@@ -82,6 +82,10 @@ def load_dynamo_rules() -> None:
         load()
 
 
+FUNCTIONAL_CALL_CODE: Any = torch.nn.utils.stateless._functional_call.__code__
+"""The code in which `torch.func.functional_call` refuses an `nn.DataParallel`."""
+
+
 def unwrap_compiled(module: nn.Module) -> nn.Module:
     """The original module of `torch.compile(module)`; any other module itself."""
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")
