@@ -15,7 +15,7 @@ FUNCTIONS = {
     "all_gather": "(x, dim=0)",
     "all_reduce": "(x, op='sum')",
     "data_parallel": "(module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None, **options)",
-    "gather": "(outputs, target_device, dim=0, *, rules='auto')",
+    "gather": "(outputs, target_device, dim=0, *, merge='auto')",
     "merge": "(parts, sizes=None, *, merge='auto', out_dims='auto', dim=0)",
     "parallel_apply": "(modules, inputs, kwargs_tup=None, devices=None)",
     "register": "(cls, *, size, split, merge, map=None)",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +20,8 @@ from instep.replicas.replica import Replica, ReplicaResult
 from instep.replicas.tensors import ParameterSharing
 from instep.runtime.ambient import AmbientState
 from instep.structure.infer import count_samples, size_along
-from instep.structure.merge import merge
+from instep.structure.merge import merge as merge_parts
+from instep.structure.problems import set_problems
 from instep.structure.shapes import is_dense
 from instep.structure.spec import AUTO
 from instep.structure.split import Parts, apply_plan, infer_part_sizes, plan_value
@@ -49,25 +48,14 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0, *, in_
     devices = [resolve_device(target) for target in as_tuple("target_gpus", target_gpus)]
     if not devices:
         raise StructureError("scatter got no devices: name at least one in target_gpus.")
-    with _naming_inputs():
-        plan = plan_value(inputs, len(devices), dim, in_dims=in_dims)
+    plan = plan_value(inputs, len(devices), dim, in_dims=in_dims)
     if plan.batch_size is None:  # nothing is batched: every device gets all of it
         plan = replace(plan, sizes=(0,) * len(devices))
     parts = apply_plan(plan, (inputs,))
     return Parts([move_to_device(part[0], device) for part, device in zip(parts, devices, strict=False)], plan)
 
 
-@contextmanager
-def _naming_inputs() -> Iterator[None]:
-    """Context manager in which errors about arguments of a call name entries of `inputs`."""
-    try:
-        yield
-    except StructureError as error:
-        text = re.sub(r"argument ('[^']*')", r"\1 of inputs", str(error)).replace("the value", "inputs")
-        raise StructureError(text.replace("every argument", "all of inputs")) from None
-
-
-def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0, *, rules: Any = AUTO) -> Any:
+def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0, *, merge: Any = AUTO) -> Any:
     """Merge the outputs of replicas on one device.
 
     As in torch, every tensor is concatenated along `dim`, 0-d tensors give a vector with one entry for each output, and
@@ -82,22 +70,23 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0, *, r
         outputs: One output for each replica.
         target_device: The device of the result; -1 is the CPU, as in torch.
         dim: The batch dimension of tensors.
-        rules: Merge rules, as for `merge` of `DataParallel`; 0-d tensors then need a rule too.
+        merge: Merge rules, as for `DataParallel`; 0-d tensors then need a rule too.
     """
     device = torch.device("cpu") if target_device == -1 else resolve_device(target_device)
     moved = [to_output_device(output, device) for output in outputs]
     if isinstance(outputs, Parts):
-        return merge(Parts(moved, outputs.plan), merge=rules, dim=dim)
+        return merge_parts(Parts(moved, outputs.plan), merge=merge, dim=dim)
     if not moved:
         raise MergeError("gather got no outputs: pass one for each replica.")
     sizes = _sizes(moved, dim)
-    expand = rules == AUTO and dim in (0, -1)
+    expand = merge == AUTO and dim in (0, -1)
     moved = [map_tensors(partial(_gatherable, expand=expand), output) for output in moved]
     try:
-        return merge(moved, sizes, merge=rules, out_dims=dim, dim=dim)
+        return merge_parts(moved, sizes, merge=merge, out_dims=dim, dim=dim)
     except MergeError as error:
-        lines = [line for line in str(error).splitlines() if "min_shard" not in line]
-        raise MergeError("\n".join(lines).replace("merge=", "rules=")) from None
+        if error.problems:  # their hints are about shards of a call
+            set_problems(error, [replace(problem, hints=()) for problem in error.problems])
+        raise
 
 
 def _gatherable(tensor: Tensor, expand: bool) -> Tensor:

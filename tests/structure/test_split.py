@@ -132,7 +132,7 @@ def test_parts_know_their_sizes() -> None:
     ("value", "lines"),
     [
         ({"x": torch.zeros(4), "w": torch.zeros(9)}, ["'w' (Tensor [9])", "in_dims={'w': None}"]),
-        ([torch.zeros(2), torch.zeros(2)], ["the value (list of 2)", "in_dims='samples'", "in_dims=0"]),
+        ([torch.zeros(2), torch.zeros(2)], ["the structure (list of 2)", "in_dims='samples'", "in_dims=0"]),
     ],
 )
 def test_the_lines_to_write_are_lines_for_split(value: Any, lines: list[str]) -> None:

@@ -37,12 +37,15 @@ def _in_dims_line(path: Path, spec: object) -> str:
 
 def _quote_path(path: Path) -> str:
     where = format_path(path)
-    return repr(where) if where else "the value"
+    return repr(where) if where else "the structure"
 
 
 def _argument(path: Path) -> str:
+    """What a path refers to: an argument of a call, or an entry of the structure that `split` or `scatter` got."""
     where = format_path(path)
-    return f"argument {where!r}" if where else "the value"
+    if path[0] == "":
+        return f"entry {where!r}" if where else "the structure"
+    return f"argument {where!r}"
 
 
 def size_mismatch_error(
@@ -107,9 +110,9 @@ def ambiguous_batch_size(
     candidates: Sequence[Any], matches: Mapping[int, Any], values: Sequence[Any], names: Sequence[str]
 ) -> StructureError:
     """More than one batch size matches every argument. Shows the line that selects each."""
-    each = "both" if len(matches) == 2 else "all"
+    each, what = "both" if len(matches) == 2 else "all", "argument" if names[0] else "entry"
     lines = [
-        f"cannot determine the batch size: {' and '.join(str(size) for size in matches)} {each} match every argument."
+        f"cannot determine the batch size: {' and '.join(str(size) for size in matches)} {each} match every {what}."
     ]
     lines.append("Write one of:")
     for candidate in candidates:
