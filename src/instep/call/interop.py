@@ -1,8 +1,10 @@
-"""How a wrapper appears to other libraries: a class like the module's, and the attributes of `nn.DataParallel`.
+"""How a wrapper appears to libraries that inspect a model: transformers.Trainer, accelerate, Lightning, peft.
 
-To `isinstance`, a wrapper is an `nn.DataParallel`, so that libraries unwrap it where they would unwrap that. They also
-read the name of a model's class and the signature of its `forward`: transformers.Trainer finds by them which columns of
-a dataset to pass and which are labels.
+- They read the name of the model's class and the signature of its `forward`. Trainer finds by them which columns of a
+  dataset to pass and which of them are labels. So each wrapper has a class of its own, created by `class_like`.
+- They take `model.module` if `isinstance(model, nn.DataParallel)`. A wrapper does not inherit from `nn.DataParallel`:
+  its `__init__` and methods would be in the way. Only `wrapper.__class__`, which `isinstance` also reads, does.
+- They read `device_ids`, `output_device`, `dim` and `hf_device_map` (`data_parallel_attributes`).
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ from torch import nn
 from instep.runtime.torch_private import FUNCTIONAL_CALL_CODE, unwrap_compiled
 
 _classes: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
-"""By class of the wrapper and class of the module: the class of such wrappers."""
+"""Results of `class_like`, by `base` and class of the module."""
 
 
 def class_like(module: nn.Module, base: type) -> type:
-    """A subclass of the wrapper's class `base` with the name of the module's class and its `forward`'s signature."""
+    """The class of a wrapper: a subclass of `base` that has the name of the module's class and its `forward` signature.
+
+    `base` is `DataParallel` or a subclass of it. Wrappers of modules of one class share their class.
+    """
     like = type(unwrap_compiled(module))
     found = _classes.get((base, like))
     if found is None:
@@ -37,14 +42,15 @@ def class_like(module: nn.Module, base: type) -> type:
 
 
 def set_class(wrapper: nn.Module, cls: type) -> None:
-    """Change the class of a wrapper, whose `__class__` is a property (see `apparent_class`)."""
+    """Assign the class of a wrapper. `wrapper.__class__ = cls` does not: `DataParallel.__class__` is a property."""
     object.__dict__["__class__"].__set__(wrapper, cls)
 
 
 def apparent_class(wrapper: nn.Module) -> type:
-    """What `wrapper.__class__` and so `isinstance` see: the wrapper's class, derived from `nn.DataParallel` too.
+    """The value of `wrapper.__class__`: a subclass of the wrapper's class and of `nn.DataParallel`, never instantiated.
 
-    `torch.func.functional_call` refuses an `nn.DataParallel` and sees the wrapper's class itself.
+    `isinstance(wrapper, cls)` is true if either `type(wrapper)` or `wrapper.__class__` is a subclass of `cls`.
+    `torch.func.functional_call` raises an error for an `nn.DataParallel`, so it gets the wrapper's own class.
     """
     cls = type(wrapper)
     if sys._getframe(2).f_code is FUNCTIONAL_CALL_CODE:
@@ -53,7 +59,10 @@ def apparent_class(wrapper: nn.Module) -> type:
 
 
 def _forward_like(like: Any, base: Any) -> types.FunctionType:
-    """A copy of the wrapper's `forward`, without another stack frame, that has the signature of the module's."""
+    """A copy of the wrapper's `forward` with the signature of the module's, for `inspect.signature`.
+
+    A copy of the function instead of a function that calls it: every call would have another stack frame.
+    """
     own: types.FunctionType = base.forward
     forward = types.FunctionType(own.__code__, own.__globals__, "forward", own.__defaults__, own.__closure__)
     forward.__doc__, forward.__qualname__ = like.forward.__doc__, f"{like.__qualname__}.forward"
@@ -63,16 +72,17 @@ def _forward_like(like: Any, base: Any) -> types.FunctionType:
 
 
 def wrapper_class(wrapper: Any) -> type:
-    """The class that a wrapper was created from: `base` of `class_like`."""
+    """The class that the user instantiated, `DataParallel` or a subclass: `base` of `class_like`. Pickle needs it."""
     cls = type(wrapper)
     return getattr(cls, "_wrapper_class", cls)
 
 
 def data_parallel_attributes(devices: Sequence[torch.device], output_device: torch.device, dim: int) -> dict[str, Any]:
-    """Attributes of a wrapper whose module has none of that name."""
+    """The attributes of `nn.DataParallel`, and `hf_device_map`. A wrapper has those that its module does not have."""
     attributes: dict[str, Any] = {"device_ids": list(devices), "output_device": output_device, "dim": dim}
     if len(devices) > 1:
-        # transformers.Trainer then leaves the placement to the model, instead of wrapping it in `nn.DataParallel` too.
+        # Trainer does not wrap a model that has several devices in its `hf_device_map` in `nn.DataParallel`. It does
+        # not count equal devices, so CPU replicas have indices.
         indexed = [torch.device("cpu", i) if d.type == "cpu" else d for i, d in enumerate(devices)]
         attributes["hf_device_map"] = {f"replica {i}": device for i, device in enumerate(indexed)}
     return attributes
