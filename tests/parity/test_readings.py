@@ -309,6 +309,53 @@ def test_explain_lists_the_readings_before_the_first_call() -> None:
 # What is refused
 
 
+class Recurrence(nn.Module):
+    """A recurrence over dim 0 without torch's recurrent layers. Each step reads the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [torch.zeros_like(x[0])]
+        for step in x:
+            states.append(torch.tanh(self.linear(step) + states[-1]))
+        return torch.stack(states[1:])
+
+
+def test_dim_1_is_offered_if_the_outputs_of_parts_along_dim_0_do_not_merge() -> None:
+    net, x = Recurrence().double(), torch.randn(6, 4, 3, dtype=torch.float64)
+    with (
+        instep.DataParallel(net, ["cpu"] * 2, engine="serial") as model,
+        pytest.raises(instep.MergeError, match="one device") as caught,
+    ):
+        model(x)
+    assert str(caught.value).splitlines()[2].startswith("  dim=1   # ")
+    with instep.DataParallel(net, ["cpu"] * 2, engine="serial", dim=1) as model:
+        torch.testing.assert_close(model(x), net(x))
+
+
+class RunningTotal(nn.Module):
+    """Samples in dim 1 would fit the output, but not the attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += float(x.square().sum())
+        return x.sin()
+
+
+def test_dim_1_is_not_offered_for_state() -> None:
+    with (
+        instep.DataParallel(RunningTotal(), ["cpu"] * 2, engine="serial") as model,
+        pytest.raises(instep.StateError, match=r"state={'total': 'sum'}") as caught,
+    ):
+        model(torch.randn(6, 4, dtype=torch.float64))
+    assert "dim=1" not in str(caught.value)
+
+
 class Stack(nn.Module):
     """Works on a list of samples and on a list of batched tensors alike."""
 

@@ -12,7 +12,7 @@ from instep.structure.merge import Merger
 from instep.structure.merge_rules import WeightedBy, weighted_by
 from instep.structure.placements import Partial, Replicate
 from instep.structure.verdicts import Undetermined, Verdict
-from instep.structure.weights import CriterionWeight, EntryCount, candidate_weights
+from instep.structure.weights import CriterionWeight, EntryCount, possible_weights
 
 
 @pytest.fixture
@@ -121,11 +121,11 @@ def test_weights_of_replicas_without_an_output_are_read_in_the_same_transfer(tra
     assert len(transfers) == 1
 
 
-def test_candidate_weights_of_a_trial_are_read_in_one_transfer(transfers: list[int]) -> None:
+def test_possible_weights_of_a_trial_are_read_in_one_transfer(transfers: list[int]) -> None:
     labels = torch.tensor([[0, 2, -100], [1, 1, 1], [1, 0, 2]])
     inputs = [{"labels": part, "mask": part >= 0} for part in (labels[:1], labels[1:], labels)]
     criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 4.0]))
-    candidates = candidate_weights(inputs, (1, 2, 3), [("loss", criterion)])
+    candidates = possible_weights(inputs, (1, 2, 3), [("loss", criterion)])
     assert (EntryCount(("labels",), "valid", False), 2.0, 6.0) in candidates
     assert (CriterionWeight(("labels",), "loss", criterion, False), 5.0, 13.0) in candidates
     assert len(transfers) == 1

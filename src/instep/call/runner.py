@@ -112,12 +112,19 @@ class ParallelRunner:
                 try:
                     return self._run(call, transaction)
                 except (MergeError, StateError) as error:
-                    if error.problems and (probe := call.binding.probe) is not None:
-                        call = self.bind(method, args, kwargs)  # the probe may have chosen another reading
-                        probe.add_tried_lines(error, self._trial_call(call, ()), self.state_merger)
+                    if error.problems:
+                        self._add_tried_lines(error, self.bind(method, args, kwargs))  # maybe with another reading
                     if isinstance(error, MergeError) and method != "forward":
                         rules_of_method(error, method)
                     raise
+
+    def _add_tried_lines(self, error: MergeError | StateError, call: BoundCall) -> None:
+        """Add the lines that solve the problems of a failed call to its error, if there is a probe to try them."""
+        probe, planner = call.binding.probe, call.binding.planner
+        if probe is not None:
+            other = planner.plan_in_dim(1, call.plan.names, call.values)
+            in_dim_1 = None if other is None else self._trial_call(replace(call, plan=other), ())
+            probe.add_tried_lines(error, self._trial_call(call, ()), self.state_merger, in_dim_1)
 
     def _run(self, call: BoundCall, transaction: Transaction) -> Any:
         serialize = reading_chosen = False

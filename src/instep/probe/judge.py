@@ -41,7 +41,7 @@ from instep.structure.tree import NUMBER_TYPES, Path, flatten_one_level, is_sequ
 from instep.structure.types import TypeHandler
 from instep.structure.types_torch import handler_for
 from instep.structure.verdicts import Undetermined, Verdict, partial_verdict
-from instep.structure.weights import candidate_weights
+from instep.structure.weights import possible_weights
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ class _Judge:
         fits = bool(finite_parts) and relative_difference(finite_parts[0], values[2]) <= self.trial.reduction_tolerance
         rules = [
             WeightedBy(weight)
-            for weight, *part_weights in candidate_weights(self.trial.inputs, self.sizes, self.trial.criteria)
+            for weight, *part_weights in possible_weights(self.trial.inputs, self.sizes, self.trial.criteria)
             if fits
             and all(
                 bool(part_weight) == is_finite for part_weight, is_finite in zip(part_weights, finite, strict=False)
@@ -386,8 +386,8 @@ class _Judge:
         tolerance = self.trial.reduction_tolerance
         distance = float((first - second).abs().max()) / scale
 
-        def relative_error(candidate: Tensor) -> float:
-            return float((candidate - whole).abs().max()) / scale
+        def relative_error(merged: Tensor) -> float:
+            return float((merged - whole).abs().max()) / scale
 
         is_sum = relative_error(first + second) <= tolerance
         first_size, second_size, _ = self.sizes
@@ -395,9 +395,7 @@ class _Judge:
             "mean": relative_error((first_size * first + second_size * second) / (first_size + second_size))
         }
         single_part_error = float("inf")
-        for weight, first_weight, second_weight in candidate_weights(
-            self.trial.inputs, self.sizes, self.trial.criteria
-        ):
+        for weight, first_weight, second_weight in possible_weights(self.trial.inputs, self.sizes, self.trial.criteria):
             error = relative_error((first_weight * first + second_weight * second) / (first_weight + second_weight))
             if first_weight and second_weight:
                 errors[WeightedBy(weight)] = error

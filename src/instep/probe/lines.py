@@ -19,9 +19,9 @@ from torch import Tensor
 
 from instep.errors import InstepError, MergeError, StateError
 from instep.probe.candidates import evaluate, output_lines, state_lines
+from instep.probe.sandbox import RunResult
 from instep.probe.tolerance import tolerances
-from instep.probe.trial import PartInputs, RunResult, Trial, TrialFailed
-from instep.probe.window import default_part_sizes, even_part_sizes, large_part_sizes
+from instep.probe.trial import PartInputs, Trial, TrialFailed
 from instep.replicas.diff import MISSING
 from instep.replicas.object_graph import Contents, read_contents
 from instep.replicas.state.containers import merge_contents
@@ -31,8 +31,6 @@ from instep.structure.compare import relative_difference, to_comparable
 from instep.structure.merge import Merger
 from instep.structure.merge_messages import INTERACTION_ADVICE
 from instep.structure.merge_rules import MergeContext, WeightedBy, apply_rule, get_by_dotted_path
-from instep.structure.placements import Replicate, Shard
-from instep.structure.plan import SplitPlan
 from instep.structure.problems import Line, Problem, set_problems
 from instep.structure.spec import AUTO
 from instep.structure.tree import NUMBER_TYPES, flatten_one_level, format_path
@@ -87,8 +85,7 @@ class _LineTrials:
         self.trial, self.state_merger = trial, state_merger
         self.module, self.dim = trial.call.module, trial.user_rules.dim_spec.batch_dim
         self.windows: list[Window] = []
-        self.small = default_part_sizes(trial.batch_size, trial.min_part)
-        self.large = large_part_sizes(trial.batch_size, trial.min_part)
+        self.small, self.large = trial.part_sizes(), trial.part_sizes(large=True)
         self.state: dict[str, Any] = {}
         """Attributes after the first window."""
 
@@ -104,32 +101,25 @@ class _LineTrials:
                 problems += self._predict_problems({problem.name for problem in problems})
             if self.windows:
                 self._observe_more([problem.name for problem in problems if problem.keyword == "state"])
-            solved = [self._solve(problem) for problem in problems]
-            if not any(problem.lines for problem in solved if problem.keyword == "merge") and self._fits_in_dim_1():
-                solved = [_in_dim_1(solved)]
-            set_problems(error, solved, self._all_names())
+            set_problems(error, [self._solve(problem) for problem in problems], self._all_names())
 
     # Windows
 
     def _observe_first(self) -> bool:
-        """Run the first samples; with gradients enabled, or with parts of even sizes, if `forward` needs that."""
-        even = even_part_sizes(self.trial.batch_size, self.trial.min_part)
-        for sizes in (self.small, *([even] if even is not None else [])):
-            for takes_gradients in (False, True) if torch.is_grad_enabled() else (False,):
-                self.trial.sandbox.takes_gradients = takes_gradients
-                if self._observe(sizes, 0):
-                    self.small, self.large = sizes, self.large if sizes == self.small else sizes
-                    return True
-                if self.trial.incomparable_reasons:
-                    return False
+        """Run the first samples, in the first mode in which `forward` does not fail."""
+        for sizes in self.trial.modes():
+            if self._observe(sizes, 0):
+                self.small, self.large = sizes, self.trial.part_sizes(large=True)
+                return True
+            if self.trial.incomparable_reasons:
+                return False
         return False
 
     def _observe_more(self, state_names: Sequence[str]) -> None:
         """Run the first samples again from the state that they left, then other samples and larger parts."""
         for name in state_names:
             old, _, whole = self._values(name, True, self.windows[0])
-            is_container = self._in_place(name) and isinstance(whole, (list, deque, set))
-            if not is_container and whole is not MISSING and old is not whole:
+            if not self._is_filled_container(name, whole) and whole is not MISSING and old is not whole:
                 self.state[name] = whole
         batch = self.trial.batch_size
         windows = [
@@ -147,7 +137,7 @@ class _LineTrials:
         for state in (self.state, {}) if self.state else ({},):
             observed = self.trial.observe(sizes, start, state)
             for inputs, runs in observed:
-                tolerance = tolerances(self.trial.sandbox, {}, [run[:2] for run in runs])[1]
+                tolerance = tolerances(self.trial.sandbox, {}, [(run.output, run.attributes) for run in runs])[1]
                 self.windows.append(Window(sizes, inputs, runs, max(tolerance, _MIN_TOLERANCE), state))
             if observed:
                 return True
@@ -155,26 +145,26 @@ class _LineTrials:
 
     def _values(self, name: str, is_state: bool, window: Window) -> Values:
         if not is_state:
-            outputs = [get_by_dotted_path(name, run[0]) if name else run[0] for run in window.runs]
+            outputs = [get_by_dotted_path(name, run.output) if name else run.output for run in window.runs]
             return Values(None, outputs[:2], outputs[2])
         old = window.state.get(name, _ABSENT)
         if old is _ABSENT:
             old = self.trial.sandbox.read(name, MISSING)
-        values = [_value_after(name, run, old) for run in window.runs]
+        values = [run.value_of(name, old) for run in window.runs]
         return Values(old, values[:2], values[2])
 
     def _reads_old(self, name: str) -> bool:
         """Whether the new value of an attribute depends on its old one."""
-        again = [window for window in self.windows if name in window.state]
-        if not again:
-            return isinstance(self._values(name, True, self.windows[0]).whole, (list, deque, set))
-        first, second = (self._values(name, True, window).whole for window in (self.windows[0], again[0]))
-        return not _is_close(first, second, again[0].tolerance)
+        whole, in_place = self._values(name, True, self.windows[0]).whole, self._in_place(name)
+        if self._is_filled_container(name, whole):
+            return True
+        return self.trial.reads_attribute(self.small, 0, name, whole, in_place=in_place)
 
     def _all_names(self) -> set[str]:
         """The names of all outputs and changed attributes."""
-        names = {format_path(path) for window in self.windows[:1] for path in _leaf_paths(window.runs[2][0])}
-        return names.union(*(table for window in self.windows[:1] for run in window.runs for table in run[1:]))
+        runs = self.windows[0].runs if self.windows else ()
+        names = {format_path(path) for run in runs[2:] for path in _leaf_paths(run.output)}
+        return names.union(*((*run.attributes, *run.changes) for run in runs))
 
     # Problems
 
@@ -193,22 +183,25 @@ class _LineTrials:
         window, merger = self.windows[0], self.state_merger
         policy = replace(merger, mergers={}, list_growth={}, on_unmerged="error")
         policy.verdicts, policy.unmergeable, policy.sample_dependent = attributes, self.trial.unmergeable, ()
-        for name in dict.fromkeys(name for run in window.runs for table in run[1:] for name in table):
+        for name in dict.fromkeys(name for run in window.runs for name in (*run.attributes, *run.changes)):
             path = self.trial.sandbox.path_of(name)
             if name in attributes or merger.state_rule(path) is not None:
                 continue
             if name not in self.trial.unmergeable and (not self._in_place(name) or self._has_layer_rule(name)):
                 continue
             old, parts, _ = self._values(name, True, window)
-            is_container = self._in_place(name) and isinstance(old, (list, deque, set))
-            if not is_container and not any(part is MISSING for part in parts):
+            if not self._is_filled_container(name, old) and not any(part is MISSING for part in parts):
                 with suppress(InstepError):  # the call raises it when it merges its state
                     policy.merge_value(path, old, parts, window.sizes)
         return policy.problems
 
     def _in_place(self, name: str) -> bool:
         """Whether `forward` changes an attribute in place, and never assigns it."""
-        return not any(name in run[1] for run in self.windows[0].runs)
+        return not any(name in run.attributes for run in self.windows[0].runs)
+
+    def _is_filled_container(self, name: str, value: Any) -> bool:
+        """Whether an attribute is a container to which `forward` adds entries."""
+        return self._in_place(name) and isinstance(value, (list, deque, set))
 
     def _has_layer_rule(self, name: str) -> bool:
         owner, _, key = name.rpartition(".")
@@ -227,7 +220,7 @@ class _LineTrials:
         whole = self._values(problem.name, is_state, self.windows[0]).whole
         if whole is None or whole is MISSING or not problem.can_try:
             return problem
-        outputs = self.windows[0].runs[2][0]
+        outputs = self.windows[0].runs[2].output
         lines: list[Line] = list(
             output_lines(whole, problem.name, outputs, self.trial.inputs, self.trial.batch_size, self.module)
         )
@@ -241,24 +234,6 @@ class _LineTrials:
         if "weighted_by" not in lines[0].rule:
             return replace(problem, lines=tuple(lines[:1]))
         return replace(problem, lines=tuple(line for line in lines if "weighted_by" in line.rule)[:_MAX_LINES])
-
-    def _fits_in_dim_1(self) -> bool:
-        """Whether the outputs can be merged if the samples are in dim 1 of every tensor that was split along dim 0."""
-        call, plan = self.trial.call, self.trial.plan
-        pairs = list(zip(plan.placements, call.values, strict=True))
-        if not self.windows or not all(isinstance(placement, (Shard, Replicate)) for placement, _ in pairs):
-            return False
-        shapes = [value.shape for placement, value in pairs if isinstance(placement, Shard) and placement.dim == 0]
-        sizes = [shape[1] if len(shape) > 1 else 0 for shape in shapes]
-        if len(set(sizes)) != 1 or sizes[0] < 2:
-            return False
-        batch = int(sizes[0])
-        placements = tuple(Shard(1) if isinstance(placement, Shard) else placement for placement, _ in pairs)
-        call = call._replace(plan=SplitPlan(batch, (batch,), plan.names, placements))
-        trial = Trial(self.trial.method, self.trial.user_rules, call, self.trial.min_part)
-        trial.sandbox, trial.incomparable_reasons = self.trial.sandbox, self.trial.incomparable_reasons
-        findings = trial.judge_samples()
-        return bool(findings.outputs) and not findings.errors and not trial.incomparable_reasons
 
     def _fitting(self, lines: list[Line], name: str, is_state: bool) -> list[Line]:
         """The lines that give the value of the whole in every window, and in further ones that distinguish them."""
@@ -287,7 +262,7 @@ class _LineTrials:
     def _fits(self, line: Line, rule: Any, name: str, values: Values, is_state: bool, window: Window) -> bool:
         try:
             if not is_state:
-                outputs = [run[0] for run in window.runs[:2]]
+                outputs = [run.output for run in window.runs[:2]]
                 context = MergeContext.create(window.sizes, outputs, window.inputs[:2])
                 merged = apply_rule(rule, values.parts, context, (name,) if name else (), self.dim)
             else:
@@ -303,7 +278,7 @@ class _LineTrials:
         policy = StateMerger({} if is_merge else {name: rule}, outputs)
         path, old = self.trial.sandbox.path_of(name), values.old
         with policy.using_inputs(window.inputs[:2]):
-            if self._in_place(name) and isinstance(old, (list, deque, set)):
+            if self._is_filled_container(name, old):
                 before, after = read_contents(old), [_contents(part) for part in values.parts]
                 contents = merge_contents(old, path, before, after, window.sizes, policy)
                 merged: Any = set(contents.items) if isinstance(old, set) else list(contents.items)
@@ -340,11 +315,11 @@ def _first_share(rule: WeightedBy, context: MergeContext) -> float:
     return first / (first + second) if first + second else 0.0
 
 
-def _in_dim_1(problems: Sequence[Problem]) -> Problem:
-    """One problem whose solution is another batch dim."""
-    first = problems[0]
+def offer_dim_1(error: MergeError) -> None:
+    """Replace the problems of an error by one whose solution is another batch dim."""
+    first = error.problems[0]
     line = Line("dim", "1", "the samples are in dim 1, as in sequences [T, B]")
-    return Problem(first.name, first.headline, keyword="dim", lines=(line,))
+    set_problems(error, [Problem(first.name, first.headline, keyword="dim", lines=(line,))])
 
 
 def _no_line(problem: Problem, whole: Any) -> tuple[str, ...]:
@@ -370,22 +345,6 @@ def _no_line(problem: Problem, whole: Any) -> tuple[str, ...]:
         *INTERACTION_ADVICE,
         own,
     )
-
-
-def _value_after(name: str, run: RunResult, old: Any) -> Any:
-    """The value of an attribute after a run."""
-    _, attributes, changes = run
-    if name in attributes:
-        return attributes[name]
-    entries = changes.get(name)
-    if entries is None:
-        return old
-    if isinstance(old, (list, deque)):
-        items = list(old)
-        for index, value in entries:
-            items[index : index + 1] = [value]
-        return items
-    return entries[-1][1] if isinstance(entries[-1], tuple) else entries[-1]
 
 
 def _contents(value: Any) -> Contents:

@@ -12,17 +12,17 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from instep.errors import MergeError, StateError
+from instep.errors import MergeError, StateError, StructureError
 from instep.probe.gradients import are_gradients_additive
 from instep.probe.judge import UserRules
-from instep.probe.lines import add_tried_lines
+from instep.probe.lines import add_tried_lines, offer_dim_1
 from instep.probe.record import MAX_FAILED_MERGES, MAX_TRIALS, ProbeRecord, common_record, contradict
 from instep.probe.trial import OutputCheck, Trial, TrialCall
 from instep.replicas.state.merge import StateMerger
 from instep.structure.merge import Merger
 from instep.structure.merge_messages import draws_hide_values, loss_not_additive
 from instep.structure.merge_rules import MergeContext, WeightedBy
-from instep.structure.placements import Nested, Placement, Replicate, contains_placement
+from instep.structure.placements import Nested, PerSample, Placement, Replicate, Shard, contains_placement
 from instep.structure.plan import SplitPlan
 from instep.structure.split import apply_plan
 from instep.structure.tree import SCALARS, flatten_one_level, structure_key
@@ -34,6 +34,17 @@ MAX_RECORDS = 32
 _MAX_CACHED_PLANS = 512
 
 Values: TypeAlias = tuple[Any, ...]
+
+
+class Outcome(enum.Enum):
+    """What trials on few and on more samples show about a reading of the arguments."""
+
+    AGREES = enum.auto()
+    """Values show how each output is merged, and one follows the batch."""
+    FOLLOWS_BATCH = enum.auto()
+    """An output follows the batch by its structure. Zeros and shapes prove nothing."""
+    UNPROVEN = enum.auto()
+    REFUTED = enum.auto()
 
 
 class Probe:
@@ -113,10 +124,22 @@ class Probe:
         before = record.outputs
         return not any(contradict(before[path], new) for path, new in found.outputs.items() if path in before)
 
-    def try_call(self, call: TrialCall, record: ProbeRecord, *, use_large_parts: bool = False) -> None:
-        """Run a trial of a call into a record of its own. Raises `MergeError` for outputs that no rule explains."""
-        self._run_trial(self._trial(call, use_large_parts=use_large_parts), record)
-        self._check_additive(record)
+    def try_reading(self, call: TrialCall) -> Outcome:
+        """Run trials of a call whose plan has another reading of the arguments, into a record of its own."""
+        record = ProbeRecord()
+        try:
+            for use_large_parts in (False, True):
+                self._run_trial(self._trial(call, use_large_parts=use_large_parts), record)
+                self._check_additive(record)
+        except (MergeError, StructureError):
+            return Outcome.REFUTED
+        if record.status != "tried":
+            return Outcome.REFUTED
+        verdicts = [v for v in record.outputs.values() if not isinstance(v.placement, (Replicate, Nested))]
+        if verdicts and all(v.proven or v.ops for v in verdicts):
+            return Outcome.AGREES
+        follows = any(isinstance(v.placement, (PerSample, Shard)) for v in verdicts)
+        return Outcome.FOLLOWS_BATCH if follows else Outcome.UNPROVEN
 
     def retry(self, call: TrialCall) -> bool:
         """Probe the last call again because its outputs did not fit the verdicts; returns whether these changed.
@@ -140,10 +163,23 @@ class Probe:
         """The error of a merge, with the reason if random numbers kept the probe from a verdict."""
         return draws_hide_values(error) if self.last_record.draws_randomly else error
 
-    def add_tried_lines(self, error: MergeError | StateError, call: TrialCall, state_merger: StateMerger) -> None:
-        """Try rules for the problems of a failed call, and add the lines that solve them to its error."""
+    def add_tried_lines(
+        self,
+        error: MergeError | StateError,
+        call: TrialCall,
+        state_merger: StateMerger,
+        in_dim_1: TrialCall | None = None,
+    ) -> None:
+        """Try rules for the problems of a failed call, and add the lines that solve them to its error.
+
+        If none merges an output, the same call with the samples in dim 1 is tried, if there is one.
+        """
         before = str(error)
         add_tried_lines(error, self._trial(call), state_merger)
+        if isinstance(error, MergeError) and in_dim_1 is not None:
+            unsolved = not any(problem.lines for problem in error.problems if problem.keyword == "merge")
+            if unsolved and self.try_reading(in_dim_1) is Outcome.AGREES:
+                offer_dim_1(error)
         for record in (record for records in self._records.values() for record in records.values()):
             if record.error == before:
                 record.error = str(error)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
 from instep.errors import MergeError, StructureError
-from instep.probe.probe import Probe
-from instep.probe.record import ProbeRecord
+from instep.probe.probe import Outcome, Probe
 from instep.probe.trial import TrialCall
 from instep.structure.infer import DimReading
-from instep.structure.placements import Nested, PerSample, Placement, Replicate, Shard
+from instep.structure.placements import Nested, PerSample, Placement, Shard
 from instep.structure.plan import SplitPlan
 from instep.structure.tree import Path, format_path
 
@@ -45,13 +43,13 @@ def try_readings(
     only: list[SplitPlan] = []
     for number, group in enumerate(groups):
         calls = [(plan, trial_call(plan)) for plan in group]
-        outcomes = [(plan, _Outcome.UNPROVEN if call is None else _try(probe, call)) for plan, call in calls]
-        agreeing = [plan for plan, outcome in outcomes if outcome is _Outcome.AGREES]
+        outcomes = [(plan, Outcome.UNPROVEN if call is None else probe.try_reading(call)) for plan, call in calls]
+        agreeing = [plan for plan, outcome in outcomes if outcome is Outcome.AGREES]
         if agreeing:
             return TriedReadings(agreeing, refuted)
-        refuted += [plan for plan, outcome in outcomes if outcome is _Outcome.REFUTED]
-        left = [(plan, outcome) for plan, outcome in outcomes if outcome is not _Outcome.REFUTED]
-        if number == 0 and len(left) == 1 < len(group) and left[0][1] is _Outcome.FOLLOWS_BATCH:
+        refuted += [plan for plan, outcome in outcomes if outcome is Outcome.REFUTED]
+        left = [(plan, outcome) for plan, outcome in outcomes if outcome is not Outcome.REFUTED]
+        if number == 0 and len(left) == 1 < len(group) and left[0][1] is Outcome.FOLLOWS_BATCH:
             only = [left[0][0]]
     return TriedReadings(only if accept_unproven else [], refuted)
 
@@ -60,33 +58,6 @@ def has_sequence_first_layers(module: nn.Module) -> bool:
     """Whether a module has recurrent or attention layers whose inputs are `[T, B, F]`, or cells, which run in loops."""
     layers = (nn.RNNBase, nn.MultiheadAttention)
     return any(isinstance(m, nn.RNNCellBase) or (isinstance(m, layers) and not m.batch_first) for m in module.modules())
-
-
-class _Outcome(enum.Enum):
-    """What trials on few and on more samples show about a plan."""
-
-    AGREES = enum.auto()
-    """Values show how each output is merged, and one follows the batch."""
-    FOLLOWS_BATCH = enum.auto()
-    """An output follows the batch by its structure. Zeros and shapes prove nothing."""
-    UNPROVEN = enum.auto()
-    REFUTED = enum.auto()
-
-
-def _try(probe: Probe, call: TrialCall) -> _Outcome:
-    record = ProbeRecord()
-    try:
-        for use_large_parts in (False, True):
-            probe.try_call(call, record, use_large_parts=use_large_parts)
-    except (MergeError, StructureError):
-        return _Outcome.REFUTED
-    if record.status != "tried":
-        return _Outcome.REFUTED
-    verdicts = [v for v in record.outputs.values() if not isinstance(v.placement, (Replicate, Nested))]
-    if verdicts and all(v.proven or v.ops for v in verdicts):
-        return _Outcome.AGREES
-    follows = any(isinstance(v.placement, (PerSample, Shard)) for v in verdicts)
-    return _Outcome.FOLLOWS_BATCH if follows else _Outcome.UNPROVEN
 
 
 def reading_line(plan: SplitPlan) -> str:

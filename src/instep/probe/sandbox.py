@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,30 @@ from instep.runtime.rng import generators_in
 from instep.structure.tree import map_tensors, tensors_in
 
 _MISSING = object()
+
+
+class RunResult(NamedTuple):
+    """What a run returned and changed."""
+
+    output: Any
+    attributes: dict[str, Any]
+    """The attributes that it assigned, by dotted name."""
+    changes: dict[str, list[Any]]
+    """Other state that it changed, by dotted name: tensors, and entries of containers as (key, value)."""
+
+    def value_of(self, name: str, before: Any) -> Any:
+        """The value of an attribute after the run."""
+        if name in self.attributes:
+            return self.attributes[name]
+        entries = self.changes.get(name)
+        if entries is None:
+            return before
+        if isinstance(before, (list, deque)):
+            items = list(before)
+            for index, value in entries:
+                items[index : index + 1] = [value]
+            return items
+        return entries[-1][1] if isinstance(entries[-1], tuple) else entries[-1]
 
 
 class Sandbox:
@@ -109,14 +133,8 @@ class Sandbox:
         self._snapshot = Snapshot(self._modules)
         self._initial_dicts = [(module, dict(module.__dict__)) for module in self._modules]
 
-    def run(
-        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, dict[str, Any], dict[str, list[Any]]]:
-        """Call a method, then restore the sandbox.
-
-        Returns the output, the attributes that the call assigned, and its other state changes, the last two by dotted
-        name.
-        """
+    def run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RunResult:
+        """Call a method, then restore the sandbox."""
         self._start_run(args, kwargs)
         try:
             with self._run_context(torch.enable_grad() if self.takes_gradients else torch.no_grad()):
@@ -128,7 +146,7 @@ class Sandbox:
                     changes.setdefault(str(path.without_indices()), []).append(map_tensors(_detached_clone, value))
             self._record_draws()
             run_uninterrupted(self._restore)
-            return output, attributes, changes
+            return RunResult(output, attributes, changes)
         except BaseException:
             run_uninterrupted(self._restore)
             raise
@@ -167,12 +185,6 @@ class Sandbox:
             local_value = map_tensors(lambda tensor: tensor.detach().to(self.device), shard)
             (clone._buffers if carried.name in clone._buffers else clone.__dict__)[carried.name] = local_value
             self._assigned_shards[id(clone), carried.name] = local_value
-
-    def initial_value(self, name: str) -> Any:
-        """The value of an attribute before a run, by dotted name; None if it does not exist."""
-        owner, _, key = name.rpartition(".")
-        modules = [module for module in self._modules if self._names.get(id(module)) == owner]
-        return modules[0].__dict__.get(key) if modules else None
 
     def assign(self, name: str, value: Any) -> None:
         """Set an attribute, a buffer or an entry of a dictionary for the next run, by dotted name."""

@@ -28,7 +28,7 @@ from instep.probe.record import (
     needs_more_samples,
     refine,
 )
-from instep.probe.sandbox import Sandbox, copy_arguments, is_number_sequence
+from instep.probe.sandbox import RunResult, Sandbox, copy_arguments, is_number_sequence
 from instep.probe.tolerance import tolerances, uses_low_precision
 from instep.probe.window import (
     MAX_PART_SIZE,
@@ -51,7 +51,7 @@ from instep.structure.problems import set_problems
 from instep.structure.split import apply_plan, batch_first, unsplit
 from instep.structure.tree import structure_key
 from instep.structure.verdicts import Undetermined, Verdicts
-from instep.structure.weights import candidate_counts, find_weight_window, find_weighted_criteria
+from instep.structure.weights import find_weight_window, find_weighted_criteria, label_and_mask_counts
 
 T = TypeVar("T")
 DRAWS = "forward draws random numbers"
@@ -63,8 +63,6 @@ OutputCheck = Callable[[Sequence[Any], bool, float], MergeError | None]
 
 The other arguments are whether values can be compared, and the tolerance. The check may remove entries that only it
 needs from the outputs."""
-RunResult = tuple[Any, dict[str, Any], dict[str, Any]]
-"""The output, the attributes that `forward` assigned, and its other state changes."""
 PartInputs = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 """Arguments by name, for both parts and the whole."""
 TrialResult = tuple[Findings, dict[str, Verdicts]]
@@ -142,7 +140,7 @@ class Trial:
 
     def has_untested_traits(self, record: ProbeRecord) -> bool:
         """Whether this call has traits on which means have not been tested."""
-        return discriminating_window(self.traits, record.seen_traits, self._part_sizes()) is not None
+        return discriminating_window(self.traits, record.seen_traits, self.part_sizes()) is not None
 
     @contextmanager
     def open_sandbox(self) -> Iterator[None]:
@@ -152,8 +150,11 @@ class Trial:
             self.sandbox = _call_user_code(Sandbox, self.call.module, self.call.device)
             yield
 
-    def run(self, record: ProbeRecord, candidates: Sequence[Any] = ()) -> None:
-        """Run the trials and update the record. Raises `MergeError` for outputs that cannot be merged."""
+    def run(self, record: ProbeRecord, weights: Sequence[Any] = ()) -> None:
+        """Run the trials and update the record. Raises `MergeError` for outputs that cannot be merged.
+
+        `weights` are those of means that the trials should distinguish.
+        """
         if not self.can_run:
             record.summary = "not tried: the batch came already split"
             record.schedule_trial(useful=False)
@@ -161,7 +162,7 @@ class Trial:
         self.seen_traits, self.criteria = set(record.seen_traits), find_weighted_criteria(self.call.module)
         try:
             with self.open_sandbox():
-                findings, attributes = self._try_all(candidates)
+                findings, attributes = self._try_all(weights)
         except TrialFailed as failure:
             record.summary = f"not tried: {failure}"
             record.status = "failed" if record.status == "untried" else record.status
@@ -170,12 +171,12 @@ class Trial:
         check_no_parameter_writes(self.call.module, self.sandbox.written_parameters)
         self._update_record(record, findings, attributes)
 
-    def _try_all(self, candidates: Sequence[Any]) -> TrialResult:
+    def _try_all(self, weights: Sequence[Any]) -> TrialResult:
         """Run a trial, and further ones as long as they may show more."""
-        findings, attributes = self._first_trial(candidates)
-        first_sizes, large_sizes = self._part_sizes(), self._part_sizes(large=True)
+        findings, attributes = self._first_trial(weights)
+        first_sizes, large_sizes = self.part_sizes(), self.part_sizes(large=True)
         if has_undetermined(findings) and not findings.errors and large_sizes != first_sizes:
-            more, attributes = self._try_and_recheck(large_sizes, candidates)
+            more, attributes = self._try_and_recheck(large_sizes, weights)
             findings = combine(findings, more)
         if self._needs_other_samples(findings):
             findings = combine(findings, self._try_last_samples(first_sizes))
@@ -203,7 +204,7 @@ class Trial:
         record.unmergeable = frozenset(self.unmergeable)
         record.sample_dependent |= self.sample_dependent
         record.constant = (record.constant | self.constant) - record.sample_dependent - record.unmergeable
-        first, second = self._part_sizes()
+        first, second = self.part_sizes()
         reasons = ", ".join(dict.fromkeys(self.incomparable_reasons))
         record.draws_randomly = DRAWS in self.incomparable_reasons
         note = f"; only shapes count: {reasons}" if reasons else ""
@@ -213,20 +214,25 @@ class Trial:
         unresolved = [path for path in findings.unresolved if not is_proven(record.outputs.get(path))]
         record.schedule_trial(useful=bool(unresolved) or (bool(record.attributes) and record.trials.count < 1))
 
-    def _first_trial(self, candidates: Sequence[Any]) -> TrialResult:
-        """Run the first trial. If it fails, run it again with gradients enabled, then with even part sizes."""
-        even_choices = [False, True] if even_part_sizes(self.batch_size, self.min_part) is not None else [False]
-        gradient_choices = [False, True] if torch.is_grad_enabled() else [False]
+    def _first_trial(self, weights: Sequence[Any]) -> TrialResult:
+        """Run the first trial, in the first mode in which `forward` does not fail."""
         failures = []
-        for even_only, takes_gradients in itertools.product(even_choices, gradient_choices):
-            self.even_only, self.sandbox.takes_gradients = even_only, takes_gradients
+        for sizes in self.modes():
             try:
-                return self._try_and_recheck(self._part_sizes(), candidates)
+                return self._try_and_recheck(sizes, weights)
             except TrialFailed as failure:
                 failures.append(failure)
         raise failures[0]
 
-    def _part_sizes(self, *, large: bool = False) -> tuple[int, int]:
+    def modes(self) -> Iterator[tuple[int, int]]:
+        """Set a mode and yield its part sizes: gradients disabled, then enabled, then both with even part sizes."""
+        even_choices = [False, True] if even_part_sizes(self.batch_size, self.min_part) is not None else [False]
+        gradient_choices = [False, True] if torch.is_grad_enabled() else [False]
+        for even_only, takes_gradients in itertools.product(even_choices, gradient_choices):
+            self.even_only, self.sandbox.takes_gradients = even_only, takes_gradients
+            yield self.part_sizes()
+
+    def part_sizes(self, *, large: bool = False) -> tuple[int, int]:
         """The sizes of the two parts."""
         large = large or self.use_large_parts
         if self.even_only:
@@ -237,9 +243,9 @@ class Trial:
         choose = large_part_sizes if large else default_part_sizes
         return choose(self.batch_size, self.min_part)
 
-    def _try_and_recheck(self, sizes: tuple[int, int], candidates: Sequence[Any]) -> TrialResult:
+    def _try_and_recheck(self, sizes: tuple[int, int], weights: Sequence[Any]) -> TrialResult:
         """Run a trial, and rerun it where rows or integers may match or differ by chance."""
-        start = self._choose_window(sizes, candidates)
+        start = self._choose_window(sizes, weights)
         findings, attributes = self._try_window(sizes, start)
         if any(isinstance(v.placement, Ragged) for v in findings.outputs.values()) and sizes[0] != sizes[1]:
             # A strided selection such as x[::2] also concatenates if the first part has an even size.
@@ -279,7 +285,7 @@ class Trial:
         self.sample_dependent, self.constant = set(), set()
         try:
             with self.sandbox.in_double_precision():
-                more, more_attributes = self._try_and_recheck(self._part_sizes(), ())
+                more, more_attributes = self._try_and_recheck(self.part_sizes(), ())
         except TrialFailed:
             return findings, attributes
         finally:
@@ -291,7 +297,7 @@ class Trial:
 
     def _confirm_means(self, findings: Findings, attributes: dict[str, Verdicts]) -> TrialResult:
         """Test means on more samples, with small and then large parts, while there are untested traits."""
-        for sizes in (self._part_sizes(), self._part_sizes(large=True)):
+        for sizes in (self.part_sizes(), self.part_sizes(large=True)):
             start = discriminating_window(self.traits, self.seen_traits, sizes)
             if start is None or findings.errors:
                 break
@@ -313,7 +319,7 @@ class Trial:
         self, sizes: tuple[int, int], start: int, inputs: PartInputs, runs: Sequence[RunResult]
     ) -> TrialResult:
         """Findings about the results of both parts and the whole."""
-        outputs = [output for output, _, _ in runs]
+        outputs = [run.output for run in runs]
         tolerance, reduction_tolerance = tolerances(self.sandbox, inputs[2], outputs)
         compare_values = not self.incomparable_reasons
         if self.check is not None:
@@ -329,9 +335,9 @@ class Trial:
 
         findings, attributes = judge_values(outputs, self.user_rules), {}
         if compare_values:
-            self._classify_changes([changes for _, _, changes in runs])
-            reads = partial(self._reads_attribute, sizes, start)
-            attributes = self._judge_attributes([assigned for _, assigned, _ in runs], judge_values, reads)
+            self._classify_changes([run.changes for run in runs])
+            reads = partial(self.reads_attribute, sizes, start)
+            attributes = self._judge_attributes([run.attributes for run in runs], judge_values, reads)
         if has_mean(findings.outputs, *attributes.values()):
             self.seen_traits |= distinguished_traits(self.traits, start, sizes)
         return findings, attributes
@@ -448,7 +454,7 @@ class Trial:
         """
         attributes: dict[str, Verdicts] = {}
         for name in dict.fromkeys(name for table in assigned for name in table):
-            initial = self.sandbox.initial_value(name)
+            initial = self.sandbox.read(name, None)
             values = [table.get(name) for table in assigned]
             if any(map(is_number_sequence, values)):
                 (self.unmergeable if any(value != values[0] for value in values) else self.constant).add(name)
@@ -465,13 +471,20 @@ class Trial:
                 self.constant.add(name)
         return attributes
 
-    def _reads_attribute(self, sizes: tuple[int, int], start: int, name: str, value: Any) -> bool:
-        """Whether an attribute gets another value for the same samples if it has this one before."""
+    def reads_attribute(
+        self, sizes: tuple[int, int], start: int, name: str, value: Any, *, in_place: bool = False
+    ) -> bool:
+        """Whether an attribute gets another value than this one, for the same samples, if it has this one before.
+
+        `forward` also reads an attribute that it does not assign again, unless it writes to it in place.
+        """
         if name not in self._reads:
             self.initial_state = {name: value}
             runs = self._rerun(sizes, start)
             self.initial_state = {}
-            self._reads[name] = runs is None or not values_equal(runs[2][1].get(name), value)
+            self._reads[name] = runs is None or not values_equal(
+                runs[2].value_of(name, value if in_place else None), value
+            )
         return self._reads[name]
 
     def _combine_attributes(self, before: Mapping[str, Verdicts], later: Mapping[str, Verdicts]) -> dict[str, Verdicts]:
@@ -501,7 +514,7 @@ class Trial:
                 values.append(unsplit(placement, column if factor == 1.0 else scaled))
             if self.sandbox.draws is not None:
                 self.sandbox.draws.start_runs()
-            return self._call_sandbox(values)[0]
+            return self._call_sandbox(values).output
 
         try:
             expected = _call_user_code(run, range(num_samples), range(num_samples))
@@ -541,11 +554,11 @@ class Trial:
                 findings.outputs[path] = replace(verdict, proven=True)
                 findings.unresolved.discard(path)
 
-    def _choose_window(self, sizes: tuple[int, int], candidates: Sequence[Any]) -> int:
-        """The start of the window in which the candidates differ, or else labels and masks, or else any integers."""
-        has_candidates = candidates or (not self.seen_traits and candidate_counts(self.inputs, self.batch_size))
-        start = None if has_candidates else discriminating_window(self.traits, self.seen_traits, sizes)
-        return find_weight_window(self.inputs, self.batch_size, sizes, candidates) if start is None else start
+    def _choose_window(self, sizes: tuple[int, int], weights: Sequence[Any]) -> int:
+        """The start of the window in which the weights differ, or else labels and masks, or else any integers."""
+        has_weights = weights or (not self.seen_traits and label_and_mask_counts(self.inputs, self.batch_size))
+        start = None if has_weights else discriminating_window(self.traits, self.seen_traits, sizes)
+        return find_weight_window(self.inputs, self.batch_size, sizes, weights) if start is None else start
 
     def _call_sandbox(self, values: Sequence[Any]) -> RunResult:
         sandbox = self.sandbox
@@ -610,7 +623,7 @@ def _call_user_code(function: Callable[..., T], *args: Any) -> T:
 
 
 def _have_same_structure(left: Sequence[RunResult], right: Sequence[RunResult]) -> bool:
-    return all(structure_key(one[0]) == structure_key(two[0]) for one, two in zip(left, right, strict=True))
+    return all(structure_key(one.output) == structure_key(two.output) for one, two in zip(left, right, strict=True))
 
 
 def _may_be_running_total(initial: Any, findings: Findings) -> bool:

@@ -137,6 +137,15 @@ class Planner:
                 break
         return list(groups.values())
 
+    def plan_in_dim(self, dim: int, names: Sequence[str], values: Sequence[Any]) -> SplitPlan | None:
+        """The plan that the option `dim` would give; None if it is set already, or does not fit these arguments."""
+        planner = Planner(self.num_replicas, dim, self.in_dims, self.min_shard, self.shares)
+        try:
+            plan = planner.plan(names, values) if dim != self.dim else None
+        except StructureError:
+            return None
+        return plan if plan is not None and plan.parts > 1 else None
+
     def keep(self, plan: SplitPlan) -> None:
         """Interpret later calls as `plan` does."""
         others = [path for path, reading in self.readings.items() if isinstance(reading, DimReading)]

@@ -1,4 +1,4 @@
-"""Candidate weights for a mean: valid labels, unmasked positions, class weights of a criterion."""
+"""Possible weights of a mean: valid labels, unmasked positions, class weights of a criterion."""
 
 from __future__ import annotations
 
@@ -117,26 +117,26 @@ def _has_same_divisor(left: nn.Module, right: nn.Module) -> bool:
     )
 
 
-def candidate_weights(
+def possible_weights(
     inputs: Sequence[Mapping[str, Any]], sizes: Sequence[int], criteria: Sequence[tuple[str, nn.Module]]
 ) -> list[tuple[Weight, float, float]]:
-    """Candidate weights for a mean, other than the number of samples, with the weights of both parts of a trial.
+    """Possible weights of a mean, other than the number of samples, with their values for both parts of a trial.
 
-    Labels and masks are recognized by name. Any integer argument may be the target of a criterion of the module; it
-    is a candidate only if its weights differ from the numbers of samples.
+    Labels and masks are recognized by name. Any integer argument may be the target of a criterion of the module, if
+    its weights differ from the numbers of samples.
     """
-    counts = candidate_counts(inputs[2], sizes[2])
+    counts = label_and_mask_counts(inputs[2], sizes[2])
     weights: list[Weight] = [*counts, *_criterion_weights(inputs[2], sizes[2], criteria, counts)]
     totals = [
         float(total.real) for total in read_scalars([weight(**shard) for weight in weights for shard in inputs[:2]])
     ]
-    candidates = []
+    possible = []
     for weight, first, second in zip(weights, totals[::2], totals[1::2], strict=True):
         total = first + second
         is_count = isinstance(weight, EntryCount)
         if total and (is_count or abs(first / total - sizes[0] / sizes[2]) > 1e-9):
-            candidates.append((weight, first, second))
-    return candidates
+            possible.append((weight, first, second))
+    return possible
 
 
 def _criterion_weights(
@@ -155,8 +155,8 @@ def _criterion_weights(
                 yield CriterionWeight(path, name, criterion, shifted)
 
 
-def candidate_counts(inputs: Mapping[str, Any], size: int) -> list[EntryCount]:
-    """Candidate counts for a mean: labels and masks, by name, among the arguments with `size` samples."""
+def label_and_mask_counts(inputs: Mapping[str, Any], size: int) -> list[EntryCount]:
+    """Possible counts for a mean: labels and masks, by name, among the arguments with `size` samples."""
     counts: list[EntryCount] = []
     for path, value in named_tensors(inputs):
         name = str(path[-1])
@@ -180,16 +180,14 @@ def _is_batched(value: Tensor, size: int) -> bool:
     return is_batch_first(value, size) or (is_dense(value) and value.ndim > 1 and value.shape[1] == size)
 
 
-def find_weight_window(
-    inputs: Mapping[str, Any], batch: int, sizes: Sequence[int], candidates: Sequence[Any] = ()
-) -> int:
-    """The start of the window of samples in which candidate weights differ most between the two parts.
+def find_weight_window(inputs: Mapping[str, Any], batch: int, sizes: Sequence[int], weights: Sequence[Any] = ()) -> int:
+    """The start of the window of samples in which weights differ most between the two parts.
 
-    `candidates` are the weights to distinguish from each other and from the number of samples, by default all candidate
-    counts. Returns 0 if no window distinguishes them.
+    `weights` are those to distinguish from each other and from the number of samples, by default the counts of labels
+    and masks. Returns 0 if no window distinguishes them.
     """
     first_size, num_samples = sizes[0], sum(sizes)
-    counts = [count for count in (candidates or candidate_counts(inputs, batch)) if isinstance(count, Weight)]
+    counts = [count for count in (weights or label_and_mask_counts(inputs, batch)) if isinstance(count, Weight)]
     if not counts or batch <= num_samples:
         return 0
     shares = [torch.full((batch - num_samples + 1,), first_size / num_samples, dtype=torch.float64)]
