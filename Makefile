@@ -60,16 +60,17 @@ $(BIN)/python:
 		|| { echo "instep needs Python 3.10 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
 
+# Without byte code: the packages have many modules that no test imports, and compiling them takes longer than installing.
 # torch first and alone: whatever else is installed then finds the pinned one in place and brings no other.
 $(RUNTIME): $(DECLARED) | $(BIN)/python
 	@echo "setting up $(VENV), once"
 	@# tensordict pins the torch it was built for: another torch takes the newest tensordict that supports it.
 	@$(if $(TORCH),sed -E '/^(torch|tensordict)==/d' constraints.txt > $(CONSTRAINTS) && echo 'torch==$(TORCH)' >> $(CONSTRAINTS))
-	@$(PIP) install -c $(CONSTRAINTS) torch
-	@$(PIP) install -c $(CONSTRAINTS) -e .
+	@$(PIP) install --no-compile -c $(CONSTRAINTS) torch
+	@$(PIP) install --no-compile -c $(CONSTRAINTS) -e .
 	@touch $@
 
 $(DEV): $(RUNTIME)
 	@echo "adding the development tools to $(VENV), once"
-	@$(PIP) install -c $(CONSTRAINTS) -e '.[dev]'
+	@$(PIP) install --no-compile -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@

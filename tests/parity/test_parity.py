@@ -79,15 +79,18 @@ GRID = [
 ]
 
 
-def with_optimizers(points: Sequence[Any], optimizers: Sequence[str], quick: Sequence[tuple[int, int]]) -> Any:
+Sizes = Sequence[tuple[int, int]]
+
+
+def with_optimizers(points: Sequence[Any], optimizers: Sequence[str], quick: Sizes, quick_private: Sizes = ()) -> Any:
     """Parametrize with the points of a grid; each point gets one of the optimizers in turn.
 
-    Points are marked slow unless their (replicas, batch) is in `quick`; with private copies, unless it is the first.
+    Points are marked slow unless their (replicas, batch) is in `quick`, or with private copies in `quick_private`.
     """
 
     def is_quick(point: Any) -> bool:
         _, private, replicas, batch = point.values
-        return (replicas, batch) == quick[0] or (not private and (replicas, batch) in quick)
+        return (replicas, batch) in (quick_private if private else quick)
 
     return pytest.mark.parametrize(
         ("engine", "private", "replicas", "batch", "optimizer"),
@@ -103,7 +106,9 @@ def with_optimizers(points: Sequence[Any], optimizers: Sequence[str], quick: Seq
     )
 
 
-@with_optimizers(GRID, ["sgd", "sgd-foreach", "sgd-fused"], quick=[(2, 7), (1, 3), (3, 2), (4, 16)])
+@with_optimizers(
+    GRID, ["sgd", "sgd-foreach", "sgd-fused"], quick=[(2, 7), (1, 3), (3, 2), (4, 16)], quick_private=[(2, 7)]
+)
 @each_case
 def test_five_steps_of_sgd(case: Case, engine: str, private: bool, replicas: int, batch: int, optimizer: str) -> None:
     name = "sgd" if case.sparse else optimizer  # fused SGD does not support sparse gradients

@@ -104,13 +104,17 @@ class ReplicaContext:
         )
 
 
-_thread_local = threading.local()
+class _ThreadLocal(threading.local):
+    context: ReplicaContext | None = None
+
+
+_thread_local = _ThreadLocal()
 SINGLE_REPLICA = ReplicaInfo()
 
 
 def current_context() -> ReplicaContext | None:
     """The replica context of this thread; None outside a call on several replicas."""
-    return getattr(_thread_local, "context", None)
+    return _thread_local.context
 
 
 def set_context(context: ReplicaContext | None) -> None:

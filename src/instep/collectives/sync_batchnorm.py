@@ -151,7 +151,14 @@ class FunctionReplacement:
 
 
 _replacement = FunctionReplacement()
-_thread_local = threading.local()
+
+
+class _ThreadLocal(threading.local):
+    trial_calls: Iterator[int] | None = None
+    """Numbers the calls of the functional batch norm in a trial."""
+
+
+_thread_local = _ThreadLocal()
 
 
 def replace_batch_norm(context: ReplicaContext | None) -> AbstractContextManager[None]:
@@ -168,7 +175,7 @@ def use_trial_batch_norm() -> Iterator[None]:
     The variance is multiplied by a different factor at each call of the run. So a module that applies different layers
     to different parts of its batch gives other outputs for a part of the samples than for the whole.
     """
-    outer = getattr(_thread_local, "trial_calls", None)
+    outer = _thread_local.trial_calls
     _thread_local.trial_calls = itertools.count(1)
     try:
         with _replacement:
@@ -207,7 +214,7 @@ def _batch_norm_in_training(
     eps: float,
 ) -> Tensor:
     context = current_context()
-    trial_calls: Iterator[int] | None = getattr(_thread_local, "trial_calls", None)
+    trial_calls = _thread_local.trial_calls
     if not _is_parameter(input):
         if context is not None and context.sync_batchnorm:
             return _normalize(context, input, running_mean, running_var, weight, bias, momentum, eps)

@@ -20,12 +20,18 @@ from instep.errors import EngineError
 from instep.runtime.ambient import register_thread_local
 from instep.runtime.locks import ForkSafeLock, run_uninterrupted, start_thread
 
-_thread_local = threading.local()
+
+class _ThreadLocal(threading.local):
+    is_replica = False
+    num_threads = 0
+
+
+_thread_local = _ThreadLocal()
 
 
 def is_replica_thread() -> bool:
     """Whether this thread runs a replica's part of a call."""
-    return getattr(_thread_local, "is_replica", False)
+    return _thread_local.is_replica
 
 
 def set_replica_thread(is_replica: bool) -> None:
@@ -164,7 +170,7 @@ class Task:
         if function is None:
             return
         try:
-            if getattr(_thread_local, "num_threads", 0) != self.num_threads:
+            if _thread_local.num_threads != self.num_threads:
                 self.results.thread_counts_changed = True
                 _set_num_threads(self.num_threads)
                 _thread_local.num_threads = self.num_threads

@@ -14,7 +14,13 @@ from functools import lru_cache
 SPIN_SECONDS = 0.002
 """Seconds for which a thread spins before it sleeps."""
 _QUOTA_FILES = ("/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-_thread_local = threading.local()
+
+
+class _ThreadLocal(threading.local):
+    spins = False
+
+
+_thread_local = _ThreadLocal()
 _getcpu = getattr(ctypes.CDLL(None), "sched_getcpu", None)
 
 
@@ -44,7 +50,7 @@ def _cpu_quota() -> float:
 
 def spin_poll(poll: select.poll) -> list[tuple[int, int]]:
     """Poll without sleeping for `SPIN_SECONDS`; returns at once in threads that do not spin."""
-    if not getattr(_thread_local, "spins", False):
+    if not _thread_local.spins:
         return []
     deadline = time.monotonic() + SPIN_SECONDS
     while not (events := poll.poll(0)) and time.monotonic() < deadline:

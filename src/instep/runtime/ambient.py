@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -34,6 +35,14 @@ _thread_locals: list[tuple[Callable[[], Any], Callable[[Any], object]]] = []
 def register_thread_local(get: Callable[[], Any], set_value: Callable[[Any], object]) -> None:
     """Register a thread-local value of instep's own that `AmbientState` captures and restores."""
     _thread_locals.append((get, set_value))
+
+
+@lru_cache
+def _device_types(devices: tuple[torch.device, ...]) -> tuple[tuple[torch.device, ...], tuple[str, ...]]:
+    """The accelerators among the devices, and the device types whose autocast a call may use."""
+    accelerators = dict.fromkeys(device for device in devices if device.type != "cpu")
+    others = {device.type for device in accelerators}.difference(_AUTOCAST_DEVICE_TYPES)
+    return tuple(accelerators), (*_AUTOCAST_DEVICE_TYPES, *others)
 
 
 class AutocastSetting(NamedTuple):
@@ -68,11 +77,11 @@ AutocastFlags = tuple[tuple[str, bool, torch.dtype], ...]
 
 
 def _autocast_flags(device_types: Iterable[str]) -> AutocastFlags:
-    return tuple((t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in device_types)
+    return tuple([(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in device_types])
 
 
 def _enabled_autocast(flags: AutocastFlags) -> tuple[AutocastSetting, ...]:
-    return tuple(AutocastSetting(device_type, dtype) for device_type, enabled, dtype in flags if enabled)
+    return tuple([AutocastSetting(device_type, dtype) for device_type, enabled, dtype in flags if enabled])
 
 
 def _autocast_contexts(settings: Iterable[AutocastSetting], cache: bool) -> list[AbstractContextManager[Any]]:
@@ -108,10 +117,9 @@ class AmbientState:
     @classmethod
     def capture(cls, devices: Iterable[torch.device] = ()) -> AmbientState:
         """Capture the state of this thread, for replicas on these devices."""
-        devices = list(devices)
-        accelerators = {device for device in devices if device.type != "cpu"}
-        device_types = {device.type for device in accelerators}.difference(_AUTOCAST_DEVICE_TYPES)
-        flags = _autocast_flags((*_AUTOCAST_DEVICE_TYPES, *device_types))
+        devices = tuple(devices)
+        accelerators, autocast_types = _device_types(devices)
+        flags = _autocast_flags(autocast_types)
         return cls(
             grad_enabled=torch.is_grad_enabled(),
             inference_mode=torch.is_inference_mode_enabled(),

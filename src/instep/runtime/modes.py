@@ -46,7 +46,12 @@ class CombinedContext(ExitStack):
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_thread_local = threading.local()
+
+class _ThreadLocal(threading.local):
+    compiler: Any = None
+
+
+_thread_local = _ThreadLocal()
 _CALL_REASON = (
     "instep runs the module on several devices, which cannot be traced as a single graph: compile without "
     "fullgraph=True, or compile the module itself: instep.DataParallel(torch.compile(net)). To export it with "
@@ -85,7 +90,7 @@ def disable_compile_for_collective(function: Callable[P, R]) -> Callable[P, R]:
 
 def active_compiler() -> Any:
     """The compiler around the innermost function under `disable_compile` in this thread; None if there is none."""
-    return getattr(_thread_local, "compiler", None)
+    return _thread_local.compiler
 
 
 def call_compiled(compiler: Any, function: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:

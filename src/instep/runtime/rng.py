@@ -130,7 +130,13 @@ class RandomStream:
 GeneratorPairs = list[tuple[torch.Generator, torch.Generator]]
 """The caller's generators, each with the replica's counterpart."""
 
-_thread_local = threading.local()
+
+class _ThreadLocal(threading.local):
+    stream: RandomStream | None = None
+    serialized = False
+
+
+_thread_local = _ThreadLocal()
 _setup_lock = threading.RLock()
 _joint_backwards: list[ReplicaRng] = []
 """The calls whose replicas run in one joint backward, the latest last."""
@@ -141,11 +147,7 @@ ThreadRngState = tuple[RandomStream | None, bool, bool]
 
 def thread_rng_state() -> ThreadRngState:
     """The CPU random state of this thread."""
-    return (
-        getattr(_thread_local, "stream", None),
-        getattr(_thread_local, "serialized", False),
-        is_rng_dispatch_enabled(),
-    )
+    return _thread_local.stream, _thread_local.serialized, is_rng_dispatch_enabled()
 
 
 def set_thread_rng_state(state: ThreadRngState) -> None:
@@ -269,7 +271,8 @@ class ReplicaRng:
             return
         self._caller_thread, self._joint_index = threading.get_ident(), index
         _joint_backwards.append(self)
-        outer = set_rng_dispatch(True)
+        outer = is_rng_dispatch_enabled()
+        set_rng_dispatch(True)
         try:
             yield
         finally:
@@ -430,13 +433,8 @@ def rng_state_reads() -> int:
 
 def _current_generator() -> torch.Generator | None:
     """The generator of this thread's stream; None if it has none."""
-    stream: RandomStream | None = getattr(_thread_local, "stream", None)
-    if (
-        stream is None
-        and _joint_backwards
-        and is_rng_dispatch_enabled()
-        and not getattr(_thread_local, "serialized", False)
-    ):
+    stream = _thread_local.stream
+    if stream is None and _joint_backwards and is_rng_dispatch_enabled() and not _thread_local.serialized:
         stream = _joint_backwards[-1].stream_for_thread()
     return None if stream is None else stream.generator()
 

@@ -276,14 +276,12 @@ def _rng_kernel(
     return kernel
 
 
-def set_rng_dispatch(on: bool) -> bool:
-    """Set whether random ops of this thread use `register_rng_kernels`; returns the previous value.
+def set_rng_dispatch(on: bool) -> None:
+    """Set whether random ops of this thread use `register_rng_kernels`.
 
     Autograd propagates it to the threads of a backward.
     """
-    outer = is_rng_dispatch_enabled()
     torch._C._dispatch_tls_set_dispatch_key_included(_rng_key(), on)
-    return outer
 
 
 def is_rng_dispatch_enabled() -> bool:
