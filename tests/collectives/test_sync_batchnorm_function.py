@@ -289,6 +289,25 @@ def test_wrappers_with_and_without_synchronization(way: str) -> None:
                     assert_close(other(x), torch.cat(shards))
 
 
+class Standardize(nn.Module):
+    """Batch normalization without torch's layers and without running statistics."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, training=True) if self.training else x
+
+
+@pytest.mark.parametrize("way", ["threads", "processes"])
+def test_modules_of_other_classes_warn_once_without_synchronization(way: str) -> None:
+    x = normal(7, 4)
+    with replicated(Standardize(), way, sync_batchnorm=False) as (plain, model):
+        model.eval()
+        assert_close(model(x), x)  # warnings are errors: nothing is said in evaluation
+        model.train()
+        with pytest.warns(UserWarning, match="sync_batchnorm=False: .* each replica's shard"):
+            assert_close(model(x), torch.cat([plain(shard) for shard in (x[:3], x[3:5], x[5:])]))
+        model(x)
+
+
 def test_plain_models_in_other_threads_are_not_synchronized() -> None:
     x, entered, leave = normal(6, 4), threading.Event(), threading.Event()
 

@@ -297,13 +297,25 @@ def test_a_declared_dim_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_explain_lists_the_readings_before_the_first_call() -> None:
     net, batch = Seq2Seq(loss_inside=False).double(), tokens(5, 6, 7)
     with instep.DataParallel(net, ["cpu"] * 2, engine="serial") as model:
-        before = str(model.explain(*batch))
-        assert (
-            "readings that fit, of which the first call tries each on a few samples:\n  dim=1   # a batch of 7"
-            in before
-        )
+        heading = "readings that fit; the first call tries them on a few samples, in this order:"
+        assert f"{heading}\n  dim=1   # a batch of 7" in str(model.explain(*batch))
         model(*batch)
         assert "src  Tensor [5, 7]  split along dim 1 (found by the probe)" in str(model.explain(*batch))
+
+
+class Prompted(nn.Module):
+    def forward(self, src: Tensor, tgt: Tensor, prompt: Tensor) -> Tensor:
+        return (src.double().sum(0) * tgt.double().sum(0)).sin() + prompt[0]
+
+
+def test_explain_lists_less_likely_readings_too() -> None:
+    batch = (*tokens(5, 6, 7), torch.arange(7)[None])
+    with instep.DataParallel(Prompted(), ["cpu"] * 2, engine="serial") as model:
+        assert model.explain(*batch).readings == (
+            "dim=1   # a batch of 7",
+            "in_dims={'src': 1, 'tgt': 1}   # a batch of 7",  # every replica gets the whole prompt
+        )
+        torch.testing.assert_close(model(*batch), Prompted()(*batch))
 
 
 # What is refused

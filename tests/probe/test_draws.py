@@ -197,7 +197,14 @@ def test_draws_that_cannot_be_repeated_leave_the_shapes(wrap: Any) -> None:
         loss(x)
     in_training = wrap(Net(lambda net, h: (noisy(h) if net.training else h).mean()), engine="serial")
     in_training(x)
-    assert said(in_training, x) == {"(output)": MEAN}  # tried in evaluation mode
+    assert said(in_training, x) == {"(output)": MEAN}
+    trial = in_training.explain(x).trial
+    assert "in evaluation mode" in trial
+    assert "same random numbers" not in trial
+    dependent = wrap(Net(lambda net, h: (noisy(h) if net.training else h).softmax(0)), engine="serial")
+    with pytest.raises(instep.MergeError, match="The trial ran in evaluation mode") as caught:
+        dependent(x)
+    assert "drew the same ones" not in str(caught.value)
 
 
 def test_a_loop_that_waits_for_a_number_ends(wrap: Any) -> None:

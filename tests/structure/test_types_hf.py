@@ -156,12 +156,25 @@ def list_cache() -> Any:
     return ListCache()
 
 
+def reformer_cache() -> Any:
+    """No subclass of `Cache`. A layer of local attention has no buckets."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ReformerConfig(
+        attn_layers=["local", "lsh"], hidden_size=8, num_attention_heads=2, attention_head_size=4, feed_forward_size=8,
+        axial_pos_embds=False, max_position_embeddings=16, vocab_size=11, local_attn_chunk_length=4,
+        lsh_attn_chunk_length=4, num_buckets=2, num_hashes=1, hash_seed=0, is_decoder=True,
+    )  # fmt: skip
+    model = transformers.ReformerModel(config).eval()
+    return model(torch.randint(1, 11, (7, 8)), use_cache=True).past_buckets_states
+
+
 CACHES: dict[str, Callable[[], Any]] = {
     "dynamic": dynamic_cache,
     "static": static_cache,
     "sliding": sliding_cache,
     "encoder and decoder": encoder_decoder_cache,
     "lists": list_cache,
+    "reformer": reformer_cache,
 }
 
 

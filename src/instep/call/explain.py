@@ -35,13 +35,13 @@ class Explanation:
     unused: tuple[str, ...] = ()
     """Rules for outputs that the last call did not return."""
     readings: tuple[str, ...] = ()
-    """The lines that select each reading of the arguments, if the first call has to choose one."""
+    """The lines that select each reading of the arguments, likely ones first, if the first call has to choose one."""
 
     def __str__(self) -> str:
         lines = [self.heading, "inputs:" if self.inputs else "inputs: none"]
         lines += _align_columns(self.inputs)
         if self.readings:
-            lines += ["readings that fit, of which the first call tries each on a few samples:"]
+            lines += ["readings that fit; the first call tries them on a few samples, in this order:"]
             lines += [f"  {line}" for line in self.readings]
         if self.outputs:
             lines += ["outputs, as last merged:", *_align_columns(self.outputs), *self.unused]

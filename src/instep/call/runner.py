@@ -141,7 +141,8 @@ class ParallelRunner:
             if not serialize and (other := self._probe(call, replicas, carried, reading_chosen)) is not None:
                 call, reading_chosen = other, True
                 continue
-            self.batchnorm_patch.warn_once()
+            probe = call.binding.probe
+            self.batchnorm_patch.warn_once(probe is not None and probe.last_record.calls_batch_norm)
             rng = self._replica_rng(transaction.rng, replicas, serialize)
             parts = apply_plan(plan, call.values)
             shards = rng.replace_generators(self._place(plan, [parts[index] for index in local], replicas))
@@ -185,11 +186,11 @@ class ParallelRunner:
         return "not tried yet" if record is None else record.summary
 
     def describe_readings(self, call: BoundCall) -> list[str]:
-        """The options that select each reading of an undecided call, which its first call tries."""
+        """The options that select each reading of an undecided call, in the order of its trials."""
         if call.plan.undecided is None:
             return []
         groups = call.binding.planner.other_plans(call.plan.names, call.values)
-        return [reading_line(plan) for plan in groups[0]]
+        return [reading_line(plan) for group in groups for plan in group]
 
     def _call_key(self, call: BoundCall) -> tuple[int, str]:
         return self.replicas.fingerprint.current, call.method

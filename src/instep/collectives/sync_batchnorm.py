@@ -12,11 +12,11 @@ All replicas then have equal running statistics.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -84,9 +84,11 @@ class SyncBatchNormPatch:
         elif has_standard_forward(source):
             module.__dict__["forward"] = SyncedForward(cast(_BatchNorm, module))
 
-    def warn_once(self) -> None:
-        """Warn once about layers that compute statistics over their shard only."""
-        if self._warned or not self._unsynced or not any(map(_uses_batch_statistics, self._unsynced)):
+    def warn_once(self, calls_function: bool) -> None:
+        """Warn once about statistics of shards: of torch's layers, or if `forward` calls the functional batch norm."""
+        if self.enabled or self._warned:
+            return
+        if not calls_function and not any(map(_uses_batch_statistics, self._unsynced)):
             return
         self._warned = True
         warn_caller(
@@ -153,9 +155,17 @@ class FunctionReplacement:
 _replacement = FunctionReplacement()
 
 
+@dataclass
+class TrialBatchNorms:
+    """How often a trial has called the functional batch norm in training."""
+
+    in_run: int = 0
+    total: int = 0
+
+
 class _ThreadLocal(threading.local):
-    trial_calls: Iterator[int] | None = None
-    """Numbers the calls of the functional batch norm in a trial."""
+    trial_calls: TrialBatchNorms | None = None
+    """The calls of the trial that runs in this thread."""
 
 
 _thread_local = _ThreadLocal()
@@ -168,15 +178,15 @@ def replace_batch_norm(context: ReplicaContext | None) -> AbstractContextManager
 
 
 @contextmanager
-def use_trial_batch_norm() -> Iterator[None]:
-    """Context manager for a trial: the functional batch norm does not make samples depend on each other in training.
+def use_trial_batch_norm(calls: TrialBatchNorms) -> Iterator[None]:
+    """Context manager for a run of a trial: the functional batch norm does not make samples depend on each other.
 
-    It normalizes by the running statistics, which it does not update, or by mean 0 and variance 1 if there are none.
-    The variance is multiplied by a different factor at each call of the run. So a module that applies different layers
-    to different parts of its batch gives other outputs for a part of the samples than for the whole.
+    In training, it normalizes by the running statistics, which it does not update, or by mean 0 and variance 1 if there
+    are none. The variance is multiplied by a different factor at each call of the run. So a module that applies
+    different layers to different parts of its batch gives other outputs for a part of the samples than for the whole.
     """
     outer = _thread_local.trial_calls
-    _thread_local.trial_calls = itertools.count(1)
+    _thread_local.trial_calls, calls.in_run = calls, 0
     try:
         with _replacement:
             yield
@@ -219,7 +229,8 @@ def _batch_norm_in_training(
         if context is not None and context.sync_batchnorm:
             return _normalize(context, input, running_mean, running_var, weight, bias, momentum, eps)
         if trial_calls is not None:
-            return _normalize_in_trial(next(trial_calls), input, running_mean, running_var, weight, bias, eps)
+            trial_calls.in_run, trial_calls.total = trial_calls.in_run + 1, trial_calls.total + 1
+            return _normalize_in_trial(trial_calls.in_run, input, running_mean, running_var, weight, bias, eps)
     return _replacement.original(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 

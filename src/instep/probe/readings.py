@@ -10,7 +10,7 @@ from torch import nn
 from instep.errors import MergeError, StructureError
 from instep.probe.probe import Outcome, Probe
 from instep.probe.trial import TrialCall
-from instep.structure.infer import DimReading
+from instep.structure.infer import BROADCAST, DimReading
 from instep.structure.placements import Nested, PerSample, Placement, Shard
 from instep.structure.plan import SplitPlan
 from instep.structure.tree import Path, format_path
@@ -71,18 +71,20 @@ def reading_line(plan: SplitPlan) -> str:
     for path, reading in plan.reading:
         if reading is Nested and not any(below[: len(path)] == path for below in specs):
             specs[path] = 0
-    dims = {placement.dim for placement in _shards(plan.placements)}
+    leaves = list(_leaves(plan.placements))
+    dims = {leaf.dim for leaf in leaves if isinstance(leaf, Shard)}
     table = {format_path(path): spec for path, spec in specs.items()}
-    line = "dim=1" if dims == {1} == set(specs.values()) else f"in_dims={table!r}"
+    in_dim_1 = dims == {1} == set(specs.values()) and BROADCAST not in leaves
+    line = "dim=1" if in_dim_1 else f"in_dims={table!r}"
     return f"{line}   # a batch of {plan.batch_size}"
 
 
-def _shards(placements: Sequence[Placement]) -> Iterator[Shard]:
+def _leaves(placements: Sequence[Placement]) -> Iterator[Placement]:
     for placement in placements:
-        if isinstance(placement, Shard):
+        if isinstance(placement, Nested):
+            yield from _leaves(placement.placements)
+        else:
             yield placement
-        elif isinstance(placement, Nested):
-            yield from _shards(placement.placements)
 
 
 def with_readings(

@@ -40,6 +40,8 @@ class ProbeRecord:
     """Whether the autograd graph was searched for custom `torch.autograd.Function`s."""
     draws_randomly: bool = False
     """Whether the last trial compared only shapes, because `forward` draws random numbers that cannot be replaced."""
+    calls_batch_norm: bool = False
+    """Whether `forward` calls the functional batch norm in training, other than by torch's own layers."""
     summary: str = ""
     """What was tried, for `explain`."""
     error: str = ""
@@ -129,6 +131,7 @@ def common_record(records: Sequence[ProbeRecord]) -> ProbeRecord | None:
         last.constant,
         status=last.status,
         summary=f"the verdicts of {len(records)} calls with other plain arguments, which agree",
+        calls_batch_norm=last.calls_batch_norm,
         readings_tried=last.readings_tried,
         trials=Backoff(limit=MAX_TRIALS, count=1),
     )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from instep.collectives.sync_batchnorm import has_standard_forward, use_trial_batch_norm
+from instep.collectives.sync_batchnorm import TrialBatchNorms, has_standard_forward, use_trial_batch_norm
 from instep.probe.draws import TrialDraws
 from instep.probe.snapshot import RngSnapshot, Snapshot
 from instep.replicas.clone import MODULE_REGISTRIES, REGISTRIES_AND_HOOKS, Cloner
@@ -69,6 +69,9 @@ class Sandbox:
         """The seed of all generators in later runs; None for the states of the caller."""
         self.takes_gradients = False
         """Whether runs have gradients enabled, because `forward` takes gradients itself."""
+        self.in_evaluation_mode = False
+        """Whether `switch_to_eval` was called."""
+        self.batch_norms = TrialBatchNorms()
         self._drawn: list[Any] = []
         self._tensors = ReplicaTensors(device, ParameterSharing.COPY)
         # Generators are shared with the source, and restored after every run.
@@ -127,6 +130,7 @@ class Sandbox:
 
     def switch_to_eval(self) -> None:
         """Use evaluation mode for later runs, in which modules should not draw random numbers."""
+        self.in_evaluation_mode = True
         self._snapshot.restore()
         for module in self._modules:
             module.__dict__["training"] = False
@@ -295,7 +299,7 @@ class Sandbox:
         """The caller's context, with this grad mode, without compiled code and the autocast cache."""
         stack = ExitStack()
         stack.enter_context(grad_mode)
-        stack.enter_context(use_trial_batch_norm())
+        stack.enter_context(use_trial_batch_norm(self.batch_norms))
         if self.device.type != "cpu":
             stack.enter_context(torch.get_device_module(self.device).device(self.device))
         stack.enter_context(force_eager())

@@ -194,7 +194,7 @@ class Trial:
             problems = [problem for error in (*unexplained, *conflicts.values()) for problem in error.problems]
             error = set_problems(MergeError(), problems)
             if self.sandbox.draws is not None:
-                draws_in_trial(error)
+                draws_in_trial(error, in_evaluation_mode=self.sandbox.in_evaluation_mode)
             if self.check is None and not findings.errors.keys() & record.outputs.keys():
                 record.error = str(error)
             raise error
@@ -204,15 +204,21 @@ class Trial:
         record.unmergeable = frozenset(self.unmergeable)
         record.sample_dependent |= self.sample_dependent
         record.constant = (record.constant | self.constant) - record.sample_dependent - record.unmergeable
-        first, second = self.part_sizes()
-        reasons = ", ".join(dict.fromkeys(self.incomparable_reasons))
         record.draws_randomly = DRAWS in self.incomparable_reasons
-        note = f"; only shapes count: {reasons}" if reasons else ""
-        if self.sandbox.draws is not None and not reasons:
-            note = ", with the same random numbers for each sample"
-        record.summary = f"tried on {first} and {second} samples, separately and together{note}"
+        record.calls_batch_norm |= bool(self.sandbox.batch_norms.total)
+        record.summary = self._summary()
         unresolved = [path for path in findings.unresolved if not is_proven(record.outputs.get(path))]
         record.schedule_trial(useful=bool(unresolved) or (bool(record.attributes) and record.trials.count < 1))
+
+    def _summary(self) -> str:
+        """How the samples were tried, for `explain`."""
+        first, second = self.part_sizes()
+        tried = f"tried on {first} and {second} samples, separately and together"
+        if self.incomparable_reasons:
+            return f"{tried}; only shapes count: {', '.join(dict.fromkeys(self.incomparable_reasons))}"
+        if self.sandbox.in_evaluation_mode:
+            return f"{tried}, in evaluation mode: forward draws random numbers that cannot be repeated for a sample"
+        return tried if self.sandbox.draws is None else f"{tried}, with the same random numbers for each sample"
 
     def _first_trial(self, weights: Sequence[Any]) -> TrialResult:
         """Run the first trial, in the first mode in which `forward` does not fail."""

@@ -45,6 +45,10 @@ Readings = dict[Path, Reading | DimReading]
 """How the list, tuple or tensor at each path was interpreted in the first call. Most tensors have no entry."""
 
 
+BROADCAST = Replicate("size 1 broadcasts")
+"""The placement of a tensor without a specification whose batch dim has size 1."""
+
+
 class BatchSizeCandidate(NamedTuple):
     """A batch size suggested by one argument or leaf. A lower priority number is tried first."""
 
@@ -237,7 +241,7 @@ class _PlacementInference:
         if size == self.batch_size:
             return Shard(dim % value.ndim)
         if spec.is_auto and size == 1 and dim == spec.batch_dim:
-            return Replicate("size 1 broadcasts")
+            return BROADCAST
         raise SizeMismatch(path, value, f"dim {dim} has size {size}")
 
     def _infer_custom(self, value: Any, path: Path, handler: TypeHandler) -> Placement:

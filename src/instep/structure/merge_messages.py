@@ -121,12 +121,14 @@ def conflicting_trials(path: Path, before: str, now: str) -> MergeError:
     )
 
 
-def draws_in_trial(error: MergeError) -> MergeError:
-    """An error that a trial found although each sample drew the same random numbers in its part and in the whole."""
-    return add_footer(
-        error,
-        "forward draws random numbers. In the trial, each sample drew the same ones in its part and in the whole.",
+def draws_in_trial(error: MergeError, *, in_evaluation_mode: bool) -> MergeError:
+    """An error that a trial of a module that draws random numbers found although draws cannot be the cause."""
+    trial = (
+        "The trial ran in evaluation mode, without draws that it cannot repeat."
+        if in_evaluation_mode
+        else "In the trial, each sample drew the same ones in its part and in the whole."
     )
+    return add_footer(error, f"forward draws random numbers. {trial}")
 
 
 def draws_hide_values(error: MergeError) -> MergeError:

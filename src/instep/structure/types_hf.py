@@ -18,7 +18,11 @@ from instep.structure.types_pyg import GRAPH, GRAPH_BATCH
 # A cache is an object with layers, which are objects with tensors. Tensors with 3 or more dims hold samples; others
 # are counters.
 
-_CACHE_CLASSES = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin")
+_REFORMER = "transformers.models.reformer.modeling_reformer"
+_CACHE_CLASSES = {
+    "transformers.cache_utils": ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin"),
+    _REFORMER: ("ReformerDynamicCache",),  # no subclass of Cache
+}
 _CACHE_BATCH_DIMS = {"indexer_position_ids": 1}
 _BATCH_SIZE_ATTRIBUTES = ("batch_size", "max_batch_size", "_max_batch_size")
 _QUANTIZED_ATTRIBUTES = ("_quantized_keys", "_quantized_values", "_quantized_key_cache", "_quantized_value_cache")
@@ -30,8 +34,8 @@ def _cache_children(value: Any) -> list[tuple[Any, Any]] | None:
         return list(value.items())
     if type(value) in (list, tuple):
         return list(enumerate(value))
-    module = sys.modules.get("transformers.cache_utils")
-    classes = tuple(getattr(module, name) for name in _CACHE_CLASSES if hasattr(module, name))
+    modules = [(sys.modules.get(module), names) for module, names in _CACHE_CLASSES.items()]
+    classes = tuple(getattr(module, name) for module, names in modules for name in names if hasattr(module, name))
     return list(vars(value).items()) if isinstance(value, classes) else None
 
 
@@ -228,6 +232,7 @@ def _is_tensorclass(cls: type) -> bool:
 def register_optional_types() -> None:
     """Register the types of optional packages by name, without importing the packages."""
     add_handler("transformers.cache_utils.Cache", CACHE)
+    add_handler(f"{_REFORMER}.ReformerDynamicCache", CACHE)
     add_handler("tensordict.base.TensorDictBase", TENSOR_DICT)
     add_handler_if(_is_tensorclass, TENSOR_DICT)  # classes decorated with `@tensorclass` have no common base class
     add_handler("torch_geometric.data.batch.Batch", GRAPH_BATCH)
