@@ -94,3 +94,22 @@ def test_a_weight_that_begins_at_zero_shows_what_it_weighs(wrap: Any, as_tensor:
     for weight in weights[1:]:
         with pytest.raises(instep.MergeError, match="no sum, mean or constant explains it"):
             model(x, beta=weight)
+
+
+@pytest.mark.parametrize("then", [lambda h: h.pow(2).mean(), lambda h: h], ids=["mean", "rows"])
+@pytest.mark.parametrize("count", [7, 9, 40])
+def test_a_number_of_samples_that_forward_uses_of_the_batch(wrap: Any, then: Any, count: int) -> None:
+    """The few samples of the first trial are all used."""
+    net = Net(lambda _, h, n: then(h[:n]))
+    x = torch.randn(count + 1, 3)
+    model = wrap(net, engine="serial")
+    with pytest.raises(instep.MergeError):
+        model(x, n=count)
+    torch.testing.assert_close(model(x, n=count + 1), net(x, n=count + 1))
+
+
+def test_a_number_of_positions_is_no_number_of_samples(wrap: Any) -> None:
+    net = Net(lambda _, h, n: {"rows": h[:, :n], "loss": h[:, :n].pow(2).mean()})
+    model, x = wrap(net, engine="serial"), torch.randn(12, 9, 3)
+    for n in (6, 7, 8):
+        torch.testing.assert_close(model(x, n=n), net(x, n=n))

@@ -227,6 +227,50 @@ def test_traits_and_the_samples_that_tell_of_them() -> None:
     assert not find_traits({"n": nested}, 2)
 
 
+class Shifted(nn.Module):
+    """A mean over the labels that are not 0, without the first or the last of each sequence."""
+
+    def __init__(self, part: slice, dim: int) -> None:
+        super().__init__()
+        self.layer, self.part, self.dim = nn.Embedding(9, 9).double(), part, dim
+
+    def forward(self, tokens: Tensor, tgt: Tensor) -> Tensor:
+        part = (self.part, slice(None)) if self.dim else (slice(None), self.part)
+        return F.cross_entropy(self.layer(tokens[part]).flatten(0, 1), tgt[part].flatten(), ignore_index=0)
+
+
+@pytest.mark.parametrize("batch", [4, 8])
+@pytest.mark.parametrize("part", [slice(1, None), slice(None, -1)], ids=["1:", ":-1"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_labels_that_are_ignored_in_a_part_of_the_sequence(wrap: Any, batch: int, part: slice, dim: int) -> None:
+    """The labels outside the part hide or imitate the weights. A call is right or a `MergeError`."""
+    refused = 0
+    for seed in range(6):
+        torch.manual_seed(seed)
+        net = Shifted(part, dim)
+        plain, model = copy.deepcopy(net), wrap(net, engine="serial", dim=dim)
+        for _ in range(6):
+            shape = (batch, int(torch.randint(3, 6, ())))
+            tokens, tgt = torch.randint(1, 9, shape), torch.randint(0, 9, shape)
+            tgt[:, 1] = 1
+            arguments = (tokens.T, tgt.T) if dim else (tokens, tgt)
+            try:
+                ours = model(*arguments)
+            except instep.MergeError:
+                refused += 1
+            else:
+                torch.testing.assert_close(ours, plain(*arguments), rtol=1e-10, atol=1e-12)
+    assert refused > 20
+
+
+def test_a_weight_that_two_parts_have_in_common_by_chance(wrap: Any) -> None:
+    """1 and 3 samples have equally many labels each, on average; the shards of 2 and 2 do not."""
+    net = Learner(lambda output, y: (output.pow(2).mean(-1) * (y > 0).sum(1)).sum() / (y > 0).sum())
+    y = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
+    with pytest.raises(instep.MergeError, match="no sum, mean"):
+        wrap(net, engine="serial")(inputs(4), y)
+
+
 @both_engines
 def test_padding_that_is_true_and_comes_later(wrap: Any, engine: str) -> None:
     """As in nn.Transformer; also weights that are fractions, one a sample, after a batch of ones."""

@@ -25,7 +25,7 @@ _UNBOUNDED = 1 << 16
 
 
 class TrialDraws(TorchDispatchMode):
-    """Mode in which random ops return numbers that are comparable between both parts and the whole."""
+    """Mode in which random ops return numbers that are comparable between parts and whole."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -37,7 +37,7 @@ class TrialDraws(TorchDispatchMode):
         """Whether runs with a seed have drawn other shapes than the runs in which all samples drew alike."""
         self._shapes: list[list[torch.Size]] = []
         """The shapes that each run drew, when all samples drew alike."""
-        self._sizes = (0, 0)
+        self._sizes: tuple[int, ...] = ()
         self._run, self._count = -1, 0
 
     @classmethod
@@ -45,8 +45,8 @@ class TrialDraws(TorchDispatchMode):
         """Trials run nothing that is compiled, and torch would import dynamo in order to skip it."""
         return False
 
-    def start_runs(self, sizes: tuple[int, int] = (0, 0), seed: int | None = None) -> bool:
-        """Before the runs of both parts and the whole. With a seed, samples draw different numbers.
+    def start_runs(self, sizes: tuple[int, ...] = (), seed: int | None = None) -> bool:
+        """Before the runs of the parts and the whole. With a seed, samples draw different numbers.
 
         Returns False if a seed cannot be used, because the runs did not make the same draws.
         """
@@ -54,7 +54,7 @@ class TrialDraws(TorchDispatchMode):
         if seed is None:
             self._shapes = []
             return True
-        return len(self._shapes) == 3 and len({len(shapes) for shapes in self._shapes}) == 1
+        return len(self._shapes) == len(sizes) + 1 and len({len(shapes) for shapes in self._shapes}) == 1
 
     def start_run(self) -> None:
         """Before each run."""
@@ -127,11 +127,12 @@ class TrialDraws(TorchDispatchMode):
             return None
         whole[dim] = sum(self._sizes)
         numbers = torch.rand(whole, generator=generator, dtype=torch.float64, device="cpu").clamp_(1e-6, 1 - 1e-6)
-        return numbers.narrow(dim, self._sizes[0] if self._run == 1 else 0, shape[dim])
+        is_part = self._run < len(self._sizes)
+        return numbers.narrow(dim, sum(self._sizes[: self._run]) if is_part else 0, shape[dim])
 
 
-def _batch_dim(shapes: Sequence[torch.Size], sizes: tuple[int, int]) -> int | None:
-    """The only dim in which the shapes of both parts and the whole differ, if it has their sizes."""
+def _batch_dim(shapes: Sequence[torch.Size], sizes: tuple[int, ...]) -> int | None:
+    """The only dim in which the shapes of the parts and the whole differ, if it has their sizes."""
     if len({len(shape) for shape in shapes}) > 1:
         return None
     dims = [dim for dim, column in enumerate(zip(*shapes, strict=True)) if len(set(column)) > 1]

@@ -7,25 +7,23 @@ A trial runs on a private copy of the module before the first call of each struc
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
-
-from torch import Tensor
 
 from instep.errors import MergeError, StateError, StructureError
 from instep.probe.gradients import are_gradients_additive
 from instep.probe.judge import UserRules
 from instep.probe.lines import add_tried_lines, offer_dim_1
 from instep.probe.record import MAX_FAILED_MERGES, MAX_TRIALS, ProbeRecord, common_record, contradict
-from instep.probe.trial import OutputCheck, Trial, TrialCall
+from instep.probe.trial import OutputCheck, Trial, TrialCall, replicated_scalars
 from instep.replicas.state.merge import StateMerger
 from instep.structure.merge import Merger
 from instep.structure.merge_messages import draws_hide_values, loss_not_additive
 from instep.structure.merge_rules import MergeContext, WeightedBy
-from instep.structure.placements import Nested, PerSample, Placement, Replicate, Shard, contains_placement
+from instep.structure.placements import Nested, PerSample, Replicate, Shard, contains_placement
 from instep.structure.plan import SplitPlan
 from instep.structure.split import apply_plan
-from instep.structure.tree import SCALARS, flatten_one_level, structure_key
+from instep.structure.tree import structure_key
 from instep.structure.verdicts import Verdict, Verdicts
 
 MAX_STRUCTURES = 32
@@ -269,7 +267,7 @@ class Probe:
         plain: list[Any] = []
         numbers: list[Any] = []
         for placement, value, has_plain in zip(plan.placements, values, self._has_plain_values(plan), strict=True):
-            for leaf in _replicated_scalars(placement, value) if has_plain else ():
+            for leaf in replicated_scalars(placement, value) if has_plain else ():
                 if leaf is None or isinstance(leaf, (bool, enum.Enum)):
                     switches.append((type(leaf), leaf))
                 elif isinstance(leaf, (int, float)) and not self.numbers_matter:
@@ -308,16 +306,3 @@ class Probe:
 
 def _is_proven_not_sum(verdict: Verdict | None) -> bool:
     return verdict is not None and verdict.proven and "sum" not in verdict.ops
-
-
-def _replicated_scalars(placement: Placement, value: Any) -> Iterator[Any]:
-    if isinstance(placement, Replicate):
-        if isinstance(value, (*SCALARS, enum.Enum)):
-            yield value
-        elif type(value) is Tensor and value.ndim == 0 and value.device.type == "cpu":  # others would synchronize
-            yield value.item()
-    elif isinstance(placement, Nested):
-        node = flatten_one_level(value)
-        assert node is not None
-        for child_placement, child in zip(placement.placements, node.children, strict=True):
-            yield from _replicated_scalars(child_placement, child)

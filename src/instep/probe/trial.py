@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from instep.errors import MergeError
 from instep.probe.draws import TrialDraws
 from instep.probe.independence import find_changed_path, is_order_dependent, scale_floats, substituted_batches
-from instep.probe.judge import Findings, TrialOutputs, UserRules, judge
+from instep.probe.judge import Findings, TrialOutputs, UserRules, confirm_means, judge
 from instep.probe.record import (
     ProbeRecord,
     combine,
@@ -32,6 +33,7 @@ from instep.probe.sandbox import RunResult, Sandbox, copy_arguments, is_number_s
 from instep.probe.tolerance import tolerances, uses_low_precision
 from instep.probe.window import (
     MAX_PART_SIZE,
+    MAX_SAMPLE_NUMBER,
     Trait,
     default_part_sizes,
     discriminating_window,
@@ -39,17 +41,18 @@ from instep.probe.window import (
     even_part_sizes,
     find_traits,
     large_part_sizes,
+    many_part_sizes,
 )
 from instep.replicas.object_graph import values_equal
 from instep.replicas.state.carried import CarriedValue
 from instep.replicas.state.merge import check_no_parameter_writes
 from instep.runtime.probe_flag import probe_context
 from instep.structure.merge_messages import depends_on_other_samples, draws_in_trial
-from instep.structure.placements import Nested, PreSplit, Ragged, Replicate, Shard, contains_placement
+from instep.structure.placements import Nested, Placement, PreSplit, Ragged, Replicate, Shard, contains_placement
 from instep.structure.plan import SplitPlan
 from instep.structure.problems import set_problems
 from instep.structure.split import apply_plan, batch_first, unsplit
-from instep.structure.tree import structure_key
+from instep.structure.tree import SCALARS, flatten_one_level, structure_key
 from instep.structure.verdicts import Undetermined, Verdicts
 from instep.structure.weights import find_weight_window, find_weighted_criteria, label_and_mask_counts
 
@@ -63,8 +66,8 @@ OutputCheck = Callable[[Sequence[Any], bool, float], MergeError | None]
 
 The other arguments are whether values can be compared, and the tolerance. The check may remove entries that only it
 needs from the outputs."""
-PartInputs = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
-"""Arguments by name, for both parts and the whole."""
+PartInputs = Sequence[dict[str, Any]]
+"""Arguments by name, for the parts and the whole."""
 TrialResult = tuple[Findings, dict[str, Verdicts]]
 """Findings about the outputs, and verdicts for attributes that `forward` assigned."""
 
@@ -140,7 +143,8 @@ class Trial:
 
     def has_untested_traits(self, record: ProbeRecord) -> bool:
         """Whether this call has traits on which means have not been tested."""
-        return discriminating_window(self.traits, record.seen_traits, self.part_sizes()) is not None
+        *_, sizes = [self.part_sizes(), *self._many_part_sizes()]
+        return discriminating_window(self.traits, record.seen_traits, sizes) is not None
 
     @contextmanager
     def open_sandbox(self) -> Iterator[None]:
@@ -182,6 +186,9 @@ class Trial:
             findings = combine(findings, self._try_last_samples(first_sizes))
         if self._needs_double_precision(findings) and not self.incomparable_reasons:
             findings, attributes = self._try_in_double_precision(findings, attributes)
+        beyond = self._sizes_beyond_numbers(first_sizes)
+        if beyond is not None and not findings.errors and not self.incomparable_reasons:
+            findings = combine(findings, self._try_window(beyond, 0)[0])
         if has_mean(findings.outputs, *attributes.values()) and not findings.errors:
             findings, attributes = self._confirm_means(findings, attributes)
         return findings, attributes
@@ -261,6 +268,19 @@ class Trial:
             self._check_independence(sizes, start, findings)
         return findings, attributes
 
+    def _sizes_beyond_numbers(self, tried: tuple[int, int]) -> tuple[int, int] | None:
+        """Part sizes with more samples than an integer among the arguments, which may be a number of samples: `y[:n]`.
+
+        None if the sizes tried are enough, or there are not so many samples.
+        """
+        pairs = zip(self.plan.placements, self.call.values, strict=True)
+        numbers = [n for pair in pairs for n in replicated_scalars(*pair) if type(n) is int]
+        largest = max((n for n in numbers if sum(tried) <= n < min(self.batch_size, MAX_SAMPLE_NUMBER)), default=0)
+        total = largest + 1 + (-(largest + 1) % 4 if self.even_only else 0)
+        if not largest or not 2 * self.min_part <= total <= self.batch_size:
+            return None
+        return total // 2, total - total // 2
+
     def _needs_other_samples(self, findings: Findings) -> bool:
         """Whether a trial on other samples may resolve more verdicts."""
         verdicts = findings.outputs.values()
@@ -302,7 +322,18 @@ class Trial:
         return Findings(outputs, unresolved, {**errors, **more.errors}), more_attributes
 
     def _confirm_means(self, findings: Findings, attributes: dict[str, Verdicts]) -> TrialResult:
-        """Test means on more samples, with small and then large parts, while there are untested traits."""
+        """Test means on more samples while there are untested traits: on many parts, or on two if those fail."""
+        for sizes in self._many_part_sizes():
+            start = discriminating_window(self.traits, self.seen_traits, sizes)
+            if start is None or findings.errors:
+                continue
+            try:
+                more, more_attributes = self._confirm_on_parts(sizes, start, findings.outputs, attributes)
+            except TrialFailed:
+                break
+            findings, attributes = combine(findings, more), self._combine_attributes(attributes, more_attributes)
+        else:
+            return findings, attributes
         for sizes in (self.part_sizes(), self.part_sizes(large=True)):
             start = discriminating_window(self.traits, self.seen_traits, sizes)
             if start is None or findings.errors:
@@ -310,6 +341,30 @@ class Trial:
             more, more_attributes = self._try_window(sizes, start)
             findings, attributes = combine(findings, more), self._combine_attributes(attributes, more_attributes)
         return findings, attributes
+
+    def _many_part_sizes(self) -> list[tuple[int, ...]]:
+        smallest = self.min_part + self.min_part % 2 if self.even_only else self.min_part
+        return many_part_sizes(self.batch_size, smallest) if self.check is None else []
+
+    def _confirm_on_parts(
+        self, sizes: tuple[int, ...], start: int, outputs: Verdicts, attributes: Mapping[str, Verdicts]
+    ) -> TrialResult:
+        """Run many parts and the whole, and test the means among these verdicts on them."""
+        inputs, runs = self._run_comparable(sizes, start)
+        if self.incomparable_reasons:
+            return Findings(), {}
+        tolerance = tolerances(self.sandbox, inputs[-1], [run.output for run in runs])[1]
+        findings, confirmed = Findings(), dict(attributes)
+        for results in (runs, *self._run_different_draws(sizes, start)):
+            found = confirm_means(outputs, sizes, [run.output for run in results], inputs, tolerance)
+            findings = combine(findings, found)
+            for name, verdicts in attributes.items():
+                values = [run.attributes.get(name) for run in results]
+                found = confirm_means(verdicts, sizes, values, inputs, tolerance)
+                confirmed[name] = {**confirmed[name], **found.outputs}
+                self.unmergeable |= {name} if found.errors else set()
+        self.seen_traits |= distinguished_traits(self.traits, start, sizes)
+        return findings, confirmed
 
     def _try_window(self, sizes: tuple[int, int], start: int) -> TrialResult:
         """Run both parts and the whole of the samples from `start`, and judge the results."""
@@ -348,8 +403,8 @@ class Trial:
             self.seen_traits |= distinguished_traits(self.traits, start, sizes)
         return findings, attributes
 
-    def _run_comparable(self, sizes: tuple[int, int], start: int) -> tuple[PartInputs, list[RunResult]]:
-        """Run both parts and the whole. If they draw random numbers, run them so that all samples draw alike.
+    def _run_comparable(self, sizes: tuple[int, ...], start: int) -> tuple[PartInputs, list[RunResult]]:
+        """Run the parts and the whole. If they draw random numbers, run them so that all samples draw alike.
 
         Draws that cannot be replaced must not change the results. If they do, runs in evaluation mode, without such
         draws, are returned. If there are none, `incomparable_reasons` gets the reason.
@@ -374,9 +429,9 @@ class Trial:
         return inputs, first_runs
 
     def _run_alike(
-        self, sizes: tuple[int, int], start: int, seed: int | None = None
+        self, sizes: tuple[int, ...], start: int, seed: int | None = None
     ) -> tuple[PartInputs, list[RunResult]]:
-        """Run both parts and the whole. If draws are replaced, all samples draw alike."""
+        """Run the parts and the whole. If draws are replaced, all samples draw alike."""
         if self.sandbox.draws is not None:
             self.sandbox.draws.start_runs()
         self.sandbox.seed = seed
@@ -385,14 +440,14 @@ class Trial:
         finally:
             self.sandbox.seed = None
 
-    def _rerun(self, sizes: tuple[int, int], start: int, seed: int | None = None) -> list[RunResult] | None:
-        """Run both parts and the whole with other draws or in another mode; None if `forward` fails."""
+    def _rerun(self, sizes: tuple[int, ...], start: int, seed: int | None = None) -> list[RunResult] | None:
+        """Run the parts and the whole with other draws or in another mode; None if `forward` fails."""
         try:
             return self._run_alike(sizes, start, seed)[1]
         except TrialFailed:
             return None
 
-    def _run_different_draws(self, sizes: tuple[int, int], start: int) -> Iterator[list[RunResult]]:
+    def _run_different_draws(self, sizes: tuple[int, ...], start: int) -> Iterator[list[RunResult]]:
         """Run the parts again while every sample draws numbers of its own."""
         draws = self.sandbox.draws
         for seed in range(2 if sum(sizes) > 4 else 6):  # of few samples, random masks may select equal numbers
@@ -576,8 +631,8 @@ class Trial:
         count = self.call.num_positional
         return values[:count], dict(zip(self.plan.names[count:], values[count:], strict=True))
 
-    def _run_parts(self, sizes: tuple[int, int], start: int) -> tuple[PartInputs, list[RunResult]]:
-        """Run both parts and the whole. Returns their arguments and results."""
+    def _run_parts(self, sizes: tuple[int, ...], start: int) -> tuple[PartInputs, list[RunResult]]:
+        """Run the parts and the whole. Returns their arguments and results."""
         inputs, runs = [], []
         self.sandbox.start_runs()
         for shard in self._parts_and_whole(sizes, start):
@@ -585,22 +640,23 @@ class Trial:
             for name, value in self.initial_state.items():
                 self.sandbox.assign(name, value)
             runs.append(self._call_sandbox(shard))
-        return (inputs[0], inputs[1], inputs[2]), runs
+        return inputs, runs
 
     def part_arguments(self, sizes: tuple[int, int]) -> Iterator[tuple[Sequence[Any], dict[str, Any]]]:
         """Copies of the arguments of both parts and of the whole; see `_parts_and_whole`."""
         for shard in self._parts_and_whole(sizes):
             yield self._args_and_kwargs(copy_arguments(shard))
 
-    def _parts_and_whole(self, sizes: tuple[int, int], start: int = 0) -> Iterator[list[Any]]:
-        """The arguments of both parts and of the whole, from sample `start`.
+    def _parts_and_whole(self, sizes: tuple[int, ...], start: int = 0) -> Iterator[list[Any]]:
+        """The arguments of the parts and of the whole, from sample `start`.
 
         Each step sets the carried state in the sandbox, so use the arguments before the next step.
         """
         total = sum(sizes)
         rest = self.batch_size - start - total
-        shards = [*self._split([start, *sizes, rest], 2), *self._split([start, total, rest], 1)]
-        ranges = [(start, sizes[0]), (start + sizes[0], sizes[1]), (start, total)]
+        shards = [*self._split([start, *sizes, rest], len(sizes)), *self._split([start, total, rest], 1)]
+        starts = itertools.accumulate(sizes, initial=start)
+        ranges = [*zip(starts, sizes, strict=False), (start, total)]
         for shard, (first, count) in zip(shards, ranges, strict=True):
             for value in self.carried_state:
                 self.sandbox.assign_shard(value, value.split([first, count, self.batch_size - first - count])[1])
@@ -630,6 +686,20 @@ def _call_user_code(function: Callable[..., T], *args: Any) -> T:
 
 def _have_same_structure(left: Sequence[RunResult], right: Sequence[RunResult]) -> bool:
     return all(structure_key(one.output) == structure_key(two.output) for one, two in zip(left, right, strict=True))
+
+
+def replicated_scalars(placement: Placement, value: Any) -> Iterator[Any]:
+    """Strings, numbers and other plain values of an argument that every replica gets."""
+    if isinstance(placement, Replicate):
+        if isinstance(value, (*SCALARS, enum.Enum)):
+            yield value
+        elif type(value) is Tensor and value.ndim == 0 and value.device.type == "cpu":  # others would synchronize
+            yield value.item()
+    elif isinstance(placement, Nested):
+        node = flatten_one_level(value)
+        assert node is not None
+        for child_placement, child in zip(placement.placements, node.children, strict=True):
+            yield from replicated_scalars(child_placement, child)
 
 
 def _may_be_running_total(initial: Any, findings: Findings) -> bool:

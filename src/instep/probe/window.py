@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -13,6 +14,11 @@ from instep.structure.weights import is_batch_first, named_tensors, sample_sizes
 
 MAX_PART_SIZE = 16
 """The maximum size of a part, for trials with more samples than the default."""
+
+MAX_PARTS = 8
+"""The number of parts on which a mean is confirmed."""
+MAX_SAMPLE_NUMBER = 64
+"""Integers among the arguments below this are tried as numbers of samples."""
 
 
 def default_part_sizes(batch: int, min_size: int = 1) -> tuple[int, int]:
@@ -48,8 +54,24 @@ def large_part_sizes(batch: int, min_size: int = 1) -> tuple[int, int]:
     return (half, half + 1) if 2 <= half <= (batch - 1) // 2 else default_part_sizes(batch, min_size)
 
 
+def many_part_sizes(batch: int, min_size: int = 1) -> list[tuple[int, ...]]:
+    """Sizes of many equal parts: large ones, to see many samples, then the smallest.
+
+    A weight that two parts have in common by chance differs between some of these.
+
+    >>> many_part_sizes(18), many_part_sizes(4), many_part_sizes(3, 2)
+    ([(2, 2, 2, 2, 2, 2, 2, 2), (1, 1, 1, 1, 1, 1, 1, 1)], [(1, 1, 1, 1)], [])
+    """
+    large = max(min_size, min(4, batch // MAX_PARTS))
+    found = dict.fromkeys((size,) * min(MAX_PARTS, batch // size) for size in (large, min_size))
+    return [sizes for sizes in found if len(sizes) > 1]
+
+
 Trait = tuple[Path, int | str]
-"""The path of an argument and one of its values, or a property of values (`"zero"`) if it has many, as token ids do."""
+"""The path of an argument and one of its values, or a property of values (`"zero"`) if it has many, as token ids do.
+
+Sequences `[B, T]` have the same traits without their first and without their last position, because losses shift them.
+"""
 
 MAX_VALUES = 256
 MAX_SAMPLES = 1 << 14
@@ -62,9 +84,20 @@ def find_traits(inputs: Mapping[str, Any], batch: int) -> dict[Trait, Tensor]:
         if not is_batch_first(value, batch) or not value.numel():
             continue
         rows = value[:MAX_SAMPLES].detach().reshape(min(batch, MAX_SAMPLES), -1)
-        for label, counts in _count_values(rows):
-            if bool((counts != counts[0]).any()):
-                found[path, label] = counts
+        integers = _to_integers(rows)
+        if integers is not None:
+            ranges = {"": integers}
+            if value.ndim == 2 and value.shape[1] > 1:
+                ranges |= {"[1:]": integers[:, 1:], "[:-1]": integers[:, :-1]}
+            for name, entries in ranges.items():
+                labels, table = _count_values(entries)
+                differs = (table != table[:, :1]).any(1).tolist()
+                where = (*path, name) if name else path
+                found.update({(where, labels[i]): table[i] for i, differ in enumerate(differs) if differ})
+        elif rows.shape[1] == 1 and rows.is_floating_point():  # may be the weight of the sample
+            weights = rows[:, 0].cpu().double().nan_to_num()
+            if bool((weights != weights[0]).any()):
+                found[path, "total"] = weights
     for path, sizes in sample_sizes(inputs):
         if len(sizes) == batch and bool((sizes != sizes[0]).any()):
             found[path, "size"] = sizes[:MAX_SAMPLES].double()
@@ -72,30 +105,30 @@ def find_traits(inputs: Mapping[str, Any], batch: int) -> dict[Trait, Tensor]:
 
 
 def distinguished_traits(traits: Mapping[Trait, Tensor], start: int, sizes: Sequence[int]) -> set[Trait]:
-    """The traits whose mean count differs between the two parts of the window at `start`."""
-    middle, stop = start + sizes[0], start + sum(sizes)
-    return {
-        trait
+    """The traits whose mean count differs between the parts of the window at `start`."""
+    stop = start + sum(sizes)
+    means = {
+        trait: torch.stack([part.mean() for part in counts[start:stop].split(list(sizes))])
         for trait, counts in traits.items()
-        if stop <= len(counts) and float((counts[start:middle].mean() - counts[middle:stop].mean()).abs()) > 1e-9
+        if stop <= len(counts)
     }
+    return {trait for trait, parts in means.items() if float(parts.max() - parts.min()) > 1e-9}
 
 
 def discriminating_window(traits: Mapping[Trait, Tensor], seen: set[Trait], sizes: Sequence[int]) -> int | None:
     """The start of the window that distinguishes the most traits not yet seen; None if no window does."""
     counts = [value for trait, value in traits.items() if trait not in seen]
-    first_size, num_samples = sizes[0], sum(sizes)
-    if not counts or len(counts[0]) < num_samples:
+    if not counts or len(counts[0]) < sum(sizes):
         return None
     table = torch.stack(counts)
     cumulative = torch.zeros(len(counts), len(counts[0]) + 1, dtype=torch.float64)
     cumulative[:, 1:] = table.cumsum(1)
-    num_windows = cumulative.shape[1] - num_samples
-    first = (cumulative[:, first_size : first_size + num_windows] - cumulative[:, :num_windows]) / first_size
-    second = (cumulative[:, num_samples:] - cumulative[:, first_size : first_size + num_windows]) / (
-        num_samples - first_size
+    num_windows = cumulative.shape[1] - sum(sizes)
+    totals = [cumulative[:, stop : stop + num_windows] for stop in accumulate(sizes, initial=0)]
+    means = torch.stack(
+        [(after - before) / size for (before, after), size in zip(pairwise(totals), sizes, strict=True)]
     )
-    differences = (first - second).abs()
+    differences = means.max(0).values - means.min(0).values
     largest = differences.max(1, keepdim=True).values
     if not bool((largest > 1e-9).any()):
         return None
@@ -120,31 +153,20 @@ def _to_integers(rows: Tensor) -> Tensor | None:
     return rows.long()
 
 
-def _count_values(entries: Tensor) -> Iterator[tuple[int | str, Tensor]]:
-    """Each value or property of entries, with its count in every sample.
-
-    Fractional values are used only if there is one per sample, which may be the sample's weight.
-    """
-    rows = _to_integers(entries)
-    if rows is None:
-        if entries.shape[1] == 1 and entries.is_floating_point():
-            yield "total", entries[:, 0].cpu().double().nan_to_num()
-        return
+def _count_values(rows: Tensor) -> tuple[Sequence[int | str], Tensor]:
+    """The values or properties of entries, and a table of their counts: one row for each, one column per sample."""
     low, high = int(rows.min()), int(rows.max())
     width = high - low + 1
     if width <= MAX_VALUES:
         offsets = torch.arange(len(rows), device=rows.device)[:, None] * width
         table = torch.bincount((rows - low + offsets).flatten(), minlength=len(rows) * width)
-        for value, counts in enumerate(table.reshape(len(rows), width).T.cpu().double()):
-            yield low + value, counts
-        return
-    masks = {
+        return range(low, high + 1), table.reshape(len(rows), width).T.cpu().double()
+    properties = {
         "negative": rows < 0,
         "zero": rows == 0,
         "lowest": rows == low,
         "highest": rows == high,
         "commonest": rows == rows.flatten()[: 1 << 16].mode().values,
+        "total": rows,
     }
-    for name, mask in masks.items():
-        yield name, mask.sum(1).cpu().double()
-    yield "total", rows.double().sum(1).cpu()
+    return tuple(properties), torch.stack([entries.sum(1) for entries in properties.values()]).cpu().double()
