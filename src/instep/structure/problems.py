@@ -44,14 +44,14 @@ class Problem:
     note: tuple[str, ...] = ()
     """What the trials of the rules have shown, and what to do if no line is right. Replaces the advice."""
 
-    def render(self) -> list[str]:
-        """The text lines of the problem."""
+    def render_advice(self) -> list[str]:
+        """What to write, as text lines."""
         if not self.lines:
-            return [self.headline, *(self.note or self.advice), *self.hints]
+            return [*(self.note or self.advice), *self.hints]
         choices = [f"  {keyword_argument([(self.name, line)])}{_comment(line)}" for line in self.lines]
         what, gives = ("Write", "it gives") if len(choices) == 1 else ("Write one of", "each gives")
         heading = f"{what} (tried on samples of this batch: {gives} the value of one device):"
-        return [self.headline, heading, *choices, *self.hints]
+        return [heading, *choices, *self.hints]
 
 
 def _comment(line: Line) -> str:
@@ -91,9 +91,13 @@ def add_footer(error: ErrorT, text: str) -> ErrorT:
 
 
 def _message(problems: Sequence[Problem], names: Collection[str]) -> str:
+    groups: dict[tuple[str, ...], list[Problem]] = {}
+    for problem in problems:  # problems with the same advice, apart from their names, share it
+        advice = [line.replace(repr(problem.name), "") for line in problem.render_advice()]
+        groups.setdefault(tuple(advice), []).append(problem)
+    blocks = ["\n".join([*(p.headline for p in group), *group[0].render_advice()]) for group in groups.values()]
     if len(problems) == 1:
-        return "\n".join(problems[0].render())
-    blocks = ["\n".join(problem.render()) for problem in problems]
+        return blocks[0]
     text = f"{len(problems)} outputs or attributes cannot be merged.\n\n" + "\n\n".join(blocks)
     solved = [(problem.name, problem.lines[0]) for problem in problems if problem.lines]
     if len(solved) < 2:
