@@ -112,7 +112,12 @@ class ReplicaForward:
         assert request.ambient is not None
         request.ambient.context_vars = sendable_context(self._call.ambient.context_vars, client.channel.registry)
         request.generator_states = {number: source.get_state() for number, source in enumerate(module_state.generators)}
-        self._pending, self._argument_tensors = client.send_forward(request, module_state)
+        try:
+            self._pending, self._argument_tensors = client.send_forward(request, module_state)
+        except CannotCross as error:
+            arguments = dict(zip(self._call.argument_names, (*request.args, *request.kwargs.values()), strict=False))
+            named = client.channel.registry.packing_error(arguments, "argument ")
+            raise named or error from error.__cause__
         self._collectives.add_failure_check(partial(client.has_failed, self._pending))
         return self._pending
 

@@ -98,6 +98,15 @@ class CodeRegistry:
         with self._lock:
             return self._pickling_error(value) is None
 
+    def packing_error(self, value: Any, label: str) -> CannotCross | None:
+        """The error of `pack`; None if the value can be pickled. Sends nothing."""
+        with self._lock:
+            try:
+                self._pickle(value, label)
+            except CannotCross as error:
+                return error
+        return None
+
     def unpack(self, pickled: PickledValue) -> Any:
         """Rebuild a value around the received tensors, which have the order of the sent ones."""
         with self._lock:
