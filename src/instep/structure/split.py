@@ -263,7 +263,8 @@ def infer_part_sizes(parts: Sequence[Any], dim: int) -> list[int]:
         lists = [_first_list(part) for part in parts]
         sizes = [None if items is None else len(items) for items in lists]
         inner = [{size_along(item, dim) for item in items or () if isinstance(item, Tensor)} for items in lists]
-        if len(set(sizes)) == 1 and all(len(found) == 1 for found in inner):
+        differ = any(found != {sizes[0]} for found in inner)
+        if differ and len(set(sizes)) == 1 and all(len(found) == 1 for found in inner):
             raise ambiguous_part_sizes(sizes[0], inner)
     return [0 if size is None else size for size in sizes]
 
