@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.structure.graph_arguments import GraphArgument
 from instep.structure.merge_rules import weighted_by
 from instep.structure.problems import Line
 from instep.structure.shapes import is_dense
 from instep.structure.tree import NUMBER_TYPES, flatten_one_level, is_sequence
+from instep.structure.types import handler_for_type
 
 _MAX_VALUES = 12
 """The number of values of one integer argument that are tried as the value to ignore."""
@@ -89,6 +91,7 @@ def _weights(inputs: Mapping[str, Any], size: int, module: nn.Module) -> Iterato
     leaves = [
         leaf for name, value in inputs.items() if name.isidentifier() for leaf in _leaves(name, name, value, size)
     ]
+    yield from _graph_weights(inputs)
     for name, code, value in leaves:
         weights = _list_weights(code, value) if is_sequence(value) else _tensor_weights(code, value)
         yield from ((f"lambda {name}: {weight}", text) for weight, text in weights)
@@ -97,6 +100,20 @@ def _weights(inputs: Mapping[str, Any], size: int, module: nn.Module) -> Iterato
     for name, code, value in leaves:
         for table, names, weights in tables:
             yield from _class_weights(name, code, value, table, names, weights)
+
+
+def _graph_weights(inputs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Numbers of nodes and edges of graphs: rows of arguments that are split between graphs, or of a `Batch`."""
+    seen: list[Sequence[int]] = []
+    for name, value in inputs.items():
+        if isinstance(value, GraphArgument) and isinstance(value.value, Tensor) and value.bounds not in seen:
+            seen.append(value.bounds)
+            rows = f"{name}.shape[{value.dim}]" if value.dim else f"len({name})"
+            yield f"lambda {name}: {rows}", f"a mean over the rows of {name}, of all graphs"
+        elif handler_for_type(type(value)) is not None and name.isidentifier():
+            for count in ("num_nodes", "num_edges"):  # of a torch_geometric Batch
+                if isinstance(getattr(value, count, None), int):
+                    yield f"lambda {name}: {name}.{count}", f"a mean over {count} of {name}, of all graphs"
 
 
 def _leaves(name: str, code: str, value: Any, size: int) -> Iterator[tuple[str, str, Any]]:
