@@ -62,7 +62,7 @@ def many_part_sizes(batch: int, min_size: int = 1) -> list[tuple[int, ...]]:
     >>> many_part_sizes(18), many_part_sizes(4), many_part_sizes(3, 2)
     ([(2, 2, 2, 2, 2, 2, 2, 2), (1, 1, 1, 1, 1, 1, 1, 1)], [(1, 1, 1, 1)], [])
     """
-    large = max(min_size, min(4, batch // MAX_PARTS))
+    large = max(1, min(4, batch // MAX_PARTS) // min_size) * min_size
     found = dict.fromkeys((size,) * min(MAX_PARTS, batch // size) for size in (large, min_size))
     return [sizes for sizes in found if len(sizes) > 1]
 
