@@ -62,6 +62,10 @@ def test_rows_are_distinguished_by_name_where_sizes_are_equal() -> None:
     assert (len(first["x"]), len(first["edge_attr"])) == (4, 5)
     with pytest.raises(instep.StructureError, match=r"'feature' \(Tensor \[6\]\) may be edges or nodes, which are eq"):
         split(x=torch.arange(6), feature=torch.arange(6), edge_index=edges, batch=IDS)
+    first, second = split(
+        x=torch.arange(6), y=torch.arange(3), edge_attr=torch.arange(3), edge_index=EDGES[:, 3:6], batch=IDS
+    )
+    assert (first["y"].tolist(), second["y"].tolist()) == ([0, 1], [2])  # as many edges as graphs
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -34,13 +34,13 @@ from instep.structure.merge_rules import (
     reduces_samples,
 )
 from instep.structure.placements import Nested, PerSample, Ragged, Replicate, Shard
-from instep.structure.shapes import format_values, is_dense
+from instep.structure.shapes import format_values
 from instep.structure.spec import AUTO, DimSpec
 from instep.structure.split import merge_by_handler
-from instep.structure.tree import NUMBER_TYPES, Path, flatten_one_level, get_by_path, is_sequence, tensors_in
+from instep.structure.tree import NUMBER_TYPES, Path, flatten_one_level, is_sequence, tensors_in
 from instep.structure.types import TypeHandler
 from instep.structure.types_torch import handler_for
-from instep.structure.verdicts import Undetermined, Verdict, Verdicts, partial_verdict
+from instep.structure.verdicts import Undetermined, Verdict, partial_verdict
 from instep.structure.weights import possible_weights
 
 
@@ -92,47 +92,6 @@ def judge(trial: TrialOutputs, user_rules: UserRules) -> Findings:
     visitor = _Judge(trial, user_rules)
     visitor.judge_node((*trial.parts, trial.whole), (), user_rules.dim_spec)
     return visitor.findings
-
-
-def confirm_means(
-    verdicts: Verdicts,
-    sizes: tuple[int, ...],
-    outputs: Sequence[Any],
-    inputs: Sequence[Mapping[str, Any]],
-    tolerance: float,
-) -> Findings:
-    """Test means on several parts. Of the rules of each, keep those that give the value of the whole.
-
-    `outputs` and `inputs` are those of the parts and the whole.
-    """
-    findings = Findings()
-    context = MergeContext.create(sizes, outputs[:-1], inputs[:-1])
-    for path, verdict in verdicts.items():
-        if not verdict.is_mean:
-            continue
-        values = [value for output in outputs if (value := _as_float(get_by_path(path, output))) is not None]
-        if len(values) < len(outputs) or len({value.shape for value in values}) > 1 or not values[-1].isfinite().all():
-            continue
-        *parts, whole = values
-        scale = max(float(value.abs().nan_to_num().max()) for value in values)
-        merged = {op: apply_rule(op, parts, context, path) for op in verdict.ops}
-        errors = {op: float((value - whole).abs().nan_to_num(torch.inf).max()) for op, value in merged.items()}
-        fitting = [op for op, error in errors.items() if error <= tolerance * scale]
-        if fitting:
-            findings.outputs[path] = partial_verdict(fitting)
-        else:
-            findings.errors[path] = _unexplained_error(values, path, sizes)
-    return findings
-
-
-def _as_float(value: Any) -> Tensor | None:
-    """A float tensor or number in double precision; None for anything else."""
-    if isinstance(value, (float, np.floating)):
-        return torch.tensor(value, dtype=torch.float64)
-    if not isinstance(value, Tensor) or not is_dense(value) or not value.numel():
-        return None
-    dtype = torch.complex128 if value.is_complex() else torch.float64
-    return value.to(dtype) if value.is_floating_point() or value.is_complex() else None
 
 
 class _Judge:
@@ -409,7 +368,7 @@ class _Judge:
             self.findings.needs_reordering.add(path)
 
     def _set_unexplained_error(self, values: Sequence[Tensor], path: Path) -> None:
-        self.findings.errors[path] = _unexplained_error(values, path, self.trial.sizes)
+        self.findings.errors[path] = unexplained_error(values, path, self.trial.sizes)
 
     def _fit_reduction(self, values: Sequence[Tensor]) -> tuple[Verdict | None, float]:
         """The rules that compute the whole from the parts, and the relative error of the best one.
@@ -447,7 +406,7 @@ class _Judge:
         return partial_verdict(fitting), best_error
 
 
-def _unexplained_error(values: Sequence[Tensor], path: Path, sizes: Sequence[int]) -> MergeError:
+def unexplained_error(values: Sequence[Tensor], path: Path, sizes: Sequence[int]) -> MergeError:
     """The error for values of parts and whole that no rule explains."""
     *parts, whole = values
     scalars = whole.ndim == 0

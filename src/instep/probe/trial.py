@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,8 @@ from torch import Tensor, nn
 from instep.errors import MergeError
 from instep.probe.draws import TrialDraws
 from instep.probe.independence import find_changed_path, is_order_dependent, scale_floats, substituted_batches
-from instep.probe.judge import Findings, TrialOutputs, UserRules, confirm_means, judge
+from instep.probe.judge import Findings, TrialOutputs, UserRules, judge
+from instep.probe.means import confirm_means
 from instep.probe.record import (
     ProbeRecord,
     combine,
@@ -33,7 +33,6 @@ from instep.probe.sandbox import RunResult, Sandbox, copy_arguments, is_number_s
 from instep.probe.tolerance import tolerances, uses_low_precision
 from instep.probe.window import (
     MAX_PART_SIZE,
-    MAX_SAMPLE_NUMBER,
     Trait,
     default_part_sizes,
     discriminating_window,
@@ -42,17 +41,19 @@ from instep.probe.window import (
     find_traits,
     large_part_sizes,
     many_part_sizes,
+    replicated_scalars,
+    sizes_beyond,
 )
 from instep.replicas.object_graph import values_equal
 from instep.replicas.state.carried import CarriedValue
 from instep.replicas.state.merge import check_no_parameter_writes
 from instep.runtime.probe_flag import probe_context
 from instep.structure.merge_messages import depends_on_other_samples, draws_in_trial
-from instep.structure.placements import Nested, Placement, PreSplit, Ragged, Replicate, Shard, contains_placement
+from instep.structure.placements import Nested, PreSplit, Ragged, Replicate, Shard, contains_placement
 from instep.structure.plan import SplitPlan
 from instep.structure.problems import set_problems
 from instep.structure.split import apply_plan, batch_first, unsplit
-from instep.structure.tree import SCALARS, flatten_one_level, structure_key
+from instep.structure.tree import structure_key
 from instep.structure.verdicts import Undetermined, Verdicts
 from instep.structure.weights import find_weight_window, find_weighted_criteria, label_and_mask_counts
 
@@ -186,7 +187,10 @@ class Trial:
             findings = combine(findings, self._try_last_samples(first_sizes))
         if self._needs_double_precision(findings) and not self.incomparable_reasons:
             findings, attributes = self._try_in_double_precision(findings, attributes)
-        beyond = self._sizes_beyond_numbers(first_sizes)
+        numbers = [
+            n for pair in zip(self.plan.placements, self.call.values, strict=True) for n in replicated_scalars(*pair)
+        ]
+        beyond = sizes_beyond(numbers, first_sizes, self.batch_size, self.min_part, even=self.even_only)
         if beyond is not None and not findings.errors and not self.incomparable_reasons:
             findings = combine(findings, self._try_window(beyond, 0)[0])
         if has_mean(findings.outputs, *attributes.values()) and not findings.errors:
@@ -268,19 +272,6 @@ class Trial:
             self._check_independence(sizes, start, findings)
         return findings, attributes
 
-    def _sizes_beyond_numbers(self, tried: tuple[int, int]) -> tuple[int, int] | None:
-        """Part sizes with more samples than an integer among the arguments, which may be a number of samples: `y[:n]`.
-
-        None if the sizes tried are enough, or there are not so many samples.
-        """
-        pairs = zip(self.plan.placements, self.call.values, strict=True)
-        numbers = [n for pair in pairs for n in replicated_scalars(*pair) if type(n) is int]
-        largest = max((n for n in numbers if sum(tried) <= n < min(self.batch_size, MAX_SAMPLE_NUMBER)), default=0)
-        total = largest + 1 + (-(largest + 1) % 4 if self.even_only else 0)
-        if not largest or not 2 * self.min_part <= total <= self.batch_size:
-            return None
-        return total // 2, total - total // 2
-
     def _needs_other_samples(self, findings: Findings) -> bool:
         """Whether a trial on other samples may resolve more verdicts."""
         verdicts = findings.outputs.values()
@@ -354,17 +345,15 @@ class Trial:
         if self.incomparable_reasons:
             return Findings(), {}
         tolerance = tolerances(self.sandbox, inputs[-1], [run.output for run in runs])[1]
-        findings, confirmed = Findings(), dict(attributes)
+        tested, findings = {"": outputs, **attributes}, {name: Findings() for name in ("", *attributes)}
         for results in (runs, *self._run_different_draws(sizes, start)):
-            found = confirm_means(outputs, sizes, [run.output for run in results], inputs, tolerance)
-            findings = combine(findings, found)
-            for name, verdicts in attributes.items():
-                values = [run.attributes.get(name) for run in results]
+            for name, verdicts in tested.items():
+                values = [run.attributes.get(name) if name else run.output for run in results]
                 found = confirm_means(verdicts, sizes, values, inputs, tolerance)
-                confirmed[name] = {**confirmed[name], **found.outputs}
-                self.unmergeable |= {name} if found.errors else set()
+                findings[name] = combine(findings[name], found)
+        self.unmergeable |= {name for name in attributes if findings[name].errors}
         self.seen_traits |= distinguished_traits(self.traits, start, sizes)
-        return findings, confirmed
+        return findings[""], {name: findings[name].outputs for name in attributes}
 
     def _try_window(self, sizes: tuple[int, int], start: int) -> TrialResult:
         """Run both parts and the whole of the samples from `start`, and judge the results."""
@@ -686,20 +675,6 @@ def _call_user_code(function: Callable[..., T], *args: Any) -> T:
 
 def _have_same_structure(left: Sequence[RunResult], right: Sequence[RunResult]) -> bool:
     return all(structure_key(one.output) == structure_key(two.output) for one, two in zip(left, right, strict=True))
-
-
-def replicated_scalars(placement: Placement, value: Any) -> Iterator[Any]:
-    """Strings, numbers and other plain values of an argument that every replica gets."""
-    if isinstance(placement, Replicate):
-        if isinstance(value, (*SCALARS, enum.Enum)):
-            yield value
-        elif type(value) is Tensor and value.ndim == 0 and value.device.type == "cpu":  # others would synchronize
-            yield value.item()
-    elif isinstance(placement, Nested):
-        node = flatten_one_level(value)
-        assert node is not None
-        for child_placement, child in zip(placement.placements, node.children, strict=True):
-            yield from replicated_scalars(child_placement, child)
 
 
 def _may_be_running_total(initial: Any, findings: Findings) -> bool:

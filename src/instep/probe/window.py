@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from instep.structure.tree import Path
+from instep.structure.placements import Nested, Placement, Replicate
+from instep.structure.tree import SCALARS, Path, flatten_one_level
 from instep.structure.weights import is_batch_first, named_tensors, sample_sizes
 
 MAX_PART_SIZE = 16
@@ -65,6 +67,36 @@ def many_part_sizes(batch: int, min_size: int = 1) -> list[tuple[int, ...]]:
     large = max(1, min(4, batch // MAX_PARTS) // min_size) * min_size
     found = dict.fromkeys((size,) * min(MAX_PARTS, batch // size) for size in (large, min_size))
     return [sizes for sizes in found if len(sizes) > 1]
+
+
+def sizes_beyond(
+    values: Iterable[Any], tried: tuple[int, int], batch: int, min_size: int = 1, *, even: bool = False
+) -> tuple[int, int] | None:
+    """Sizes of two parts with more samples than an integer among plain arguments, which may count samples: `y[:n]`.
+
+    None if the sizes that were tried are enough, or the batch is too small.
+
+    >>> sizes_beyond([0.5, 3, 8], (2, 3), 12), sizes_beyond([3], (2, 3), 12), sizes_beyond([12], (2, 3), 12)
+    ((4, 5), None, None)
+    """
+    numbers = [n for n in values if type(n) is int and sum(tried) <= n < min(batch, MAX_SAMPLE_NUMBER)]
+    total = max(numbers, default=batch) + 1
+    total += -total % 4 if even else 0
+    return (total // 2, total - total // 2) if 2 * min_size <= total <= batch else None
+
+
+def replicated_scalars(placement: Placement, value: Any) -> Iterator[Any]:
+    """Strings, numbers and other plain values of an argument that every replica gets."""
+    if isinstance(placement, Replicate):
+        if isinstance(value, (*SCALARS, enum.Enum)):
+            yield value
+        elif type(value) is Tensor and value.ndim == 0 and value.device.type == "cpu":  # others would synchronize
+            yield value.item()
+    elif isinstance(placement, Nested):
+        node = flatten_one_level(value)
+        assert node is not None
+        for child_placement, child in zip(placement.placements, node.children, strict=True):
+            yield from replicated_scalars(child_placement, child)
 
 
 Trait = tuple[Path, int | str]

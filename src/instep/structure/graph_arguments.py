@@ -157,15 +157,15 @@ class _Graphs:
     def _find_bounds(self, name: str, value: Tensor) -> list[int] | None:
         """Whether the rows of an argument are nodes, edges or graphs, by their number; None for another number.
 
-        Rows of edges have a name that starts with `edge`, unless only the number of edges fits.
+        Rows that may be edges or graphs are graphs, unless the name starts with `edge`.
         """
         levels = {"edges": self.edges, "nodes": self.nodes, "graphs": self.graphs}
         matches = {level: bounds for level, bounds in levels.items() if bounds[-1] == value.shape[0]}
         by_name = "edges" if name.startswith("edge") else "nodes" if name in _NODE_NAMES else ""
         if by_name in matches:
             return matches[by_name]
-        if len(matches) > 1:
-            matches.pop("edges", None)
+        if matches.keys() == {"edges", "graphs"}:
+            return matches["graphs"]
         found = list(matches.values())
         if any(bounds != found[0] for bounds in found):
             raise self.error(
