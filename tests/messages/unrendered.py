@@ -96,7 +96,7 @@ INTERNAL: dict[str, frozenset[str]] = {
             "engines/rendezvous.py: Rendezvous.leave",
             "engines/thread_pool.py: TaskResults.collect",
             "probe/snapshot.py: Snapshot.__init__",
-            "probe/trial.py: _call_user_code",
+            "probe/sandbox.py: call_user_code",
             "replicas/caller_only.py: CallerOnly.__getattr__",
             "replicas/caller_only.py: CallerOnly._raise",
             "replicas/clone.py: Cloner._clone_object",

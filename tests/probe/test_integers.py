@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.probe.independence import max_rounding_mismatches, substituted_batches
+from instep.probe.independence import substituted_batches
+from instep.probe.judge import max_rounding_mismatches
 
 from .helpers import both_engines, probe_of, said
 

@@ -3,29 +3,65 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from instep.probe.judge import Findings
+from instep.probe.sandbox import TrialFailed
+from instep.structure.merge_messages import depends_on_other_samples
 from instep.structure.placements import Nested, PerSample, Placement, Shard
 from instep.structure.tree import Path, flatten_one_level, get_by_path
 from instep.structure.verdicts import Verdict
 
 
-def max_rounding_mismatches(num_entries: int, tolerance: float) -> float:
-    """The number of integer entries that may differ because of rounding, by the precision of the computation.
+def check_independence(
+    findings: Findings, sizes: tuple[int, int], run: Callable[[Sequence[int], Sequence[int], float], Any]
+) -> None:
+    """Run the samples in another order and with other samples. Outputs of independent samples do not change.
 
-    None in float64, 1 in 200 in float32, 1 in 10 in lower precision.
-
-    >>> [max_rounding_mismatches(num_entries, 3e-4) < 1 for num_entries in (30, 300)]
-    [True, False]
+    `run` gets the sample index at each position, the positions that keep their samples, and a factor for the floats of
+    the others.
     """
-    if tolerance <= 1e-6:
-        return 0.0
-    return num_entries / 200 if tolerance <= 1e-3 else max(num_entries / 10, 1.0)
+    every = range(sum(sizes))
+    with suppress(TrialFailed):  # forward does not accept a batch assembled from single samples
+        expected = run(every, every, 1.0)
+        if findings.needs_reordering:
+            with suppress(TrialFailed):
+                _compare_reversed(findings, sizes, expected, run(every[::-1], every, 1.0))
+        if findings.mismatched_integers and not findings.errors:
+            _compare_substituted(findings, sizes, expected, run)
+
+
+def _compare_reversed(findings: Findings, sizes: tuple[int, int], expected: Any, actual: Any) -> None:
+    """Compare with a run on the samples in reverse order. Rows that reverse with the samples are proven."""
+    for path in findings.needs_reordering:
+        verdict = findings.outputs.get(path)
+        if is_order_dependent(path, verdict, expected, actual):
+            why = "its entries depend on other samples of the batch: they change with the order of the samples"
+            findings.errors[path] = depends_on_other_samples(path, why, sizes)
+        elif verdict is not None and isinstance(verdict.placement, Shard):
+            findings.outputs[path] = replace(verdict, proven=True)
+            findings.unresolved.discard(path)
+
+
+def _compare_substituted(
+    findings: Findings, sizes: tuple[int, int], expected: Any, run: Callable[[Sequence[int], Sequence[int], float], Any]
+) -> None:
+    """Compare with runs in which the samples of one part are replaced, until one shows a dependence."""
+    for indices, kept, factor in substituted_batches(sizes):
+        with suppress(TrialFailed):  # forward may not accept this batch
+            actual = run(indices, kept, factor)
+            path = find_changed_path(findings.outputs, findings.mismatched_integers, expected, actual, kept)
+            if path is not None:
+                why = "its entries depend on other samples of the batch: they change when the other samples change"
+                findings.errors[path] = depends_on_other_samples(path, why, sizes)
+                return
 
 
 def substituted_batches(sizes: Sequence[int], max_substitutes: int = 5) -> Iterator[tuple[list[int], list[int], float]]:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from instep.errors import InstepError, MergeError, StateError
 from instep.probe.candidates import evaluate, output_lines, state_lines
-from instep.probe.sandbox import RunResult
+from instep.probe.sandbox import RunResult, TrialFailed
 from instep.probe.tolerance import tolerances
-from instep.probe.trial import PartInputs, Trial, TrialFailed
+from instep.probe.trial import PartInputs, Trial
 from instep.replicas.diff import MISSING
 from instep.replicas.object_graph import Contents, read_contents
 from instep.replicas.state.containers import merge_contents

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +31,20 @@ from instep.runtime.modes import force_eager, set_inference_mode
 from instep.runtime.rng import generators_in
 from instep.structure.tree import map_tensors, tensors_in
 
+T = TypeVar("T")
 _MISSING = object()
+
+
+class TrialFailed(Exception):
+    """The module or an argument does not support a trial. The call itself may succeed."""
+
+
+def call_user_code(function: Callable[..., T], *args: Any) -> T:
+    """Call a function that runs user code. Raises `TrialFailed` for any exception."""
+    try:
+        return function(*args)
+    except Exception as error:
+        raise TrialFailed(f"{type(error).__name__}: {error}".strip().splitlines()[0]) from error
 
 
 class RunResult(NamedTuple):

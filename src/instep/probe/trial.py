@@ -6,16 +6,15 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from instep.errors import MergeError
 from instep.probe.draws import TrialDraws
-from instep.probe.independence import find_changed_path, is_order_dependent, scale_floats, substituted_batches
+from instep.probe.independence import check_independence, scale_floats
 from instep.probe.judge import Findings, TrialOutputs, UserRules, judge
 from instep.probe.means import confirm_means
 from instep.probe.record import (
@@ -29,7 +28,14 @@ from instep.probe.record import (
     needs_more_samples,
     refine,
 )
-from instep.probe.sandbox import RunResult, Sandbox, copy_arguments, is_number_sequence
+from instep.probe.sandbox import (
+    RunResult,
+    Sandbox,
+    TrialFailed,
+    call_user_code,
+    copy_arguments,
+    is_number_sequence,
+)
 from instep.probe.tolerance import tolerances, uses_low_precision
 from instep.probe.window import (
     MAX_PART_SIZE,
@@ -48,8 +54,8 @@ from instep.replicas.object_graph import values_equal
 from instep.replicas.state.carried import CarriedValue
 from instep.replicas.state.merge import check_no_parameter_writes
 from instep.runtime.probe_flag import probe_context
-from instep.structure.merge_messages import depends_on_other_samples, draws_in_trial
-from instep.structure.placements import Nested, PreSplit, Ragged, Replicate, Shard, contains_placement
+from instep.structure.merge_messages import draws_in_trial
+from instep.structure.placements import Nested, PreSplit, Ragged, Replicate, contains_placement
 from instep.structure.plan import SplitPlan
 from instep.structure.problems import set_problems
 from instep.structure.split import apply_plan, batch_first, unsplit
@@ -57,7 +63,6 @@ from instep.structure.tree import structure_key
 from instep.structure.verdicts import Undetermined, Verdicts
 from instep.structure.weights import find_weight_window, find_weighted_criteria, label_and_mask_counts
 
-T = TypeVar("T")
 DRAWS = "forward draws random numbers"
 """Why values cannot be compared, if the draws cannot be replaced."""
 PlaceFunction = Callable[[Sequence[Any]], Sequence[Any]]
@@ -127,8 +132,6 @@ class Trial:
         self.initial_state: Mapping[str, Any] = {}
         """Attributes that runs start from instead of those of the module, by dotted name."""
         self.criteria: list[tuple[str, nn.Module]] = []
-        self.outputs: Verdicts = {}
-        """What this trial has found about the outputs."""
 
     @property
     def traits(self) -> dict[Trait, Tensor]:
@@ -152,7 +155,7 @@ class Trial:
         """Context manager in which trials run: creates the sandbox and ignores warnings."""
         with probe_context() as self.incomparable_reasons, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.sandbox = _call_user_code(Sandbox, self.call.module, self.call.device)
+            self.sandbox = call_user_code(Sandbox, self.call.module, self.call.device)
             yield
 
     def run(self, record: ProbeRecord, weights: Sequence[Any] = ()) -> None:
@@ -198,7 +201,6 @@ class Trial:
         return findings, attributes
 
     def _update_record(self, record: ProbeRecord, findings: Findings, attributes: dict[str, Verdicts]) -> None:
-        self.outputs = findings.outputs
         outputs, conflicts = refine(record.outputs, findings)
         unexplained = [error for path, error in findings.errors.items() if not is_settled(record.outputs.get(path))]
         if unexplained or conflicts:
@@ -357,13 +359,20 @@ class Trial:
 
     def _try_window(self, sizes: tuple[int, int], start: int) -> TrialResult:
         """Run both parts and the whole of the samples from `start`, and judge the results."""
-        inputs, runs = self._run_comparable(sizes, start)
-        findings, attributes = self._judge_runs(sizes, start, inputs, runs)
-        if not findings.errors and not self.incomparable_reasons:
-            for runs in self._run_different_draws(sizes, start):
+        windows = self._run_window(sizes, start)
+        findings, attributes = self._judge_runs(sizes, start, *next(windows))
+        if not findings.errors:
+            for inputs, runs in windows:
                 more, more_attributes = self._judge_runs(sizes, start, inputs, runs)
                 findings, attributes = combine(findings, more), self._combine_attributes(attributes, more_attributes)
         return findings, attributes
+
+    def _run_window(self, sizes: tuple[int, int], start: int) -> Iterator[tuple[PartInputs, list[RunResult]]]:
+        """Arguments and results of both parts and the whole; then with different draws too, if `forward` draws."""
+        inputs, runs = self._run_comparable(sizes, start)
+        yield inputs, runs
+        if not self.incomparable_reasons:
+            yield from ((inputs, other_runs) for other_runs in self._run_different_draws(sizes, start))
 
     def _judge_runs(
         self, sizes: tuple[int, int], start: int, inputs: PartInputs, runs: Sequence[RunResult]
@@ -451,21 +460,16 @@ class Trial:
 
     def observe(
         self, sizes: tuple[int, int], start: int, initial_state: Mapping[str, Any]
-    ) -> list[tuple[PartInputs, Sequence[RunResult]]]:
-        """Arguments and results of both parts and the whole, with different draws too if `forward` draws.
-
-        Empty if `forward` fails or values cannot be compared.
-        """
+    ) -> list[tuple[PartInputs, list[RunResult]]]:
+        """What `_run_window` returns; empty if `forward` fails or values cannot be compared."""
         self.initial_state = initial_state
         try:
-            inputs, runs = self._run_comparable(sizes, start)
-            if self.incomparable_reasons:
-                return []
-            return [(inputs, runs), *((inputs, more) for more in self._run_different_draws(sizes, start))]
+            windows = list(self._run_window(sizes, start))
         except TrialFailed:
             return []
         finally:
             self.initial_state = {}
+        return [] if self.incomparable_reasons else windows
 
     def judge_first_samples(self, sizes: tuple[int, int]) -> TrialResult:
         """The findings of one trial on the first samples. Adds to `unmergeable`."""
@@ -473,13 +477,6 @@ class Trial:
             return self._try_window(sizes, 0)
         except TrialFailed:
             return Findings(), {}
-
-    def judge_samples(self) -> Findings:
-        """The findings of all trials that may show something."""
-        try:
-            return self._try_all(())[0]
-        except TrialFailed:
-            return Findings()
 
     def part_inputs(self, sizes: tuple[int, int], start: int) -> list[dict[str, Any]]:
         """The arguments of both parts by name."""
@@ -546,14 +543,11 @@ class Trial:
         return {name: verdicts for name, verdicts in combined.items() if name not in self.unmergeable}
 
     def _check_independence(self, sizes: tuple[int, int], start: int, findings: Findings) -> None:
-        """Run the samples in another order and with other samples. Outputs of independent samples do not change.
-
-        Tests rows that `forward` may have sorted, and integers that differ, perhaps because of rounding.
-        """
+        """Test rows that `forward` may have sorted, and integers that differ, perhaps because of rounding."""
         num_samples = sum(sizes)
         singles = self._split([start, *[1] * num_samples, self.batch_size - start - num_samples], num_samples)
 
-        def run(indices: Sequence[int], kept: Sequence[int], factor: float = 1.0) -> Any:
+        def run(indices: Sequence[int], kept: Sequence[int], factor: float) -> Any:
             values = []
             for argument, placement in enumerate(self.plan.placements):
                 column = [singles[index][argument] for index in indices]
@@ -566,43 +560,7 @@ class Trial:
                 self.sandbox.draws.start_runs()
             return self._call_sandbox(values).output
 
-        try:
-            expected = _call_user_code(run, range(num_samples), range(num_samples))
-        except TrialFailed:
-            return  # forward does not accept a batch assembled from single samples
-        if findings.needs_reordering:
-            self._check_reversed(
-                expected, lambda: _call_user_code(run, range(num_samples)[::-1], range(num_samples)), sizes, findings
-            )
-        for indices, kept, factor in (
-            substituted_batches(sizes) if findings.mismatched_integers and not findings.errors else ()
-        ):
-            try:
-                actual = _call_user_code(run, indices, kept, factor)
-            except TrialFailed:
-                continue  # forward does not accept this batch
-            path = find_changed_path(findings.outputs, findings.mismatched_integers, expected, actual, kept)
-            if path is not None:
-                why = "its entries depend on other samples of the batch: they change when the other samples change"
-                findings.errors[path] = depends_on_other_samples(path, why, sizes)
-                return
-
-    def _check_reversed(
-        self, expected: Any, run_reversed: Callable[[], Any], sizes: tuple[int, int], findings: Findings
-    ) -> None:
-        """Compare with a run on the samples in reverse order. Rows that reverse with the samples are proven."""
-        try:
-            actual = run_reversed()
-        except TrialFailed:
-            return
-        for path in findings.needs_reordering:
-            verdict = findings.outputs.get(path)
-            if is_order_dependent(path, verdict, expected, actual):
-                why = "its entries depend on other samples of the batch: they change with the order of the samples"
-                findings.errors[path] = depends_on_other_samples(path, why, sizes)
-            elif verdict is not None and isinstance(verdict.placement, Shard):
-                findings.outputs[path] = replace(verdict, proven=True)
-                findings.unresolved.discard(path)
+        check_independence(findings, sizes, partial(call_user_code, run))
 
     def _choose_window(self, sizes: tuple[int, int], weights: Sequence[Any]) -> int:
         """The start of the window in which the weights differ, or else labels and masks, or else any integers."""
@@ -613,8 +571,8 @@ class Trial:
     def _call_sandbox(self, values: Sequence[Any]) -> RunResult:
         sandbox = self.sandbox
         copied = partial(copy_arguments, double=sandbox.double_precision, gradients=sandbox.takes_gradients)
-        arguments = _call_user_code(copied, values)
-        return _call_user_code(self.sandbox.run, self.method, *self._args_and_kwargs(arguments))
+        arguments = call_user_code(copied, values)
+        return call_user_code(self.sandbox.run, self.method, *self._args_and_kwargs(arguments))
 
     def _args_and_kwargs(self, values: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         count = self.call.num_positional
@@ -659,18 +617,6 @@ class Trial:
         with torch.enable_grad() if self.sandbox.takes_gradients else torch.no_grad():
             shards = apply_plan(plan, self.call.values)[skipped : skipped + num_parts]
             return [list(self.call.place(shard)) for shard in shards]
-
-
-class TrialFailed(Exception):
-    """The module or an argument does not support a trial. The call itself may succeed."""
-
-
-def _call_user_code(function: Callable[..., T], *args: Any) -> T:
-    """Call a function that runs user code. Raises `TrialFailed` for any exception."""
-    try:
-        return function(*args)
-    except Exception as error:
-        raise TrialFailed(f"{type(error).__name__}: {error}".strip().splitlines()[0]) from error
 
 
 def _have_same_structure(left: Sequence[RunResult], right: Sequence[RunResult]) -> bool:

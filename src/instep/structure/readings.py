@@ -67,14 +67,16 @@ def possible_readings(
     """
     if unconfirmed is not None and not (unconfirmed.failed or unconfirmed.sequence_first):
         return
+    along_any_dim = unconfirmed is None or unconfirmed.sequence_first
     lists: Readings = {path: reading for path, reading in kept.items() if not isinstance(reading, DimReading)}
-    found: list[tuple[int, int, Readings]] = []
     tensors = [tensor for value, spec in zip(values, specs, strict=True) for tensor in _auto_tensors(value, spec)]
-    sizes = [candidate.size for candidate in collect_candidates(names, values, specs, lists)]
-    if unconfirmed is not None and not unconfirmed.sequence_first:
-        sizes = [unconfirmed.batch]
-    else:
+    if along_any_dim:
+        sizes = [candidate.size for candidate in collect_candidates(names, values, specs, lists)]
         sizes += [int(tensor.shape[1]) for tensor in tensors if _may_be_sequence(tensor)]
+    else:
+        assert unconfirmed is not None
+        sizes = [unconfirmed.batch]
+    found: list[tuple[int, int, Readings]] = []
     for batch in dict.fromkeys(size for size in sizes if size > 1):
         for later_dims_first in (False, True):
             search = _Search(batch, lists, tensors, unconfirmed, later_dims_first)
@@ -90,11 +92,7 @@ def possible_readings(
             inferred = infer_placements(names, values, specs, batch, {**lists, **readings})
         except (SizeMismatch, StructureError):
             continue
-        if (
-            unconfirmed is None
-            or unconfirmed.sequence_first
-            or any(_is_batch_first(placement) for _, placement in inferred.leaves)
-        ):
+        if along_any_dim or any(_is_batch_first(placement) for _, placement in inferred.leaves):
             yield changes, batch, inferred
 
 
