@@ -84,13 +84,13 @@ def test_outputs_that_depend_on_other_samples_are_found(sizes: tuple[int, int], 
     assert "both follow the batch" in str(findings.errors[()])
 
 
-@given(SIZES, SEEDS, st.sampled_from(["valid", "positive", "kept", "left"]), st.booleans())
+@given(SIZES, SEEDS, st.sampled_from([">= 0", "> 0", "!= 0", "== 0"]), st.booleans())
 def test_the_weight_of_a_mean_is_found_among_rivals(
     sizes: tuple[int, int], seed: int, test: str, shifted: bool
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
     labels = torch.randint(-1, 2, (sum(sizes), 6), generator=draw)
-    name, rivals = ("mask", ["kept", "left"]) if test in ("kept", "left") else ("labels", ["valid", "positive"])
+    name, rivals = ("mask", ["!= 0", "== 0"]) if test in ("!= 0", "== 0") else ("labels", [">= 0", "> 0"])
     count = EntryCount((name,), test, shifted)
     values = samples(seed, *labels.shape) + 3
     counted = [count.entry_weights(part).sum() for part in pieces(labels, sizes)]
@@ -194,7 +194,7 @@ def test_the_most_discriminating_window_is_chosen() -> None:
     assert start <= 8 < start + 5
     assert discriminating_window(find_traits({"x": torch.rand(12, 3)}, 12), set(), (2, 3)) is None
     assert find_weight_window({"x": torch.rand(12, 3)}, 12, (2, 3)) == 0
-    rivals = [EntryCount(("labels",), "valid", False), EntryCount(("labels",), "positive", False)]
+    rivals = [EntryCount(("labels",), ">= 0", False), EntryCount(("labels",), "> 0", False)]
     labels[11, 0] = 0
     start = find_weight_window({"labels": labels}, 12, (2, 3), rivals)
     assert start + 5 == 12

@@ -92,7 +92,7 @@ def test_weights_of_all_verdicts_are_read_in_one_transfer(transfers: list[int]) 
     criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 4.0]))
     verdicts = {("constant",): Verdict(Replicate(), proven=False)}
     for i in range(3):
-        verdicts[f"valid{i}",] = Verdict(Partial(WeightedBy(EntryCount(("labels",), "valid", False))))
+        verdicts[f"valid{i}",] = Verdict(Partial(WeightedBy(EntryCount(("labels",), ">= 0", False))))
         verdicts[f"class{i}",] = Verdict(Partial(WeightedBy(CriterionWeight(("labels",), "loss", criterion, False))))
     merger = Merger()
     merger.set_verdicts(verdicts)
@@ -108,7 +108,7 @@ def test_weights_of_all_verdicts_are_read_in_one_transfer(transfers: list[int]) 
 
 
 def test_weights_of_replicas_without_an_output_are_read_in_the_same_transfer(transfers: list[int]) -> None:
-    weight = EntryCount(("labels",), "valid", False)
+    weight = EntryCount(("labels",), ">= 0", False)
     merger = Merger()
     merger.set_verdicts({("a",): Verdict(Partial(WeightedBy(weight))), ("b",): Verdict(Partial(WeightedBy(weight)))})
     shards = [{"labels": torch.tensor([0, 2])}, {"labels": torch.tensor([-100])}, {"labels": torch.tensor([1])}]
@@ -126,6 +126,6 @@ def test_possible_weights_of_a_trial_are_read_in_one_transfer(transfers: list[in
     inputs = [{"labels": part, "mask": part >= 0} for part in (labels[:1], labels[1:], labels)]
     criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 4.0]))
     candidates = possible_weights(inputs, (1, 2, 3), [("loss", criterion)])
-    assert (EntryCount(("labels",), "valid", False), 2.0, 6.0) in candidates
+    assert (EntryCount(("labels",), ">= 0", False), 2.0, 6.0) in candidates
     assert (CriterionWeight(("labels",), "loss", criterion, False), 5.0, 13.0) in candidates
     assert len(transfers) == 1

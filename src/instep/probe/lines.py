@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from instep.errors import InstepError, MergeError, StateError
-from instep.probe.candidates import evaluate, output_lines, state_lines
+from instep.probe.possible_lines import evaluate, output_lines, state_lines
 from instep.probe.sandbox import RunResult, TrialFailed
 from instep.probe.tolerance import tolerances
 from instep.probe.trial import PartInputs, Trial

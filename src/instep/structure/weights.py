@@ -18,7 +18,11 @@ from instep.structure.types import handler_for_type
 LABEL_NAMES = ("labels", "label", "targets", "target")
 MASK_NAMES = ("attention_mask", "mask", "masks")
 
-_COMPARISONS = {"valid": ">= 0", "positive": "> 0", "kept": "!= 0", "left": "== 0"}
+_LABEL_COMPARISONS = (">= 0", "> 0")
+"""Losses ignore -100 or -1, or 0 is padding."""
+_MASK_COMPARISONS = ("!= 0", "== 0")
+"""Masks of the positions that count, and padding masks."""
+_OPERATORS = {">=": torch.ge, ">": torch.gt, "!=": torch.ne, "==": torch.eq}
 
 
 class Weight(ABC):
@@ -38,28 +42,22 @@ class Weight(ABC):
 
 @dataclass(frozen=True)
 class EntryCount(Weight):
-    """The number of entries of an argument that count.
+    """The number of entries of an argument for which a comparison holds, e.g. `"!= -100"`.
 
-    `test` selects the entries. For labels: `valid` is >= 0 (losses ignore -100 or -1), `positive` is > 0 (0 is
-    padding). For masks: `kept` is != 0, `left` is == 0 (a padding mask). `shifted` skips the first position, as
-    language models do.
+    `shifted` skips the first position, as language models do. The text of a count is the source code of its entries.
     """
 
     path: Path
-    test: str
+    comparison: str
     shifted: bool
 
     def entry_weights(self, value: Tensor) -> Tensor:
         """A mask of the entries that count."""
-        if self.shifted:
-            value = value[..., 1:]
-        if self.test in ("kept", "left"):
-            return (value != 0) == (self.test == "kept")
-        return value >= 0 if self.test == "valid" else value > 0
+        operator, number = self.comparison.split()
+        return _OPERATORS[operator](value[..., 1:] if self.shifted else value, int(number))
 
     def __str__(self) -> str:
-        entries = format_path(self.path) + ("[..., 1:]" if self.shifted else "")
-        return f"{entries} {_COMPARISONS[self.test]}"
+        return f"{format_path(self.path)}{'[..., 1:]' if self.shifted else ''} {self.comparison}"
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ def _criterion_weights(
     inputs: Mapping[str, Any], size: int, criteria: Sequence[tuple[str, nn.Module]], counts: Sequence[EntryCount]
 ) -> Iterator[CriterionWeight]:
     """Every criterion with every integer argument as its target, except for those that `counts` already has."""
-    valid_counts = {count.path for count in counts if count.test == "valid"}
+    valid_counts = {count.path for count in counts if count.comparison == ">= 0"}
     for path, value in named_tensors(inputs) if criteria else ():
         if not _is_batched(value, size) or value.is_floating_point() or value.dtype is torch.bool:
             continue
@@ -164,9 +162,9 @@ def label_and_mask_counts(inputs: Mapping[str, Any], size: int) -> list[EntryCou
             continue
         shifts = (False, True) if value.ndim > 1 and is_batch_first(value, size) else (False,)
         if (name in LABEL_NAMES or name.endswith("_labels")) and not value.is_floating_point():
-            counts += [EntryCount(path, test, shifted) for test in ("valid", "positive") for shifted in shifts]
+            counts += [EntryCount(path, test, shifted) for test in _LABEL_COMPARISONS for shifted in shifts]
         elif name in MASK_NAMES or name.endswith("_mask"):
-            counts += [EntryCount(path, test, shifted) for test in ("kept", "left") for shifted in shifts]
+            counts += [EntryCount(path, test, shifted) for test in _MASK_COMPARISONS for shifted in shifts]
     return counts
 
 

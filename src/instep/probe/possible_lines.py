@@ -1,4 +1,4 @@
-"""Candidate rules, as source code, for the lines that an error message offers."""
+"""Lines that an error message may offer, as source code. `lines` tries them on samples of the call."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from instep.structure.problems import Line
 from instep.structure.shapes import is_dense
 from instep.structure.tree import NUMBER_TYPES, flatten_one_level, is_sequence
 from instep.structure.types import handler_for_type
+from instep.structure.weights import EntryCount
 
 _MAX_VALUES = 12
 """The number of values of one integer argument that are tried as the value to ignore."""
 _COMMON_IGNORED = (-100, -1, 255, 0, 1)
 _MAX_ENTRIES = 1 << 20
+_OPERATOR_NAMES = {"!=": "other than", "==": "equal to", ">": "greater than", ">=": "not less than"}
 
 PLAIN_RULES = {
     "'sum'": "the sum of the replicas' values",
@@ -138,19 +140,19 @@ def _tensor_weights(code: str, value: Tensor) -> Iterator[tuple[str, str]]:
     """Counts of the entries of a tensor: of labels that are not ignored, of unmasked positions, their sum."""
     if not value.ndim or not value.numel() or value.numel() > _MAX_ENTRIES:
         return
-    for entries in (code, f"{code}[..., 1:]") if value.ndim > 1 else (code,):
+    comparisons = [(">", 0), ("!=", 0), ("==", 0)]
+    if not value.is_floating_point():
+        ignored = [(operator, number) for number in _likely_ignored(value) for operator in ("!=", "==")]
+        comparisons = [*ignored, (">=", 0), *comparisons]
+    for shifted in (False, True) if value.ndim > 1 else (False,):
+        entries = f"{code}[..., 1:]" if shifted else code
         if value.dtype is torch.bool:
             yield f"{entries}.sum()", f"a mean over the entries of {code} that are True"
             yield f"(~{entries}).sum()", f"a mean over the entries of {code} that are False"
             continue
-        if not value.is_floating_point():
-            for ignored in _likely_ignored(value):
-                yield f"({entries} != {ignored}).sum()", f"a mean over the entries of {code} other than {ignored}"
-                yield f"({entries} == {ignored}).sum()", f"a mean over the entries of {code} that are {ignored}"
-            yield f"({entries} >= 0).sum()", f"a mean over the entries of {code} that are not negative"
-        yield f"({entries} > 0).sum()", f"a mean over the entries of {code} that are positive"
-        yield f"({entries} != 0).sum()", f"a mean over the entries of {code} other than 0"
-        yield f"({entries} == 0).sum()", f"a mean over the entries of {code} that are 0"
+        for operator, number in comparisons:
+            count = EntryCount((code,), f"{operator} {number}", shifted)
+            yield f"({count}).sum()", f"a mean over the entries of {code} {_OPERATOR_NAMES[operator]} {number}"
         yield f"{entries}.sum()", f"a mean that is weighted by {code}"
 
 
