@@ -118,15 +118,16 @@ class TrialDraws(TorchDispatchMode):
         if self.diverged or index >= len(self._shapes[0]) or self._shapes[self._run][index] != drawn_shape:
             self.diverged = True
             return None
-        shapes, whole = [drawn[index] for drawn in self._shapes], list(shape)
+        shapes, size, dim = [drawn[index] for drawn in self._shapes], list(shape), None
+        if len(set(shapes)) > 1:
+            dim = _batch_dim(shapes, self._sizes)
+            if dim is None:
+                return None
+            size[dim] = sum(self._sizes)
         generator = torch.Generator().manual_seed(self._seed * MAX_DRAWS + index)
-        if len(set(shapes)) == 1:  # the same for all samples
-            return torch.rand(whole, generator=generator, dtype=torch.float64, device="cpu").clamp_(1e-6, 1 - 1e-6)
-        dim = _batch_dim(shapes, self._sizes)
-        if dim is None:
-            return None
-        whole[dim] = sum(self._sizes)
-        numbers = torch.rand(whole, generator=generator, dtype=torch.float64, device="cpu").clamp_(1e-6, 1 - 1e-6)
+        numbers = torch.rand(size, generator=generator, dtype=torch.float64, device="cpu").clamp_(1e-6, 1 - 1e-6)
+        if dim is None:  # the same for all samples
+            return numbers
         is_part = self._run < len(self._sizes)
         return numbers.narrow(dim, sum(self._sizes[: self._run]) if is_part else 0, shape[dim])
 
