@@ -270,8 +270,9 @@ class CodeRegistry:
             if isinstance(error, MemoryError):
                 raise error
             if isinstance(error, RecursionError):
+                what = f"an {label.strip()}" if label.endswith(" ") else label or "a value"  # no path follows
                 raise CannotCross(
-                    f"{label or 'a value'} cannot be sent to another process: an object is nested too deeply to be "
+                    f"{what} cannot be sent to another process: an object is nested too deeply to be "
                     "pickled.\nPass a flatter structure (a list instead of a linked list), or use engine='threads'."
                 ) from error
             culprit = find_unpicklable(value, self._pickling_error)
