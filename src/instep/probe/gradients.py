@@ -11,7 +11,6 @@ from torch import Tensor
 
 from instep.probe.draws import TrialDraws
 from instep.probe.trial import Trial
-from instep.probe.window import default_part_sizes
 from instep.replicas.state.carried import tensors_by_path
 from instep.structure.placements import Shard
 from instep.structure.tree import Path
@@ -22,7 +21,7 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 def are_gradients_additive(trial: Trial, verdicts: Mapping[Path, Verdict]) -> bool:
     """Whether the parameter gradients of two parts add up to those of the whole. True if this cannot be tested."""
-    sizes = default_part_sizes(trial.batch_size, trial.min_part)
+    sizes = trial.part_sizes()
     total = sum(sizes)
     ranges = [(0, sizes[0]), (sizes[0], sizes[1]), (0, total)]
     try:

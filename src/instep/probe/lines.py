@@ -43,7 +43,6 @@ _MAX_STARTS = 12
 """The number of steps in which a distinguishing window is searched."""
 _MIN_TOLERANCE = 2e-6
 _RULE_FAILURES = (InstepError, RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
-_ABSENT = object()
 
 
 class Window(NamedTuple):
@@ -118,7 +117,7 @@ class _LineTrials:
     def _observe_more(self, state_names: Sequence[str]) -> None:
         """Run the first samples again from the state that they left, then other samples and larger parts."""
         for name in state_names:
-            old, _, whole = self._values(name, True, self.windows[0])
+            old, _, whole = self._state_values(name, self.windows[0])
             if not self._is_filled_container(name, whole) and whole is not MISSING and old is not whole:
                 self.state[name] = whole
         batch = self.trial.batch_size
@@ -143,22 +142,24 @@ class _LineTrials:
                 return True
         return False
 
-    def _values(self, name: str, is_state: bool, window: Window) -> Values:
-        if not is_state:
-            outputs = [get_by_dotted_path(name, run.output) if name else run.output for run in window.runs]
-            return Values(None, outputs[:2], outputs[2])
-        old = window.state.get(name, _ABSENT)
-        if old is _ABSENT:
-            old = self.trial.sandbox.read(name, MISSING)
+    def _values(self, problem: Problem, window: Window) -> Values:
+        """The values of the output or attribute of a problem."""
+        name = problem.name
+        if problem.keyword == "state":
+            return self._state_values(name, window)
+        outputs = [get_by_dotted_path(name, run.output) if name else run.output for run in window.runs]
+        return Values(None, outputs[:2], outputs[2])
+
+    def _state_values(self, name: str, window: Window) -> Values:
+        old = window.state[name] if name in window.state else self.trial.sandbox.read(name, MISSING)
         values = [run.value_of(name, old) for run in window.runs]
         return Values(old, values[:2], values[2])
 
-    def _reads_old(self, name: str) -> bool:
+    def _reads_old(self, name: str, whole: Any) -> bool:
         """Whether the new value of an attribute depends on its old one."""
-        whole, in_place = self._values(name, True, self.windows[0]).whole, self._in_place(name)
         if self._is_filled_container(name, whole):
             return True
-        return self.trial.reads_attribute(self.small, 0, name, whole, in_place=in_place)
+        return self.trial.reads_attribute(self.small, 0, name, whole, in_place=self._in_place(name))
 
     def _all_names(self) -> set[str]:
         """The names of all outputs and changed attributes."""
@@ -189,7 +190,7 @@ class _LineTrials:
                 continue
             if name not in self.trial.unmergeable and (not self._in_place(name) or self._has_layer_rule(name)):
                 continue
-            old, parts, _ = self._values(name, True, window)
+            old, parts, _ = self._state_values(name, window)
             if not self._is_filled_container(name, old) and not any(part is MISSING for part in parts):
                 with suppress(InstepError):  # the call raises it when it merges its state
                     policy.merge_value(path, old, parts, window.sizes)
@@ -217,16 +218,18 @@ class _LineTrials:
         if not self.windows:
             reasons = dict.fromkeys(self.trial.incomparable_reasons) or ["forward fails on a part of the batch"]
             return replace(problem, note=(f"No rule could be tried, because {', '.join(reasons)}.", *problem.advice))
-        whole = self._values(problem.name, is_state, self.windows[0]).whole
+        whole = self._values(problem, self.windows[0]).whole
         if whole is None or whole is MISSING or not problem.can_try:
             return problem
         outputs = self.windows[0].runs[2].output
         lines: list[Line] = list(
             output_lines(whole, problem.name, outputs, self.trial.inputs, self.trial.batch_size, self.module)
         )
-        if is_state:
-            lines = [*state_lines(whole), *lines] if self._reads_old(problem.name) else [*lines, *state_lines(whole)]
-        lines = self._fitting(lines, problem.name, is_state)
+        if is_state and self._reads_old(problem.name, whole):
+            lines = [*state_lines(whole), *lines]
+        elif is_state:
+            lines += state_lines(whole)
+        lines = self._fitting(lines, problem)
         if not lines:
             return replace(problem, note=_no_line(problem, whole))
         if not is_state and self.trial.method != "forward":
@@ -235,33 +238,34 @@ class _LineTrials:
             return replace(problem, lines=tuple(lines[:1]))
         return replace(problem, lines=tuple(line for line in lines if "weighted_by" in line.rule)[:_MAX_LINES])
 
-    def _fitting(self, lines: list[Line], name: str, is_state: bool) -> list[Line]:
+    def _fitting(self, lines: list[Line], problem: Problem) -> list[Line]:
         """The lines that give the value of the whole in every window, and in further ones that distinguish them."""
         rules = {line: evaluate(line.rule, self.module) for line in dict.fromkeys(lines)}
         tried = 0
         for window in self.windows:
-            tried += self._discard(rules, name, is_state, window)
+            tried += self._discard(rules, problem, window)
         while tried and len(self.windows) < _MAX_WINDOWS and (place := self._distinguishing_window(rules)) is not None:
             count = len(self.windows)
             if not self._observe(*place):
                 break
             for window in self.windows[count:]:
-                self._discard(rules, name, is_state, window)
+                self._discard(rules, problem, window)
         return list(rules) if tried else []
 
-    def _discard(self, rules: dict[Line, Any], name: str, is_state: bool, window: Window) -> bool:
+    def _discard(self, rules: dict[Line, Any], problem: Problem, window: Window) -> bool:
         """Remove the rules that do not fit a window. Returns whether its values tell anything."""
-        values = self._values(name, is_state, window)
+        values = self._values(problem, window)
         if not _is_informative(values, window.tolerance):
             return False
         for line, rule in list(rules.items()):
-            if not self._fits(line, rule, name, values, is_state, window):
+            if not self._fits(line, rule, problem, values, window):
                 del rules[line]
         return True
 
-    def _fits(self, line: Line, rule: Any, name: str, values: Values, is_state: bool, window: Window) -> bool:
+    def _fits(self, line: Line, rule: Any, problem: Problem, values: Values, window: Window) -> bool:
+        name = problem.name
         try:
-            if not is_state:
+            if problem.keyword != "state":
                 outputs = [run.output for run in window.runs[:2]]
                 context = MergeContext.create(window.sizes, outputs, window.inputs[:2])
                 merged = apply_rule(rule, values.parts, context, (name,) if name else (), self.dim)

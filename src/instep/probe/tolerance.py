@@ -17,10 +17,9 @@ _TOLERANCES = {torch.float64: (1e-8, 1e-9), torch.float32: (3e-4, 2e-5), torch.f
 def tolerances(sandbox: Sandbox, inputs: Mapping[str, Any], outputs: Sequence[Any]) -> tuple[float, float]:
     """Relative tolerances for tensors and for reductions, by the lowest precision among state, inputs and outputs."""
     device_type = sandbox.device.type
-    dtypes = sandbox.dtypes | {t.dtype for t in tensors_in(inputs) if t.is_floating_point()}
+    dtypes = sandbox.dtypes | _float_dtypes(inputs) | _float_dtypes(list(outputs))
     if torch.is_autocast_enabled(device_type) and not sandbox.double_precision:
         dtypes.add(torch.get_autocast_dtype(device_type))
-    dtypes |= {tensor.dtype for output in outputs for tensor in tensors_in(output) if tensor.is_floating_point()}
     dtypes = dtypes or {torch.get_default_dtype()}
     tolerance, reduction_tolerance = max(_TOLERANCES.get(dtype, (5e-2, 1e-2)) for dtype in dtypes)
     if device_type != "cpu" and torch.float32 in dtypes and tolerance < 1e-2:
@@ -30,6 +29,9 @@ def tolerances(sandbox: Sandbox, inputs: Mapping[str, Any], outputs: Sequence[An
 
 def uses_low_precision(sandbox: Sandbox, inputs: Mapping[str, Any]) -> bool:
     """Whether the module computes in less than single precision."""
-    device_type = sandbox.device.type
-    dtypes = sandbox.dtypes | {t.dtype for t in tensors_in(inputs) if t.is_floating_point()}
-    return torch.is_autocast_enabled(device_type) or any(dtype.itemsize < 4 for dtype in dtypes)
+    dtypes = sandbox.dtypes | _float_dtypes(inputs)
+    return torch.is_autocast_enabled(sandbox.device.type) or any(dtype.itemsize < 4 for dtype in dtypes)
+
+
+def _float_dtypes(value: Any) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in tensors_in(value) if tensor.is_floating_point()}
