@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.probe.trial import TrialCall
+from instep.probe.trial_call import TrialCall
 
 from .helpers import Net, is_probing, probe_of
 

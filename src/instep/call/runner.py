@@ -27,7 +27,7 @@ from instep.engines.base import Engine
 from instep.engines.thread_pool import is_replica_thread
 from instep.errors import MergeError, StateError, StructureError
 from instep.probe.readings import has_sequence_first_layers, reading_line, try_readings, with_readings
-from instep.probe.trial import TrialCall
+from instep.probe.trial_call import TrialCall
 from instep.replicas.mutable_arguments import mutable_ids
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.replicas.replica_set import ReplicaSet

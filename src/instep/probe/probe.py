@@ -15,7 +15,8 @@ from instep.probe.gradients import are_gradients_additive
 from instep.probe.judge import UserRules
 from instep.probe.lines import add_tried_lines, offer_dim_1
 from instep.probe.record import MAX_FAILED_MERGES, MAX_TRIALS, ProbeRecord, common_record, contradict
-from instep.probe.trial import OutputCheck, Trial, TrialCall
+from instep.probe.trial import OutputCheck, Trial
+from instep.probe.trial_call import TrialCall
 from instep.probe.window import replicated_scalars
 from instep.replicas.state.merge import StateMerger
 from instep.structure.merge import Merger

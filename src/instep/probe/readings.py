@@ -9,7 +9,7 @@ from torch import nn
 
 from instep.errors import MergeError, StructureError
 from instep.probe.probe import Outcome, Probe
-from instep.probe.trial import TrialCall
+from instep.probe.trial_call import TrialCall
 from instep.structure.infer import BROADCAST, DimReading
 from instep.structure.placements import Nested, PerSample, Placement, Shard
 from instep.structure.plan import SplitPlan

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from instep.probe.sandbox import (
     is_number_sequence,
 )
 from instep.probe.tolerance import tolerances, uses_low_precision
+from instep.probe.trial_call import TrialCall
 from instep.probe.window import (
     MAX_PART_SIZE,
     Trait,
@@ -51,22 +52,18 @@ from instep.probe.window import (
     sizes_beyond,
 )
 from instep.replicas.object_graph import values_equal
-from instep.replicas.state.carried import CarriedValue
 from instep.replicas.state.merge import check_no_parameter_writes
 from instep.runtime.probe_flag import probe_context
 from instep.structure.merge_messages import draws_in_trial
 from instep.structure.placements import Nested, PreSplit, Ragged, Replicate, contains_placement
-from instep.structure.plan import SplitPlan
 from instep.structure.problems import set_problems
-from instep.structure.split import apply_plan, batch_first, unsplit
+from instep.structure.split import batch_first, unsplit
 from instep.structure.tree import structure_key
 from instep.structure.verdicts import Undetermined, Verdicts
 from instep.structure.weights import find_weight_window, find_weighted_criteria, label_and_mask_counts
 
 DRAWS = "forward draws random numbers"
 """Why values cannot be compared, if the draws cannot be replaced."""
-PlaceFunction = Callable[[Sequence[Any]], Sequence[Any]]
-"""Moves the arguments of one part to the first device."""
 OutputCheck = Callable[[Sequence[Any], bool, float], MergeError | None]
 """Checks the outputs of both parts and the whole. Returns an error or None.
 
@@ -76,20 +73,6 @@ PartInputs = Sequence[dict[str, Any]]
 """Arguments by name, for the parts and the whole."""
 TrialResult = tuple[Findings, dict[str, Verdicts]]
 """Findings about the outputs, and verdicts for attributes that `forward` assigned."""
-
-
-class TrialCall(NamedTuple):
-    """A call whose samples a trial runs."""
-
-    module: nn.Module
-    device: torch.device
-    """The first device, on which trials run."""
-    plan: SplitPlan
-    values: Sequence[Any]
-    """The arguments, positional ones first."""
-    num_positional: int
-    place: PlaceFunction
-    carried: Sequence[CarriedValue] = ()
 
 
 class Trial:
@@ -117,9 +100,9 @@ class Trial:
         self.constant: set[str] = set()
         self.method, self.user_rules, self.call, self.plan = method, user_rules, call, call.plan
         self.carried_state = [value for value in call.carried if value.module is not None]
-        self.batch_size, self.min_part = call.plan.batch_size or 0, min_part
+        self.batch_size, self.min_part = call.batch_size, min_part
         pairs = zip(call.plan.placements, call.values, strict=True)
-        self.inputs = dict(zip(call.plan.names, [batch_first(*pair) for pair in pairs], strict=True))
+        self.inputs = call.by_name([batch_first(*pair) for pair in pairs])
         """Arguments by name, with the batch moved to dim 0."""
         self._traits: dict[Trait, Tensor] | None = None
         self.seen_traits: set[Trait] = set()
@@ -480,8 +463,7 @@ class Trial:
 
     def part_inputs(self, sizes: tuple[int, int], start: int) -> list[dict[str, Any]]:
         """The arguments of both parts by name."""
-        shards = self._split([start, *sizes, self.batch_size - start - sum(sizes)], 2)
-        return [dict(zip(self.plan.names, shard, strict=True)) for shard in shards]
+        return [self.call.by_name(shard) for shard in self._split(start, sizes)]
 
     def _classify_changes(self, changes: Sequence[Mapping[str, Any]]) -> None:
         """Record which state the runs changed to the same value, and which depends on the samples."""
@@ -544,8 +526,7 @@ class Trial:
 
     def _check_independence(self, sizes: tuple[int, int], start: int, findings: Findings) -> None:
         """Test rows that `forward` may have sorted, and integers that differ, perhaps because of rounding."""
-        num_samples = sum(sizes)
-        singles = self._split([start, *[1] * num_samples, self.batch_size - start - num_samples], num_samples)
+        singles = self._split(start, [1] * sum(sizes))
 
         def run(indices: Sequence[int], kept: Sequence[int], factor: float) -> Any:
             values = []
@@ -572,18 +553,14 @@ class Trial:
         sandbox = self.sandbox
         copied = partial(copy_arguments, double=sandbox.double_precision, gradients=sandbox.takes_gradients)
         arguments = call_user_code(copied, values)
-        return call_user_code(self.sandbox.run, self.method, *self._args_and_kwargs(arguments))
-
-    def _args_and_kwargs(self, values: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        count = self.call.num_positional
-        return values[:count], dict(zip(self.plan.names[count:], values[count:], strict=True))
+        return call_user_code(self.sandbox.run, self.method, *self.call.args_and_kwargs(arguments))
 
     def _run_parts(self, sizes: tuple[int, ...], start: int) -> tuple[PartInputs, list[RunResult]]:
         """Run the parts and the whole. Returns their arguments and results."""
         inputs, runs = [], []
         self.sandbox.start_runs()
         for shard in self._parts_and_whole(sizes, start):
-            inputs.append(dict(zip(self.plan.names, shard, strict=True)))
+            inputs.append(self.call.by_name(shard))
             for name, value in self.initial_state.items():
                 self.sandbox.assign(name, value)
             runs.append(self._call_sandbox(shard))
@@ -592,7 +569,7 @@ class Trial:
     def part_arguments(self, sizes: tuple[int, int]) -> Iterator[tuple[Sequence[Any], dict[str, Any]]]:
         """Copies of the arguments of both parts and of the whole; see `_parts_and_whole`."""
         for shard in self._parts_and_whole(sizes):
-            yield self._args_and_kwargs(copy_arguments(shard))
+            yield self.call.args_and_kwargs(copy_arguments(shard))
 
     def _parts_and_whole(self, sizes: tuple[int, ...], start: int = 0) -> Iterator[list[Any]]:
         """The arguments of the parts and of the whole, from sample `start`.
@@ -600,8 +577,7 @@ class Trial:
         Each step sets the carried state in the sandbox, so use the arguments before the next step.
         """
         total = sum(sizes)
-        rest = self.batch_size - start - total
-        shards = [*self._split([start, *sizes, rest], len(sizes)), *self._split([start, total, rest], 1)]
+        shards = [*self._split(start, sizes), *self._split(start, [total])]
         starts = itertools.accumulate(sizes, initial=start)
         ranges = [*zip(starts, sizes, strict=False), (start, total)]
         for shard, (first, count) in zip(shards, ranges, strict=True):
@@ -609,14 +585,9 @@ class Trial:
                 self.sandbox.assign_shard(value, value.split([first, count, self.batch_size - first - count])[1])
             yield shard
 
-    def _split(self, sizes: Sequence[int], num_parts: int) -> list[list[Any]]:
-        """The first `num_parts` parts. `sizes` starts with the number of samples to skip."""
-        present = [size for size in sizes if size]
-        skipped = 1 if sizes[0] else 0
-        plan = SplitPlan(self.batch_size, tuple(present), self.plan.names, self.plan.placements)
+    def _split(self, start: int, sizes: Sequence[int]) -> list[list[Any]]:
         with torch.enable_grad() if self.sandbox.takes_gradients else torch.no_grad():
-            shards = apply_plan(plan, self.call.values)[skipped : skipped + num_parts]
-            return [list(self.call.place(shard)) for shard in shards]
+            return self.call.split(start, sizes)
 
 
 def _have_same_structure(left: Sequence[RunResult], right: Sequence[RunResult]) -> bool:
