@@ -1,0 +1,261 @@
+"""Compares engine="processes" with DistributedDataParallel on a GPU that MPS divides among k processes.
+
+Each process gets 1/k of the multiprocessors, which is the nearest thing to k GPUs that one GPU offers. DDP's
+communication is free: a hook returns each bucket at once, buffers are not broadcast, and SyncBatchNorm's collectives
+send nothing. What MPS does not show: the links between GPUs, and memories of their own.
+
+Rank 0 of DDP also runs instep, alternating with DDP. Steps are in bfloat16 autocast, with SGD. The table shows medians
+over all rounds, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import instep
+
+
+class Block(nn.Module):
+    """A transformer block with causal attention."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // 64
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, 64).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(*qkv.unbind(), is_causal=True)
+        x = x + self.project(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.feed_forward(self.norm2(x))
+
+
+VOCABULARY = 32_000
+
+
+def gpt(layers: int, width: int) -> nn.Module:
+    blocks = [Block(width) for _ in range(layers)]
+    return nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.Linear(width, VOCABULARY, bias=False))
+
+
+def bert_base() -> nn.Module:
+    import transformers
+
+    return transformers.BertForSequenceClassification(transformers.BertConfig(num_labels=4))
+
+
+def resnet50() -> nn.Module:
+    import torchvision
+
+    return torchvision.models.resnet50()
+
+
+class Batch(NamedTuple):
+    inputs: tuple[Tensor, ...]
+    target: Tensor
+
+
+def tokens(batch: int, length: int) -> Batch:
+    ids, target = torch.randint(VOCABULARY, (2, batch, length), device="cuda")
+    return Batch((ids,), target)
+
+
+def sentences(batch: int, length: int) -> Batch:
+    ids = torch.randint(30_000, (batch, length), device="cuda")
+    return Batch((ids, torch.ones_like(ids)), torch.randint(4, (batch,), device="cuda"))
+
+
+def images(batch: int) -> Batch:
+    return Batch((torch.randn(batch, 3, 224, 224, device="cuda"),), torch.randint(1000, (batch,), device="cuda"))
+
+
+def cross_entropy(output: Any, target: Tensor) -> Tensor:
+    logits = output.logits if hasattr(output, "logits") else output
+    return nn.functional.cross_entropy(logits.float().flatten(0, -2), target.flatten())
+
+
+class Case(NamedTuple):
+    make: Callable[[], nn.Module]
+    sample: Callable[[], Batch]
+    has_batch_norm: bool = False
+
+
+CASES = {
+    "GPT 4 x 256, 8 x 64 tokens": Case(lambda: gpt(4, 256), lambda: tokens(8, 64)),
+    "GPT 12 x 768, 16 x 512 tokens": Case(lambda: gpt(12, 768), lambda: tokens(16, 512)),
+    "BERT-base, 32 x 128 tokens": Case(bert_base, lambda: sentences(32, 128)),
+    "ResNet-50, 64 images": Case(resnet50, lambda: images(64), has_batch_norm=True),
+}
+
+
+class Side:
+    """One way to run a training step, and its times."""
+
+    def __init__(self, loss: Callable[[], Tensor], model: nn.Module) -> None:
+        self.loss = loss
+        self.optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+        self.times: list[float] = []
+
+    def run(self, steps: int) -> None:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = self.loss()
+            loss.backward()
+            self.optimizer.step()
+        torch.cuda.synchronize()
+        self.times.append((time.perf_counter() - start) / steps * 1e3)
+
+
+def _completed(tensor: Tensor) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=["cuda:0"])
+    future.set_result(tensor)
+    return future
+
+
+def _copy_own_row(rows: Sequence[Tensor], row: Tensor, *_: object, **__: object) -> None:
+    for other in rows:
+        other.copy_(row)
+
+
+def free_collectives() -> Any:
+    """Context manager: the collectives that SyncBatchNorm calls on Gloo communicate nothing."""
+    return mock.patch.multiple(dist, all_gather=_copy_own_row, all_reduce=lambda *_, **__: None)
+
+
+def ddp_sides(case: Case, replicas: int, rank: int) -> dict[str, Side]:
+    """The sides that every rank runs at the same time, each on its part of the batch."""
+    inputs, target = case.sample()
+    inputs, target = tuple(value.chunk(replicas)[rank] for value in inputs), target.chunk(replicas)[rank]
+
+    def side(model: nn.Module) -> Side:
+        return Side(lambda: cross_entropy(model(*inputs), target), model)
+
+    def ddp(model: nn.Module) -> nn.Module:
+        wrapped = nn.parallel.DistributedDataParallel(
+            model, device_ids=[0], gradient_as_bucket_view=True, broadcast_buffers=False
+        )
+        wrapped.register_comm_hook(None, lambda _, bucket: _completed(bucket.buffer()))
+        return wrapped
+
+    sides = {"bare": side(case.make().cuda()), "DDP": side(ddp(case.make().cuda()))}
+    if case.has_batch_norm:
+        synced = side(ddp(nn.SyncBatchNorm.convert_sync_batchnorm(case.make().cuda())))
+        run = synced.run
+
+        def run_free(steps: int) -> None:
+            with free_collectives():
+                run(steps)
+
+        synced.run = run_free  # type: ignore[method-assign]
+        sides["DDP + SyncBatchNorm"] = synced
+    return sides
+
+
+def instep_sides(case: Case, replicas: int, stack: ExitStack) -> dict[str, Side]:
+    """The sides that rank 0 runs alone."""
+    inputs, target = case.sample()
+    devices = [0] * replicas
+
+    def wrap(net: nn.Module, **options: Any) -> instep.DataParallel:
+        return stack.enter_context(instep.DataParallel(net, devices, engine="processes", **options))
+
+    def outside(model: nn.Module) -> Side:
+        return Side(lambda: cross_entropy(model(*inputs), target), model)
+
+    sides = {"instep": outside(wrap(case.make().cuda()))}
+    if case.has_batch_norm:
+        sides["instep, sync_batchnorm=False"] = outside(wrap(case.make().cuda(), sync_batchnorm=False))
+    elif len(inputs) == 1:
+        model = wrap(instep.with_loss(case.make().cuda(), cross_entropy))
+        sides["instep, with_loss"] = Side(lambda: model(*inputs, target), model)
+    return sides
+
+
+def compare(rank: int, case: Case, replicas: int, rounds: int, steps: int) -> dict[str, Side]:
+    """Run all sides alternately. The other ranks run only DDP's."""
+    torch.manual_seed(0)
+    shared = ddp_sides(case, replicas, rank)
+    with ExitStack() as stack:
+        own = instep_sides(case, replicas, stack) if rank == 0 else {}
+        for turn in range(rounds + 1):
+            for side in shared.values():
+                dist.barrier()
+                side.run(steps)
+            dist.barrier()
+            for side in own.values():
+                side.run(steps)
+            dist.barrier()
+            if not turn:  # a warm-up
+                for side in (*shared.values(), *own.values()):
+                    side.times.clear()
+    return {**shared, **own}
+
+
+def work(rank: int, folder: str, names: list[str], replicas: int, rounds: int, steps: int) -> None:
+    torch.cuda.set_device(0)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=replicas)
+    for name in names:
+        sides = compare(rank, CASES[name], replicas, rounds, steps)
+        if rank == 0:
+            print(f"{name}, {replicas} replicas")
+            base = statistics.median(sides["DDP"].times)
+            for label, side in sides.items():
+                median = statistics.median(side.times)
+                print(f"  {label:32}{median:9.1f} ms{median / base:8.2f} x DDP", flush=True)
+        del sides
+        torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def mps(folder: str) -> Iterator[None]:
+    """Context manager: processes that start inside it use the GPU at the same time."""
+    os.environ["CUDA_MPS_PIPE_DIRECTORY"] = os.environ["CUDA_MPS_LOG_DIRECTORY"] = folder
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--only", default="", help="run only cases whose name contains this text")
+    arguments = parser.parse_args()
+    names = [name for name in CASES if arguments.only in name]
+    with tempfile.TemporaryDirectory() as pipes, mps(pipes):
+        for replicas in arguments.replicas:
+            os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(100 // replicas)
+            with tempfile.TemporaryDirectory() as folder:
+                mp.spawn(work, (folder, names, replicas, arguments.rounds, arguments.steps), nprocs=replicas)
+
+
+if __name__ == "__main__":
+    if torch.cuda.device_count():  # does not initialize CUDA in this process
+        main()
+    else:
+        print("this benchmark needs a CUDA device")
