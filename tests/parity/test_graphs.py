@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -148,3 +149,34 @@ def test_a_list_of_graphs_where_forward_expects_a_batch_says_what_to_write() -> 
         if hasattr(caught.value, "__notes__"):  # Python 3.11
             assert any("data=Batch.from_data_list(data)" in note for note in caught.value.__notes__)
         torch.testing.assert_close(model(data=Batch.from_data_list(data)), net(Batch.from_data_list(data)))
+
+
+class NodeMean(nn.Module):
+    """A mean over the nodes of all graphs, and weights of the features that are no rows of graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 5).double()
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, scale: Tensor) -> Tensor:
+        return (self.layer(x) * scale).mean()
+
+
+def test_a_mean_over_nodes_is_offered_a_line() -> None:
+    data, scale, net = Batch.from_data_list(graphs()), torch.rand(5, dtype=torch.float64), NodeMean()
+    arguments = (data.x, data.edge_index, data.batch)
+    with instep.DataParallel(net, ["cpu"] * 2, in_dims={"scale": None}) as model:
+        with pytest.raises(instep.MergeError) as caught:
+            model(*arguments, scale)
+        assert "merge=instep.weighted_by(lambda x: len(x))" in str(caught.value)
+    rule = instep.weighted_by(lambda x: len(x))
+    with instep.DataParallel(net, ["cpu"] * 2, merge=rule, in_dims={"scale": None}) as model:
+        torch.testing.assert_close(model(*arguments, scale), net(*arguments, scale))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_an_argument_with_as_many_rows_as_nodes_by_chance() -> None:
+    data, scale = Batch.from_data_list([graphs()[1], graphs()[3]]), torch.rand(5, dtype=torch.float64)
+    with instep.DataParallel(NodeMean(), ["cpu"] * 2) as model, pytest.raises(RuntimeError) as caught:
+        model(data.x, data.edge_index, data.batch, scale)
+    assert any("in_dims={'scale': None}" in note for note in caught.value.__notes__)

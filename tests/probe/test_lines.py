@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -439,3 +440,88 @@ def test_weights_that_are_wrong(rule: Any) -> None:
 def test_what_cannot_be_weighted(value: Any) -> None:
     with pytest.raises(instep.MergeError, match=r"'n': weighted_by\(\.\.\.\) computes a mean, which does not apply to"):
         instep.merge([{"n": value, "w": 1}, {"n": value, "w": 2}], [2, 2], merge={"n": instep.weighted_by("w")})
+
+
+def in_two(net: nn.Module, **options: Any) -> instep.DataParallel:
+    return instep.DataParallel(net, ["cpu", "cpu"], engine="serial", **options)
+
+
+def error_of(model: instep.DataParallel, *args: Any) -> str:
+    """The message of a call that cannot be merged; empty if it can."""
+    try:
+        model(*args)
+    except instep.MergeError as error:
+        return str(error)
+    return ""
+
+
+class Queue(nn.Module):
+    """A pointer into a queue, as MoCo has, and a count of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 5)
+        self.register_buffer("queue", torch.zeros(64, 3))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.pointer[0] = (int(self.pointer) + len(x)) % len(self.queue)
+        self.seen += len(x)
+        return self.layer(x)
+
+
+def test_a_pointer_that_starts_again_is_no_sum() -> None:
+    with in_two(Queue()) as model, pytest.raises(instep.StateError) as caught:
+        model(torch.randn(8, 4))
+    assert "state={'seen': 'sum'}" in str(caught.value)
+    assert "'pointer': 'sum'" not in str(caught.value)
+
+
+class Seq2Seq(nn.Module):
+    """Sequences `[T, B]` and a mean over the targets that are not padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.gru, self.head = nn.Embedding(9, 4), nn.GRU(4, 5), nn.Linear(5, 9)
+
+    def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
+        _, h = self.gru(self.embed(src))
+        out, _ = self.gru(self.embed(tgt[:-1]), h)
+        return F.cross_entropy(self.head(out).flatten(0, 1), tgt[1:].flatten(), ignore_index=0)
+
+
+def pairs(source: int, target: int) -> tuple[Tensor, Tensor]:
+    tgt = torch.randint(0, 9, (target, 8))
+    tgt[1], tgt[-1, ::3] = 1, 0
+    return torch.randint(0, 9, (source, 8)), tgt
+
+
+@pytest.mark.parametrize(("source", "target"), [(6, 5), (5, 5), (3, 3)])
+def test_sequences_whose_loss_needs_a_rule_too(source: int, target: int) -> None:
+    """The error offers dim=1 with a rule, and no line that was not tried."""
+    torch.manual_seed(0)
+    net = Seq2Seq().double()
+    plain = copy.deepcopy(net)
+    with in_two(net) as model, pytest.raises((RuntimeError, instep.InstepError)) as caught:
+        model(*pairs(source, target))
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    rule = "dim=1, merge=instep.weighted_by(lambda tgt: (tgt[1:] != 0).sum())"
+    assert rule in text or (target == 3 and sys.version_info < (3, 11))
+    assert "in_dims" not in text
+    with in_two(net, dim=1, merge=instep.weighted_by(lambda tgt: (tgt[1:] != 0).sum())) as model:
+        for sizes in ((6, 5), (5, 7)):
+            batch = pairs(*sizes)
+            torch.testing.assert_close(model(*batch), plain(*batch))
+
+
+def test_few_samples_do_not_confirm_a_weight_by_chance() -> None:
+    """Of three samples, each is a part of its own."""
+    for seed in range(12):
+        torch.manual_seed(seed)
+        net = Seq2Seq().double()
+        tgt = torch.randint(0, 9, (8, 3))
+        tgt[1] = 1
+        with in_two(net, dim=1) as model:
+            message = error_of(model, torch.randint(0, 9, (4, 3)), tgt)
+        assert set(re.findall(r"\(tgt(.*?) (?:!=|==|>|>=) ", message)) <= {"[1:]"}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ast
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +27,8 @@ from instep.devices import has_accelerator_tensors, place, to_output_device
 from instep.engines.base import Engine
 from instep.engines.thread_pool import is_replica_thread
 from instep.errors import MergeError, StateError, StructureError
-from instep.probe.readings import has_sequence_first_layers, reading_line, try_readings, with_readings
+from instep.probe.probe import Outcome, has_sequence_first_layers
+from instep.probe.readings import reading_line, try_readings, with_readings
 from instep.probe.trial_call import TrialCall
 from instep.replicas.mutable_arguments import mutable_ids
 from instep.replicas.replica import Replica, ReplicaResult
@@ -38,11 +40,16 @@ from instep.runtime.locks import ForkSafeLock, run_uninterrupted
 from instep.runtime.modes import active_compiler, call_compiled
 from instep.runtime.rng import CallerRng, ReplicaRng, SerializationPolicy, supports_thread_streams
 from instep.runtime.torch_private import RegisteredHooks
-from instep.structure.graph_arguments import EDGES, list_of_graphs_notes, mark_graphs
+from instep.structure.graph_arguments import EDGES, list_of_graphs_notes, mark_graphs, rows_of_graphs_notes
 from instep.structure.merge_messages import rules_of_method
 from instep.structure.plan import SplitPlan
 from instep.structure.spec import strip_marks
 from instep.structure.split import apply_plan
+
+DIM_1_NOTE = (
+    "If the samples are in dim 1, as in sequences [T, B], write (tried on samples of this batch: it gives the value of "
+    "one device):"
+)
 
 
 class ForwardVerdict(NamedTuple):
@@ -251,8 +258,8 @@ class ParallelRunner:
 
         If no reading or several agree, raises `error`, which says why sizes alone do not decide, or returns None.
         """
-        binding, names = call.binding, call.plan.names
-        assert binding.probe is not None
+        binding, names, probe = call.binding, call.plan.names, call.binding.probe
+        assert probe is not None
 
         def trial_call(plan: SplitPlan) -> TrialCall | None:
             other = replace(call, plan=plan)
@@ -265,13 +272,29 @@ class ParallelRunner:
             names, call.values, known, failed=error is None, sequence_first=has_sequence_first_layers(self.module)
         )
         undecided = call.plan.undecided is not None
-        tried = try_readings(binding.probe, groups, trial_call, accept_unproven=undecided)
+        tried = try_readings(probe, groups, trial_call, accept_unproven=undecided)
         if len(tried.agreeing) == 1:
             binding.planner.keep(tried.agreeing[0])
             return replace(call, plan=binding.plan(names, call.values, self.options.cost))
-        if error is not None:
-            raise with_readings(error, groups, tried)
-        return None
+        if error is None:
+            return None
+
+        def is_refuted(option: str) -> bool:
+            in_dims = ast.literal_eval(option.removeprefix("in_dims="))
+            plan = binding.planner.plan_with_in_dims(in_dims, names, call.values) if in_dims else None
+            other = None if plan is None else trial_call(plan)
+            return other is not None and probe.try_reading(other) is Outcome.REFUTED
+
+        note = self._note_on_dim_1(call) if isinstance(error, StructureError) else ""
+        raise with_readings(error, groups, tried, is_refuted, note)
+
+    def _note_on_dim_1(self, call: BoundCall) -> str:
+        """The line to write if the arguments are sequences `[T, B]` whose outputs need rules too; empty without one."""
+        plan, probe = call.binding.planner.plan_in_dim(1, call.plan.names, call.values), call.binding.probe
+        if plan is None or probe is None:
+            return ""
+        rules = probe.rules_in_dim_1(self._trial_call(replace(call, plan=plan), ()), self.state_merger)
+        return f"{DIM_1_NOTE}\n  dim=1, {rules}" if rules else ""
 
     def _trial_call(self, call: BoundCall, carried: Sequence[CarriedValue]) -> TrialCall:
         place_shard = partial(self._place_shard, call.plan)
@@ -317,8 +340,8 @@ class ParallelRunner:
             if reason := self.one_device.take_caller_only_access(call.method):
                 return [], ForwardVerdict(one_device=reason)
             if not self.replicas.privatize_changed():
-                if isinstance(error, AttributeError) and hasattr(error, "add_note"):
-                    for note in list_of_graphs_notes(call.plan.names, call.values):
+                if hasattr(error, "add_note"):
+                    for note in self._failure_notes(call, error):
                         error.add_note(note)
                 raise
             return [], ForwardVerdict(retry=True)
@@ -334,6 +357,16 @@ class ParallelRunner:
         if any(result.changes.is_structural for result in results):
             return results, ForwardVerdict(one_device=self.one_device.record_structure_change())
         return results, ACCEPTED
+
+    def _failure_notes(self, call: BoundCall, error: Exception) -> Iterator[str]:
+        """What to write if `forward` failed because of how its arguments were split."""
+        names, values = call.plan.names, call.values
+        if isinstance(error, AttributeError):
+            yield from list_of_graphs_notes(names, values)
+        if isinstance(error, (RuntimeError, ValueError, IndexError)):
+            yield from rows_of_graphs_notes(names, values)
+            if note := self._note_on_dim_1(call):
+                yield note
 
     def _reason_in_results(self, call: BoundCall, dispatch: ReplicaDispatch) -> Reason | None:
         """A reason for one device that only the forward could show."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from instep.errors import InstepError, MergeError, StateError
-from instep.probe.possible_lines import evaluate, output_lines, state_lines
+from instep.probe.possible_lines import Arguments, evaluate, output_lines, state_lines
 from instep.probe.sandbox import RunResult, TrialFailed
 from instep.probe.tolerance import tolerances
 from instep.probe.trial import PartInputs, Trial
@@ -31,7 +31,9 @@ from instep.structure.compare import relative_difference, to_comparable
 from instep.structure.merge import Merger
 from instep.structure.merge_messages import INTERACTION_ADVICE
 from instep.structure.merge_rules import MergeContext, WeightedBy, apply_rule, get_by_dotted_path
+from instep.structure.placements import Shard
 from instep.structure.problems import Line, Problem, set_problems
+from instep.structure.shapes import is_integer
 from instep.structure.spec import AUTO
 from instep.structure.tree import NUMBER_TYPES, flatten_one_level, format_path
 from instep.structure.verdicts import Verdicts
@@ -39,6 +41,8 @@ from instep.structure.verdicts import Verdicts
 _MAX_LINES = 3
 """The number of `weighted_by` lines shown for one problem."""
 _MAX_WINDOWS = 24
+_MAX_POINTERS = 12
+"""The number of values from which an integer attribute is tried."""
 _MAX_STARTS = 12
 """The number of steps in which a distinguishing window is searched."""
 _MIN_TOLERANCE = 2e-6
@@ -46,9 +50,9 @@ _RULE_FAILURES = (InstepError, RuntimeError, TypeError, ValueError, IndexError, 
 
 
 class Window(NamedTuple):
-    """The arguments and results of both parts and the whole, for a window of samples."""
+    """The arguments and results of the parts and the whole, for a window of samples."""
 
-    sizes: tuple[int, int]
+    sizes: tuple[int, ...]
     inputs: PartInputs
     runs: Sequence[RunResult]
     tolerance: float
@@ -130,10 +134,32 @@ class _LineTrials:
             windows.insert(0, (self.small, 0))
         for sizes, start in windows:
             self._observe(sizes, start)
+        for many in self.trial.many_part_sizes()[-1:]:
+            self._observe(many, 0)
+        for name in state_names:
+            for value in self._values_before_wrapping(name):
+                self._observe(self.small, 0, {name: value})
 
-    def _observe(self, sizes: tuple[int, int], start: int) -> bool:
-        """Run one window; without the state of the first one if `forward` fails with it (other batch sizes)."""
-        for state in (self.state, {}) if self.state else ({},):
+    def _values_before_wrapping(self, name: str) -> list[Any]:
+        """Values from which a pointer into a buffer, `(ptr + len(x)) % size`, starts again at 0 in the whole."""
+        old = self._state_values(name, self.windows[0]).old
+        is_pointer = isinstance(old, Tensor) and is_integer(old) and old.numel() == 1
+        if not is_pointer and type(old) is not int:
+            return []
+        modules = list(self.module.modules())
+        tensors = [*self.module.buffers(), *self.module.parameters()]
+        sizes = [value for module in modules for value in vars(module).values() if type(value) is int]
+        sizes += [int(size) for tensor in tensors for size in tensor.shape]
+        starts = [size - sum(self.small) for size in dict.fromkeys(sizes)]
+        found = [start for start in starts if start > 0][:_MAX_POINTERS]
+        return [torch.full_like(old, start) for start in found] if isinstance(old, Tensor) else found
+
+    def _observe(self, sizes: tuple[int, ...], start: int, before: Mapping[str, Any] | None = None) -> bool:
+        """Run one window from the state `before`, by default from that of the first window.
+
+        That state is left out if `forward` fails with it (other batch sizes).
+        """
+        for state in [before] if before is not None else [self.state, {}] if self.state else [{}]:
             observed = self.trial.observe(sizes, start, state)
             for inputs, runs in observed:
                 tolerance = tolerances(self.trial.sandbox, {}, [(run.output, run.attributes) for run in runs])[1]
@@ -148,12 +174,12 @@ class _LineTrials:
         if problem.keyword == "state":
             return self._state_values(name, window)
         outputs = [get_by_dotted_path(name, run.output) if name else run.output for run in window.runs]
-        return Values(None, outputs[:2], outputs[2])
+        return Values(None, outputs[:-1], outputs[-1])
 
     def _state_values(self, name: str, window: Window) -> Values:
         old = window.state[name] if name in window.state else self.trial.sandbox.read(name, MISSING)
         values = [run.value_of(name, old) for run in window.runs]
-        return Values(old, values[:2], values[2])
+        return Values(old, values[:-1], values[-1])
 
     def _reads_old(self, name: str, whole: Any) -> bool:
         """Whether the new value of an attribute depends on its old one."""
@@ -212,6 +238,11 @@ class _LineTrials:
             return True
         return default is not None and default(self.module, name) is not None
 
+    def _sequences(self) -> set[str]:
+        """The arguments with the samples in dim 1: sequences `[T, B]`."""
+        pairs = zip(self.trial.plan.names, self.trial.plan.placements, strict=True)
+        return {name for name, placement in pairs if isinstance(placement, Shard) and placement.dim == 1}
+
     def _solve(self, problem: Problem) -> Problem:
         """The problem with the lines that solve it, or with what to do if there is none."""
         is_state = problem.keyword == "state"
@@ -222,9 +253,8 @@ class _LineTrials:
         if whole is None or whole is MISSING or not problem.can_try:
             return problem
         outputs = self.windows[0].runs[2].output
-        lines: list[Line] = list(
-            output_lines(whole, problem.name, outputs, self.trial.inputs, self.trial.batch_size, self.module)
-        )
+        arguments = Arguments(self.trial.inputs, self.trial.batch_size, self._sequences())
+        lines = list(output_lines(whole, problem.name, outputs, arguments, self.module))
         if is_state and self._reads_old(problem.name, whole):
             lines = [*state_lines(whole), *lines]
         elif is_state:
@@ -258,6 +288,8 @@ class _LineTrials:
         if not _is_informative(values, window.tolerance):
             return False
         for line, rule in list(rules.items()):
+            if len(window.sizes) > 2 and not isinstance(rule, WeightedBy):
+                continue  # many parts test weights; single samples may lack a dim
             if not self._fits(line, rule, problem, values, window):
                 del rules[line]
         return True
@@ -266,8 +298,8 @@ class _LineTrials:
         name = problem.name
         try:
             if problem.keyword != "state":
-                outputs = [run.output for run in window.runs[:2]]
-                context = MergeContext.create(window.sizes, outputs, window.inputs[:2])
+                outputs = [run.output for run in window.runs[:-1]]
+                context = MergeContext.create(window.sizes, outputs, window.inputs[:-1])
                 merged = apply_rule(rule, values.parts, context, (name,) if name else (), self.dim)
             else:
                 merged = self._merge_state(line.keyword, rule, name, values, window)
@@ -281,7 +313,7 @@ class _LineTrials:
         outputs = Merger.from_options({name: rule} if is_merge else AUTO, dim=self.dim)
         policy = StateMerger({} if is_merge else {name: rule}, outputs)
         path, old = self.trial.sandbox.path_of(name), values.old
-        with policy.using_inputs(window.inputs[:2]):
+        with policy.using_inputs(window.inputs[:-1]):
             if self._is_filled_container(name, old):
                 before, after = read_contents(old), [_contents(part) for part in values.parts]
                 contents = merge_contents(old, path, before, after, window.sizes, policy)
@@ -319,10 +351,10 @@ def _first_share(rule: WeightedBy, context: MergeContext) -> float:
     return first / (first + second) if first + second else 0.0
 
 
-def offer_dim_1(error: MergeError) -> None:
-    """Replace the problems of an error by one whose solution is another batch dim."""
+def offer_dim_1(error: MergeError, rules: str = "") -> None:
+    """Replace the problems of an error by one whose solution is another batch dim, with rules for the outputs."""
     first = error.problems[0]
-    line = Line("dim", "1", "the samples are in dim 1, as in sequences [T, B]")
+    line = Line("dim", f"1, {rules}" if rules else "1", "the samples are in dim 1, as in sequences [T, B]")
     set_problems(error, [Problem(first.name, first.headline, keyword="dim", lines=(line,))])
 
 
@@ -393,10 +425,10 @@ def _is_close(left: Any, right: Any, tolerance: float) -> bool:
 
 
 def _is_informative(values: Values, tolerance: float) -> bool:
-    """Whether the values of a window can distinguish rules: the parts differ, and neither is zero."""
-    first, second = (_as_tensor(part) for part in values.parts)
-    whole = _as_tensor(values.whole)
-    if first is None or second is None or whole is None or first.shape != second.shape:
+    """Whether the values of a window can distinguish rules: the parts differ, and two or more are not zero."""
+    tensors = [_as_tensor(value) for value in (*values.parts, values.whole)]
+    parts, whole = [part for part in tensors[:-1] if part is not None], tensors[-1]
+    if whole is None or len(parts) < len(values.parts) or len({part.shape for part in parts}) > 1:
         return True
-    same = _is_close(first, second, 100 * tolerance) and _is_close(first, whole, 100 * tolerance)
-    return not same and (whole.dtype is torch.bool or (bool(first.any()) and bool(second.any())))
+    same = all(_is_close(parts[0], other, 100 * tolerance) for other in (*parts[1:], whole))
+    return not same and (whole.dtype is torch.bool or sum(bool(part.any()) for part in parts) > 1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from instep.structure.problems import Line
 from instep.structure.shapes import is_dense
 from instep.structure.tree import NUMBER_TYPES, flatten_one_level, is_sequence
 from instep.structure.types import handler_for_type
-from instep.structure.weights import EntryCount
 
 _MAX_VALUES = 12
 """The number of values of one integer argument that are tried as the value to ignore."""
@@ -31,15 +30,24 @@ PLAIN_RULES = {
 }
 
 
+class Arguments(NamedTuple):
+    """The arguments of a call."""
+
+    inputs: Mapping[str, Any]
+    """By name, with the batch moved to dim 0."""
+    size: int
+    """The number of samples."""
+    sequences: Collection[str] = ()
+    """The names of those that have the samples in dim 1."""
+
+
 def evaluate(rule: str, module: nn.Module) -> Any:
     """The rule that a line sets. The text itself is evaluated, so that what is tried is what is printed."""
     return eval(rule, {"instep": SimpleNamespace(weighted_by=weighted_by), "torch": torch, "net": module})
 
 
-def output_lines(
-    whole: Any, name: str, outputs: Any, inputs: Mapping[str, Any], size: int, module: nn.Module
-) -> Iterator[Line]:
-    """Lines that may merge an output or an assigned attribute, most likely first. `size` is that of the batch."""
+def output_lines(whole: Any, name: str, outputs: Any, arguments: Arguments, module: nn.Module) -> Iterator[Line]:
+    """Lines that may merge an output or an assigned attribute, most likely first."""
     only_extrema = isinstance(whole, bool) or getattr(whole, "dtype", None) in (torch.bool, bool)
     for rule, comment in PLAIN_RULES.items():
         if not only_extrema or rule in ("'max'", "'min'"):
@@ -55,7 +63,7 @@ def output_lines(
         yield Line("merge", "'list'", "the entries of all replicas, one after another")
     if all(map(_is_number, whole if is_sequence(whole) else [whole])):
         yield from _counts_among_outputs(name, outputs)
-        yield from (Line("merge", f"instep.weighted_by({rule})", text) for rule, text in _weights(inputs, size, module))
+        yield from (Line("merge", f"instep.weighted_by({rule})", text) for rule, text in _weights(arguments, module))
 
 
 def state_lines(whole: Any) -> Iterator[Line]:
@@ -88,14 +96,19 @@ def _counts_among_outputs(name: str, outputs: Any, path: str = "") -> Iterator[L
         yield Line("merge", f"instep.weighted_by({path!r})", f"a mean that is weighted by the output {path!r}")
 
 
-def _weights(inputs: Mapping[str, Any], size: int, module: nn.Module) -> Iterator[tuple[str, str]]:
+def _weights(arguments: Arguments, module: nn.Module) -> Iterator[tuple[str, str]]:
     """Weights of a mean: the source code of a function of the arguments, and what the mean is over."""
+    inputs, size, sequences = arguments
     leaves = [
         leaf for name, value in inputs.items() if name.isidentifier() for leaf in _leaves(name, name, value, size)
     ]
     yield from _graph_weights(inputs)
     for name, code, value in leaves:
-        weights = _list_weights(code, value) if is_sequence(value) else _tensor_weights(code, value)
+        weights = (
+            _list_weights(code, value)
+            if is_sequence(value)
+            else _tensor_weights(code, value, "[1:]" if name in sequences else "[..., 1:]")
+        )
         yield from ((f"lambda {name}: {weight}", text) for weight, text in weights)
     tables: list[tuple[str, tuple[str, ...], Any]] = [(code, (name,), value) for name, code, value in leaves]
     tables += [(f"net.{name}", (), value) for name, value in _module_tensors(module)]
@@ -136,7 +149,7 @@ def _leaves(name: str, code: str, value: Any, size: int) -> Iterator[tuple[str, 
             yield from _leaves(name, f"{code}.{key}", child, size)
 
 
-def _tensor_weights(code: str, value: Tensor) -> Iterator[tuple[str, str]]:
+def _tensor_weights(code: str, value: Tensor, shift: str) -> Iterator[tuple[str, str]]:
     """Counts of the entries of a tensor: of labels that are not ignored, of unmasked positions, their sum."""
     if not value.ndim or not value.numel() or value.numel() > _MAX_ENTRIES:
         return
@@ -144,15 +157,14 @@ def _tensor_weights(code: str, value: Tensor) -> Iterator[tuple[str, str]]:
     if not value.is_floating_point():
         ignored = [(operator, number) for number in _likely_ignored(value) for operator in ("!=", "==")]
         comparisons = [*ignored, (">=", 0), *comparisons]
-    for shifted in (False, True) if value.ndim > 1 else (False,):
-        entries = f"{code}[..., 1:]" if shifted else code
+    for entries in (code, f"{code}{shift}") if value.ndim > 1 else (code,):
         if value.dtype is torch.bool:
             yield f"{entries}.sum()", f"a mean over the entries of {code} that are True"
             yield f"(~{entries}).sum()", f"a mean over the entries of {code} that are False"
             continue
         for operator, number in comparisons:
-            count = EntryCount((code,), f"{operator} {number}", shifted)
-            yield f"({count}).sum()", f"a mean over the entries of {code} {_OPERATOR_NAMES[operator]} {number}"
+            count = f"({entries} {operator} {number}).sum()"
+            yield count, f"a mean over the entries of {code} {_OPERATOR_NAMES[operator]} {number}"
         yield f"{entries}.sum()", f"a mean that is weighted by {code}"
 
 

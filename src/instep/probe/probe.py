@@ -10,6 +10,8 @@ import enum
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from torch import nn
+
 from instep.errors import MergeError, StateError, StructureError
 from instep.probe.gradients import are_gradients_additive
 from instep.probe.judge import UserRules
@@ -24,6 +26,7 @@ from instep.structure.merge_messages import draws_hide_values, loss_not_additive
 from instep.structure.merge_rules import MergeContext, WeightedBy
 from instep.structure.placements import Nested, PerSample, Replicate, Shard, contains_placement
 from instep.structure.plan import SplitPlan
+from instep.structure.problems import keyword_arguments
 from instep.structure.split import apply_plan
 from instep.structure.tree import structure_key
 from instep.structure.verdicts import Verdict, Verdicts
@@ -180,9 +183,26 @@ class Probe:
             unsolved = not any(problem.lines for problem in error.problems if problem.keyword == "merge")
             if unsolved and self.try_reading(in_dim_1) is Outcome.AGREES:
                 offer_dim_1(error)
+            elif unsolved and (rules := self.rules_in_dim_1(in_dim_1, state_merger)):
+                offer_dim_1(error, rules)
         for record in (record for records in self._records.values() for record in records.values()):
             if record.error == before:
                 record.error = str(error)
+
+    def rules_in_dim_1(self, call: TrialCall, state_merger: StateMerger) -> str:
+        """Rules for the outputs of a call with the samples in dim 1 that need one; empty if some have none.
+
+        Also empty for modules without layers for sequences `[T, B]`.
+        """
+        if not has_sequence_first_layers(call.module):
+            return ""
+        try:
+            self._run_trial(self._trial(call), ProbeRecord())
+        except MergeError as error:
+            add_tried_lines(error, self._trial(call), state_merger)
+            if error.problems and all(problem.lines for problem in error.problems):
+                return ", ".join(keyword_arguments([(problem.name, problem.lines[0]) for problem in error.problems]))
+        return ""
 
     def gradients_add_up(self, call: TrialCall) -> bool:
         """Whether the gradients of two parts of the last call's batch add up to the gradients of the whole."""
@@ -308,3 +328,9 @@ class Probe:
 
 def _is_proven_not_sum(verdict: Verdict | None) -> bool:
     return verdict is not None and verdict.proven and "sum" not in verdict.ops
+
+
+def has_sequence_first_layers(module: nn.Module) -> bool:
+    """Whether a module has recurrent or attention layers whose inputs are `[T, B, F]`, or cells, which run in loops."""
+    layers = (nn.RNNBase, nn.MultiheadAttention)
+    return any(isinstance(m, nn.RNNCellBase) or (isinstance(m, layers) and not m.batch_first) for m in module.modules())

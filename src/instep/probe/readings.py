@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from torch import nn
-
 from instep.errors import MergeError, StructureError
 from instep.probe.probe import Outcome, Probe
 from instep.probe.trial_call import TrialCall
@@ -54,12 +52,6 @@ def try_readings(
     return TriedReadings(only if accept_unproven else [], refuted)
 
 
-def has_sequence_first_layers(module: nn.Module) -> bool:
-    """Whether a module has recurrent or attention layers whose inputs are `[T, B, F]`, or cells, which run in loops."""
-    layers = (nn.RNNBase, nn.MultiheadAttention)
-    return any(isinstance(m, nn.RNNCellBase) or (isinstance(m, layers) and not m.batch_first) for m in module.modules())
-
-
 def reading_line(plan: SplitPlan) -> str:
     """The option that selects the reading of a plan, as source code."""
     specs: dict[Path, int | str | None] = {}
@@ -88,12 +80,21 @@ def _leaves(placements: Sequence[Placement]) -> Iterator[Placement]:
 
 
 def with_readings(
-    error: StructureError | MergeError, groups: Sequence[Sequence[SplitPlan]], tried: TriedReadings
+    error: StructureError | MergeError,
+    groups: Sequence[Sequence[SplitPlan]],
+    tried: TriedReadings,
+    is_refuted: Callable[[str], bool],
+    note: str = "",
 ) -> StructureError | MergeError:
-    """The error without lines that trials refuted, and with the readings that agree, or that no trial decided."""
+    """The error without lines that trials refuted, and with the readings that agree, or that no trial decided.
+
+    `is_refuted` tries another option that the error offers. `note` is added if no reading agrees.
+    """
     if not tried.agreeing and isinstance(error, MergeError):
         return error
     refuted = {_option(reading_line(plan)) for plan in tried.refuted}
+    offered = [option for line in str(error).splitlines() if (option := _option(line)).startswith("in_dims=")]
+    refuted.update(option for option in offered if option not in refuted and is_refuted(option))
     text = [line for line in str(error).splitlines() if _option(line) not in refuted]
     if text[-1].endswith(":"):  # no line is left of those that it introduced
         text[-1] = "No reading of the arguments that fits their sizes gave the outputs of one device on a few samples."
@@ -106,7 +107,9 @@ def with_readings(
     shown = refuted.union(map(_option, text))
     lines = [f"  {reading_line(plan)}" for plan in plans]
     lines = [line for line in lines if tried.agreeing or _option(line) not in shown][:MAX_LINES_SHOWN]
-    return type(error)("\n".join([*text, heading, *lines] if lines else text))
+    return type(error)(
+        "\n".join([*text, *([heading, *lines] if lines else []), *([note] if note and not tried.agreeing else [])])
+    )
 
 
 def _option(line: str) -> str:

@@ -130,7 +130,7 @@ class Trial:
 
     def has_untested_traits(self, record: ProbeRecord) -> bool:
         """Whether this call has traits on which means have not been tested."""
-        *_, sizes = [self.part_sizes(), *self._many_part_sizes()]
+        *_, sizes = [self.part_sizes(), *self.many_part_sizes()]
         return discriminating_window(self.traits, record.seen_traits, sizes) is not None
 
     @contextmanager
@@ -299,7 +299,7 @@ class Trial:
 
     def _confirm_means(self, findings: Findings, attributes: dict[str, Verdicts]) -> TrialResult:
         """Test means on more samples while there are untested traits: on many parts, or on two if those fail."""
-        for sizes in self._many_part_sizes():
+        for sizes in self.many_part_sizes():
             start = discriminating_window(self.traits, self.seen_traits, sizes)
             if start is None or findings.errors:
                 continue
@@ -318,7 +318,8 @@ class Trial:
             findings, attributes = combine(findings, more), self._combine_attributes(attributes, more_attributes)
         return findings, attributes
 
-    def _many_part_sizes(self) -> list[tuple[int, ...]]:
+    def many_part_sizes(self) -> list[tuple[int, ...]]:
+        """Sizes of many parts: large ones, then the smallest."""
         smallest = self.min_part + self.min_part % 2 if self.even_only else self.min_part
         return many_part_sizes(self.batch_size, smallest) if self.check is None else []
 
@@ -326,14 +327,13 @@ class Trial:
         self, sizes: tuple[int, ...], start: int, outputs: Verdicts, attributes: Mapping[str, Verdicts]
     ) -> TrialResult:
         """Run many parts and the whole, and test the means among these verdicts on them."""
-        inputs, runs = self._run_comparable(sizes, start)
-        if self.incomparable_reasons:
-            return Findings(), {}
-        tolerance = tolerances(self.sandbox, inputs[-1], [run.output for run in runs])[1]
         tested, findings = {"": outputs, **attributes}, {name: Findings() for name in ("", *attributes)}
-        for results in (runs, *self._run_different_draws(sizes, start)):
+        for inputs, runs in self._run_window(sizes, start):
+            if self.incomparable_reasons:
+                return Findings(), {}
+            tolerance = tolerances(self.sandbox, inputs[-1], [run.output for run in runs])[1]
             for name, verdicts in tested.items():
-                values = [run.attributes.get(name) if name else run.output for run in results]
+                values = [run.attributes.get(name) if name else run.output for run in runs]
                 found = confirm_means(verdicts, sizes, values, inputs, tolerance)
                 findings[name] = combine(findings[name], found)
         self.unmergeable |= {name for name in attributes if findings[name].errors}
@@ -350,8 +350,8 @@ class Trial:
                 findings, attributes = combine(findings, more), self._combine_attributes(attributes, more_attributes)
         return findings, attributes
 
-    def _run_window(self, sizes: tuple[int, int], start: int) -> Iterator[tuple[PartInputs, list[RunResult]]]:
-        """Arguments and results of both parts and the whole; then with different draws too, if `forward` draws."""
+    def _run_window(self, sizes: tuple[int, ...], start: int) -> Iterator[tuple[PartInputs, list[RunResult]]]:
+        """Arguments and results of the parts and the whole; then with different draws too, if `forward` draws."""
         inputs, runs = self._run_comparable(sizes, start)
         yield inputs, runs
         if not self.incomparable_reasons:
@@ -442,7 +442,7 @@ class Trial:
                 yield runs
 
     def observe(
-        self, sizes: tuple[int, int], start: int, initial_state: Mapping[str, Any]
+        self, sizes: tuple[int, ...], start: int, initial_state: Mapping[str, Any]
     ) -> list[tuple[PartInputs, list[RunResult]]]:
         """What `_run_window` returns; empty if `forward` fails or values cannot be compared."""
         self.initial_state = initial_state

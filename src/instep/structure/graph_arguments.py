@@ -192,6 +192,17 @@ def list_of_graphs_notes(names: Sequence[str], values: Sequence[Any]) -> Iterato
             )
 
 
+def rows_of_graphs_notes(names: Sequence[str], values: Sequence[Any]) -> Iterator[str]:
+    """What to write if forward failed because an argument has as many rows as the graphs by chance."""
+    known = (EDGES, *_GRAPH_IDS, *_GRAPH_COUNTS, *_NODE_NAMES)
+    for name, value in zip(names, values, strict=True):
+        if isinstance(value, GraphArgument) and name not in known and not name.startswith("edge"):
+            yield (
+                f"{name!r} ({summarize(value.value)}) was split between graphs, because it has as many rows as they "
+                f"have nodes or edges. To pass all of it to every replica: in_dims={{{name!r}: None}}."
+            )
+
+
 def _plain(index: Any) -> Tensor:
     tensor: Tensor = index.as_tensor() if is_index(index) else index
     return tensor.long()

@@ -146,6 +146,20 @@ class Planner:
             return None
         return plan if plan is not None and plan.parts > 1 else None
 
+    def plan_with_in_dims(
+        self, in_dims: Mapping[str, Any], names: Sequence[str], values: Sequence[Any]
+    ) -> SplitPlan | None:
+        """The plan that further entries of `in_dims` would give; None if they do not fit these arguments."""
+        if not isinstance(self.in_dims, Mapping) and self.in_dims != AUTO:
+            return None
+        before = self.in_dims if isinstance(self.in_dims, Mapping) else {}
+        planner = Planner(self.num_replicas, self.dim, {**before, **in_dims}, self.min_shard, self.shares)
+        try:
+            plan = planner.plan(names, values)
+        except StructureError:
+            return None
+        return plan if plan.parts > 1 else None
+
     def keep(self, plan: SplitPlan) -> None:
         """Interpret later calls as `plan` does."""
         others = [path for path, reading in self.readings.items() if isinstance(reading, DimReading)]

@@ -73,6 +73,14 @@ def keyword_argument(rules: Sequence[tuple[str, Line]]) -> str:
     return f"{first.keyword}={table}"
 
 
+def keyword_arguments(rules: Sequence[tuple[str, Line]]) -> list[str]:
+    """Keyword arguments as source code, one for each option and method."""
+    return [
+        keyword_argument([(name, line) for name, line in rules if (line.keyword, line.method) == option])
+        for option in dict.fromkeys((line.keyword, line.method) for _, line in rules)
+    ]
+
+
 def set_problems(error: ErrorT, problems: Iterable[Problem], names: Collection[str] = ()) -> ErrorT:
     """Give an error its problems, and the message that lists them.
 
@@ -92,8 +100,10 @@ def add_footer(error: ErrorT, text: str) -> ErrorT:
 
 def _message(problems: Sequence[Problem], names: Collection[str]) -> str:
     groups: dict[tuple[str, ...], list[Problem]] = {}
-    for problem in problems:  # problems with the same advice, apart from their names, share it
-        advice = [line.replace(repr(problem.name), "") for line in problem.render_advice()]
+    for problem in problems:  # problems without lines and with the same advice, apart from their names, share it
+        advice = problem.render_advice()
+        if not problem.lines:
+            advice = [line.replace(repr(problem.name), "") for line in advice]
         groups.setdefault(tuple(advice), []).append(problem)
     blocks = ["\n".join([*(p.headline for p in group), *group[0].render_advice()]) for group in groups.values()]
     if len(problems) == 1:
@@ -102,11 +112,7 @@ def _message(problems: Sequence[Problem], names: Collection[str]) -> str:
     solved = [(problem.name, problem.lines[0]) for problem in problems if problem.lines]
     if len(solved) < 2:
         return text
-    rules = shorten(solved, names)
-    arguments = [
-        keyword_argument([(name, line) for name, line in rules if (line.keyword, line.method) == option])
-        for option in dict.fromkeys((line.keyword, line.method) for _, line in rules)
-    ]
+    arguments = keyword_arguments(shorten(solved, names))
     unsolved = [repr(problem.name) for problem in problems if not problem.lines]
     without = f" (without {', '.join(unsolved)})" if unsolved else ""
     return f"{text}\n\nAll together{without}:\n  {', '.join(arguments)}"
