@@ -129,7 +129,7 @@ class ParallelRunner:
         """Add the lines that solve the problems of a failed call to its error, if there is a probe to try them."""
         probe, planner = call.binding.probe, call.binding.planner
         if probe is not None:
-            other = planner.plan_in_dim(1, call.plan.names, call.values)
+            other = planner.plan_with(call.plan.names, call.values, dim=1)
             in_dim_1 = None if other is None else self._trial_call(replace(call, plan=other), ())
             probe.add_tried_lines(error, self._trial_call(call, ()), self.state_merger, in_dim_1)
 
@@ -281,7 +281,7 @@ class ParallelRunner:
 
         def is_refuted(option: str) -> bool:
             in_dims = ast.literal_eval(option.removeprefix("in_dims="))
-            plan = binding.planner.plan_with_in_dims(in_dims, names, call.values) if in_dims else None
+            plan = binding.planner.plan_with(names, call.values, in_dims=in_dims) if in_dims else None
             other = None if plan is None else trial_call(plan)
             return other is not None and probe.try_reading(other) is Outcome.REFUTED
 
@@ -290,7 +290,7 @@ class ParallelRunner:
 
     def _note_on_dim_1(self, call: BoundCall) -> str:
         """The line to write if the arguments are sequences `[T, B]` whose outputs need rules too; empty without one."""
-        plan, probe = call.binding.planner.plan_in_dim(1, call.plan.names, call.values), call.binding.probe
+        plan, probe = call.binding.planner.plan_with(call.plan.names, call.values, dim=1), call.binding.probe
         if plan is None or probe is None:
             return ""
         rules = probe.rules_in_dim_1(self._trial_call(replace(call, plan=plan), ()), self.state_merger)

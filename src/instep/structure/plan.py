@@ -137,28 +137,26 @@ class Planner:
                 break
         return list(groups.values())
 
-    def plan_in_dim(self, dim: int, names: Sequence[str], values: Sequence[Any]) -> SplitPlan | None:
-        """The plan that the option `dim` would give; None if it is set already, or does not fit these arguments."""
-        planner = Planner(self.num_replicas, dim, self.in_dims, self.min_shard, self.shares)
-        try:
-            plan = planner.plan(names, values) if dim != self.dim else None
-        except StructureError:
-            return None
-        return plan if plan is not None and plan.parts > 1 else None
-
-    def plan_with_in_dims(
-        self, in_dims: Mapping[str, Any], names: Sequence[str], values: Sequence[Any]
+    def plan_with(
+        self,
+        names: Sequence[str],
+        values: Sequence[Any],
+        *,
+        dim: int | None = None,
+        in_dims: Mapping[str, Any] | None = None,
     ) -> SplitPlan | None:
-        """The plan that further entries of `in_dims` would give; None if they do not fit these arguments."""
-        if not isinstance(self.in_dims, Mapping) and self.in_dims != AUTO:
-            return None
-        before = self.in_dims if isinstance(self.in_dims, Mapping) else {}
-        planner = Planner(self.num_replicas, self.dim, {**before, **in_dims}, self.min_shard, self.shares)
+        """The plan with another `dim` or further entries of `in_dims`; None if these do not fit or change nothing."""
+        dims = self.in_dims
+        if in_dims is not None:
+            if not isinstance(dims, Mapping) and dims != AUTO:
+                return None
+            dims = {**(dims if isinstance(dims, Mapping) else {}), **in_dims}
+        planner = Planner(self.num_replicas, self.dim if dim is None else dim, dims, self.min_shard, self.shares)
         try:
             plan = planner.plan(names, values)
         except StructureError:
             return None
-        return plan if plan.parts > 1 else None
+        return plan if plan.parts > 1 and (planner.dim, dims) != (self.dim, self.in_dims) else None
 
     def keep(self, plan: SplitPlan) -> None:
         """Interpret later calls as `plan` does."""
