@@ -399,6 +399,27 @@ def test_without_a_trial_the_message_has_the_names_of_the_rules() -> None:
         assert f"cannot merge the output {name!r}" in message
 
 
+def test_losses_without_a_line_share_their_advice() -> None:
+    """As in detectors: every loss is divided by what the whole batch has."""
+
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3).double()
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            found = self.layer(x).square()
+            return {
+                name: found[:, index].sum() / found.max() for index, name in enumerate(("boxes", "classes", "masks"))
+            }
+
+    with in_two(Detector()) as model, pytest.raises(instep.MergeError) as caught:
+        model(torch.randn(8, 4, dtype=torch.float64))
+    message = str(caught.value)
+    assert message.count("No rule by name gives") == message.count("all_gather(z)") == 1
+    assert all(f"cannot merge the output {name!r}" in message for name in ("boxes", "classes", "masks"))
+
+
 class Sequences(nn.Module):
     """Takes and returns sequences `[T, B, C]`. Has no recurrent layer, so the probe tries no other reading."""
 

@@ -275,6 +275,16 @@ def test_sizes_are_seen_where_they_can_be() -> None:
     assert merge(["a", "a"]) == "a"
 
 
+def test_lists_as_long_as_their_tensors_are_offered_two_different_lines() -> None:
+    parts = [[torch.zeros(2), torch.ones(2)] for _ in range(2)]
+    with pytest.raises(instep.MergeError) as caught:
+        instep.merge(parts)
+    lines = [line.partition("#")[0].strip() for line in str(caught.value).splitlines() if "#" in line]
+    assert lines == ["merge='list'", "merge={'*': 'cat'}"]
+    assert len(instep.merge(parts, merge="list")) == 4
+    assert [entry.tolist() for entry in instep.merge(parts, merge={"*": "cat"})] == [[0.0] * 4, [1.0] * 4]
+
+
 def test_merging_what_was_split_takes_rules_too() -> None:
     parts = instep.split({"x": torch.arange(5), "n": 2}, 2)
     found = instep.merge(parts, merge={"n": "sum"})
