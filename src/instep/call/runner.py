@@ -363,9 +363,10 @@ class ParallelRunner:
         names, values = call.plan.names, call.values
         if isinstance(error, AttributeError):
             yield from list_of_graphs_notes(names, values)
-        if isinstance(error, (RuntimeError, ValueError, IndexError)):
+        if type(error) in (RuntimeError, ValueError, IndexError):  # not a subclass, such as torch.OutOfMemoryError
             yield from rows_of_graphs_notes(names, values)
-            if note := self._note_on_dim_1(call):
+            probe = call.binding.probe
+            if probe is not None and probe.last_record.status == "failed" and (note := self._note_on_dim_1(call)):
                 yield note
 
     def _reason_in_results(self, call: BoundCall, dispatch: ReplicaDispatch) -> Reason | None:
