@@ -20,6 +20,7 @@ _MAX_VALUES = 12
 """The number of values of one integer argument that are tried as the value to ignore."""
 _COMMON_IGNORED = (-100, -1, 255, 0, 1)
 _MAX_ENTRIES = 1 << 20
+_COMPARISONS = {"!=": torch.ne, "==": torch.eq, ">": torch.gt, ">=": torch.ge}
 _OPERATOR_NAMES = {"!=": "other than", "==": "equal to", ">": "greater than", ">=": "not less than"}
 
 PLAIN_RULES = {
@@ -150,19 +151,28 @@ def _leaves(name: str, code: str, value: Any, size: int) -> Iterator[tuple[str, 
 
 
 def _tensor_weights(code: str, value: Tensor, shift: str) -> Iterator[tuple[str, str]]:
-    """Counts of the entries of a tensor: of labels that are not ignored, of unmasked positions, their sum."""
+    """Counts of the entries of a tensor: of labels that are not ignored, of unmasked positions, their sum.
+
+    Of the comparisons that select the same entries, only the first is used.
+    """
     if not value.ndim or not value.numel() or value.numel() > _MAX_ENTRIES:
         return
     comparisons = [(">", 0), ("!=", 0), ("==", 0)]
     if not value.is_floating_point():
         ignored = [(operator, number) for number in _likely_ignored(value) for operator in ("!=", "==")]
         comparisons = [*ignored, (">=", 0), *comparisons]
+    selected = [_COMPARISONS[operator](value, number) for operator, number in comparisons]
+    distinct = [
+        comparison
+        for index, comparison in enumerate(comparisons)
+        if not any(torch.equal(selected[index], other) for other in selected[:index])
+    ]
     for entries in (code, f"{code}{shift}") if value.ndim > 1 else (code,):
         if value.dtype is torch.bool:
             yield f"{entries}.sum()", f"a mean over the entries of {code} that are True"
             yield f"(~{entries}).sum()", f"a mean over the entries of {code} that are False"
             continue
-        for operator, number in comparisons:
+        for operator, number in distinct:
             count = f"({entries} {operator} {number}).sum()"
             yield count, f"a mean over the entries of {code} {_OPERATOR_NAMES[operator]} {number}"
         yield f"{entries}.sum()", f"a mean that is weighted by {code}"
