@@ -82,6 +82,7 @@ def test_the_version(installed: Path, tmp_path: Path, command: list[str]) -> Non
     assert run(installed / command[0], *command[1:], "--version", folder=tmp_path) == f"instep {instep.__version__}\n"
 
 
+@pytest.mark.slow
 def test_the_demo_runs(installed: Path, tmp_path: Path) -> None:
     # The demo exits with 1 if a step differs from the plain module's.
     run(installed / "instep", "demo", "--steps", "2", "--replicas", "2", folder=tmp_path)

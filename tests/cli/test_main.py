@@ -66,6 +66,7 @@ def test_demo_proves_trains_counts_and_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal as a terminal does")
+@pytest.mark.slow
 def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
     with start("demo", "--steps", "1000000", folder=tmp_path) as process:
         assert process.stdout is not None

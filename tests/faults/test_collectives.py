@@ -70,6 +70,7 @@ class Deep(nn.Module):
             time.sleep(2)
 
 
+@pytest.mark.slow
 def test_a_death_in_a_backward_collective_changes_no_gradient(wrap: Any, tmp_path: Path) -> None:
     """Chunks that the dead worker signalled must not be read from its successor's slots."""
     net = Deep(tmp_path / "mark")
@@ -133,6 +134,7 @@ def test_only_the_dead_worker_is_replaced(wrap: Any) -> None:
     assert after[1] != before[1]
 
 
+@pytest.mark.slow
 def test_waiting_for_another_replica_does_not_count_as_stuck(wrap: Any) -> None:
     net = Timed()
     model = wrap(net, 3, engine="processes", probe=False, timeout=2)
@@ -158,6 +160,7 @@ def test_a_forward_that_catches_collective_errors_does_not_block_the_worker(wrap
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.slow
 def test_an_interruption_while_requests_are_sent(wrap: Any, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
     model = wrap(net, 3, engine="processes", probe=False)

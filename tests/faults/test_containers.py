@@ -88,6 +88,7 @@ def test_the_replayed_step_sees_the_original_containers(between: Between) -> Non
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.slow
 def test_graphs_in_a_container_do_not_keep_earlier_calls_alive(packed: bool) -> None:
     class Keeps(nn.Module):
         def __init__(self) -> None:

@@ -107,6 +107,7 @@ def test_kills_do_not_change_results(phases: list[str]) -> None:
         assert torch.equal(mine, theirs), name
 
 
+@pytest.mark.slow
 def test_too_many_deaths_raise_worker_failure() -> None:
     net = Fails(lambda: os.kill(os.getpid(), signal.SIGKILL))
     before = {name: value.clone() for name, value in net.state_dict().items()}
@@ -268,6 +269,7 @@ def test_an_interruption_is_raised_at_once_and_later_calls_are_correct() -> None
 
 @pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("slow", [(0, 1), pytest.param((1, 2), marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_an_interruption_does_not_wait_for_other_replicas(slow: tuple[int, ...]) -> None:
     class Slow(nn.Module):
         def __init__(self) -> None:

@@ -181,6 +181,7 @@ class Late(Slow):
 @pytest.mark.parametrize(
     "actions", [pytest.param({1: "sleep", 2: "fail"}, marks=pytest.mark.slow), {0: "fail", 1: "sleep"}], ids=str
 )
+@pytest.mark.slow
 def test_a_worker_that_is_late_at_a_collective_after_a_failure(wrap: Any, actions: dict[int, str]) -> None:
     net = Late()
     model = wrap(net, 3, engine="processes", probe=False)

@@ -8,8 +8,9 @@ weight by 1e-9 times the learning rate: 1e-10 is above that, and far below what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
+from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import cycle
 from typing import Any
@@ -79,18 +80,11 @@ GRID = [
 ]
 
 
-Sizes = Sequence[tuple[int, int]]
-
-
-def with_optimizers(points: Sequence[Any], optimizers: Sequence[str], quick: Sizes, quick_private: Sizes = ()) -> Any:
+def with_optimizers(points: Sequence[Any], optimizers: Sequence[str], quick: Collection[str]) -> Any:
     """Parametrize with the points of a grid; each point gets one of the optimizers in turn.
 
-    Points are marked slow unless their (replicas, batch) is in `quick`, or with private copies in `quick_private`.
+    Points are marked slow unless a pattern of `quick` matches their id.
     """
-
-    def is_quick(point: Any) -> bool:
-        _, private, replicas, batch = point.values
-        return (replicas, batch) in (quick_private if private else quick)
 
     return pytest.mark.parametrize(
         ("engine", "private", "replicas", "batch", "optimizer"),
@@ -99,7 +93,7 @@ def with_optimizers(points: Sequence[Any], optimizers: Sequence[str], quick: Siz
                 *point.values,
                 optimizer,
                 id=f"{point.id}-{optimizer}",
-                marks=() if is_quick(point) else pytest.mark.slow,
+                marks=() if any(fnmatchcase(point.id, pattern) for pattern in quick) else pytest.mark.slow,
             )
             for point, optimizer in zip(points, cycle(optimizers), strict=False)
         ],
@@ -107,7 +101,12 @@ def with_optimizers(points: Sequence[Any], optimizers: Sequence[str], quick: Siz
 
 
 @with_optimizers(
-    GRID, ["sgd", "sgd-foreach", "sgd-fused"], quick=[(2, 7), (1, 3), (3, 2), (4, 16)], quick_private=[(2, 7)]
+    GRID,
+    ["sgd", "sgd-foreach", "sgd-fused"],
+    quick=[
+        *("serial-*-x2-batch7", "threads-*-x2-batch7", "processes-aliased-x2-batch7"),
+        *("*-aliased-x1-batch3", "*-aliased-x3-batch2", "serial-aliased-x4-batch16", "threads-aliased-x4-batch16"),
+    ],
 )
 @each_case
 def test_five_steps_of_sgd(case: Case, engine: str, private: bool, replicas: int, batch: int, optimizer: str) -> None:
@@ -118,7 +117,7 @@ def test_five_steps_of_sgd(case: Case, engine: str, private: bool, replicas: int
 @with_optimizers(
     [point for point in GRID if point.values[0] != "processes" or point.values[2] != 4],
     ["adamw-plain", "adamw-foreach", "adamw-fused"],
-    quick=[(2, 7), (3, 16)],
+    quick=["serial-aliased-x2-batch7", "threads-aliased-x2-batch7", "threads-aliased-x3-batch16"],
 )
 @pytest.mark.parametrize("name", [case.name for case in CASES if not case.sparse])
 def test_five_steps_of_adamw(name: str, engine: str, private: bool, replicas: int, batch: int, optimizer: str) -> None:

@@ -121,7 +121,7 @@ def double(batch: Batch) -> Batch:
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
-@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+@pytest.mark.parametrize("engine", [pytest.param("serial", marks=pytest.mark.slow), "threads", "processes"])
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_training_equals_the_plain_models(make: Callable[[], tuple[Any, Batch]], engine: str) -> None:
     plain, batch = make()

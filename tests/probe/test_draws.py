@@ -207,6 +207,7 @@ def test_draws_that_cannot_be_repeated_leave_the_shapes(wrap: Any) -> None:
     assert "drew the same ones" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_loop_that_waits_for_a_number_ends(wrap: Any) -> None:
     def then(_: Net, h: Tensor) -> Tensor:
         while torch.rand(()) < 0.9:

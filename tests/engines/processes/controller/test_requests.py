@@ -87,6 +87,7 @@ class Fails(nn.Module):
         return y
 
 
+@pytest.mark.slow
 def test_an_error_that_another_thread_received() -> None:
     failing, fine = Fails(), nn.Linear(4, 3)
     x, stop = torch.randn(6, 4), threading.Event()

@@ -146,6 +146,7 @@ print("all well")
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_a_breakpoint_stops_only_replica_0(tmp_path: Path) -> None:
     script = tmp_path / "debug.py"
     script.write_text(BREAKPOINT)

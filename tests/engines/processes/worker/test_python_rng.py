@@ -52,6 +52,7 @@ def test_the_same_seed_gives_the_same_numbers_on_reused_workers() -> None:
         assert all(map(torch.equal, first, outputs(model)))
 
 
+@pytest.mark.slow
 def test_a_replacement_worker_draws_the_same_numbers(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     with instep.DataParallel(Draws(str(flag)), ["cpu"] * 2, engine="processes", probe=False) as model:
