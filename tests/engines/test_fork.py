@@ -140,6 +140,7 @@ def trains_like_the_module(model: instep.DataParallel, x: Tensor) -> bool:
     [pytest.param(False, id="the same wrapper"), pytest.param(True, id="wrapped anew", marks=pytest.mark.slow)],
 )
 @pytest.mark.usefixtures("one_core", "workers")
+@pytest.mark.slow
 def test_workers_of_a_forked_child_read_the_weights_of_the_child(anew: bool) -> None:
     net, x = Tied().double(), torch.randn(6, 4, dtype=torch.float64)
     with instep.DataParallel(net, ["cpu"] * 2, engine="processes") as model:

@@ -114,7 +114,7 @@ def places(total: int) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize("calls", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_forward_can_be_interrupted_anywhere(engine: str, calls: int) -> None:
     torch.manual_seed(0)
     x, before, threads = torch.randn(7, 4), surroundings(), left_over()

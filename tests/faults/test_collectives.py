@@ -119,6 +119,7 @@ def check(model: instep.DataParallel, x: Tensor) -> None:
     torch.testing.assert_close(model(x), y - y.mean(0), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_only_the_dead_worker_is_replaced(wrap: Any) -> None:
     """The thread that receives for several workers must not confuse them."""
     net = Timed()

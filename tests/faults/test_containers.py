@@ -80,6 +80,7 @@ def _clear(net: Counts) -> None:
         pytest.param(_clear, id="by the script too"),
     ],
 )
+@pytest.mark.slow
 def test_the_replayed_step_sees_the_original_containers(between: Between) -> None:
     undisturbed, disturbed = (list(gradients(kill, between)) for kill in (False, True))
     assert len(undisturbed) == 4

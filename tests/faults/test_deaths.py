@@ -138,10 +138,8 @@ def _step(net: nn.Linear) -> None:
     net.weight.grad = None
 
 
-@pytest.mark.parametrize(
-    "change",
-    [pytest.param(_add, marks=pytest.mark.slow), pytest.param(_add_without_version, marks=pytest.mark.slow), _step],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [_add, _add_without_version, _step])
 def test_a_death_after_the_weights_have_changed_is_an_error(change: Callable[[nn.Linear], None]) -> None:
     net = nn.Linear(4, 3)
     with wrap(net) as model:

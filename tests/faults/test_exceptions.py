@@ -161,6 +161,7 @@ def fail_at_once(model: instep.DataParallel, x: Tensor, actions: dict[int, str])
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_an_exception_does_not_wait_for_slow_workers(wrap: Any, actions: dict[int, str]) -> None:
     net = Slow()
     model = wrap(net, 3, engine="processes", hooks="per_replica", probe=False)

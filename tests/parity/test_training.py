@@ -173,7 +173,7 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_random_operations(pair: PairFactory, seed: int) -> None:
     training = RandomTraining(pair(Net, state={"calls": "max"}), seed)
     done = []
