@@ -311,3 +311,25 @@ def test_a_mean_of_a_module_that_takes_only_even_numbers(wrap: Any, engine: str)
     assert_step(model, plain, inputs(36), rare(36, last=0))
     with pytest.raises(instep.MergeError, match=r"no sum, mean|contradict"):
         model(inputs(36), rare(36))
+
+
+@pytest.mark.parametrize("numpy_output", [False, True])
+def test_weights_are_tested_on_outputs_that_many_parts_do_not_compare(numpy_output: bool) -> None:
+    """A weighted mean whose shape changes for single samples, or that is an array."""
+
+    class WeightedMean(nn.Module):
+        def __init__(self, heavy: int) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.ones(10, dtype=torch.float64))
+            self.table[heavy] = 5.0
+
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            weights = self.table[y]
+            mean = (x * weights[:, None]).squeeze().sum(0) / weights.sum()
+            return mean.numpy() if numpy_output else mean
+
+    x, y = torch.randn(10, 3, dtype=torch.float64), torch.arange(10)
+    for heavy in range(10):
+        net = WeightedMean(heavy)
+        with pytest.raises(instep.MergeError), torch.no_grad():
+            instep.DataParallel(net, ["cpu"] * 2, engine="serial")(x, y)

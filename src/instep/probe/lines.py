@@ -142,6 +142,8 @@ class _LineTrials:
 
     def _values_before_wrapping(self, name: str) -> list[Any]:
         """Values from which a pointer into a buffer, `(ptr + len(x)) % size`, starts again at 0 in the whole."""
+        if self.trial.sandbox.device.type != "cpu":
+            return []  # an index that is out of bounds would end the CUDA context
         old = self._state_values(name, self.windows[0]).old
         is_pointer = isinstance(old, Tensor) and is_integer(old) and old.numel() == 1
         if not is_pointer and type(old) is not int:
@@ -283,13 +285,15 @@ class _LineTrials:
         return list(rules) if tried else []
 
     def _discard(self, rules: dict[Line, Any], problem: Problem, window: Window) -> bool:
-        """Remove the rules that do not fit a window. Returns whether its values tell anything."""
+        """Remove the rules that do not fit a window. Returns whether any rule was tested."""
         values = self._values(problem, window)
         if not _is_informative(values, window.tolerance):
             return False
+        # Single samples may lack a dim: many parts test only rules for values of the same shape.
+        testable = len(window.sizes) == 2 or len({_shape(value) for value in (*values.parts, values.whole)}) == 1
+        if not testable:
+            return False
         for line, rule in list(rules.items()):
-            if len(window.sizes) > 2 and not isinstance(rule, WeightedBy):
-                continue  # many parts test weights; single samples may lack a dim
             if not self._fits(line, rule, problem, values, window):
                 del rules[line]
         return True
@@ -422,6 +426,11 @@ def _is_close(left: Any, right: Any, tolerance: float) -> bool:
         return bool(left == right)
     except (RuntimeError, TypeError, ValueError):
         return False
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """The shape of a tensor or array; empty for any other value."""
+    return tuple(getattr(value, "shape", ()))
 
 
 def _is_informative(values: Values, tolerance: float) -> bool:

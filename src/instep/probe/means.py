@@ -1,4 +1,4 @@
-"""Tests means on several parts: weights that two parts have in common by chance differ between some of many."""
+"""Tests the verdicts on means with many parts. Two parts may have equal weights by chance; many rarely do."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ def confirm_means(
     outputs: Sequence[Any],
     inputs: Sequence[Mapping[str, Any]],
     tolerance: float,
-) -> Findings:
+) -> tuple[Findings, bool]:
     """Test means on several parts. Of the rules of each, keep those that give the value of the whole.
 
-    `outputs` and `inputs` are those of the parts and the whole.
+    `outputs` and `inputs` are those of the parts and the whole. The second result is whether every mean was tested:
+    outputs of other types, and those whose shape depends on the size of a part, are not.
     """
-    findings = Findings()
+    findings, complete = Findings(), True
     context = MergeContext.create(sizes, outputs[:-1], inputs[:-1])
     for path, verdict in verdicts.items():
         if not verdict.is_mean:
             continue
         values = [value for output in outputs if (value := _as_float(get_by_path(path, output))) is not None]
         if len(values) < len(outputs) or len({value.shape for value in values}) > 1 or not values[-1].isfinite().all():
+            complete = False
             continue
         *parts, whole = values
         scale = max(float(value.abs().nan_to_num().max()) for value in values)
@@ -44,7 +46,7 @@ def confirm_means(
             findings.outputs[path] = partial_verdict(fitting)
         else:
             findings.errors[path] = unexplained_error(values, path, sizes)
-    return findings
+    return findings, complete
 
 
 def _as_float(value: Any) -> Tensor | None:

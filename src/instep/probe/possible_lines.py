@@ -122,11 +122,13 @@ def _graph_weights(inputs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Numbers of nodes and edges of graphs: rows of arguments that are split between graphs, or of a `Batch`."""
     seen: list[Sequence[int]] = []
     for name, value in inputs.items():
+        if not name.isidentifier():
+            continue
         if isinstance(value, GraphArgument) and isinstance(value.value, Tensor) and value.bounds not in seen:
             seen.append(value.bounds)
             rows = f"{name}.shape[{value.dim}]" if value.dim else f"len({name})"
             yield f"lambda {name}: {rows}", f"a mean over the rows of {name}, of all graphs"
-        elif handler_for_type(type(value)) is not None and name.isidentifier():
+        elif handler_for_type(type(value)) is not None:
             for count in ("num_nodes", "num_edges"):  # of a torch_geometric Batch
                 if isinstance(getattr(value, count, None), int):
                     yield f"lambda {name}: {name}.{count}", f"a mean over {count} of {name}, of all graphs"
@@ -155,7 +157,7 @@ def _tensor_weights(code: str, value: Tensor, shift: str) -> Iterator[tuple[str,
 
     Of the comparisons that select the same entries, only the first is used.
     """
-    if not value.ndim or not value.numel() or value.numel() > _MAX_ENTRIES:
+    if not value.ndim or not value.numel() or value.numel() > _MAX_ENTRIES or _lacks_comparisons(value.dtype):
         return
     comparisons = [(">", 0), ("!=", 0), ("==", 0)]
     if not value.is_floating_point():
@@ -176,6 +178,11 @@ def _tensor_weights(code: str, value: Tensor, shift: str) -> Iterator[tuple[str,
             count = f"({entries} {operator} {number}).sum()"
             yield count, f"a mean over the entries of {code} {_OPERATOR_NAMES[operator]} {number}"
         yield f"{entries}.sum()", f"a mean that is weighted by {code}"
+
+
+def _lacks_comparisons(dtype: torch.dtype) -> bool:
+    """Whether torch implements few operations for a dtype."""
+    return dtype in (torch.uint16, torch.uint32, torch.uint64) or (dtype.is_floating_point and dtype.itemsize < 2)
 
 
 def _likely_ignored(value: Tensor) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -178,7 +178,8 @@ class Trial:
         ]
         beyond = sizes_beyond(numbers, first_sizes, self.batch_size, self.min_part, even=self.even_only)
         if beyond is not None and not findings.errors and not self.incomparable_reasons:
-            findings = combine(findings, self._try_window(beyond, 0)[0])
+            with suppress(TrialFailed):  # forward may not run on so many samples
+                findings = combine(findings, self._try_window(beyond, 0)[0])
         if has_mean(findings.outputs, *attributes.values()) and not findings.errors:
             findings, attributes = self._confirm_means(findings, attributes)
         return findings, attributes
@@ -298,7 +299,7 @@ class Trial:
         return Findings(outputs, unresolved, {**errors, **more.errors}), more_attributes
 
     def _confirm_means(self, findings: Findings, attributes: dict[str, Verdicts]) -> TrialResult:
-        """Test means on more samples while there are untested traits: on many parts, or on two if those fail."""
+        """Test means on more samples while there are untested traits: on many parts, then on two."""
         for sizes in self.many_part_sizes():
             start = discriminating_window(self.traits, self.seen_traits, sizes)
             if start is None or findings.errors:
@@ -308,8 +309,6 @@ class Trial:
             except TrialFailed:
                 break
             findings, attributes = combine(findings, more), self._combine_attributes(attributes, more_attributes)
-        else:
-            return findings, attributes
         for sizes in (self.part_sizes(), self.part_sizes(large=True)):
             start = discriminating_window(self.traits, self.seen_traits, sizes)
             if start is None or findings.errors:
@@ -328,16 +327,18 @@ class Trial:
     ) -> TrialResult:
         """Run many parts and the whole, and test the means among these verdicts on them."""
         tested, findings = {"": outputs, **attributes}, {name: Findings() for name in ("", *attributes)}
+        complete = True
         for inputs, runs in self._run_window(sizes, start):
             if self.incomparable_reasons:
                 return Findings(), {}
             tolerance = tolerances(self.sandbox, inputs[-1], [run.output for run in runs])[1]
             for name, verdicts in tested.items():
                 values = [run.attributes.get(name) if name else run.output for run in runs]
-                found = confirm_means(verdicts, sizes, values, inputs, tolerance)
-                findings[name] = combine(findings[name], found)
+                found, all_tested = confirm_means(verdicts, sizes, values, inputs, tolerance)
+                findings[name], complete = combine(findings[name], found), complete and all_tested
         self.unmergeable |= {name for name in attributes if findings[name].errors}
-        self.seen_traits |= distinguished_traits(self.traits, start, sizes)
+        if complete:
+            self.seen_traits |= distinguished_traits(self.traits, start, sizes)
         return findings[""], {name: findings[name].outputs for name in attributes}
 
     def _try_window(self, sizes: tuple[int, int], start: int) -> TrialResult:

@@ -106,7 +106,7 @@ Sequences `[B, T]` have the same traits without their first and without their la
 """
 
 MAX_VALUES = 256
-MAX_SAMPLES = 1 << 14
+MAX_SAMPLES = 1 << 12
 
 
 def find_traits(inputs: Mapping[str, Any], batch: int) -> dict[Trait, Tensor]:
@@ -157,10 +157,11 @@ def discriminating_window(traits: Mapping[Trait, Tensor], seen: set[Trait], size
     cumulative[:, 1:] = table.cumsum(1)
     num_windows = cumulative.shape[1] - sum(sizes)
     totals = [cumulative[:, stop : stop + num_windows] for stop in accumulate(sizes, initial=0)]
-    means = torch.stack(
-        [(after - before) / size for (before, after), size in zip(pairwise(totals), sizes, strict=True)]
-    )
-    differences = means.max(0).values - means.min(0).values
+    means = ((after - before) / size for (before, after), size in zip(pairwise(totals), sizes, strict=True))
+    low = high = next(means)
+    for mean in means:
+        low, high = torch.minimum(low, mean), torch.maximum(high, mean)
+    differences = high - low
     largest = differences.max(1, keepdim=True).values
     if not bool((largest > 1e-9).any()):
         return None
