@@ -429,8 +429,9 @@ def _is_close(left: Any, right: Any, tolerance: float) -> bool:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """The shape of a tensor or array; empty for any other value."""
-    return tuple(getattr(value, "shape", ()))
+    """The shape of a dense tensor, array or number; empty for any other value."""
+    tensor = _as_tensor(value)
+    return () if tensor is None else tuple(tensor.shape)
 
 
 def _is_informative(values: Values, tolerance: float) -> bool:
