@@ -66,7 +66,10 @@ again = model(batch)
 model.close()
 print(type(again) is Answer, torch.allclose(again.scores, 2 * out.scores))
 """
-MISTAKE = "model({'x': torch.randn(5, 4), 'names': list('abc'), 'more': torch.randn(3)})"
+MISTAKE = """
+model = instep.DataParallel(Net(), ["cpu"] * 2, in_dims={"batch": 0})
+model({"x": torch.randn(5, 4), "names": list("abc"), "more": torch.randn(3)})
+"""
 
 
 def run(*cells: str) -> list[str]:
