@@ -333,3 +333,23 @@ def test_weights_are_tested_on_outputs_that_many_parts_do_not_compare(numpy_outp
         net = WeightedMean(heavy)
         with pytest.raises(instep.MergeError), torch.no_grad():
             instep.DataParallel(net, ["cpu"] * 2, engine="serial")(x, y)
+
+
+def test_weights_of_an_attribute_beside_a_loss() -> None:
+    """A weight that only one sample of the batch has, in a mean that `forward` stores."""
+
+    class Stores(nn.Module):
+        def __init__(self, heavy: int) -> None:
+            super().__init__()
+            self.layer, self.heavy, self.aux = nn.Linear(3, 2), heavy, None
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            weights = torch.where(y == self.heavy, 10.0, 1.0)
+            self.aux = (x.mean(1) * weights).sum() / weights.sum()
+            return self.layer(x)
+
+    x, y, target = torch.randn(16, 3), torch.arange(16), torch.randint(0, 2, (16,))
+    for heavy in range(16):
+        net = instep.with_loss(Stores(heavy), nn.CrossEntropyLoss())
+        with pytest.raises((instep.MergeError, instep.StateError)):
+            instep.DataParallel(net, ["cpu"] * 2, engine="serial")(x, y, target)

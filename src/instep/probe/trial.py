@@ -309,7 +309,8 @@ class Trial:
             except TrialFailed:
                 break
             findings, attributes = combine(findings, more), self._combine_attributes(attributes, more_attributes)
-        for sizes in (self.part_sizes(), self.part_sizes(large=True)):
+        large = self.part_sizes(large=True)
+        for sizes in (self.part_sizes(), large, large):
             start = discriminating_window(self.traits, self.seen_traits, sizes)
             if start is None or findings.errors:
                 break
