@@ -119,8 +119,8 @@ class ParallelRunner:
                 try:
                     return self._run(call, transaction)
                 except (MergeError, StateError) as error:
-                    if error.problems:
-                        self._add_tried_lines(error, self.bind(method, args, kwargs))  # maybe with another reading
+                    if error.problems:  # bound again: the probe may have chosen another reading of the arguments
+                        self._add_tried_lines(error, self.bind(method, args, kwargs))
                     if isinstance(error, MergeError) and method != "forward":
                         rules_of_method(error, method)
                     raise

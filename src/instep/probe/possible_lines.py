@@ -15,12 +15,12 @@ from instep.structure.problems import Line
 from instep.structure.shapes import is_dense
 from instep.structure.tree import NUMBER_TYPES, flatten_one_level, is_sequence
 from instep.structure.types import handler_for_type
+from instep.structure.weights import COMPARISON_OPERATORS
 
 _MAX_VALUES = 12
 """The number of values of one integer argument that are tried as the value to ignore."""
 _COMMON_IGNORED = (-100, -1, 255, 0, 1)
 _MAX_ENTRIES = 1 << 20
-_COMPARISONS = {"!=": torch.ne, "==": torch.eq, ">": torch.gt, ">=": torch.ge}
 _OPERATOR_NAMES = {"!=": "other than", "==": "equal to", ">": "greater than", ">=": "not less than"}
 
 PLAIN_RULES = {
@@ -163,7 +163,7 @@ def _tensor_weights(code: str, value: Tensor, shift: str) -> Iterator[tuple[str,
     if not value.is_floating_point():
         ignored = [(operator, number) for number in _likely_ignored(value) for operator in ("!=", "==")]
         comparisons = [*ignored, (">=", 0), *comparisons]
-    selected = [_COMPARISONS[operator](value, number) for operator, number in comparisons]
+    selected = [COMPARISON_OPERATORS[operator](value, number) for operator, number in comparisons]
     distinct = [
         comparison
         for index, comparison in enumerate(comparisons)

@@ -43,7 +43,7 @@ class Outcome(enum.Enum):
     """What trials on few and on more samples show about a reading of the arguments."""
 
     AGREES = enum.auto()
-    """Values show how each output is merged, and one follows the batch."""
+    """Values show how each output is merged, and at least one output is not constant."""
     FOLLOWS_BATCH = enum.auto()
     """An output follows the batch by its structure. Zeros and shapes prove nothing."""
     UNPROVEN = enum.auto()

@@ -505,9 +505,10 @@ class Trial:
     def reads_attribute(
         self, sizes: tuple[int, int], start: int, name: str, value: Any, *, in_place: bool = False
     ) -> bool:
-        """Whether an attribute gets another value than this one, for the same samples, if it has this one before.
+        """Whether `forward` reads an attribute that it sets to `value`.
 
-        `forward` also reads an attribute that it does not assign again, unless it writes to it in place.
+        It does if a second run on the same samples, which starts from `value`, sets another value or none. A run that
+        writes to the attribute in place sets none.
         """
         if name not in self._reads:
             self.initial_state = {name: value}

@@ -22,7 +22,7 @@ _LABEL_COMPARISONS = (">= 0", "> 0")
 """Losses ignore -100 or -1, or 0 is padding."""
 _MASK_COMPARISONS = ("!= 0", "== 0")
 """Masks of the positions that count, and padding masks."""
-_OPERATORS = {">=": torch.ge, ">": torch.gt, "!=": torch.ne, "==": torch.eq}
+COMPARISON_OPERATORS = {">=": torch.ge, ">": torch.gt, "!=": torch.ne, "==": torch.eq}
 
 
 class Weight(ABC):
@@ -54,7 +54,7 @@ class EntryCount(Weight):
     def entry_weights(self, value: Tensor) -> Tensor:
         """A mask of the entries that count."""
         operator, number = self.comparison.split()
-        return _OPERATORS[operator](value[..., 1:] if self.shifted else value, int(number))
+        return COMPARISON_OPERATORS[operator](value[..., 1:] if self.shifted else value, int(number))
 
     def __str__(self) -> str:
         return f"{format_path(self.path)}{'[..., 1:]' if self.shifted else ''} {self.comparison}"
