@@ -24,7 +24,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from instep.autograd.bridge import GRAPH_FREED_MESSAGE
-from instep.collectives.group import ReplicaContext, current_context
+from instep.collectives.group import Group, ReplicaContext, current_context, describe_row
 from instep.errors import CollectiveError
 from instep.runtime.torch_private import is_graph_retained
 from instep.structure.shapes import is_plain_tensor
@@ -41,8 +41,7 @@ def exchange_tensors(
     grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     label = label if grad else f"{label} without gradients"
     sent = list(tensors) if owned else [tensor.clone() for tensor in tensors]
-    if context.group.joint_graph or (context.info.device is not None and context.info.device.type != "cpu"):
-        _reject_checkpoint(context, label)
+    _reject_checkpoint(context, label)
     if context.group.joint_graph:
         received, all_metadata = _exchange_joint(context, label, sent, metadata)
         for tensor in sent:
@@ -53,6 +52,51 @@ def exchange_tensors(
         received, all_metadata = _exchange_separate(context, label, sent, metadata, grad)
     received[context.info.index] = sent
     return received, all_metadata
+
+
+def gather_rows(context: ReplicaContext, label: str, row: Tensor) -> Tensor:
+    """All-gather of one row per replica, as `[count, *row.shape]`, without gradients (see `Group.all_gather`).
+
+    The label is numbered, so that replicas that are out of step fail. In a backward, where the label of the forward
+    has a number already, call `Group.all_gather` itself.
+    """
+    _reject_checkpoint(context, label)
+    return context.group.all_gather(context.info.index, numbered_label(context, label), row.detach())
+
+
+def numbered_label(context: ReplicaContext, label: str) -> str:
+    """The label of the call's next exchange. Counts it."""
+    context.exchange_count += 1
+    return f"{label}, number {context.exchange_count} of the call"
+
+
+def all_gather_by_exchange(group: Group, index: int, count: int, label: str, row: Tensor) -> Tensor:
+    """`Group.all_gather` by `Group.exchange`, for groups that exchange a `Payload`."""
+    peers = [peer for peer in range(count) if peer != index]
+    no_grad = {peer: [False] for peer in peers}
+    payload = Payload({peer: [row] for peer in peers}, no_grad, _current_streams([row]), None)
+    payloads: list[Payload] = group.exchange(index, describe_row(label, row), payload)
+    rows = [row] * count
+    for peer in peers:
+        received = payloads[peer].rows[index][0]
+        assert received is not None
+        rows[peer] = _to_device(_copy_from_peer(received, row.device, payloads[peer].streams), row.device)
+    return torch.stack(rows)
+
+
+class RowPayload(NamedTuple):
+    """What one replica sends in an `all_gather` within one process."""
+
+    row: Tensor
+    streams: dict[torch.device, Any]
+
+
+def all_gather_in_process(group: Group, index: int, label: str, row: Tensor) -> Tensor:
+    """`Group.all_gather` by `Group.exchange`, for groups that hand over any object."""
+    payloads: list[RowPayload] = group.exchange(
+        index, describe_row(label, row), RowPayload(row, _current_streams([row]))
+    )
+    return torch.stack([_copy_from_peer(payload.row, row.device, payload.streams) for payload in payloads])
 
 
 class JointPayload(NamedTuple):
@@ -121,8 +165,7 @@ def _exchange_separate(
     context: ReplicaContext, label: str, tensors: list[Tensor], metadata: Any, grad: bool
 ) -> tuple[list[list[Tensor]], list[Any]]:
     """Exchange tensors between separate graphs; backward exchanges their gradients."""
-    context.exchange_count += 1
-    exchange = Exchange(context, f"{label}, number {context.exchange_count} of the call", metadata)
+    exchange = Exchange(context, numbered_label(context, label), metadata)
     flat = iter(_run_exchange(exchange, [list(tensors) for _ in exchange.peers], grad))
     received = [[cast(Tensor, next(flat)) for _ in range(count)] for count in exchange.counts]
     all_metadata, exchange.all_metadata, exchange.metadata = exchange.all_metadata, [], None  # not needed in backward
@@ -238,12 +281,12 @@ def _reject_inner_gradient(context: ReplicaContext, label: str, _: Tensor) -> No
 
 
 def _reject_checkpoint(context: ReplicaContext, label: str) -> None:
-    """Raise for a collective in a checkpointed region.
+    """Raise for a collective in a checkpointed region, on accelerators and in joint graphs.
 
-    On accelerators and in joint graphs autograd recomputes such a region in one of its own threads, where the replicas
-    cannot exchange tensors.
+    There autograd recomputes such a region in one of its own threads, where the replicas cannot exchange tensors.
     """
-    if not context.grad_enabled:
+    on_accelerator = context.info.device is not None and context.info.device.type != "cpu"
+    if not context.grad_enabled or not (context.group.joint_graph or on_accelerator):
         return
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not context.entry_code:

@@ -38,6 +38,22 @@ class Group(Protocol):
         """
         ...
 
+    def all_gather(self, index: int, label: str, row: Tensor) -> Tensor:
+        """All-gather of one dense tensor, without gradients and metadata: returns `[count, *row.shape]`.
+
+        Every replica sends a row of the same shape and dtype and receives all rows, in order, on its row's device. The
+        row must not be written to afterwards. The result must not be written to either, and is valid until the
+        replica's next but one `all_gather`: its memory may be reused.
+
+        Raises the errors of `exchange`. Rows of different shapes or dtypes count as different labels.
+        """
+        ...
+
+
+def describe_row(label: str, row: Tensor) -> str:
+    """The label of an `all_gather`, with the row's dtype and shape, on which the replicas have to agree."""
+    return f"{label} of {str(row.dtype).removeprefix('torch.')}{list(row.shape)}"
+
 
 class PeerFailure(CollectiveError):
     """Another replica failed. The caller gets that replica's exception instead."""

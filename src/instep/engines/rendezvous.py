@@ -13,7 +13,9 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
+from instep.collectives.exchange import all_gather_in_process
 from instep.collectives.group import PeerFailure
 from instep.engines.thread_pool import Task, TaskResults
 from instep.errors import CollectiveError
@@ -106,6 +108,9 @@ class Rendezvous:
         if resume is not None:
             resume()
         return payloads
+
+    def all_gather(self, index: int, label: str, row: Tensor) -> Tensor:
+        return all_gather_in_process(self, index, label, row)
 
     def _exchange(self, index: int, label: str, payload: Any) -> list[Any]:
         try:

@@ -9,7 +9,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from instep.collectives.exchange import EncodedPayload, Payload, decode_payload, encode_payload, stage_on_host
+from instep.collectives.exchange import (
+    EncodedPayload,
+    Payload,
+    all_gather_by_exchange,
+    decode_payload,
+    encode_payload,
+    stage_on_host,
+)
 from instep.collectives.group import first_error
 from instep.engines.processes.controller.replies import AT_COLLECTIVE, RUNNING, ReplyGenerator, unwrap_stop_iteration
 from instep.engines.processes.transport.channel import FlatValue
@@ -100,6 +107,9 @@ class ControllerRendezvous(Rendezvous):
             if task.status == AT_COLLECTIVE:  # it receives the result
                 task.resume()
         return self._collect(awaited)
+
+    def all_gather(self, index: int, label: str, row: Tensor) -> Tensor:
+        return all_gather_by_exchange(self, index, len(self._names), label, row)
 
     def exchange_remote(self, index: int, label: str, payload: Any) -> ReplyGenerator[list[Any]]:
         """Take part on behalf of a remote replica; suspends until all replicas have arrived."""

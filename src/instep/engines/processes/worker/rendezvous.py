@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from instep.collectives.exchange import decode_payload, encode_payload, stage_on_host
+from instep.collectives.exchange import all_gather_by_exchange, decode_payload, encode_payload, stage_on_host
 from instep.collectives.group import PeerFailure
 from instep.engines.processes import messages
 from instep.engines.processes.transport.channel import Channel, FlatValue
@@ -46,9 +46,11 @@ class WorkerRendezvous:
 
     joint_graph = False
 
-    def __init__(self, channel: Channel, inbox: Inbox, call_id: int) -> None:
+    def __init__(self, channel: Channel, inbox: Inbox, call_id: int, count: int) -> None:
         self._channel, self._inbox = channel, inbox
         self._call = call_id
+        self._count = count
+        """The number of replicas."""
 
     def enter(self, index: int) -> None:
         """Nothing to do: the parent decides when this replica runs."""
@@ -68,3 +70,6 @@ class WorkerRendezvous:
         if error is not None:
             raise PeerFailure(error) if isinstance(error, str) else error
         return [decode_payload(encoded, received) for encoded in encoded_payloads]
+
+    def all_gather(self, index: int, label: str, row: Tensor) -> Tensor:
+        return all_gather_by_exchange(self, index, self._count, label, row)

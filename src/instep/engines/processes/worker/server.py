@@ -13,6 +13,7 @@ from torch import Tensor
 from instep.autograd.bridge import ReplicaGraph, as_non_leaf, take_gradients
 from instep.autograd.graph_walk import find_reached_collectives
 from instep.autograd.nested_outputs import is_jagged, reject_lost_gradients
+from instep.collectives.group import ReplicaContext
 from instep.devices import move_to_device
 from instep.engines.base import ReplicaCall, run_forward
 from instep.engines.concurrent import backward_in_group
@@ -236,7 +237,7 @@ class WorkerServer:
             call_rng.rng,
             request.shard_sizes,
         )
-        group = WorkerRendezvous(self._channel, self._inbox, message.call_id)
+        group = WorkerRendezvous(self._channel, self._inbox, message.call_id, request.num_replicas)
         result = run_forward(call, request.replica_index, group)
         if result.error is not None:
             module.replica_set.restore_containers()
@@ -378,7 +379,7 @@ class WorkerServer:
         rng, index = retained.rng, retained.index
         if not rng.caller.cpu.streams_used:
             rng.caller.cpu.set_base_seed(request.seed)
-        group = WorkerRendezvous(self._channel, self._inbox, message.call_id)
+        group = WorkerRendezvous(self._channel, self._inbox, message.call_id, _num_replicas(graph))
         rng_context = rng.backward_context(index) if module.device.type == "cpu" else rng.joint_backward_context(index)
         check_no_stray_gradients(leaves)
         module.begin_backward(() if request.keep_gradients else request.wanted_tensors)
@@ -415,6 +416,11 @@ class WorkerServer:
         outputs = [retained.outputs[number] for number in numbers]
         reached = find_reached_collectives(retained.graph.tokens, outputs)
         self._channel.send(messages.DONE, message.call_id, reached)
+
+
+def _num_replicas(graph: ReplicaGraph) -> int:
+    """The number of replicas of a retained call."""
+    return graph.context.info.count if isinstance(graph.context, ReplicaContext) else 1
 
 
 def _drop_tokens(graph: ReplicaGraph, numbers: Sequence[int]) -> None:
