@@ -77,6 +77,8 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         self._death_lock = ForkSafeLock()
         self.ipc_status: dict[int, str | None] = {}
         """By replica index: why CUDA IPC is not used (see `WorkerClient.ipc_refusal`)."""
+        self._clients: dict[int, WorkerClient] = {}
+        """By replica index: the client of the last call."""
         self._running_backward: _BackwardState | None = None
         self._nccl = NcclManager(self, devices)
         self._python_rng = PythonRngMonitor()
@@ -121,6 +123,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         worker = self._pool.get(index, self.timeout)
         client = client_for(worker)
         client.timeout = self.timeout
+        self._clients[index] = client
         return worker, client
 
     def prepare_device(self, index: int, client: WorkerClient, streams: CallStreams, same_device: bool) -> None:
@@ -153,15 +156,16 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         self._nccl.abort_groups_of(worker)
 
     def forward(self, call: ReplicaCall) -> list[ReplicaResult]:
-        remote = RemoteCall(
-            call, self.forward_group(call), CallStreams(self._devices), python_seed=self._python_rng.begin_call()
-        )
+        self._raise_lost_results()
+        in_caller = self._can_run_in_caller(call)
+        streams = CallStreams(self._devices, in_caller=in_caller)
+        remote = RemoteCall(call, self.forward_group(call), streams, python_seed=self._python_rng.begin_call())
         arguments = _snapshot_arguments(call)
         try:
             # On the CPU a lock keeps replica 0 in one call at a time. On accelerators it must not be held: a gradient
             # that forward takes is computed in a thread of autograd.
             with self._lock if self._on_cpu else self._broadcast_parameters(remote):
-                if self._can_run_in_caller(call):
+                if in_caller:
                     return self._forward_in_caller(remote)
                 return self.forward_in_threads(call, remote.group, partial(self._run_forward, remote))
         except RemoteArgumentError:
@@ -185,10 +189,15 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             remote.broadcast.abandon()
             raise
 
+    @property
+    def _same_device(self) -> bool:
+        """Whether all replicas are on the caller's device, so that the calling thread need not wait for copies."""
+        return self._on_cpu or (self._devices[0].type == "cuda" and len(set(self._devices)) == 1)
+
     def _can_run_in_caller(self, call: ReplicaCall) -> bool:
         """Whether the calling thread can run replica 0 and wait for all workers, without other threads."""
         return (
-            self._on_cpu
+            self._same_device
             and not call.rng.serialized
             and not is_replica_thread()
             and call.ambient.allows_internal_ops(self._devices[0])
@@ -211,6 +220,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             return result
 
         results = run_as_replica(run, len(call.replicas), caller_restores=True)
+        remote.streams.finish()
         raise_first_error(call.replicas, results)
         return results
 
@@ -257,10 +267,14 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
     def backward(
         self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool
     ) -> tuple[Gradients, list[Gradients]]:
+        self._raise_lost_results()
         with self._lock:
-            outer, self._running_backward = self._running_backward, _BackwardState(CallStreams(self._devices))
+            streams = CallStreams(self._devices, in_caller=self._can_run_backward_in_caller(graph))
+            outer, self._running_backward = self._running_backward, _BackwardState(streams)
             try:
-                return super().backward(graph, gradients, retain_graph)
+                reduced = super().backward(graph, gradients, retain_graph)
+                streams.finish()
+                return reduced
             finally:
                 self._running_backward = outer
 
@@ -276,17 +290,20 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         if self._nccl.can_use(len(tasks)):
             with GradientReduction(self, self._nccl, state.streams, len(tasks)) as state.reduction:
                 super().backward_replicas(tasks, group)
-        elif self._can_run_backward_in_caller(tasks):
+        elif state.streams.in_caller:
             self._backward_in_caller(tasks, group)
         else:
             super().backward_replicas(tasks, group)
 
-    def _can_run_backward_in_caller(self, tasks: Sequence[BackwardTask[ControllerRendezvous]]) -> bool:
-        """Whether the calling thread can run replica 0's backward and wait for all workers."""
-        first, *others = tasks
-        if not self._on_cpu or first.graph.rng.serialized or first.replica.remote is not None:
+    def _can_run_backward_in_caller(self, graph: CallGraph) -> bool:
+        """Whether the calling thread can run replica 0's backward and wait for all workers.
+
+        With collectives, no other replica may be in this process: it would wait for replica 0.
+        """
+        first, *others = graph.replicas
+        if not self._same_device or graph.rng.serialized or first.remote is not None:
             return False
-        return not first.collectives or all(task.replica.remote is not None for task in others)
+        return not first.tokens or all(replica.remote is not None for replica in others)
 
     def _backward_in_caller(
         self, tasks: Sequence[BackwardTask[ControllerRendezvous]], group: ControllerRendezvous
@@ -360,6 +377,11 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             column = copies[late.replica_index - 1]
             column[late.position] = sum_gradients([[column[late.position]], [late.gradient]])[0]
         super()._defer(sources, [columns[0], *copies])
+
+    def _raise_lost_results(self) -> None:
+        """Raise if a worker ended before results that were already returned were complete."""
+        for client in self._clients.values():
+            client.raise_lost_results()
 
     def close(self) -> None:
         super().close()

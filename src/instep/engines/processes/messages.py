@@ -64,7 +64,8 @@ class DeviceRequest:
     uuid: str
     """The device's UUID; empty if the driver reports none."""
     ipc_handle: bytes | None
-    """Handle of device memory that the worker opens as a test of CUDA IPC; None to skip the test."""
+    """Handle of device memory that the worker opens as a test of CUDA IPC; None to skip the test. The descriptor of the
+    flags for streams is sent along."""
 
 
 @dataclass

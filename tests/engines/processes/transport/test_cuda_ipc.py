@@ -12,7 +12,7 @@ from torch import Tensor
 from instep.engines.processes.transport import cuda_ipc
 from instep.engines.processes.transport.channel import dump_plain, load_plain
 from instep.engines.processes.transport.copy_streams import DeviceReceiver
-from instep.engines.processes.transport.cuda_ipc import CudaIpcChannel, IpcTransfer
+from instep.engines.processes.transport.cuda_ipc import FLAG_COUNT, CudaIpcChannel, IpcTransfer
 from instep.engines.processes.transport.shared_memory import RingAllocator
 
 CPU = torch.device("cpu")
@@ -42,11 +42,39 @@ def fake_memory(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, Tensor]:
     monkeypatch.setattr(cuda_ipc, "allocate_shared", allocate)
     monkeypatch.setattr(cuda_ipc, "open_shared", lambda handle, nbytes, device: FakeMemory(handle))
     monkeypatch.setattr(cuda_ipc, "ALLOCATION_GRANULARITY", 4096)
+    stream = FakeStream()
+    monkeypatch.setattr(cuda_ipc, "current_stream", lambda _: stream)
     return FakeMemory.blocks
 
 
+class FakeFlags:
+    """Stands for `StreamFlags`. All work is done when it is queued, so a wait that is not over would never end."""
+
+    def __init__(self) -> None:
+        self.words = [0] * FLAG_COUNT
+
+    def signal(self, index: int, value: int, _: Any) -> None:
+        assert value > self.words[index]
+        self.words[index] = value
+
+    def wait(self, index: int, value: int, _: Any) -> None:
+        assert self.has_reached(index, value)
+
+    def has_reached(self, index: int, value: int) -> bool:
+        return self.words[index] >= value
+
+    def store(self, index: int, value: int) -> None:
+        self.words[index] = value
+
+
+class FakeStream:
+    def synchronize(self) -> None:
+        pass
+
+
 def make_pair() -> tuple[CudaIpcChannel, CudaIpcChannel]:
-    parent, worker = CudaIpcChannel(CPU, is_parent=True), CudaIpcChannel(CPU, is_parent=False)
+    flags: Any = FakeFlags()
+    parent, worker = (CudaIpcChannel(CPU, flags, is_parent=is_parent) for is_parent in (True, False))
     parent.enabled = True
     return parent, worker
 
@@ -84,6 +112,43 @@ def test_nothing_is_written_while_disabled() -> None:
     others, transfer = worker.write([tensor])
     assert others[0] is tensor
     assert transfer.write_position is None
+    assert transfer.number == 0
+
+
+def test_the_parent_allocates_the_ring_for_replies() -> None:
+    parent, worker = make_pair()
+    read(worker, *write(parent, []))
+    tensor = torch.arange(700)
+    others, transfer = write(worker, [tensor])
+    assert others[0] is tensor  # sent with the message
+    read(parent, others, transfer)
+    read(worker, *write(parent, []))
+    others, transfer = write(worker, [tensor])
+    assert not others
+    assert torch.equal(read(parent, others, transfer)[0], tensor)
+
+
+def test_a_message_without_tensors_is_ordered_too() -> None:
+    parent, worker = make_pair()
+    _, transfer = parent.write([])
+    parent.flags.store(0, 0)  # as if the stream had not signalled yet
+    with pytest.raises(AssertionError):
+        worker.read([], transfer, DeviceReceiver(CPU))
+
+
+def test_waits_for_a_dead_worker_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    poisoned: list[Any] = []
+    monkeypatch.setattr(cuda_ipc, "poison", poisoned.append)
+    parent, worker = make_pair()
+    for _ in range(2):
+        read(worker, *write(parent, [torch.ones(3)]))
+        read(parent, *write(worker, [torch.ones(3)]))
+    assert not parent.awaits_peer()
+    parent.flags.store(2, 1)  # as if the worker's last reply was not complete
+    assert parent.awaits_peer()
+    parent.release_waits()
+    assert not parent.awaits_peer()
+    assert poisoned
 
 
 def test_requests_and_replies_reuse_the_rings(fake_memory: dict[bytes, Tensor]) -> None:

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from instep.collectives.group import PeerFailure
+from instep.engines.base import add_replica_note
 from instep.engines.processes import messages
 from instep.engines.processes.controller.remote_module import RemoteModuleState, TensorTableBuilder
 from instep.engines.processes.controller.remote_replica import RemoteReplica
 from instep.engines.processes.controller.rendezvous import CollectiveLog, error_result
 from instep.engines.processes.controller.replies import RUNNING, ReplyGenerator, run_to_end, wrap_stop_iteration
 from instep.engines.processes.controller.shared_parameters import pack_offsets
+from instep.engines.processes.lifecycle.exit_monitor import call_at_exit_of
 from instep.engines.processes.lifecycle.launch import modules_from_cwd, script_environment, worker_import_path
 from instep.engines.processes.lifecycle.process import WorkerProcess
 from instep.engines.processes.lifecycle.watchdog import (
@@ -44,12 +46,13 @@ from instep.engines.processes.serialization.registry import PickledValue
 from instep.engines.processes.transport.channel import SOURCE, Channel, TensorTag, tag_by_value
 from instep.engines.processes.transport.connection import ConnectionClosed, Message, ProtocolError
 from instep.engines.processes.transport.cuda_driver import DeviceMemory, DriverError
-from instep.engines.processes.transport.cuda_ipc import CudaIpcChannel, allocate_shared
+from instep.engines.processes.transport.cuda_ipc import FLAG_COUNT, CudaIpcChannel, allocate_shared, poison
 from instep.engines.processes.transport.doorbell import gradient_chunks, make_doorbell, ready_list_bytes
 from instep.engines.processes.transport.shared_memory import SharedMemory
+from instep.engines.processes.transport.stream_flags import StreamFlags
 from instep.engines.processes.worker.ambient import describe_device
 from instep.engines.processes.worker.module import gradient_slot
-from instep.errors import EngineError
+from instep.errors import EngineError, WorkerFailure
 from instep.replicas.names import module_names
 from instep.runtime.ambient import EncodedAmbientState
 from instep.runtime.locks import ForkSafeLock
@@ -79,6 +82,10 @@ class WorkerClient:
         """By module id: device memory that the worker has opened."""
         self._released_memory: list[DeviceMemory] = []
         """Device memory of released modules, kept until the worker has closed it."""
+        self.gradient_memory: weakref.WeakSet[DeviceMemory] = weakref.WeakSet()
+        """Device memory that the worker writes gradients to."""
+        self.lost_results: BaseException | None = None
+        """Why results that were already returned are not complete."""
         self._script_environment: Any = None
         """The working directory, import path, environment and module count that the worker was sent."""
         self.timeout = math.inf
@@ -107,12 +114,14 @@ class WorkerClient:
         use_ipc = same_device and not self.ipc_refusal
         if use_ipc and self.ipc_refusal is None:
             try:
-                memory = allocate_shared(1, device)
-                refusal = self._send_device(describe_device(device, memory.handle))
+                memory, flags = allocate_shared(1, device), StreamFlags.create(FLAG_COUNT, device)
+                refusal = self._send_device(describe_device(device, memory.handle), [flags.fd])
             except DriverError as error:
                 refusal = str(error)
             self.ipc_refusal = refusal or ""
-            self.channel.cuda_ipc = None if refusal else CudaIpcChannel(device, is_parent=True)
+            if not refusal:
+                self.channel.cuda_ipc = CudaIpcChannel(device, flags, is_parent=True)
+                call_at_exit_of(self.worker, self._release_waits)
         if self.channel.cuda_ipc is not None:
             self.channel.cuda_ipc.enabled = use_ipc
 
@@ -120,10 +129,38 @@ class WorkerClient:
         """Send tensors through host memory from now on."""
         self.ipc_refusal = reason
 
-    def _send_device(self, request: DeviceRequest) -> str | None:
+    def _release_waits(self) -> None:
+        """After the worker's exit: release the streams of this process that wait for it, and record why."""
+        ipc = self.channel.cuda_ipc
+        if ipc is None or not ipc.awaits_peer():
+            return
+        for memory in list(self.gradient_memory):
+            poison(memory)
+        ipc.release_waits()
+        self.lost_results = self._late_error() or WorkerFailure(
+            f"the worker of {self.worker.name} ended before its last results were complete: "
+            f"{self.worker.exit_reason()}\nOutputs and gradients of that call are NaN. Run the step again."
+        )
+
+    def _late_error(self) -> BaseException | None:
+        """The error that the worker reported before it ended, after its last reply."""
+        with self.lock, suppress(ConnectionClosed):
+            while (message := self._receive(0)) is not None:
+                if message.kind == messages.FAILED:
+                    error = unpack_exception(PickledValue(message.body, message.tensors), self.channel.registry)
+                    return add_replica_note(self.worker.name, error)
+        return None
+
+    def raise_lost_results(self) -> None:
+        """Raise if the worker ended before results that were already returned were complete."""
+        error, self.lost_results = self.lost_results, None
+        if error is not None:
+            raise error
+
+    def _send_device(self, request: DeviceRequest, fds: Sequence[int] = ()) -> str | None:
         """Why the worker cannot open the memory of `ipc_handle`; None if it can."""
         pending = self._new_pending()
-        self.channel.send(messages.DEVICE, pending.request_id, request)
+        self.channel.send(messages.DEVICE, pending.request_id, request, fds=fds)
         refusal, _ = self.channel.decode(self.wait_reply(pending, None))
         return None if refusal is None else str(refusal)
 
@@ -270,9 +307,12 @@ class WorkerClient:
         """Memory for gradients: on the device with CUDA IPC if possible, else in shared host memory."""
         if self.same_device:
             try:
-                return allocate_shared(nbytes, device)
+                memory = allocate_shared(nbytes, device)
             except DriverError:
                 pass
+            else:
+                self.gradient_memory.add(memory)
+                return memory
         return SharedMemory.create(nbytes, "the memory for the gradients of a replica")
 
     def send_forward(

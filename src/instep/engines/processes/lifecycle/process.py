@@ -125,6 +125,10 @@ class WorkerProcess:
             for inherited in passed.keys() & {"life", "parent"}:
                 os.close(passed[inherited])
 
+    def duplicate_pidfd(self) -> int | None:
+        """A new descriptor that becomes readable when the worker exits; None if the kernel has none."""
+        return os.dup(self._fds["pidfd"]) if "pidfd" in self._fds else None
+
     def is_owned(self) -> bool:
         """Whether this process started the worker; False in a forked child."""
         return self._owner_pid == os.getpid()

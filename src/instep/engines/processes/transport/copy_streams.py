@@ -61,16 +61,23 @@ class DeviceReceiver:
 class CallStreams:
     """Orders the copies of one call with the caller's stream."""
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], *, in_caller: bool = False) -> None:
         """Create it in the caller's thread, after the work that produces the arguments was queued.
 
-        The first device is the caller's.
+        The first device is the caller's. With `in_caller`, the calling thread makes all copies, on its own stream.
         """
         self.device = devices[0]
+        self.in_caller = in_caller
+        """Whether the calling thread makes all copies."""
         self._caller_stream: Any = None
         if self.device.type == "cuda":
-            self._caller_stream = torch.cuda.current_stream(self.device)
-            self._queued_event = self._caller_stream.record_event()
+            stream = self._caller_stream = torch.cuda.current_stream(self.device)
+            if in_caller:
+                last = _last_calls.get(self.device)
+                if last is not None and last[0] != stream:  # workers reuse memory that the last call may still read
+                    stream.wait_event(last[1])
+            else:
+                self._queued_event = stream.record_event()
         elif torch.cuda.is_initialized():  # arguments may be on the workers' devices
             for device in {device for device in devices if device.type == "cuda"}:
                 torch.cuda.current_stream(device).synchronize()
@@ -82,7 +89,17 @@ class CallStreams:
 
     def receiver(self) -> DeviceReceiver | None:
         """The receiver for replies; None if they stay on the host."""
-        return None if self._caller_stream is None else DeviceReceiver(self.device, self._caller_stream)
+        if self._caller_stream is None:
+            return None
+        return DeviceReceiver(self.device, None if self.in_caller else self._caller_stream)
+
+    def finish(self) -> None:
+        """End a call that the calling thread has made alone: later calls on other streams wait for its work."""
+        if self.in_caller and self._caller_stream is not None:
+            last = _last_calls.get(self.device)
+            event = torch.cuda.Event() if last is None else last[1]
+            event.record(self._caller_stream)
+            _last_calls[self.device] = self._caller_stream, event
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
@@ -100,7 +117,7 @@ class CallStreams:
 
     def record_stream(self, tensors: Iterable[Tensor]) -> None:
         """Tell the allocator that the caller's stream uses tensors that were created on a side stream."""
-        if self._caller_stream is None:
+        if self._caller_stream is None or self.in_caller:
             return
         on_device = (tensor for tensor in tensors if tensor.device.type != "cpu")
         for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in on_device}.values():
@@ -108,8 +125,12 @@ class CallStreams:
 
     def wait_for_caller(self) -> None:
         """Make the side stream wait for the caller's stream, which has produced data for a collective."""
-        if self._caller_stream is not None:
+        if self._caller_stream is not None and not self.in_caller:
             _side_stream(self.device).wait_stream(self._caller_stream)
+
+
+_last_calls: dict[torch.device, tuple[Any, torch.cuda.Event]] = {}
+"""By device: the stream of the last call that its thread has made alone, and an event at its end."""
 
 
 def _side_stream(device: torch.device) -> Any:

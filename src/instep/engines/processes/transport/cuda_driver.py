@@ -19,7 +19,9 @@ ALLOCATION_GRANULARITY = 2 << 20
 The driver places smaller allocations in a common block of this size, and an IPC handle shares the whole block.
 """
 _LAZY_ENABLE_PEER_ACCESS = 1
-_HOST_REGISTER_PORTABLE = 1
+_HOST_REGISTER_PORTABLE, _HOST_REGISTER_DEVICE_MAP = 1, 2
+_WAIT_GREATER_OR_EQUAL = 0
+"""`cuStreamWaitValue32` waits until the word minus the value, as a signed number, is not negative."""
 
 
 class DriverError(Exception):
@@ -45,6 +47,9 @@ def _driver() -> Any:
         library.cuMemHostRegister_v2.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
         library.cuMemHostUnregister.argtypes = (ctypes.c_void_p,)
         library.cuCtxPushCurrent_v2.argtypes = (ctypes.c_void_p,)
+        library.cuMemHostGetDevicePointer_v2.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+        stream_operation = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+        library.cuStreamWriteValue32_v2.argtypes = library.cuStreamWaitValue32_v2.argtypes = stream_operation
     except (OSError, AttributeError):
         return None
     return library
@@ -90,6 +95,29 @@ def pin_memory(device: torch.device, address: int, nbytes: int) -> bool:
     except DriverError:  # a limit on locked memory: copies are only slower
         return False
     return True
+
+
+def map_host_memory(device: torch.device, address: int, nbytes: int) -> int:
+    """Page-lock host memory and map it into the device's address space. Returns its address there."""
+    pointer = ctypes.c_uint64()
+    with _current_context(device.index or 0):
+        _call_driver("cuMemHostRegister_v2", address, nbytes, _HOST_REGISTER_PORTABLE | _HOST_REGISTER_DEVICE_MAP)
+        try:
+            _call_driver("cuMemHostGetDevicePointer_v2", ctypes.byref(pointer), address, 0)
+        except DriverError:
+            _call_driver("cuMemHostUnregister", address)
+            raise
+    return int(pointer.value)
+
+
+def write_word(stream: torch.cuda.Stream, address: int, value: int) -> None:
+    """Queue the write of a 32-bit word, at an address of the device, after the work of a stream so far."""
+    _call_driver("cuStreamWriteValue32_v2", stream.cuda_stream, address, value, 0)
+
+
+def wait_for_word(stream: torch.cuda.Stream, address: int, value: int) -> None:
+    """Let the later work of a stream wait until a 32-bit word has reached a value. Words may wrap around."""
+    _call_driver("cuStreamWaitValue32_v2", stream.cuda_stream, address, value, _WAIT_GREATER_OR_EQUAL)
 
 
 def unpin_memory(device: torch.device, address: int) -> None:

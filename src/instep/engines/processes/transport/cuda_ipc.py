@@ -1,4 +1,9 @@
-"""Sends CUDA tensors between processes on one device through IPC ring buffers."""
+"""Sends CUDA tensors between processes on one device through IPC ring buffers, ordered by their streams.
+
+No host waits for its device: a sender queues copies into a ring and a signal, and sends the message at once. The
+receiver queues a wait for that signal before it uses the tensors. The parent owns all memory and all signals, so that
+nothing is lost with a worker that dies.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.cuda import current_stream
 
-from instep.engines.processes.transport.copy_streams import DeviceReceiver, synchronize_stream
+from instep.engines.processes.transport.copy_streams import DeviceReceiver
 from instep.engines.processes.transport.cuda_driver import ALLOCATION_GRANULARITY, DeviceMemory, DriverError
 from instep.engines.processes.transport.shared_memory import RingAllocator, align
+from instep.engines.processes.transport.stream_flags import StreamFlags
 from instep.engines.processes.transport.tensor_codec import DTYPE_CODES, DTYPES
 from instep.errors import EngineError
 
@@ -22,6 +29,10 @@ class IpcError(EngineError):
 
 RingPosition = tuple[int, int]
 """The generation of a ring, and the position up to which it was written or read (see `RingAllocator`)."""
+
+_REQUESTS_WRITTEN, _REQUESTS_READ, _REPLIES_WRITTEN, _REPLIES_READ = range(4)
+"""Flags: the number of the last message whose tensors were written, or read, in each direction."""
+FLAG_COUNT = 4
 
 
 class IpcTensor(NamedTuple):
@@ -40,128 +51,233 @@ class IpcTransfer(NamedTuple):
 
     enabled: bool
     """Whether the reply may use IPC."""
+    number: int
+    """The number of the message, for which the receiver's stream waits; 0 if the sender's device was not used."""
+    read_number: int
+    """The number of the last message of the receiver that the sender has queued to be read."""
     read_position: RingPosition | None
-    """The position up to which the sender has read the receiver's ring."""
+    """The position up to which the sender has queued to read the receiver's ring."""
     write_position: RingPosition | None = None
     """The position after the tensors of this message."""
     items: tuple[IpcTensor, ...] = ()
-    ring_handle: tuple[bytes, int] | None = None
-    """The IPC handle and size of the ring, until the receiver is known to have opened it."""
+    rings: tuple[tuple[int, bytes, int] | None, ...] = ()
+    """From the parent, until the worker is known to have opened them: generation, IPC handle and size of the ring for
+    requests, and of the one for replies."""
+    wanted_bytes: int = 0
+    """From the worker: the size of its tensors, if the ring for replies is too small."""
 
     def to_tuple(self) -> tuple[Any, ...]:
         """Convert to plain values."""
         items = [(item.position, item.offset, DTYPE_CODES[item.dtype], item.shape) for item in self.items]
-        return self.enabled, self.read_position, self.write_position, items, self.ring_handle
+        return (*self[:5], items, self.rings, self.wanted_bytes)
 
     @classmethod
     def from_tuple(cls, plain: tuple[Any, ...]) -> IpcTransfer:
         """Inverse of `to_tuple`."""
-        enabled, read_position, write_position, items, ring_handle = plain
+        *head, items, rings, wanted_bytes = plain
         tensors = tuple(IpcTensor(index, offset, DTYPES[code], shape) for index, offset, code, shape in items)
-        return cls(enabled, read_position, write_position, tensors, ring_handle)
+        enabled, number, read_number, read_position, write_position = head
+        return cls(enabled, number, read_number, read_position, write_position, tensors, rings, wanted_bytes)
 
 
 class _DeviceRing:
-    """A ring buffer in device memory."""
+    """A ring buffer in device memory. Its sender allocates in it."""
 
     def __init__(self, memory: DeviceMemory, generation: int) -> None:
         self.memory, self.generation = memory, generation
+        self._bytes = memory.tensor(0, memory.nbytes)
         self.allocator = RingAllocator(memory.nbytes)
         self.peer_opened = False
-        """Whether the peer has opened the memory."""
+        """In the parent: whether the worker has opened the memory."""
+
+    def tensor(self, item: IpcTensor) -> Tensor:
+        """A tensor in the ring, without a copy."""
+        nbytes = math.prod(item.shape, start=item.dtype.itemsize)
+        return self._bytes[item.offset : item.offset + nbytes].view(item.dtype).view(item.shape)
+
+    def to_send(self) -> tuple[int, bytes, int] | None:
+        """What the worker needs to open the memory; None if it has done so."""
+        return None if self.peer_opened else (self.generation, self.memory.handle, self.memory.nbytes)
 
 
 class CudaIpcChannel:
     """One end of a channel for tensors between two processes that use the same device."""
 
-    def __init__(self, device: torch.device, *, is_parent: bool) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, flags: StreamFlags, *, is_parent: bool) -> None:
+        self.device, self.flags = device, flags
         self._is_parent = is_parent
         self.enabled = False
         """Whether tensors are sent by IPC. The parent decides; the worker follows."""
+        words = (_REQUESTS_WRITTEN, _REQUESTS_READ, _REPLIES_WRITTEN, _REPLIES_READ)
+        self._written_flag, self._peer_read_flag, self._peer_written_flag, self._read_flag = (
+            words if is_parent else (words[2:] + words[:2])
+        )
+        self._sent_number = self._read_number = self._peer_read_number = 0
+        """Numbers of the last message that was written, that was read, and that the peer has queued to be read."""
+        self._write_stream = self._read_stream = current_stream(device)
         self._send_ring: _DeviceRing | None = None
+        self._receive_ring: _DeviceRing | None = None
         self._retired_rings: list[_DeviceRing] = []
-        """Rings that were too small, kept until the peer has read them."""
-        self._opened_rings: dict[int, DeviceMemory] = {}
-        """The peer's ring, by generation."""
+        """In the parent: rings that were too small, kept until the worker has opened the ones after them."""
         self._read_position: RingPosition | None = None
+        self._wanted_bytes = 0
 
     def write(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], IpcTransfer]:
-        """Write the tensors that are on the device to the ring. Returns the other tensors and the description."""
-        indices = [i for i, tensor in enumerate(tensors) if self.enabled and tensor.device == self.device]
+        """Queue copies of the tensors that are on the device to the ring, and a signal.
+
+        Returns the other tensors and the description of the message.
+        """
+        if not self.enabled:
+            return list(tensors), IpcTransfer(False, 0, self._read_number, self._read_position)
+        stream = current_stream(self.device)
+        if stream != self._write_stream:  # signals have to be in order
+            self.flags.wait(self._written_flag, self._sent_number, stream)
+            self._write_stream = stream
+        self._sent_number += 1
+        indices = [i for i, tensor in enumerate(tensors) if tensor.device == self.device]
         sizes = [align(tensors[i].nbytes) for i in indices]
         reserved = self._reserve(sum(sizes)) if any(sizes) else None
-        if reserved is None:
-            return list(tensors), IpcTransfer(self.enabled, self._read_position)
-        ring, offset = reserved
-        items = []
-        for i, size in zip(indices, sizes, strict=True):
-            items.append(IpcTensor(i, offset, tensors[i].dtype, tuple(tensors[i].shape)))
-            offset += size
-        nonempty = [item for item in items if tensors[item.position].numel()]
-        with torch.no_grad():
-            torch._foreach_copy_(
-                [_ring_tensor(ring.memory, item) for item in nonempty], [tensors[item.position] for item in nonempty]
-            )
-        synchronize_stream(self.device)
-        others = [tensor for i, tensor in enumerate(tensors) if i not in set(indices)]
-        handle = None if ring.peer_opened else (ring.memory.handle, ring.memory.nbytes)
-        write_position = ring.generation, ring.allocator.written
-        return others, IpcTransfer(self.enabled, self._read_position, write_position, tuple(items), handle)
+        others, position, items = list(tensors), None, []
+        if reserved is not None:
+            ring, offset = reserved
+            for i, size in zip(indices, sizes, strict=True):
+                items.append(IpcTensor(i, offset, tensors[i].dtype, tuple(tensors[i].shape)))
+                offset += size
+            nonempty = [item for item in items if tensors[item.position].numel()]
+            if self._peer_read_number:
+                self.flags.wait(self._peer_read_flag, self._peer_read_number, stream)
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [ring.tensor(item) for item in nonempty], [tensors[item.position] for item in nonempty]
+                )
+            others = [tensor for i, tensor in enumerate(tensors) if i not in set(indices)]
+            position = ring.generation, ring.allocator.written
+        self.flags.signal(self._written_flag, self._sent_number, stream)
+        wanted, self._wanted_bytes = self._wanted_bytes, 0
+        return others, IpcTransfer(
+            True,
+            self._sent_number,
+            self._read_number,
+            self._read_position,
+            position,
+            tuple(items),
+            self._rings_to_send(),
+            wanted,
+        )
+
+    def _rings_to_send(self) -> tuple[tuple[int, bytes, int] | None, ...]:
+        if not self._is_parent:
+            return ()
+        rings = [None if ring is None else ring.to_send() for ring in (self._send_ring, self._receive_ring)]
+        return tuple(rings) if any(rings) else ()
 
     def read(self, received: Sequence[Tensor], transfer: IpcTransfer, receiver: DeviceReceiver | None) -> list[Tensor]:
-        """All tensors of a message: those received with it, and copies of those in the peer's ring, in order."""
+        """All tensors of a message: those received with it, and copies of those in the peer's ring, in order.
+
+        The current stream waits for the sender's, also if the message has no tensors.
+        """
         if not self._is_parent:
             self.enabled = transfer.enabled
-        if transfer.read_position is not None:
-            self._mark_read(*transfer.read_position)
-        if transfer.write_position is None:
+            self._open_rings(transfer.rings)
+        elif transfer.wanted_bytes:
+            self._receive_ring = self._grow(self._receive_ring, transfer.wanted_bytes)
+        self._mark_read(transfer)
+        if not transfer.number:
             return list(received)
-        assert receiver is not None
-        generation, _ = transfer.write_position
-        if transfer.ring_handle is not None and generation not in self._opened_rings:
-            self._opened_rings = {generation: open_shared(*transfer.ring_handle, self.device)}
-        memory = self._opened_rings[generation]
-        others = iter(received)
-        items = {item.position: item for item in transfer.items}
-        tensors = []
-        for i in range(len(received) + len(items)):
-            item = items.get(i)
-            tensors.append(next(others) if item is None else receiver.copy_strict(_ring_tensor(memory, item)))
-        synchronize_stream(self.device)
-        self._read_position = transfer.write_position
+        stream = current_stream(self.device)
+        if stream != self._read_stream:
+            self.flags.wait(self._read_flag, self._read_number, stream)
+            self._read_stream = stream
+        self.flags.wait(self._peer_written_flag, transfer.number, stream)
+        tensors = list(received) if transfer.write_position is None else self._copy(received, transfer, receiver)
+        self.flags.signal(self._read_flag, transfer.number, stream)
+        self._read_number = transfer.number
+        self._read_position = transfer.write_position or self._read_position
         return tensors
 
-    def _mark_read(self, generation: int, position: int) -> None:
-        """Record that the peer has read a ring up to a position; free retired rings that it has read."""
-        if self._send_ring is None:
-            return
-        for ring in (*self._retired_rings, self._send_ring):
-            if ring.generation == generation:
-                ring.peer_opened, ring.allocator.read = True, max(ring.allocator.read, position)
-        self._retired_rings = [
-            ring
-            for ring in self._retired_rings
-            if ring.generation >= generation and ring.allocator.read < ring.allocator.written
+    def _copy(self, received: Sequence[Tensor], transfer: IpcTransfer, receiver: DeviceReceiver | None) -> list[Tensor]:
+        assert receiver is not None
+        assert transfer.write_position is not None
+        rings = [self._receive_ring, *self._retired_rings]
+        ring = next(ring for ring in rings if ring is not None and ring.generation == transfer.write_position[0])
+        others = iter(received)
+        items = {item.position: item for item in transfer.items}
+        return [
+            next(others) if (item := items.get(i)) is None else receiver.copy_strict(ring.tensor(item))
+            for i in range(len(received) + len(items))
         ]
 
+    def _open_rings(self, rings: tuple[tuple[int, bytes, int] | None, ...]) -> None:
+        """In a worker: open rings of the parent. The worker receives from the first and sends by the second."""
+        opened = [self._receive_ring, self._send_ring]
+        for number, ring in enumerate(rings):
+            current = opened[number]
+            if ring is not None and (current is None or current.generation != ring[0]):
+                if current is not None:  # copies from it may be queued
+                    current_stream(self.device).synchronize()
+                opened[number] = _DeviceRing(open_shared(ring[1], ring[2], self.device), ring[0])
+        self._receive_ring, self._send_ring = opened
+
+    def _mark_read(self, transfer: IpcTransfer) -> None:
+        """Record what the peer has queued to be read."""
+        self._peer_read_number = max(self._peer_read_number, transfer.read_number)
+        if transfer.read_position is not None and self._send_ring is not None:
+            generation, position = transfer.read_position
+            if self._send_ring.generation == generation:
+                self._send_ring.allocator.read = max(self._send_ring.allocator.read, position)
+                self._send_ring.peer_opened = True
+        if self._is_parent and self._receive_ring is not None and transfer.write_position is not None:
+            self._receive_ring.peer_opened = self._receive_ring.generation == transfer.write_position[0]
+        if self._retired_rings and all(r is None or r.peer_opened for r in (self._send_ring, self._receive_ring)):
+            stream = current_stream(self.device)  # both processes may still copy from or to them
+            self.flags.wait(self._peer_read_flag, self._peer_read_number, stream)
+            stream.synchronize()
+            self._retired_rings = []
+
     def _reserve(self, nbytes: int) -> tuple[_DeviceRing, int] | None:
-        """Reserve a block, in a larger ring if necessary: the ring and the offset. None if out of memory."""
+        """Reserve a block in the ring: the ring and the offset. None if there is no memory for it."""
         ring = self._send_ring
         if ring is not None and (offset := ring.allocator.reserve(nbytes)) is not None:
             return ring, offset
+        if not self._is_parent:  # the parent allocates a larger one; this message is sent through host memory
+            self._wanted_bytes = nbytes
+            return None
+        ring = self._send_ring = self._grow(ring, nbytes)
+        offset = None if ring is None else ring.allocator.reserve(nbytes)
+        return None if ring is None or offset is None else (ring, offset)
+
+    def _grow(self, ring: _DeviceRing | None, nbytes: int) -> _DeviceRing | None:
+        """A larger ring in place of one that is too small; the same one if there is no memory."""
         before, generation = (ring.memory.nbytes, ring.generation) if ring is not None else (0, 0)
         size = max(align(nbytes + nbytes // 4, ALLOCATION_GRANULARITY), 2 * before if nbytes <= before else 0)
         try:
             memory = allocate_shared(size, self.device)
         except DriverError:
-            return None
+            return ring
         if ring is not None:
             self._retired_rings.append(ring)
-        ring = self._send_ring = _DeviceRing(memory, generation + 1)
-        offset = ring.allocator.reserve(nbytes)
-        assert offset is not None
-        return ring, offset
+        return _DeviceRing(memory, generation + 1)
+
+    def awaits_peer(self) -> bool:
+        """In the parent: whether a stream of this process may wait for a signal of the worker."""
+        return not (
+            self.flags.has_reached(self._peer_written_flag, self._read_number)
+            and self.flags.has_reached(self._peer_read_flag, self._peer_read_number)
+        )
+
+    def release_waits(self) -> None:
+        """In the parent: signal on behalf of a worker that died. Its replies become NaN, or -1 in integers."""
+        if self._receive_ring is not None:
+            poison(self._receive_ring.memory)
+        self.flags.store(self._peer_read_flag, self._sent_number)
+        self.flags.store(self._peer_written_flag, self._read_number)
+
+
+def poison(memory: DeviceMemory) -> None:
+    """Fill memory with NaN, independently of the current stream."""
+    with torch.cuda.device(memory.device), torch.cuda.stream(torch.cuda.Stream(memory.device)):
+        memory.tensor(0, memory.nbytes).fill_(255)
+        current_stream(memory.device).synchronize()
 
 
 def allocate_shared(nbytes: int, device: torch.device) -> DeviceMemory:
@@ -179,11 +295,3 @@ def open_shared(handle: bytes, nbytes: int, device: torch.device) -> DeviceMemor
         return DeviceMemory.open(handle, nbytes, device)
     except DriverError as error:
         raise IpcError(str(error)) from error
-
-
-def _ring_tensor(memory: DeviceMemory, item: IpcTensor) -> Tensor:
-    """The tensor at an offset of a ring, without a copy."""
-    nbytes = math.prod(item.shape, start=item.dtype.itemsize)
-    if not nbytes:
-        return torch.empty(item.shape, dtype=item.dtype, device=memory.device)
-    return memory.tensor(item.offset, nbytes).view(item.dtype).view(item.shape)

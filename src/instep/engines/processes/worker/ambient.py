@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from instep.engines.processes.messages import DeviceRequest
-from instep.engines.processes.transport.cuda_driver import DeviceMemory, DriverError
+from instep.engines.processes.transport.cuda_driver import DeviceMemory
 from instep.errors import EngineError
 from instep.runtime.ambient import AmbientState, EncodedAmbientState
 
@@ -49,14 +49,10 @@ def use_device(request: DeviceRequest) -> None:
         )
 
 
-def device_memory_error(request: DeviceRequest) -> str | None:
-    """In a worker: why device memory cannot be opened by an IPC handle; None if it can."""
+def check_device_memory(request: DeviceRequest) -> None:
+    """In a worker: raise `DriverError` if device memory cannot be opened by an IPC handle."""
     assert request.ipc_handle is not None
-    try:
-        DeviceMemory.open(request.ipc_handle, 1, request.device).tensor(0, 1).clone()
-    except DriverError as error:
-        return str(error)
-    return None
+    DeviceMemory.open(request.ipc_handle, 1, request.device).tensor(0, 1).clone()
 
 
 def _device_uuid(device: torch.device) -> str:

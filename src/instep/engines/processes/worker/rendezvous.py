@@ -22,8 +22,9 @@ class Inbox:
         self._connection = connection
         self._deferred: deque[Message] = deque()
 
-    def receive(self) -> Message | None:
-        return self._deferred.popleft() if self._deferred else self._connection.receive()
+    def receive(self, timeout: float | None = None) -> Message | None:
+        """The next message; None if none arrives within `timeout` seconds."""
+        return self._deferred.popleft() if self._deferred else self._connection.receive(timeout)
 
     def receive_collective_result(self, call_id: int) -> Message:
         """Wait for the result of a collective; defer other messages."""

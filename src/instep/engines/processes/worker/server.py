@@ -33,8 +33,10 @@ from instep.engines.processes.transport.channel import (
 )
 from instep.engines.processes.transport.connection import Connection, Message
 from instep.engines.processes.transport.copy_streams import DeviceReceiver, synchronize_stream
-from instep.engines.processes.transport.cuda_ipc import CudaIpcChannel
-from instep.engines.processes.worker.ambient import WorkerAmbientState, device_memory_error, use_device
+from instep.engines.processes.transport.cuda_driver import DriverError
+from instep.engines.processes.transport.cuda_ipc import FLAG_COUNT, CudaIpcChannel
+from instep.engines.processes.transport.stream_flags import StreamFlags
+from instep.engines.processes.worker.ambient import WorkerAmbientState, check_device_memory, use_device
 from instep.engines.processes.worker.module import WorkerModule, backward_roots, used_arguments
 from instep.engines.processes.worker.nccl_member import NcclMember
 from instep.engines.processes.worker.rendezvous import Inbox, WorkerRendezvous
@@ -49,6 +51,9 @@ from instep.runtime.ambient import AutocastState, set_anomaly_mode
 from instep.runtime.rng import ReplicaRng, supports_thread_streams
 from instep.structure.tree import tensors_in
 
+_DEVICE_POLL_SECONDS = 0.05
+"""Seconds between checks of a device that still works on an earlier reply."""
+
 MODULES_PER_GC = 8
 """Number of released modules after which the garbage collector runs."""
 
@@ -61,7 +66,7 @@ def main(connection: Connection) -> None:
     supports_thread_streams()
     gc.freeze()  # imported modules stay: exclude them from garbage collection
     set_replica_thread(True)
-    while (message := inbox.receive()) is not None and message.kind != messages.STOP:
+    while (message := server.next_message()) is not None and message.kind != messages.STOP:
         server.handle(message)
         server.prepare_next()
 
@@ -96,6 +101,8 @@ class WorkerServer:
         self._deferred_errors, self._foreign_leaves = DeferredErrors(), ForeignLeaves()
         self._last_module: WorkerModule | None = None
         """The module of the last message if that was a call; its replica was prepared for the next one."""
+        self._busy_device: torch.device | None = None
+        """The device that may still work on an earlier reply."""
         self._nccl_member = NcclMember(channel, self._modules)
         self._handlers: dict[str, Callable[[Message], None]] = {
             messages.DEVICE: self._set_device,
@@ -110,6 +117,17 @@ class WorkerServer:
             messages.COLLECTIVE_RESULT: lambda _: None,  # of a call that the parent abandoned
             **self._nccl_member.handlers,
         }
+
+    def next_message(self) -> Message | None:
+        """Wait for a message; None to end. Reports an error of the device that occurs after a reply."""
+        try:
+            while self.is_device_busy():
+                if (message := self._inbox.receive(_DEVICE_POLL_SECONDS)) is not None:
+                    return message
+        except Exception as error:
+            self._send_error(0, error)
+            return None  # the device can no longer be used in this process
+        return self._inbox.receive()
 
     def handle(self, message: Message) -> None:
         """Handle one message. An exception becomes the reply."""
@@ -134,9 +152,14 @@ class WorkerServer:
         request, _ = self._channel.decode(message)
         use_device(request)
         self._channel.connection.receiver = DeviceReceiver(request.device)
-        refusal = None if request.ipc_handle is None else device_memory_error(request)
-        if request.ipc_handle is not None and refusal is None:
-            self._channel.cuda_ipc = CudaIpcChannel(request.device, is_parent=False)
+        refusal = None
+        if request.ipc_handle is not None:
+            try:
+                check_device_memory(request)
+                flags = StreamFlags.attach(message.fds[0], FLAG_COUNT, request.device)
+                self._channel.cuda_ipc = CudaIpcChannel(request.device, flags, is_parent=False)
+            except DriverError as error:
+                refusal = str(error)
         self._channel.send(messages.DONE, message.call_id, refusal)
 
     def _set_script_environment(self, message: Message) -> None:
@@ -333,9 +356,25 @@ class WorkerServer:
                 return ARGUMENT, numbers[id(tensor)]
             return (SOURCE, tensor_numbers[id(tensor)]) if id(tensor) in tensor_numbers else tag_by_value(tensor)
 
-        synchronize_stream(module.device)
+        self._wait_unless_ordered(module.device)
         sent = self._channel.send(messages.DONE, call_id, reply, describe, label="the output of forward")
         return {i: t for i, t in enumerate(sent) if t.requires_grad and id(t) not in tensor_numbers}
+
+    def _wait_unless_ordered(self, device: torch.device) -> None:
+        """Wait for the device, unless the parent's stream waits for it instead."""
+        ipc = self._channel.cuda_ipc
+        if ipc is not None and ipc.enabled:
+            self._busy_device = device
+        else:
+            synchronize_stream(device)
+
+    def is_device_busy(self) -> bool:
+        """Whether work of an earlier reply still runs. Raises its error."""
+        if self._busy_device is None:
+            return False
+        if torch.cuda.current_stream(self._busy_device).query():
+            self._busy_device = None
+        return self._busy_device is not None
 
     def _build_reply(self, module: WorkerModule, result: ReplicaResult) -> ForwardReply:
         """Encode the result of a forward, and reset the replica."""
@@ -399,7 +438,7 @@ class WorkerServer:
             n: g for n, g in zip(retained.input_numbers, take_gradients(graph.inputs), strict=True) if g is not None
         }
         reply = BackwardReply(present, inputs, others, rng.caller.cpu.streams_used, kept)
-        synchronize_stream(module.device)
+        self._wait_unless_ordered(module.device)
         self._channel.send(messages.DONE, message.call_id, reply)
         if not request.retain_graph:
             for number in request.gradients:
