@@ -95,11 +95,20 @@ class ReplicaDispatch:
         self._watch_arguments(arguments, names)
         self._assign_carried([row[len(names) :] for row in values])
         results = self._forward(arguments, positional, names)
+        self.leave(results)
+        return results
+
+    def leave(self, results: Sequence[ReplicaResult]) -> None:
+        """Connect the results of a forward to the module's tensors and to the caller's graph."""
         self._restore_module_tensors(results)
         if self._records_graph:
             self._find_custom_functions(results)
             self._leave_graph(results)
-        return results
+
+    def resume_after_forward(self, versions: Sequence[Sequence[tuple[Tensor, int, Tensor]]]) -> None:
+        """Continue a forward that ran elsewhere. `versions` are entries of a `VersionTracker` for each replica."""
+        for inputs, entries in zip(self._inputs, versions, strict=True):
+            inputs.versions.entries += entries
 
     def _append_carried(self, shards: Sequence[Sequence[Any]]) -> list[list[Any]]:
         """Each replica's arguments followed by its shard of carried state, which enters the graph with them."""

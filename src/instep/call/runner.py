@@ -21,6 +21,7 @@ from instep.call.one_device import (
     Reason,
 )
 from instep.call.options import BoundCall, MethodBinding, Options
+from instep.call.prepared import PreparedCall, PreparedCalls, PreparedDispatch
 from instep.call.shared_arguments import SharedArguments, has_shared_arguments
 from instep.collectives.sync_batchnorm import SyncBatchNormPatch
 from instep.devices import has_accelerator_tensors, place, to_output_device
@@ -84,6 +85,8 @@ class ParallelRunner:
         self.one_device = OneDevice(self.module, self.replicas, self.options.hooks)
         self.serialization = SerializationPolicy()
         self.lock = ForkSafeLock(self.replicas.discard)
+        devices = [*self.devices, self.output_device]
+        self.prepared_calls = PreparedCalls(self.engine, devices, places_arguments=bool(self.options.place))
         self.keeps_cpu = self.devices[0].type == self.output_device.type == "cpu" and not self.options.place
         """Whether arguments and outputs of a call on one device stay where they are."""
         self._written_argument: str | None = None
@@ -134,7 +137,7 @@ class ParallelRunner:
             probe.add_tried_lines(error, self._trial_call(call, ()), self.state_merger, in_dim_1)
 
     def _run(self, call: BoundCall, transaction: Transaction) -> Any:
-        serialize = reading_chosen = False
+        serialize = reading_chosen = repeated = False
         while True:  # one pass, unless the probe chooses another reading, or replicas must not run concurrently
             plan = call.plan
             synced, local = self.replicas.sync(), self.engine.local_indices(plan.parts)
@@ -152,8 +155,14 @@ class ParallelRunner:
             self.batchnorm_patch.warn_once(probe is not None and probe.last_record.calls_batch_norm)
             rng = self._replica_rng(transaction.rng, replicas, serialize)
             parts = apply_plan(plan, call.values)
-            shards = rng.replace_generators(self._place(plan, [parts[index] for index in local], replicas))
-            dispatch = self._dispatch(call, replicas, transaction.ambient, rng, carried)
+            shards: Sequence[Sequence[Any]] = [parts[index] for index in local]
+            prepared = None if carried or rng.serialized else self._find_prepared(call, replicas, transaction.ambient)
+            dispatch: ReplicaDispatch | PreparedDispatch
+            if prepared is None:
+                shards = rng.replace_generators(self._place(plan, shards, replicas))
+                dispatch = self._dispatch(call, replicas, transaction.ambient, rng, carried)
+            else:
+                dispatch = self._prepared_dispatch(prepared, call, transaction.ambient, rng)
             results, verdict = self._forward(call, dispatch, shards)
             verdict = self.engine.agree(verdict)
             if verdict == ACCEPTED:
@@ -163,14 +172,20 @@ class ParallelRunner:
             transaction.rollback()
             if verdict.one_device:
                 return self._on_one_device(call, verdict.one_device)
-            serialize = verdict.serialize or serialize
+            serialize, repeated = verdict.serialize or serialize, True
         self._check_parameter_writes(replicas, results)
-        outputs = [to_output_device(result.output, self.output_device) for result in results]
+        outputs = [result.output for result in results]
+        if not isinstance(dispatch, PreparedDispatch) or not dispatch.plain_outputs:
+            outputs = [to_output_device(output, self.output_device) for output in outputs]
         inputs = [dict(zip(plan.names, shard, strict=True)) for shard in shards]
         rng.advance()
         merged = call.binding.finish(self._merge(call, outputs, inputs, carried))
         self._update_state(replicas, results, inputs, plan)
         self.replicas.finish_call()
+        if prepared is None and not (
+            repeated or carried or rng.serialized or any(result.changes for result in results)
+        ):
+            self.prepared_calls.record(plan, call.values, replicas, self.replicas.generation, transaction.ambient)
         return merged
 
     def known_reason(self, call: BoundCall) -> Reason | None:
@@ -326,8 +341,23 @@ class ParallelRunner:
             find_functions=probe is not None and ambient.grad_enabled and probe.claim_graph_check(),
         )
 
+    def _find_prepared(
+        self, call: BoundCall, replicas: Sequence[Replica], ambient: AmbientState
+    ) -> PreparedCall | None:
+        """The prepared call for this one, unless something has to be looked for in its graph."""
+        probe = call.binding.probe
+        if probe is not None and ambient.grad_enabled and not probe.last_record.graph_checked:
+            return None
+        return self.prepared_calls.find(call.plan, call.values, replicas, self.replicas.generation, ambient)
+
+    def _prepared_dispatch(
+        self, prepared: PreparedCall, call: BoundCall, ambient: AmbientState, rng: ReplicaRng
+    ) -> PreparedDispatch:
+        method, sync_state = call.binding.replica_method, self.replicas.needs_state_sync
+        return PreparedDispatch(prepared, self.engine, method, ambient, sync_state, rng)
+
     def _forward(
-        self, call: BoundCall, dispatch: ReplicaDispatch, shards: Sequence[Sequence[Any]]
+        self, call: BoundCall, dispatch: ReplicaDispatch | PreparedDispatch, shards: Sequence[Sequence[Any]]
     ) -> tuple[list[ReplicaResult], ForwardVerdict]:
         """Every replica's result, and whether it can be used."""
         try:
@@ -369,7 +399,7 @@ class ParallelRunner:
             if probe is not None and probe.last_record.status == "failed" and (note := self._note_on_dim_1(call)):
                 yield note
 
-    def _reason_in_results(self, call: BoundCall, dispatch: ReplicaDispatch) -> Reason | None:
+    def _reason_in_results(self, call: BoundCall, dispatch: ReplicaDispatch | PreparedDispatch) -> Reason | None:
         """A reason for one device that only the forward could show."""
         reason = (
             self.one_device.take_caller_only_access(call.method)  # forward may have caught the exception
@@ -430,11 +460,13 @@ class ParallelRunner:
         for weight, rows in renormed:
             weight.data.copy_(rows)
 
-    def _place(self, plan: SplitPlan, shards: list[list[Any]], replicas: Sequence[Replica]) -> list[list[Any]]:
+    def _place(
+        self, plan: SplitPlan, shards: Sequence[Sequence[Any]], replicas: Sequence[Replica]
+    ) -> Sequence[Sequence[Any]]:
         """Each replica's arguments on its device; leaves that are there already are not touched."""
         rules = self.options.place
         keep_cpu = has_accelerator_tensors(shards[0]) if any(d.type != "cpu" for d in self.devices) else False
-        placed = []
+        placed: list[Sequence[Any]] = []
         for values, replica in zip(shards, replicas, strict=True):
             if replica.accepts_host_arguments(keep_cpu or bool(rules)):
                 placed.append(values)
@@ -444,7 +476,7 @@ class ParallelRunner:
         return placed
 
     def _place_shard(self, plan: SplitPlan, shard: Sequence[Any]) -> list[Any]:
-        return self._place(plan, [list(shard)], self.replicas.replicas[:1])[0]
+        return list(self._place(plan, [shard], self.replicas.replicas[:1])[0])
 
     def _replica_rng(self, caller: CallerRng, replicas: Sequence[Replica], serialize: bool) -> ReplicaRng:
         """The random streams of the replicas."""

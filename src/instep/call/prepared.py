@@ -1,0 +1,318 @@
+"""Prepared calls: the parts of a call that do not change from call to call, made once.
+
+A call is prepared when an earlier call with the same plan, on the same replicas, has run on all devices without
+anything unusual. `ReplicaDispatch` is the specification. A `PreparedDispatch` gives the same results with fewer steps:
+it knows that the arguments are plain tensors and values, and which tensors of the module take part. What its forward
+shows to be unusual is handed to a `ReplicaDispatch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.autograd.bridge import CallGraph, ReplicaGraph, VersionTracker, bridge
+from instep.call.dispatch import ReplicaDispatch
+from instep.call.shared_arguments import has_shared_arguments
+from instep.engines.base import Engine, ReplicaCall
+from instep.replicas.replica import Replica, ReplicaResult
+from instep.replicas.tensors import ParameterSharing
+from instep.runtime.ambient import AmbientState
+from instep.runtime.rng import ReplicaRng
+from instep.runtime.torch_private import RegisteredHooks
+from instep.structure.plan import SplitPlan
+
+_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_MAX_PREPARED = 64
+"""Prepared calls of one wrapper. Each batch size has its own plan."""
+
+
+class PreparedCall:
+    """What calls with one plan, on the same replicas, have in common."""
+
+    def __init__(self, plan: SplitPlan, replicas: Sequence[Replica], generation: int) -> None:
+        self.plan = plan
+        self.generation = generation
+        """The generation of the replica set. Another one has other tensors or modules."""
+        self.replicas = list(replicas)
+        self.sources = [source for source, _ in replicas[0].trainable]
+        """The module's trainable tensors, the inputs of the bridge."""
+        self.leaves = [[leaf for _, leaf in replica.trainable] for replica in replicas]
+        """Each replica's leaves for them."""
+        self.state = [pair for replica in replicas for pair in replica.tensors.state]
+        """The module's other tensors, each with a replica's copy."""
+        self._own_ids = frozenset(
+            {*map(id, self.sources), *(key for replica in replicas for key in replica.tensors.sources)}
+        )
+
+    def is_current(self, replicas: Sequence[Replica], generation: int) -> bool:
+        """Whether the replicas are those that the call was prepared for."""
+        same_count = len(replicas) == len(self.replicas)
+        return generation == self.generation and same_count and all(map(is_, replicas, self.replicas))
+
+    def collect_outputs(self, output: Any, tensors: list[Tensor]) -> bool:
+        """Append the tensors of an output. Returns False if it holds anything else than plain tensors and values."""
+        cls = type(output)
+        if cls is Tensor:
+            if not _is_dense(output) or id(output) in self._own_ids:
+                return False
+            tensors.append(output)
+            return True
+        if cls is dict:
+            return all(self.collect_outputs(item, tensors) for item in output.values())
+        if cls is list or cls is tuple:
+            return all(self.collect_outputs(item, tensors) for item in output)
+        return cls in _SCALARS
+
+
+class PreparedCalls:
+    """The prepared calls of one wrapper."""
+
+    enabled = True
+    """Whether calls are prepared. Tests compare both ways."""
+
+    def __init__(self, engine: Engine, devices: Sequence[torch.device], *, places_arguments: bool) -> None:
+        """`places_arguments` is whether the user has chosen devices of arguments."""
+        on_cpu = all(device.type == "cpu" for device in devices)
+        self._supported = on_cpu and not engine.joint_graph and not engine.serialized and not places_arguments
+        self._calls: dict[tuple[int, bool], PreparedCall] = {}
+        self._last_generation = -1
+        """The generation of the replica set in the last call that was recorded."""
+
+    def find(
+        self,
+        plan: SplitPlan,
+        values: Sequence[Any],
+        replicas: Sequence[Replica],
+        generation: int,
+        ambient: AmbientState,
+    ) -> PreparedCall | None:
+        """The prepared call for these arguments, if there is one and nothing it relies on has changed."""
+        prepared = self._calls.get((id(plan), ambient.grad_enabled))
+        if prepared is None or not self.enabled:
+            return None
+        if not prepared.is_current(replicas, generation):
+            del self._calls[id(plan), ambient.grad_enabled]
+            return None
+        device = replicas[0].device
+        is_ordinary = ambient.is_trivial(device) and ambient.compiler is None and all(map(is_plain, values))
+        return prepared if is_ordinary else None
+
+    def record(
+        self,
+        plan: SplitPlan,
+        values: Sequence[Any],
+        replicas: Sequence[Replica],
+        generation: int,
+        ambient: AmbientState,
+    ) -> None:
+        """Prepare calls like this one, which ran without anything unusual, unless the module was changed before it."""
+        if not self._supported or not self.enabled:
+            return
+        changed, self._last_generation = generation != self._last_generation, generation
+        if changed:  # a module that is changed before every call is not prepared
+            return
+        if (
+            ambient.is_trivial(replicas[0].device)
+            and ambient.compiler is None
+            and all(map(is_plain, values))
+            and not has_shared_arguments(plan, values)
+            and all(map(_has_shared_leaves, replicas))
+        ):
+            if len(self._calls) >= _MAX_PREPARED:
+                self._calls.clear()
+            self._calls[id(plan), ambient.grad_enabled] = PreparedCall(plan, replicas, generation)
+
+
+def _has_shared_leaves(replica: Replica) -> bool:
+    """Whether every trainable tensor of a replica is a leaf in the memory of the module's leaf."""
+    tensors = replica.tensors
+    is_alias = tensors.sharing is ParameterSharing.ALIAS and not tensors.private_weights
+    return is_alias and all(source.is_leaf for source, _ in tensors.trainable)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether an argument is a dense tensor without a gradient, a scalar, or a list, tuple or dictionary of them."""
+    cls = type(value)
+    if cls is Tensor:
+        return not value.requires_grad and _is_dense(value) and not value.is_inference()
+    if cls in _SCALARS:
+        return True
+    if cls is list or cls is tuple:
+        return _SCALARS.issuperset(map(type, value)) or all(map(is_plain, value))
+    return cls is dict and all(map(is_plain, value.values()))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
+
+
+class PreparedDispatch:
+    """One forward of a prepared call. Its interface is that of `ReplicaDispatch`."""
+
+    carried = ()
+    custom_functions = ()
+    read_rng_state = False
+
+    def __init__(
+        self,
+        prepared: PreparedCall,
+        engine: Engine,
+        method: str,
+        ambient: AmbientState,
+        sync_state: bool,
+        rng: ReplicaRng,
+    ) -> None:
+        self._prepared, self._engine, self._method = prepared, engine, method
+        self._ambient, self._sync_state, self.rng = ambient, sync_state, rng
+        self._versions: list[list[tuple[Tensor, int, Tensor]]] = []
+        """For each replica, the entries of a `VersionTracker` for its arguments."""
+        self._watched: list[tuple[str, Tensor, int]] = []
+        """The tensors among the arguments, with the names of the arguments and their versions before the call."""
+        self._general: ReplicaDispatch | None = None
+        self._hook_ids: set[int] = set()
+        self._retains_grad = False
+        self.plain_outputs = False
+        """Whether the outputs consist of plain tensors on the CPU and values."""
+
+    @property
+    def hook_ids(self) -> set[int]:
+        return self._hook_ids
+
+    @property
+    def retains_grad(self) -> bool:
+        return self._retains_grad if self._general is None else self._general.retains_grad
+
+    def written_argument(self) -> str | None:
+        """The name of an argument that a replica wrote to in place."""
+        return next((name for name, tensor, version in self._watched if tensor._version != version), None)
+
+    def restore_shared_arguments(self) -> None:
+        """Nothing to do: replicas share no argument that can be written to."""
+
+    def check_shared_arguments(self) -> None:
+        """Nothing to do: replicas share no argument that can be written to."""
+
+    def run(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[ReplicaResult]:
+        """Run the replicas. Tensors in the results belong to the caller's graph."""
+        records_graph = self._ambient.grad_enabled
+        rows = [self._enter(shard, names, records_graph) for shard in shards]
+        keywords = names[positional:]
+        call = ReplicaCall(
+            self._prepared.replicas,
+            [(row[:positional], dict(zip(keywords, row[positional:], strict=True))) for row in rows],
+            self._method,
+            self._ambient,
+            self._sync_state,
+            self.rng,
+            self._prepared.plan.sizes,
+            [()] * len(rows),
+            (),
+            names,
+        )
+        with RegisteredHooks() as hooks:
+            results = self._engine.forward(call)
+        if records_graph and hooks.ids:
+            own = {number for result in results if result.context is not None for number in result.context.hook_ids}
+            self._hook_ids = hooks.ids - own
+        outputs = self._plain_tensors(results)
+        if outputs is None:
+            self._general = self._general_dispatch()
+            self._general.leave(results)
+        else:
+            self.plain_outputs = True
+            if records_graph:
+                self._bridge_outputs(results, outputs)
+        return results
+
+    def _enter(self, values: Sequence[Any], names: Sequence[str], records_graph: bool) -> list[Any]:
+        """The values that one replica receives. Their tensors share memory and have version counters of their own."""
+        entries: list[tuple[Tensor, int, Tensor]] = []
+        self._versions.append(entries)
+        watched = self._watched
+
+        def enter(value: Any, name: str) -> Any:
+            cls = type(value)
+            if cls is Tensor:
+                if not records_graph:
+                    watched.append((name, value, value._version))
+                    return value
+                base = value._base
+                outside = value if base is None else base
+                inside = value.data
+                entries.append((outside, outside._version, inside))
+                watched.append((name, inside, 0))
+                return inside
+            if cls is dict:
+                return {key: enter(item, name) for key, item in value.items()}
+            if cls is list or cls is tuple:
+                return cls([item if type(item) in _SCALARS else enter(item, name) for item in value])
+            return value
+
+        return list(map(enter, values, names))
+
+    def _plain_tensors(self, results: Sequence[ReplicaResult]) -> list[list[Tensor]] | None:
+        """Each replica's output tensors that need a gradient; None if the results need a `ReplicaDispatch`."""
+        found: list[list[Tensor]] = []
+        for result in results:
+            tensors: list[Tensor] = []
+            remote = result.remote
+            is_ordinary = not (result.changes or remote.changed_containers or remote.written_arguments)
+            if not is_ordinary or not self._prepared.collect_outputs(result.output, tensors):
+                return None
+            needing = [tensor for tensor in tensors if tensor.requires_grad]
+            found.append(list({id(tensor): tensor for tensor in needing}.values()) if len(needing) > 1 else needing)
+        return found
+
+    def _bridge_outputs(self, results: Sequence[ReplicaResult], outputs: list[list[Tensor]]) -> None:
+        """Replace tensors of the replicas' graphs in the results by their counterparts in the caller's graph."""
+        if not any(outputs):
+            return
+        prepared = self._prepared
+        self._retains_grad = any(tensor.retains_grad for tensors in outputs for tensor in tensors)
+        graphs = [
+            ReplicaGraph(
+                leaves, [], list(tensors), replica.tensors.guard, replica.name, result.context, result.remote.graph
+            )
+            for leaves, tensors, replica, result in zip(
+                prepared.leaves, outputs, prepared.replicas, results, strict=True
+            )
+        ]
+        entries = [entry for row in self._versions for entry in row]
+        entries += [(source, source._version, copy) for source, copy in prepared.state if not source.is_inference()]
+        graph = CallGraph(self._engine, graphs, prepared.sources, self.rng, VersionTracker(entries))
+        bridged = iter(bridge(graph, *prepared.sources))
+        for result, tensors in zip(results, outputs, strict=True):
+            table = {id(tensor): next(bridged) for tensor in tensors}
+            if table:
+                result.output = _replace(result.output, table)
+
+    def _general_dispatch(self) -> ReplicaDispatch:
+        """A dispatch in the state after its forward."""
+        dispatch = ReplicaDispatch(
+            self._engine,
+            self._prepared.replicas,
+            self._method,
+            self._ambient,
+            self._sync_state,
+            self.rng,
+            self._prepared.plan.sizes,
+        )
+        dispatch.resume_after_forward(self._versions)
+        return dispatch
+
+
+def _replace(value: Any, table: dict[int, Tensor]) -> Any:
+    """A plain structure with tensors replaced by id."""
+    cls = type(value)
+    if cls is Tensor:
+        return table.get(id(value), value)
+    if cls is dict:
+        return {key: _replace(item, table) for key, item in value.items()}
+    if cls is list or cls is tuple:
+        return cls([_replace(item, table) for item in value])
+    return value
