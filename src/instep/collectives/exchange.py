@@ -70,12 +70,14 @@ def numbered_label(context: ReplicaContext, label: str) -> str:
     return f"{label}, number {context.exchange_count} of the call"
 
 
-def all_gather_by_exchange(group: Group, index: int, count: int, label: str, row: Tensor) -> Tensor:
-    """`Group.all_gather` by `Group.exchange`, for groups that exchange a `Payload`."""
+def all_gather_by_exchange(
+    exchange: Callable[[int, str, Payload], list[Payload]], index: int, count: int, label: str, row: Tensor
+) -> Tensor:
+    """`Group.all_gather` by a `Group.exchange` of a `Payload`. The label describes the row."""
     peers = [peer for peer in range(count) if peer != index]
     no_grad = {peer: [False] for peer in peers}
     payload = Payload({peer: [row] for peer in peers}, no_grad, _current_streams([row]), None)
-    payloads: list[Payload] = group.exchange(index, describe_row(label, row), payload)
+    payloads = exchange(index, label, payload)
     rows = [row] * count
     for peer in peers:
         received = payloads[peer].rows[index][0]

@@ -34,6 +34,11 @@ def set_spin_wait(processes: int) -> None:
     _thread_local.spins = 0 < processes <= min(len(os.sched_getaffinity(0)), _cpu_quota())
 
 
+def is_spin_wait() -> bool:
+    """Whether this thread may spin while waiting."""
+    return _thread_local.spins
+
+
 @lru_cache(maxsize=1)
 def _cpu_quota() -> float:
     """The CPU quota of the container, which spinning would use up; infinite if there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +24,7 @@ from instep.engines.processes.controller.forward import RemoteCall, ReplicaForwa
 from instep.engines.processes.controller.nccl_manager import NcclManager, ParameterBroadcast, abort_all_groups
 from instep.engines.processes.controller.nccl_reduction import GradientReduction
 from instep.engines.processes.controller.overlap import OverlappedSum
-from instep.engines.processes.controller.remote_replica import RemoteReplica
+from instep.engines.processes.controller.remote_replica import RemoteReplica, module_ids
 from instep.engines.processes.controller.rendezvous import ControllerRendezvous, run_as_replica, run_replicas
 from instep.engines.processes.controller.replay import ReplayableCall
 from instep.engines.processes.controller.replies import RUNNING, ReplyGenerator, run_to_end, unwrap_stop_iteration
@@ -35,6 +36,7 @@ from instep.engines.processes.transport.connection import ConnectionClosed
 from instep.engines.processes.transport.copy_streams import CallStreams
 from instep.engines.processes.transport.cuda_driver import DriverError
 from instep.engines.processes.transport.cuda_ipc import allocate_shared
+from instep.engines.processes.transport.row_memory import RowMemory
 from instep.engines.processes.worker.rng import PythonRngMonitor
 from instep.engines.thread_pool import is_replica_thread
 from instep.errors import EngineError, RemoteArgumentError, WorkerFailure
@@ -82,6 +84,9 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         self._running_backward: _BackwardState | None = None
         self._nccl = NcclManager(self, devices)
         self._python_rng = PythonRngMonitor()
+        self._row_memory: RowMemory | None = None
+        self._exchanges_rows = False
+        """Whether a replica has called `Group.all_gather`. From the next call on it uses shared memory."""
 
     @classmethod
     def create(cls, devices: Sequence[torch.device], *, restarts: int, timeout: float) -> ProcessesEngine:
@@ -206,6 +211,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
 
     def _forward_in_caller(self, remote: RemoteCall) -> list[ReplicaResult]:
         call, group = remote.call, remote.group
+        self._prepare_rows(group)
 
         def run() -> list[ReplicaResult]:  # with the thread count of a replica, which is sent to the workers
             tasks = [self._forward_task(remote, index) for index in range(1, len(call.replicas))]
@@ -221,8 +227,17 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
 
         results = run_as_replica(run, len(call.replicas), caller_restores=True)
         remote.streams.finish()
+        self._exchanges_rows = self._exchanges_rows or group.has_gathered
         raise_first_error(call.replicas, results)
         return results
+
+    def _prepare_rows(self, group: ControllerRendezvous) -> None:
+        """Let a group whose replica 0 runs in this thread exchange rows through shared memory."""
+        if self._on_cpu and self._exchanges_rows:
+            memory = self._row_memory
+            if memory is None or memory.owner_pid != os.getpid():
+                memory = self._row_memory = RowMemory.create(len(self._devices), next(module_ids))
+            group.use_row_memory(memory)
 
     def _run_forward(self, remote: RemoteCall, index: int) -> ReplicaResult:
         """Run one replica's forward, in its thread."""
@@ -310,6 +325,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
     ) -> None:
         first, *others = tasks
         overlap = self._backward_state.overlap
+        self._prepare_rows(group)
 
         def run() -> list[None]:
             return run_replicas(group, run_first, [self._backward_task(task) for task in others])
@@ -386,6 +402,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
     def close(self) -> None:
         super().close()
         self._nccl.close()
+        self._row_memory = None
         self._pool.close()
         drop_dead_clients()
         self._pool = WorkerPool(self._devices)

@@ -15,6 +15,7 @@ from instep.runtime.ambient import AutocastState, EncodedAmbientState
 # Message kinds that the controller sends; at most 16 characters.
 ENVIRONMENT, DEVICE, STOP = "environment", "device", "stop"
 TENSOR_TABLE, MODULE, ATTRIBUTES, GLOBALS = "tensor table", "module", "attributes", "globals"
+ROW_MEMORY = "row memory"
 FORWARD, BACKWARD, REACHABILITY, COLLECTIVE_RESULT = "forward", "backward", "reachability", "collective done"
 JOIN_GROUP, BROADCAST, REDUCE, FETCH_GRADIENTS = "join group", "broadcast", "reduce", "fetch gradients"
 # Message kinds that a worker sends.
@@ -146,12 +147,13 @@ class ForwardRequest(PositionalMessage):
     """Runs one replica's forward."""
 
     PATHS: ClassVar = {"args": "argument ", "kwargs": "argument "}
-    REQUIRED_FIELDS: ClassVar[int] = 10
+    REQUIRED_FIELDS: ClassVar[int] = 11
     USER_FIELDS: ClassVar = frozenset(
         {
             "args",
             "kwargs",
             "ambient",
+            "gathered_rows",
             "generator_states",
             "carried_state",
             "tensor_values",
@@ -173,6 +175,8 @@ class ForwardRequest(PositionalMessage):
     """Seed of the call's accelerator random streams."""
     released: tuple[Sequence[int], Sequence[int]] = ((), ())
     """Ids of calls, and of modules, that the worker can drop."""
+    rows: tuple[int, ...] = ()
+    """The `RowRequest` of the call; empty if rows are exchanged by messages."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     ambient: EncodedAmbientState | None = None
     """None if it is the same as in the previous request."""
@@ -196,6 +200,18 @@ class ForwardRequest(PositionalMessage):
     """The `BroadcastRequest` that sent the module's tensors; 0 if they are in shared memory."""
     python_seed: int | None = None
     """Seed of Python's and NumPy's generators; None to leave them alone."""
+    gathered_rows: list[Tensor] = field(default_factory=list)
+    """For a replay: the results of the first calls of `Group.all_gather`."""
+
+
+class RowRequest(NamedTuple):
+    """How a call exchanges rows through shared memory."""
+
+    memory_id: int
+    base: int
+    """The number before the call's first collective."""
+    num_replayed: int
+    """The number of collectives that were completed before the request was sent."""
 
 
 class OutputOnlyReply(NamedTuple):
@@ -264,14 +280,16 @@ class ForwardReply(PositionalMessage):
 class BackwardRequest(PositionalMessage):
     """Runs one replica's backward."""
 
-    REQUIRED_FIELDS: ClassVar[int] = 3
-    USER_FIELDS: ClassVar = frozenset({"gradients", "autocast"})
+    REQUIRED_FIELDS: ClassVar[int] = 4
+    USER_FIELDS: ClassVar = frozenset({"gradients", "autocast", "gathered_rows"})
 
     call_id: int
     """The forward's id."""
     gradients: dict[int, Tensor]
     """Gradients of the outputs, by the index of the output tensor."""
     seed: int
+    rows: tuple[int, ...] = ()
+    """The `RowRequest` of the backward; empty if rows are exchanged by messages."""
     wanted_tensors: list[int] = field(default_factory=list)
     """Module tensors whose gradients are needed, by index."""
     retain_graph: bool = False
@@ -287,6 +305,8 @@ class BackwardRequest(PositionalMessage):
     autocast: tuple[()] | AutocastState = ()
     """Autocast state of the caller of backward, if enabled."""
     anomaly_mode: int = 0
+    gathered_rows: list[Tensor] = field(default_factory=list)
+    """For a backward that is run again: the results of the first calls of `Group.all_gather`."""
 
 
 @dataclass

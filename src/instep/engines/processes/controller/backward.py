@@ -57,6 +57,7 @@ class ReplicaBackward:
         self._tensor_indices = call.tensor_indices(self._graph.leaves)
         request.wanted_tensors = [index for index in self._tensor_indices if index is not None]
         request.call_id = call.call_id
+        client.share_rows(request, task.group)
         self._pending = client.send_backward(request, call.module_state)
         self._collectives.add_failure_check(partial(client.has_failed, self._pending))
         return self._pending

@@ -20,7 +20,7 @@ from instep.engines.base import add_replica_note
 from instep.engines.processes import messages
 from instep.engines.processes.controller.remote_module import RemoteModuleState, TensorTableBuilder
 from instep.engines.processes.controller.remote_replica import RemoteReplica
-from instep.engines.processes.controller.rendezvous import CollectiveLog, error_result
+from instep.engines.processes.controller.rendezvous import CollectiveLog, ControllerRendezvous, error_result
 from instep.engines.processes.controller.replies import RUNNING, ReplyGenerator, run_to_end, wrap_stop_iteration
 from instep.engines.processes.controller.shared_parameters import pack_offsets
 from instep.engines.processes.lifecycle.exit_monitor import call_at_exit_of
@@ -48,6 +48,7 @@ from instep.engines.processes.transport.connection import ConnectionClosed, Mess
 from instep.engines.processes.transport.cuda_driver import DeviceMemory, DriverError
 from instep.engines.processes.transport.cuda_ipc import FLAG_COUNT, CudaIpcChannel, allocate_shared, poison
 from instep.engines.processes.transport.doorbell import gradient_chunks, make_doorbell, ready_list_bytes
+from instep.engines.processes.transport.row_memory import RowMemory
 from instep.engines.processes.transport.shared_memory import SharedMemory
 from instep.engines.processes.transport.stream_flags import StreamFlags
 from instep.engines.processes.worker.ambient import describe_device
@@ -86,6 +87,8 @@ class WorkerClient:
         """Device memory that the worker writes gradients to."""
         self.lost_results: BaseException | None = None
         """Why results that were already returned are not complete."""
+        self._row_memories: weakref.WeakSet[RowMemory] = weakref.WeakSet()
+        """Memory for collectives that the worker has."""
         self._script_environment: Any = None
         """The working directory, import path, environment and module count that the worker was sent."""
         self.timeout = math.inf
@@ -315,6 +318,17 @@ class WorkerClient:
                 return memory
         return SharedMemory.create(nbytes, "the memory for the gradients of a replica")
 
+    def share_rows(self, request: ForwardRequest | BackwardRequest, group: ControllerRendezvous) -> None:
+        """Let a request's replica exchange rows through the group's memory, after those that it replays."""
+        memory = group.row_memory
+        if memory is not None and memory not in self._row_memories:
+            self.channel.send(
+                messages.ROW_MEMORY, memory.memory_id, (memory.capacity, memory.memory.nbytes), fds=[memory.memory.fd]
+            )
+            weakref.finalize(memory, self.released.append, ("module", memory.memory_id))
+            self._row_memories.add(memory)
+        request.rows, request.gathered_rows = group.row_request(), list(group.gathered_rows)
+
     def send_forward(
         self, request: ForwardRequest, module_state: RemoteModuleState
     ) -> tuple[PendingReply, list[Tensor]]:
@@ -434,11 +448,17 @@ class WorkerClient:
     def _receive_reply(self, pending: PendingReply, collectives: CollectiveLog | None) -> ReplyGenerator[Message]:
         if collectives is not None:
             collectives.rewind()
-        watchdog = ReplyWatchdog(self.worker, self.timeout)
+        watchdog, progress = ReplyWatchdog(self.worker, self.timeout), 0
         while True:
-            message = self._receive_for(pending)
+            is_polling = collectives is not None and collectives.is_polling()
+            message = self._receive_for(pending, 0 if is_polling else POLL_SECONDS)
             if message is None:
+                if collectives is not None and collectives.progress() != progress:
+                    watchdog, progress = ReplyWatchdog(self.worker, self.timeout), collectives.progress()
                 watchdog.check()
+                if is_polling:
+                    yield RUNNING
+                    continue
                 on_host = self.channel.cuda_ipc is None and self.worker.connection.receiver is None
                 # The failed replica may be this one: another thread may just have received its reply.
                 if on_host and collectives is not None and collectives.any_failed() and not pending.has_message():

@@ -112,6 +112,7 @@ class ReplicaForward:
         assert request.ambient is not None
         request.ambient.context_vars = sendable_context(self._call.ambient.context_vars, client.channel.registry)
         request.generator_states = {number: source.get_state() for number, source in enumerate(module_state.generators)}
+        client.share_rows(request, remote.group)
         try:
             self._pending, self._argument_tensors = client.send_forward(request, module_state)
         except CannotCross as error:

@@ -22,7 +22,8 @@ from instep.replicas.tensors import ParameterSharing, ReplicaTensors, leaf_like
 from instep.runtime.locks import ForkSafeLock
 from instep.runtime.modes import set_inference_mode
 
-_module_ids = itertools.count(1)
+module_ids = itertools.count(1)
+"""Ids of modules, and of memory, that workers have."""
 
 
 class ChangeRecorder(Protocol):
@@ -86,7 +87,7 @@ class RemoteReplica(Replica):
         """The source module's device."""
         self.worker_moves_args = False
         """Whether the worker moves the arguments of the next call to its device."""
-        self.module_id = next(_module_ids)
+        self.module_id = next(module_ids)
         """The id by which the worker refers to the module."""
         self.needs_full_sync = True
         """Whether the whole module has to be sent again."""

@@ -17,13 +17,15 @@ from instep.collectives.exchange import (
     encode_payload,
     stage_on_host,
 )
-from instep.collectives.group import first_error
+from instep.collectives.group import describe_row, first_error
 from instep.engines.processes.controller.replies import AT_COLLECTIVE, RUNNING, ReplyGenerator, unwrap_stop_iteration
+from instep.engines.processes.messages import RowRequest
 from instep.engines.processes.transport.channel import FlatValue
 from instep.engines.processes.transport.copy_streams import CallStreams
+from instep.engines.processes.transport.row_memory import RowExchange, RowMemory, fits_slot
 from instep.engines.rendezvous import Rendezvous
 from instep.engines.thread_pool import set_replica_thread
-from instep.errors import EngineError
+from instep.errors import CollectiveError, EngineError
 from instep.runtime.affinity import set_spin_wait
 from instep.runtime.ambient import AmbientState
 from instep.runtime.locks import ForkSafeLock, run_uninterrupted
@@ -90,12 +92,57 @@ class ControllerRendezvous(Rendezvous):
         """Whether a replica is known to have failed."""
         self.failure_checks: list[Callable[[], bool]] = []
         """One function per worker: whether the worker has replied with an error."""
+        self.row_memory: RowMemory | None = None
+        """The memory through which rows are exchanged; None if they are exchanged by messages."""
+        self._rows: RowExchange | None = None
+        self.gathered_rows: list[Tensor] = []
+        """The results of the exchanges through the memory, for workers that replay them."""
+        self.is_polling = False
+        """Whether replica 0 waits for rows: reply tasks must not wait for messages meanwhile."""
+        self.has_gathered = False
+        """Whether `all_gather` was called."""
+
+    def use_row_memory(self, memory: RowMemory) -> None:
+        """Exchange rows through memory. For calls whose workers all have a reply task."""
+        self.row_memory = memory
+        self._rows = RowExchange(memory, memory.start_call(), 0, len(self._names))
+
+    def row_request(self) -> tuple[int, ...]:
+        """How a worker takes part in the exchange of rows (see `RowRequest`)."""
+        if self.row_memory is None or self._rows is None:
+            return ()
+        return tuple(RowRequest(self.row_memory.memory_id, self._rows.base, self._rows.num_completed))
+
+    @property
+    def num_collectives(self) -> int:
+        """The number of completed collectives, if rows are exchanged through memory."""
+        return 0 if self._rows is None else self._rows.num_completed
 
     def any_failed(self) -> bool:
         """Whether a replica has failed, so that the others need not be awaited."""
         return self.has_failed or any(check() for check in self.failure_checks)
 
+    def leave(self, index: int, error: BaseException | None = None) -> None:
+        super().leave(index, error)
+        if index == 0 and self._rows is not None:
+            self._rows.leave()
+
+    def close(self) -> None:
+        super().close()
+        self.row_memory = self._rows = None
+        self.gathered_rows = []
+
+    def _break(self, error: CollectiveError) -> None:
+        super()._break(error)
+        if self._rows is not None:
+            self._rows.break_call()
+
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
+        if index == 0 and self._rows is not None:
+            self._rows.begin(label)
+        return self._exchange_messages(index, label, payload)
+
+    def _exchange_messages(self, index: int, label: str, payload: Any) -> list[Any]:
         payload = stage_on_host(payload)
         if not self.reply_tasks:
             return super().exchange(index, label, payload)
@@ -109,12 +156,39 @@ class ControllerRendezvous(Rendezvous):
         return self._collect(awaited)
 
     def all_gather(self, index: int, label: str, row: Tensor) -> Tensor:
-        return all_gather_by_exchange(self, index, len(self._names), label, row)
+        self.has_gathered = True
+        rows, row, label, count = self._rows, row.detach(), describe_row(label, row), len(self._names)
+        if rows is None or index != 0 or not fits_slot(row):
+            return all_gather_by_exchange(self.exchange, index, count, label, row)
+        rows.put(label, row)
+        gathered = rows.wait(self._poll_workers)
+        if gathered is None:  # a worker called something else, left or failed: this raises the error
+            all_gather_by_exchange(self._exchange_messages, index, count, label, row)
+            raise EngineError(f"{label} was not completed.")
+        self.gathered_rows.append(gathered)
+        return gathered
+
+    def _poll_workers(self) -> bool:
+        """Look for messages of the workers whose rows are awaited; returns whether one of them will send none.
+
+        A worker that has died is replaced.
+        """
+        assert self._rows is not None
+        self.is_polling = True
+        try:
+            for task in self.reply_tasks:
+                if task.status == RUNNING and not self._rows.has_arrived(task.index):
+                    task.resume()
+        finally:
+            self.is_polling = False
+        return self.is_broken() or any(
+            task.status != RUNNING and not self._rows.has_arrived(task.index) for task in self.reply_tasks
+        )
 
     def exchange_remote(self, index: int, label: str, payload: Any) -> ReplyGenerator[list[Any]]:
         """Take part on behalf of a remote replica; suspends until all replicas have arrived."""
         if not self.reply_tasks:
-            return self.exchange(index, label, payload)
+            return self._exchange_messages(index, label, payload)
         awaited = self._arrive(index, label, payload)
         yield AT_COLLECTIVE
         return self._collect(awaited)
@@ -194,6 +268,8 @@ class CollectiveLog:
         self._streams = streams
         self._results: list[FlatValue] = []
         self._position = 0
+        self.gathered_rows = rendezvous.gathered_rows
+        """The results of exchanges through shared memory, in order."""
 
     def rewind(self) -> None:
         """Start the call, or its replay."""
@@ -207,6 +283,14 @@ class CollectiveLog:
         """Register a check that tells the waiting replicas whether this one has failed."""
         if self._rendezvous is not None:
             self._rendezvous.failure_checks.append(check)
+
+    def is_polling(self) -> bool:
+        """Whether the caller wants to know what has arrived, and not to wait."""
+        return self._rendezvous is not None and self._rendezvous.is_polling
+
+    def progress(self) -> int:
+        """A number that grows with each collective in which the replicas have taken part."""
+        return 0 if self._rendezvous is None else self._rendezvous.num_collectives
 
     def any_failed(self) -> bool:
         """Whether a replica of the call has failed."""

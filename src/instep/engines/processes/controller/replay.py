@@ -151,6 +151,7 @@ class ReplayableCall:
             for number, generator in enumerate(module_state.generators)
             if id(generator) in states
         }
+        request.rows, request.gathered_rows = (), self.collectives.gathered_rows
         pending, _ = client.send_forward(request, module_state)
         _, tensors = client.channel.decode(
             client.wait_reply(pending, self.collectives), reply_rebuilder(self.arguments, module_state.local_tensors)

@@ -12,7 +12,7 @@ from instep.autograd.graph_walk import ReachedCollectives
 from instep.engines.processes import messages
 from instep.engines.processes.controller.client import WorkerClient
 from instep.engines.processes.controller.replay import ReplayableCall
-from instep.engines.processes.controller.replies import ReplyGenerator, run_to_end
+from instep.engines.processes.controller.replies import RUNNING, ReplyGenerator, run_to_end
 from instep.engines.processes.lifecycle.output import flush_output
 from instep.engines.processes.lifecycle.pool import StartTimeout
 from instep.engines.processes.lifecycle.process import WorkerProcess
@@ -175,6 +175,7 @@ class RetryingRequest(Generic[T]):
                 finally:
                     flush_output()
                 self._send()
+                yield RUNNING
 
 
 def send_and_wait(provider: WorkerProvider, index: int, request: Request[T], streams: CallStreams) -> T:

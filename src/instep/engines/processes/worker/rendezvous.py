@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from instep.collectives.exchange import all_gather_by_exchange, decode_payload, encode_payload, stage_on_host
-from instep.collectives.group import PeerFailure
+from instep.collectives.group import PeerFailure, describe_row
 from instep.engines.processes import messages
 from instep.engines.processes.transport.channel import Channel, FlatValue
 from instep.engines.processes.transport.connection import Connection, Message
+from instep.engines.processes.transport.row_memory import RowExchange, fits_slot
+from instep.errors import EngineError
 from instep.runtime.modes import set_inference_mode
 
 
@@ -32,6 +35,8 @@ class Inbox:
             if message.kind == messages.COLLECTIVE_RESULT and message.call_id == call_id:
                 del self._deferred[position]
                 return message
+            if message.kind == messages.STOP:
+                raise PeerFailure("the worker was stopped.")
         with set_inference_mode(False):  # messages of other calls are decoded outside of this call's mode
             while (received := self._connection.receive()) is not None:
                 if received.kind == messages.COLLECTIVE_RESULT and received.call_id == call_id:
@@ -41,25 +46,57 @@ class Inbox:
                     break
         raise PeerFailure("the worker was stopped.")
 
+    def is_stopped(self, call_id: int) -> bool:
+        """Whether the parent has stopped the worker or abandoned a call. Receives messages without waiting."""
+        with set_inference_mode(False):
+            while (received := self._connection.receive(0)) is not None:
+                self._deferred.append(received)
+        return any(
+            message.kind == messages.STOP or (message.kind == messages.COLLECTIVE_RESULT and message.call_id == call_id)
+            for message in self._deferred
+        )
+
 
 class WorkerRendezvous:
-    """The `Group` of a worker's replica. The parent runs the exchange."""
+    """The `Group` of a worker's replica. The parent runs the exchange; rows may be exchanged through shared memory.
+
+    Args:
+        rows: The replica's part of the exchange through shared memory, if the call has one.
+        gathered_rows: Results of `all_gather` that are replayed.
+    """
 
     joint_graph = False
 
-    def __init__(self, channel: Channel, inbox: Inbox, call_id: int, count: int) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        inbox: Inbox,
+        call_id: int,
+        count: int,
+        rows: RowExchange | None = None,
+        gathered_rows: Sequence[Tensor] = (),
+    ) -> None:
         self._channel, self._inbox = channel, inbox
         self._call = call_id
         self._count = count
         """The number of replicas."""
+        self._rows, self._gathered_rows = rows, deque(gathered_rows)
 
     def enter(self, index: int) -> None:
         """Nothing to do: the parent decides when this replica runs."""
 
-    def leave(self, index: int, error: BaseException | None = None) -> None:
-        """Nothing to do: the reply tells the parent."""
+    def leave(self, index: int, error: BaseException | None = None) -> None:  # noqa: ARG002
+        """End the replica's part. The reply tells the parent."""
+        if self._rows is not None:
+            self._rows.leave()
+            self._rows = None
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
+        if self._rows is not None:
+            self._rows.begin(label)
+        return self._exchange(index, label, payload)
+
+    def _exchange(self, index: int, label: str, payload: Any) -> list[Any]:
         tensors: list[Tensor] = []
         encoded = encode_payload(stage_on_host(payload), tensors)
         self._channel.send_flat(
@@ -73,4 +110,19 @@ class WorkerRendezvous:
         return [decode_payload(encoded, received) for encoded in encoded_payloads]
 
     def all_gather(self, index: int, label: str, row: Tensor) -> Tensor:
-        return all_gather_by_exchange(self, index, self._count, label, row)
+        rows, row, label = self._rows, row.detach(), describe_row(label, row)
+        if self._gathered_rows and fits_slot(row):
+            if rows is not None:
+                rows.skip()
+            return self._gathered_rows.popleft()
+        if rows is None or not fits_slot(row):
+            return all_gather_by_exchange(self.exchange, index, self._count, label, row)
+        rows.put(label, row)
+        gathered = rows.wait(self._is_stopped)
+        if gathered is None:  # the parent knows why, and answers with an error
+            all_gather_by_exchange(self._exchange, index, self._count, label, row)
+            raise EngineError(f"{label} was not completed.")
+        return gathered
+
+    def _is_stopped(self) -> bool:
+        return self._inbox.is_stopped(self._call)

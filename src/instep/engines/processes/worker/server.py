@@ -35,6 +35,7 @@ from instep.engines.processes.transport.connection import Connection, Message
 from instep.engines.processes.transport.copy_streams import DeviceReceiver, synchronize_stream
 from instep.engines.processes.transport.cuda_driver import DriverError
 from instep.engines.processes.transport.cuda_ipc import FLAG_COUNT, CudaIpcChannel
+from instep.engines.processes.transport.row_memory import RowExchange, RowMemory
 from instep.engines.processes.transport.stream_flags import StreamFlags
 from instep.engines.processes.worker.ambient import WorkerAmbientState, check_device_memory, use_device
 from instep.engines.processes.worker.module import WorkerModule, backward_roots, used_arguments
@@ -95,6 +96,7 @@ class WorkerServer:
         self._channel, self._inbox = channel, inbox
         self._modules: dict[int, WorkerModule] = {}
         self._pending_modules: dict[int, WorkerModule] = {}
+        self._row_memories: dict[int, RowMemory] = {}
         self._retained_calls: dict[int, RetainedCall] = {}
         self._dropped_modules = 0
         self._ambient = WorkerAmbientState()
@@ -111,6 +113,7 @@ class WorkerServer:
             messages.MODULE: self._receive_module,
             messages.ATTRIBUTES: self._receive_attributes,
             messages.GLOBALS: self._receive_globals,
+            messages.ROW_MEMORY: self._receive_row_memory,
             messages.FORWARD: self._forward,
             messages.BACKWARD: self._backward,
             messages.REACHABILITY: self._find_backward_collectives,
@@ -192,6 +195,24 @@ class WorkerServer:
         self._channel.registry.apply_globals(message.body, message.tensors)
         self._note_foreign_leaves(())
 
+    def _receive_row_memory(self, message: Message) -> None:
+        (capacity, nbytes), _ = self._channel.decode(message)
+        self._row_memories[message.call_id] = RowMemory.attach(message.fds[0], nbytes, capacity)
+
+    def _group(
+        self, call_id: int, request: ForwardRequest | BackwardRequest, index: int, count: int
+    ) -> WorkerRendezvous:
+        """The group of a request's replicas."""
+        rows = None
+        if request.rows:
+            memory_id, base, num_replayed = request.rows
+            if memory_id not in self._row_memories:
+                raise self._deferred_errors.pop(memory_id) or EngineError(
+                    "the memory for collectives was not received."
+                )
+            rows = RowExchange(self._row_memories[memory_id], base, index, count, num_replayed)
+        return WorkerRendezvous(self._channel, self._inbox, call_id, count, rows, request.gathered_rows)
+
     def _note_foreign_leaves(self, own: Sequence[Tensor]) -> None:
         registry = self._channel.registry
         if registry.requiring_grad:
@@ -209,6 +230,8 @@ class WorkerServer:
         if not numbers:
             return
         self._deferred_errors.discard(numbers)
+        for number in numbers:
+            self._row_memories.pop(number, None)
         released = [self._modules.pop(number) for number in numbers if number in self._modules]
         closes_memory = any(module.device_block_numbers for module in released)
         del released
@@ -260,7 +283,7 @@ class WorkerServer:
             call_rng.rng,
             request.shard_sizes,
         )
-        group = WorkerRendezvous(self._channel, self._inbox, message.call_id, request.num_replicas)
+        group = self._group(message.call_id, request, request.replica_index, request.num_replicas)
         result = run_forward(call, request.replica_index, group)
         if result.error is not None:
             module.replica_set.restore_containers()
@@ -418,7 +441,7 @@ class WorkerServer:
         rng, index = retained.rng, retained.index
         if not rng.caller.cpu.streams_used:
             rng.caller.cpu.set_base_seed(request.seed)
-        group = WorkerRendezvous(self._channel, self._inbox, message.call_id, _num_replicas(graph))
+        group = self._group(message.call_id, request, index, _num_replicas(graph))
         rng_context = rng.backward_context(index) if module.device.type == "cpu" else rng.joint_backward_context(index)
         check_no_stray_gradients(leaves)
         module.begin_backward(() if request.keep_gradients else request.wanted_tensors)
