@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import instep
 from instep.collectives.exchange import gather_rows
 from instep.collectives.group import current_context, exempt_collective
+from instep.engines.processes.controller.rendezvous import ControllerRendezvous
 
 from ..replica_helpers import ENGINE_MODES, FunctionModule, assert_close, batch, check, replicated
 
@@ -80,3 +87,172 @@ def test_grad_modes(way: str, mode: Any) -> None:
             with mode():
                 assert_close(model(x), plain(x))
         assert_close(model(x), plain(x))
+
+
+ROWS = torch.arange(3.0)
+
+
+def disagree_on_label(self: Any, x: Tensor) -> Tensor:
+    gather(ROWS, f"gather {instep.replica().index}")
+    return self.layer(x)
+
+
+def disagree_on_shape(self: Any, x: Tensor) -> Tensor:
+    gather(ROWS[: 1 + instep.replica().index])
+    return self.layer(x)
+
+
+def disagree_on_size(self: Any, x: Tensor) -> Tensor:
+    gather(torch.zeros(30000 if instep.replica().index else 3))
+    return self.layer(x)
+
+
+def disagree_on_kind(self: Any, x: Tensor) -> Tensor:
+    return self.layer(x) + (instep.all_reduce(ROWS.sum()) if instep.replica().index == 1 else gather(ROWS).sum())
+
+
+def return_early(self: Any, x: Tensor) -> Tensor:
+    for _ in range(1 if instep.replica().index == 1 else 2):
+        gather(ROWS)
+    return self.layer(x)
+
+
+def raise_early(self: Any, x: Tensor) -> Tensor:
+    gather(ROWS)
+    if instep.replica().index == 1:
+        raise KeyError("no luck")
+    gather(ROWS)
+    return self.layer(x)
+
+
+@each_way
+@pytest.mark.parametrize(
+    ("body", "error", "match"),
+    [
+        (disagree_on_label, instep.CollectiveError, "called different collectives"),
+        (disagree_on_shape, instep.CollectiveError, r"(?s)called different.*rows of float32\[.\]"),
+        (disagree_on_size, instep.CollectiveError, "called different collectives"),
+        (disagree_on_kind, instep.CollectiveError, "(?s)called different.*all_reduce"),
+        (return_early, instep.CollectiveError, "replica 1 on cpu returned from forward without it"),
+        (raise_early, KeyError, "no luck"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_replicas_that_disagree(way: str, body: Any, error: type[Exception], match: str) -> None:
+    """They fail at once, and the next call works. The second failure is on the transport of warm calls."""
+    x = batch()
+    with replicated(FunctionModule(centered), way, probe=False) as (plain, model):
+        for _ in range(2):
+            assert_close(model(x), plain(x))
+            model.body = body
+            start = time.monotonic()
+            with pytest.raises(error, match=match):
+                model(x)
+            assert time.monotonic() - start < 5
+            model.body = centered
+        assert_close(model(x), plain(x))
+
+
+class Faulty(nn.Module):
+    """Gathers rows ten times; acts on `fault` in replica 1 before the sixth."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.mark, self.fault = mark, ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(10):
+            if number == 5 and self.fault and instep.replica().index == 1:
+                if self.fault == "sleep":
+                    time.sleep(30)
+                elif not self.mark.exists():
+                    self.mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            x = self.layer(x) + number * gather(x.sum(0)).sum(0) / 50
+            x = AllGatherInBackward.apply(x)
+        return x
+
+
+class AllGatherInBackward(torch.autograd.Function):
+    """The identity; adds a small multiple of the sum over the batch to the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        context = current_context()
+        row = gradient.sum(0)
+        rows = row[None] if context is None else context.group.all_gather(context.info.index, "the backward", row)
+        return gradient + 0.01 * rows.sum(0)
+
+
+def faulty_pair(tmp_path: Path, **options: Any) -> tuple[Faulty, Any]:
+    net = Faulty(tmp_path / "killed")
+    model = instep.DataParallel(net, ["cpu"] * 3, engine="processes", probe=False, **options)
+    for _ in range(2):
+        model(torch.ones(6, 3)).sum().backward()
+    return net, model
+
+
+def step(net: nn.Module, model: nn.Module, x: Tensor) -> list[Tensor]:
+    net.zero_grad()
+    out = model(x)
+    out.sin().sum().backward()
+    return [out.detach().clone(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+
+
+def test_a_worker_that_dies_between_rows_is_replaced(tmp_path: Path) -> None:
+    net, model = faulty_pair(tmp_path)
+    x = torch.randn(6, 3)
+    with model:
+        plain = step(net, net, x)
+        expected = step(net, model, x)
+        torch.testing.assert_close(expected, plain, rtol=1e-4, atol=1e-4)
+        net.fault = "kill"
+        actual = step(net, model, x)
+        assert net.mark.exists()
+        assert all(map(torch.equal, actual, expected))
+        net.fault = ""
+        net.zero_grad()
+        out = model(x)
+        os.kill(model._instep_engine._pool.get(2).pid, signal.SIGKILL)  # its forward is replayed
+        out.sin().sum().backward()
+        assert all(torch.equal(p.grad, e) for p, e in zip(net.parameters(), expected[1:], strict=True))
+
+
+def test_a_worker_that_sleeps_fails_with_a_timeout(tmp_path: Path) -> None:
+    net, model = faulty_pair(tmp_path, timeout=1.0)
+    with model, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net.fault = "sleep"
+        with pytest.raises(instep.WorkerFailure, match="has not replied for 1 s"):
+            model(torch.ones(6, 3))
+
+
+def test_an_interruption_while_rows_are_awaited(tmp_path: Path) -> None:
+    net, model = faulty_pair(tmp_path)
+    x = torch.randn(6, 3)
+    with model:
+        expected = step(net, model, x)
+        net.fault = "sleep"
+        timer = threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        timer.start()
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        assert time.monotonic() - start < 5
+        timer.join()
+        model._instep_engine._pool.kill(1)  # still asleep
+        net.fault = ""
+        assert all(map(torch.equal, step(net, model, x), expected))
+
+
+def test_warm_calls_use_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, model = faulty_pair(tmp_path)
+    with model:
+        monkeypatch.setattr(ControllerRendezvous, "_exchange_messages", None)
+        step(net, model, torch.randn(6, 3))
+        assert model._instep_engine._row_memory is not None

@@ -52,7 +52,7 @@ class Group(Protocol):
 
 def describe_row(label: str, row: Tensor) -> str:
     """The label of an `all_gather`, with the row's dtype and shape, on which the replicas have to agree."""
-    return f"{label} of {str(row.dtype).removeprefix('torch.')}{list(row.shape)}"
+    return f"{label}, with rows of {str(row.dtype).removeprefix('torch.')}{list(row.shape)}"
 
 
 class PeerFailure(CollectiveError):
