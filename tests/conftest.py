@@ -21,6 +21,7 @@ from torch import nn
 
 import instep
 from instep.engines.processes.lifecycle.pool import WorkerPool
+from instep.engines.processes.lifecycle.process import running_workers
 
 SECONDS_TO_END = 2.0
 
@@ -148,7 +149,8 @@ def _thread_names(before: set[threading.Thread]) -> list[str]:
     started = {t for t in new if not (t.daemon and any(word in t.name for word in FOREIGN_THREADS))}
     # Some versions of torch's compiler keep a thread pool with the default thread names.
     pools = "torch._dynamo" in sys.modules
-    return sorted(t.name for t in started if not (pools and t.name.startswith("ThreadPoolExecutor-")))
+    names = [t.name for t in started if not (pools and t.name.startswith("ThreadPoolExecutor-"))]
+    return sorted(name for name in names if name != "instep-exits" or not running_workers())
 
 
 def _children() -> set[int]:

@@ -205,7 +205,8 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             self._same_device
             and not call.rng.serialized
             and not is_replica_thread()
-            and call.ambient.allows_internal_ops(self._devices[0])
+            and call.ambient.default_device is None
+            and call.ambient.saved_tensor_hooks is None
             and has_no_saved_tensor_hooks()
         )
 

@@ -53,7 +53,7 @@ class _TensorNumbering:
 
 
 LARGE_GRADIENT_BYTES = 64 * 1024
-"""Gradients of this size are copied to their slots during backward; smaller ones together at the end."""
+"""On the CPU, gradients of this size are copied to their slots during backward; all others together at the end."""
 
 
 class _UnguardedTensors(ReplicaTensors):
@@ -220,7 +220,7 @@ class WorkerModule:
         if replica is not self._replica:
             self._replica = replica
             numbers = {id(tensor): number for number, tensor in enumerate(self.tensors)}
-            for source, leaf in replica.trainable:
+            for source, leaf in replica.trainable if self.device.type == "cpu" else ():
                 if is_dense(source) and source.nbytes >= LARGE_GRADIENT_BYTES:
                     # Weak: the garbage collector does not see references held by such a hook.
                     leaf.register_post_accumulate_grad_hook(
@@ -359,19 +359,19 @@ class WorkerModule:
             slot.add_(gradient)
         return True
 
-    def _store_small(self, gradients: dict[int, Tensor]) -> Collection[int]:
-        """Store small gradients with one foreach copy. Returns their numbers."""
-        small = {
+    def _store_together(self, gradients: dict[int, Tensor]) -> Collection[int]:
+        """Store small gradients, or all on an accelerator, with one foreach copy. Returns their numbers."""
+        together = {
             number
             for number, gradient in gradients.items()
             if number not in self._filled_slots
             and self._can_store(number, gradient)
-            and gradient.nbytes < LARGE_GRADIENT_BYTES
+            and (gradient.nbytes < LARGE_GRADIENT_BYTES or self.device.type != "cpu")
         }
-        if small:
-            torch._foreach_copy_([self._gradient_slots[n] for n in small], [gradients[n] for n in small])
-            self._filled_slots.update(small)
-        return small
+        if together:
+            torch._foreach_copy_([self._gradient_slots[n] for n in together], [gradients[n] for n in together])
+            self._filled_slots.update(together)
+        return together
 
     def _can_store(self, number: int, gradient: Tensor) -> bool:
         return self.fits_slot(number, gradient) and self._gradient_slots[number].device == gradient.device
@@ -398,7 +398,7 @@ class WorkerModule:
         A gradient has no slot if it is sparse, or if an earlier one of the same tensor was already signalled.
         """
         present = {n: g for n, g in gradients.items() if g is not None}
-        stored = self._store_small(present)
+        stored = self._store_together(present)
         remaining = {n: g for n, g in present.items() if n not in stored and not self._store(n, g)}
         if not remaining:
             filled = sorted(self._filled_slots)
