@@ -59,5 +59,9 @@ class WorkerFailure(EngineError):
     """A worker process died and its part of a step cannot be run again. The message gives the cause."""
 
 
+class LostExchange(WorkerFailure):
+    """A worker died in a collective whose other replicas have used its data: the call is run again on all replicas."""
+
+
 class WrapError(InstepError, TypeError):
     """A module cannot be wrapped with these arguments."""

@@ -27,7 +27,7 @@ from instep.collectives.sync_batchnorm import SyncBatchNormPatch
 from instep.devices import has_accelerator_tensors, place, to_output_device
 from instep.engines.base import Engine
 from instep.engines.thread_pool import is_replica_thread
-from instep.errors import MergeError, StateError, StructureError
+from instep.errors import LostExchange, MergeError, StateError, StructureError
 from instep.probe.probe import Outcome, has_sequence_first_layers
 from instep.probe.readings import reading_line, try_readings, with_readings
 from instep.probe.trial_call import TrialCall
@@ -367,6 +367,8 @@ class ParallelRunner:
             dispatch.restore_shared_arguments()
             if not isinstance(error, Exception):
                 raise
+            if isinstance(error, LostExchange):
+                return [], ForwardVerdict(retry=True)
             if reason := self.one_device.take_caller_only_access(call.method):
                 return [], ForwardVerdict(one_device=reason)
             if not self.replicas.privatize_changed():

@@ -36,10 +36,11 @@ from instep.engines.processes.transport.connection import ConnectionClosed
 from instep.engines.processes.transport.copy_streams import CallStreams
 from instep.engines.processes.transport.cuda_driver import DriverError
 from instep.engines.processes.transport.cuda_ipc import allocate_shared
+from instep.engines.processes.transport.device_rows import DeviceRowMemory
 from instep.engines.processes.transport.row_memory import RowMemory
 from instep.engines.processes.worker.rng import PythonRngMonitor
 from instep.engines.thread_pool import is_replica_thread
-from instep.errors import EngineError, RemoteArgumentError, WorkerFailure
+from instep.errors import EngineError, LostExchange, RemoteArgumentError, WorkerFailure
 from instep.replicas.mutable_arguments import ArgumentSnapshot, mutable_arguments
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.runtime.locks import ForkSafeLock
@@ -213,6 +214,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
     def _forward_in_caller(self, remote: RemoteCall) -> list[ReplicaResult]:
         call, group = remote.call, remote.group
         self._prepare_rows(group)
+        group.logs_rows = call.ambient.grad_enabled
 
         def run() -> list[ReplicaResult]:  # with the thread count of a replica, which is sent to the workers
             tasks = [self._forward_task(remote, index) for index in range(1, len(call.replicas))]
@@ -228,8 +230,12 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
 
         results = run_as_replica(run, len(call.replicas), caller_restores=True)
         remote.streams.finish()
+        lost = next((result.error for result in results if isinstance(result.error, LostExchange)), None)
+        if lost is not None:
+            raise lost
         self._exchanges_rows = self._exchanges_rows or group.has_gathered
         raise_first_error(call.replicas, results)
+        group.check_device_rows()
         return results
 
     def _prepare_rows(self, group: ControllerRendezvous) -> None:
@@ -238,6 +244,9 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             memory = self._row_memory
             if memory is None or memory.owner_pid != os.getpid():
                 memory = self._row_memory = RowMemory.create(len(self._devices), next(module_ids))
+                if self._devices[0].type == "cuda" and not any(self.ipc_status.values()):
+                    with suppress(DriverError):  # rows are then exchanged by messages
+                        memory.device_rows = DeviceRowMemory.create(len(self._devices), self._devices[0])
             group.use_row_memory(memory)
 
     def _run_forward(self, remote: RemoteCall, index: int) -> ReplicaResult:
@@ -327,6 +336,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         first, *others = tasks
         overlap = self._backward_state.overlap
         self._prepare_rows(group)
+        group.logs_rows = False  # a backward is not run again
 
         def run() -> list[None]:
             return run_replicas(group, run_first, [self._backward_task(task) for task in others])
@@ -338,6 +348,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
                 overlap.run(first.graph.replicas)
 
         run_as_replica(run, len(tasks))
+        group.check_device_rows()
 
     def backward_replica(self, task: BackwardTask[ControllerRendezvous]) -> None:
         if task.replica.remote is None:

@@ -212,6 +212,8 @@ class RowRequest(NamedTuple):
     """The number before the call's first collective."""
     num_replayed: int
     """The number of collectives that were completed before the request was sent."""
+    device_base: int
+    """The number before the call's first collective on a device; 0 if rows on devices are exchanged by messages."""
 
 
 class OutputOnlyReply(NamedTuple):

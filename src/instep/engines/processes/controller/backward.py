@@ -17,6 +17,7 @@ from instep.engines.processes.lifecycle.watchdog import PendingReply
 from instep.engines.processes.messages import BackwardReply, BackwardRequest
 from instep.engines.processes.transport.copy_streams import CallStreams
 from instep.engines.processes.transport.shared_memory import SharedMemory
+from instep.errors import WorkerFailure
 from instep.runtime.ambient import anomaly_mode
 
 
@@ -52,12 +53,17 @@ class ReplicaBackward:
     def send(self, client: WorkerClient) -> PendingReply:
         self.client = client
         call, request, task = self._call, self._request, self._task
+        if self._pending is not None and task.group.release_device_rows(task.index):
+            raise WorkerFailure(
+                f"the worker of {self._graph.name} ended in a backward in which replicas exchange tensors on their "
+                f"device, so it cannot be run again alone.\nNo gradient has changed. Run the step again."
+            )
         task.group.remote.add(task.index)
         request.consumed_tokens = call.ensure_on(client, task.outputs)
         self._tensor_indices = call.tensor_indices(self._graph.leaves)
         request.wanted_tensors = [index for index in self._tensor_indices if index is not None]
         request.call_id = call.call_id
-        client.share_rows(request, task.group)
+        client.share_rows(request, task.group, task.index)
         self._pending = client.send_backward(request, call.module_state)
         self._collectives.add_failure_check(partial(client.has_failed, self._pending))
         return self._pending

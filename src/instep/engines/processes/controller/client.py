@@ -47,6 +47,7 @@ from instep.engines.processes.transport.channel import SOURCE, Channel, TensorTa
 from instep.engines.processes.transport.connection import ConnectionClosed, Message, ProtocolError
 from instep.engines.processes.transport.cuda_driver import DeviceMemory, DriverError
 from instep.engines.processes.transport.cuda_ipc import FLAG_COUNT, CudaIpcChannel, allocate_shared, poison
+from instep.engines.processes.transport.device_rows import DeviceRowMemory
 from instep.engines.processes.transport.doorbell import gradient_chunks, make_doorbell, ready_list_bytes
 from instep.engines.processes.transport.row_memory import RowMemory
 from instep.engines.processes.transport.shared_memory import SharedMemory
@@ -89,6 +90,10 @@ class WorkerClient:
         """Why results that were already returned are not complete."""
         self._row_memories: weakref.WeakSet[RowMemory] = weakref.WeakSet()
         """Memory for collectives that the worker has."""
+        self._device_row_calls: weakref.WeakKeyDictionary[DeviceRowMemory, tuple[int, int]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """For each memory for rows on a device: the worker's replica and the base of the last call."""
         self._script_environment: Any = None
         """The working directory, import path, environment and module count that the worker was sent."""
         self.timeout = math.inf
@@ -134,6 +139,8 @@ class WorkerClient:
 
     def _release_waits(self) -> None:
         """After the worker's exit: release the streams of this process that wait for it, and record why."""
+        for rows, (index, base) in list(self._device_row_calls.items()):
+            rows.release(index, base)
         ipc = self.channel.cuda_ipc
         if ipc is None or not ipc.awaits_peer():
             return
@@ -318,13 +325,20 @@ class WorkerClient:
                 return memory
         return SharedMemory.create(nbytes, "the memory for the gradients of a replica")
 
-    def share_rows(self, request: ForwardRequest | BackwardRequest, group: ControllerRendezvous) -> None:
+    def share_rows(
+        self, request: ForwardRequest | BackwardRequest, group: ControllerRendezvous, replica_index: int
+    ) -> None:
         """Let a request's replica exchange rows through the group's memory, after those that it replays."""
         memory = group.row_memory
+        if memory is not None and memory.device_rows is not None:
+            self._device_row_calls[memory.device_rows] = replica_index, memory.device_rows.base
         if memory is not None and memory not in self._row_memories:
-            self.channel.send(
-                messages.ROW_MEMORY, memory.memory_id, (memory.capacity, memory.memory.nbytes), fds=[memory.memory.fd]
-            )
+            value: list[Any] = [memory.capacity, memory.memory.nbytes, None, None]
+            fds = [memory.memory.fd]
+            if memory.device_rows is not None:
+                value[2:] = memory.device_rows.device, memory.device_rows.slots.handle
+                fds += memory.device_rows.fds
+            self.channel.send(messages.ROW_MEMORY, memory.memory_id, value, fds=fds)
             weakref.finalize(memory, self.released.append, ("module", memory.memory_id))
             self._row_memories.add(memory)
         request.rows, request.gathered_rows = group.row_request(), list(group.gathered_rows)

@@ -26,7 +26,7 @@ from instep.engines.processes.serialization.diagnose import check_not_aliased, d
 from instep.engines.processes.serialization.registry import sendable_context
 from instep.engines.processes.transport.channel import reply_rebuilder
 from instep.engines.processes.transport.copy_streams import CallStreams
-from instep.errors import CannotCross, EngineError, RemoteArgumentError
+from instep.errors import CannotCross, EngineError, LostExchange, RemoteArgumentError
 from instep.replicas.diff import MISSING, STRUCTURE_CHANGED, AttributeChange, Changes, ContainerChange
 from instep.replicas.mutable_arguments import mutable_arguments
 from instep.replicas.object_graph import is_unchanged, read_contents, write_contents
@@ -97,6 +97,8 @@ class ReplicaForward:
 
     def send(self, client: WorkerClient) -> PendingReply:
         remote, request = self._remote, self._request
+        if self._pending is not None and remote.group.release_device_rows(self._index):
+            raise LostExchange(f"the worker of {self._replica.name} ended in a collective on its device.")
         self._client, self._replayable = client, None
         remote.group.remote.add(self._index)
         module_state = self._module_state = client.sync_module(self._replica)
@@ -112,7 +114,7 @@ class ReplicaForward:
         assert request.ambient is not None
         request.ambient.context_vars = sendable_context(self._call.ambient.context_vars, client.channel.registry)
         request.generator_states = {number: source.get_state() for number, source in enumerate(module_state.generators)}
-        client.share_rows(request, remote.group)
+        client.share_rows(request, remote.group, self._index)
         try:
             self._pending, self._argument_tensors = client.send_forward(request, module_state)
         except CannotCross as error:

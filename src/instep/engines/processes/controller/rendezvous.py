@@ -22,6 +22,7 @@ from instep.engines.processes.controller.replies import AT_COLLECTIVE, RUNNING, 
 from instep.engines.processes.messages import RowRequest
 from instep.engines.processes.transport.channel import FlatValue
 from instep.engines.processes.transport.copy_streams import CallStreams
+from instep.engines.processes.transport.device_rows import DeviceRowExchange, fits_device_slot
 from instep.engines.processes.transport.row_memory import RowExchange, RowMemory, fits_slot
 from instep.engines.rendezvous import Rendezvous
 from instep.engines.thread_pool import set_replica_thread
@@ -95,10 +96,14 @@ class ControllerRendezvous(Rendezvous):
         self.row_memory: RowMemory | None = None
         """The memory through which rows are exchanged; None if they are exchanged by messages."""
         self._rows: RowExchange | None = None
+        self._device_rows: DeviceRowExchange | None = None
+        self._device_row_counts: list[int] = []
         self.gathered_rows: list[Tensor] = []
         """The results of the exchanges through the memory, for workers that replay them."""
         self.is_polling = False
         """Whether replica 0 waits for rows: reply tasks must not wait for messages meanwhile."""
+        self.logs_rows = True
+        """Whether `gathered_rows` is needed for rows on a device. Rows on the CPU are always kept."""
         self.has_gathered = False
         """Whether `all_gather` was called."""
 
@@ -106,12 +111,34 @@ class ControllerRendezvous(Rendezvous):
         """Exchange rows through memory. For calls whose workers all have a reply task."""
         self.row_memory = memory
         self._rows = RowExchange(memory, memory.start_call(), 0, len(self._names))
+        if memory.device_rows is not None:
+            base = memory.device_rows.start_call()
+            self._device_rows = DeviceRowExchange(memory.device_rows, base, 0, len(self._names))
 
     def row_request(self) -> tuple[int, ...]:
         """How a worker takes part in the exchange of rows (see `RowRequest`)."""
         if self.row_memory is None or self._rows is None:
             return ()
-        return tuple(RowRequest(self.row_memory.memory_id, self._rows.base, self._rows.num_completed))
+        device_base = 0 if self._device_rows is None else self._device_rows.base
+        return tuple(RowRequest(self.row_memory.memory_id, self._rows.base, self._rows.num_completed, device_base))
+
+    def release_device_rows(self, index: int) -> bool:
+        """Release the streams that wait for rows of a worker that died; returns whether any were exchanged."""
+        if self._device_rows is None:
+            return False
+        self._device_rows.memory.release(index, self._device_rows.base)
+        return any(self._device_rows.counts())
+
+    def check_device_rows(self) -> None:
+        """After `close`: raise if the replicas have not called the same number of collectives on their device."""
+        counts = self._device_row_counts
+        if len(set(counts)) > 1:
+            described = ", ".join(f"{name}: {count}" for name, count in zip(self._names, counts, strict=True))
+            raise CollectiveError(
+                f"the replicas called different numbers of collectives ({described}).\n"
+                f"Every replica has to make the same calls: move them out of branches and loops that depend on the "
+                f"shard."
+            )
 
     @property
     def num_collectives(self) -> int:
@@ -126,10 +153,16 @@ class ControllerRendezvous(Rendezvous):
         super().leave(index, error)
         if index == 0 and self._rows is not None:
             self._rows.leave()
+        if self._device_rows is not None and index == 0:
+            self._device_rows.leave(error is not None)
+        elif self._device_rows is not None and error is not None:
+            self._device_rows.memory.release(index, self._device_rows.base, lost=False)
 
     def close(self) -> None:
         super().close()
-        self.row_memory = self._rows = None
+        if self._device_rows is not None:
+            self._device_row_counts = self._device_rows.counts()
+        self.row_memory = self._rows = self._device_rows = None
         self.gathered_rows = []
 
     def _break(self, error: CollectiveError) -> None:
@@ -158,6 +191,13 @@ class ControllerRendezvous(Rendezvous):
     def all_gather(self, index: int, label: str, row: Tensor) -> Tensor:
         self.has_gathered = True
         rows, row, label, count = self._rows, row.detach(), describe_row(label, row), len(self._names)
+        on_device = self._device_rows
+        if on_device is not None and index == 0 and fits_device_slot(row, on_device.memory.device):
+            gathered = on_device.gather(label, row)
+            if gathered is not None:
+                if self.logs_rows:
+                    self.gathered_rows.append(gathered.clone())
+                return gathered
         if rows is None or index != 0 or not fits_slot(row):
             return all_gather_by_exchange(self.exchange, index, count, label, row)
         rows.put(label, row)

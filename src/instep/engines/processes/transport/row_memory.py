@@ -21,6 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from instep.engines.processes.transport.device_rows import DeviceRowMemory
 from instep.engines.processes.transport.shared_memory import SharedMemory
 from instep.runtime.affinity import is_spin_wait
 from instep.runtime.modes import set_inference_mode
@@ -60,6 +61,8 @@ class RowMemory:
         self.memory, self.capacity = memory, capacity
         self.memory_id = memory_id
         """The id by which the parent's requests refer to it."""
+        self.device_rows: DeviceRowMemory | None = None
+        """Memory for rows on a device that all replicas use."""
         self.owner_pid = os.getpid()
         self._calls = 0
         headers = memory.view()[: _HEADER_BYTES * (capacity + 1)].cast("q")

@@ -13,6 +13,7 @@ from instep.collectives.group import PeerFailure, describe_row
 from instep.engines.processes import messages
 from instep.engines.processes.transport.channel import Channel, FlatValue
 from instep.engines.processes.transport.connection import Connection, Message
+from instep.engines.processes.transport.device_rows import DeviceRowExchange, fits_device_slot
 from instep.engines.processes.transport.row_memory import RowExchange, fits_slot
 from instep.errors import EngineError
 from instep.runtime.modes import set_inference_mode
@@ -63,6 +64,7 @@ class WorkerRendezvous:
     Args:
         rows: The replica's part of the exchange through shared memory, if the call has one.
         gathered_rows: Results of `all_gather` that are replayed.
+        device_rows: The replica's part of the exchange on its device, if the call has one.
     """
 
     joint_graph = False
@@ -75,12 +77,14 @@ class WorkerRendezvous:
         count: int,
         rows: RowExchange | None = None,
         gathered_rows: Sequence[Tensor] = (),
+        device_rows: DeviceRowExchange | None = None,
     ) -> None:
         self._channel, self._inbox = channel, inbox
         self._call = call_id
         self._count = count
         """The number of replicas."""
         self._rows, self._gathered_rows = rows, deque(gathered_rows)
+        self._device_rows = device_rows
 
     def enter(self, index: int) -> None:
         """Nothing to do: the parent decides when this replica runs."""
@@ -90,6 +94,9 @@ class WorkerRendezvous:
         if self._rows is not None:
             self._rows.leave()
             self._rows = None
+        if self._device_rows is not None:
+            self._device_rows.leave(error is not None)
+            self._device_rows = None
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:
         if self._rows is not None:
@@ -111,10 +118,15 @@ class WorkerRendezvous:
 
     def all_gather(self, index: int, label: str, row: Tensor) -> Tensor:
         rows, row, label = self._rows, row.detach(), describe_row(label, row)
-        if self._gathered_rows and fits_slot(row):
+        device = row.device if row.device.type == "cuda" else None
+        if self._gathered_rows and (fits_slot(row) or (device is not None and fits_device_slot(row, device))):
             if rows is not None:
                 rows.skip()
             return self._gathered_rows.popleft()
+        if self._device_rows is not None and device is not None and fits_device_slot(row, device):
+            gathered = self._device_rows.gather(label, row)
+            if gathered is not None:
+                return gathered
         if rows is None or not fits_slot(row):
             return all_gather_by_exchange(self.exchange, index, self._count, label, row)
         rows.put(label, row)

@@ -35,6 +35,7 @@ from instep.engines.processes.transport.connection import Connection, Message
 from instep.engines.processes.transport.copy_streams import DeviceReceiver, synchronize_stream
 from instep.engines.processes.transport.cuda_driver import DriverError
 from instep.engines.processes.transport.cuda_ipc import FLAG_COUNT, CudaIpcChannel
+from instep.engines.processes.transport.device_rows import DeviceRowExchange, DeviceRowMemory
 from instep.engines.processes.transport.row_memory import RowExchange, RowMemory
 from instep.engines.processes.transport.stream_flags import StreamFlags
 from instep.engines.processes.worker.ambient import WorkerAmbientState, check_device_memory, use_device
@@ -196,22 +197,27 @@ class WorkerServer:
         self._note_foreign_leaves(())
 
     def _receive_row_memory(self, message: Message) -> None:
-        (capacity, nbytes), _ = self._channel.decode(message)
-        self._row_memories[message.call_id] = RowMemory.attach(message.fds[0], nbytes, capacity)
+        (capacity, nbytes, device, handle), _ = self._channel.decode(message)
+        memory = self._row_memories[message.call_id] = RowMemory.attach(message.fds[0], nbytes, capacity)
+        if handle is not None:
+            memory.device_rows = DeviceRowMemory.attach(handle, message.fds[1:], capacity, device)
 
     def _group(
         self, call_id: int, request: ForwardRequest | BackwardRequest, index: int, count: int
     ) -> WorkerRendezvous:
         """The group of a request's replicas."""
-        rows = None
+        rows = device_rows = None
         if request.rows:
-            memory_id, base, num_replayed = request.rows
+            memory_id, base, num_replayed, device_base = request.rows
             if memory_id not in self._row_memories:
                 raise self._deferred_errors.pop(memory_id) or EngineError(
                     "the memory for collectives was not received."
                 )
-            rows = RowExchange(self._row_memories[memory_id], base, index, count, num_replayed)
-        return WorkerRendezvous(self._channel, self._inbox, call_id, count, rows, request.gathered_rows)
+            memory = self._row_memories[memory_id]
+            rows = RowExchange(memory, base, index, count, num_replayed)
+            if device_base and memory.device_rows is not None:
+                device_rows = DeviceRowExchange(memory.device_rows, device_base, index, count)
+        return WorkerRendezvous(self._channel, self._inbox, call_id, count, rows, request.gathered_rows, device_rows)
 
     def _note_foreign_leaves(self, own: Sequence[Tensor]) -> None:
         registry = self._channel.registry
