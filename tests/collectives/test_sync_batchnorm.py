@@ -128,14 +128,14 @@ def test_a_call_in_eval_between_training_calls_keeps_its_graph(way: str) -> None
 
 @pytest.mark.parametrize("way", ENGINE_MODES[:3])  # it counts in this process
 def test_layers_in_eval_exchange_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    met: list[str] = []
-    share = instep.collectives.sync_batchnorm.exchange_tensors
+    met: list[Any] = []
+    share = instep.collectives.sync_batchnorm.normalize
 
-    def noted(place: Any, label: str, *rest: Any, **more: Any) -> Any:
-        met.append(label)
-        return share(place, label, *rest, **more)
+    def noted(context: Any, *rest: Any) -> Any:
+        met.append(context)
+        return share(context, *rest)
 
-    monkeypatch.setattr("instep.collectives.sync_batchnorm.exchange_tensors", noted)
+    monkeypatch.setattr("instep.collectives.sync_batchnorm.normalize", noted)
     net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
     net[0].eval()
     x = normal(7, 4)

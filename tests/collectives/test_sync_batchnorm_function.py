@@ -264,7 +264,7 @@ def test_weight_standardization_exchanges_nothing(way: str, monkeypatch: pytest.
     def fail(*_: Any, **__: Any) -> Any:
         raise AssertionError("an exchange")
 
-    monkeypatch.setattr("instep.collectives.sync_batchnorm.exchange_tensors", fail)
+    monkeypatch.setattr("instep.collectives.sync_batchnorm.normalize", fail)
     train_and_compare(nn.Sequential(StandardizedConv(3, 4, 2), nn.Tanh()), normal(5, 3, 4, 4), way, replicas=2)
 
 

@@ -41,7 +41,7 @@ def exchange_tensors(
     grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     label = label if grad else f"{label} without gradients"
     sent = list(tensors) if owned else [tensor.clone() for tensor in tensors]
-    _reject_checkpoint(context, label)
+    reject_checkpoint(context, label)
     if context.group.joint_graph:
         received, all_metadata = _exchange_joint(context, label, sent, metadata)
         for tensor in sent:
@@ -60,7 +60,7 @@ def gather_rows(context: ReplicaContext, label: str, row: Tensor) -> Tensor:
     The label is numbered, so that replicas that are out of step fail. In a backward, where the label of the forward
     has a number already, call `Group.all_gather` itself.
     """
-    _reject_checkpoint(context, label)
+    reject_checkpoint(context, label)
     return context.group.all_gather(context.info.index, numbered_label(context, label), row.detach())
 
 
@@ -76,13 +76,13 @@ def all_gather_by_exchange(
     """`Group.all_gather` by a `Group.exchange` of a `Payload`. The label describes the row."""
     peers = [peer for peer in range(count) if peer != index]
     no_grad = {peer: [False] for peer in peers}
-    payload = Payload({peer: [row] for peer in peers}, no_grad, _current_streams([row]), None)
+    payload = Payload({peer: [row] for peer in peers}, no_grad, current_streams([row]), None)
     payloads = exchange(index, label, payload)
     rows = [row] * count
     for peer in peers:
         received = payloads[peer].rows[index][0]
         assert received is not None
-        rows[peer] = _to_device(_copy_from_peer(received, row.device, payloads[peer].streams), row.device)
+        rows[peer] = _to_device(copy_from_peer(received, row.device, payloads[peer].streams), row.device)
     return torch.stack(rows)
 
 
@@ -96,9 +96,9 @@ class RowPayload(NamedTuple):
 def all_gather_in_process(group: Group, index: int, label: str, row: Tensor) -> Tensor:
     """`Group.all_gather` by `Group.exchange`, for groups that hand over any object."""
     payloads: list[RowPayload] = group.exchange(
-        index, describe_row(label, row), RowPayload(row, _current_streams([row]))
+        index, describe_row(label, row), RowPayload(row, current_streams([row]))
     )
-    return torch.stack([_copy_from_peer(payload.row, row.device, payload.streams) for payload in payloads])
+    return torch.stack([copy_from_peer(payload.row, row.device, payload.streams) for payload in payloads])
 
 
 class JointPayload(NamedTuple):
@@ -115,7 +115,7 @@ def _exchange_joint(
     """Exchange tensors with their history, in a joint graph."""
     info = context.info
     payloads: list[JointPayload] = context.group.exchange(
-        info.index, label, JointPayload(tensors, _current_streams(tensors), metadata)
+        info.index, label, JointPayload(tensors, current_streams(tensors), metadata)
     )
     received: list[list[Tensor]] = [[] for _ in payloads]
     for index, payload in enumerate(payloads):
@@ -123,17 +123,17 @@ def _exchange_joint(
             for at, tensor in enumerate(payload.tensors):
                 # the device of this replica's own tensor: its accelerator, or the CPU
                 target_device = tensors[min(at, len(tensors) - 1)].device if tensors else info.device
-                received[index].append(_copy_from_peer(tensor, target_device, payload.streams))
+                received[index].append(copy_from_peer(tensor, target_device, payload.streams))
     return received, [payload.metadata for payload in payloads]
 
 
-def _current_streams(tensors: Sequence[Tensor]) -> dict[torch.device, Any]:
+def current_streams(tensors: Sequence[Tensor]) -> dict[torch.device, Any]:
     """The current streams of this thread on the tensors' devices."""
     devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
     return {device: torch.get_device_module(device).current_stream(device) for device in devices}
 
 
-def _copy_from_peer(tensor: Tensor, device: torch.device | None, streams: dict[torch.device, Any]) -> Tensor:
+def copy_from_peer(tensor: Tensor, device: torch.device | None, streams: dict[torch.device, Any]) -> Tensor:
     """Copy another replica's tensor to a device, on the sender's stream if it is on an accelerator."""
     if device is None or tensor.device == device:
         return tensor
@@ -203,7 +203,7 @@ class ExchangeFunction(torch.autograd.Function):
         present = [tensor for tensor in tensors if tensor is not None]
         detached = {id(tensor): tensor.detach() for tensor in present}
         rows_to_send = {peer: [detached.get(id(tensor)) for tensor in row] for peer, row in rows.items()}
-        payload = Payload(rows_to_send, needed, _current_streams(present), exchange.metadata)
+        payload = Payload(rows_to_send, needed, current_streams(present), exchange.metadata)
         payloads: list[Payload] = exchange.context.group.exchange(info.index, exchange.label, payload)
         exchange.all_metadata = [payload.metadata for payload in payloads]
         exchange.needs_grad = any(any(flags) for payload in payloads for flags in payload.needs_grad.values())
@@ -260,7 +260,7 @@ def _local_tensor(sent: Tensor, device: torch.device | None, streams: dict[torch
 
     A tensor on an accelerator is copied to the replica's device; one on the CPU stays there.
     """
-    tensor = sent if sent.device.type == "cpu" else _copy_from_peer(sent, device, streams)
+    tensor = sent if sent.device.type == "cpu" else copy_from_peer(sent, device, streams)
     return tensor.data if tensor is sent else tensor
 
 
@@ -274,6 +274,10 @@ apply_exchange = cast(Callable[..., tuple[Any, ...]], ExchangeFunction.apply)
 
 
 def _reject_inner_gradient(context: ReplicaContext, label: str, _: Tensor) -> None:
+    check_forward_done(context, label)
+
+
+def check_forward_done(context: ReplicaContext, label: str) -> None:
     """Raise for a gradient taken inside forward: in a joint graph it would lack the other replicas' contributions."""
     if not context.forward_done:
         raise CollectiveError(
@@ -282,7 +286,7 @@ def _reject_inner_gradient(context: ReplicaContext, label: str, _: Tensor) -> No
         )
 
 
-def _reject_checkpoint(context: ReplicaContext, label: str) -> None:
+def reject_checkpoint(context: ReplicaContext, label: str) -> None:
     """Raise for a collective in a checkpointed region, on accelerators and in joint graphs.
 
     There autograd recomputes such a region in one of its own threads, where the replicas cannot exchange tensors.

@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from instep.collectives.exchange import exchange_tensors
+from instep.collectives.batch_norm import normalize
+from instep.collectives.batch_norm_kernels import RunningStatistics, TooFewValues
 from instep.collectives.group import ReplicaContext, current_context
 from instep.errors import StateError
 from instep.runtime.caller_warnings import warn_caller
@@ -64,9 +65,16 @@ class SyncedForward:
         if layer.num_batches_tracked is not None:
             layer.num_batches_tracked.add_(1)
             if factor is None:
-                factor = 1.0 / float(layer.num_batches_tracked)
+                factor = _cumulative_factor(layer.num_batches_tracked)
         mean, var = layer.running_mean, layer.running_var
-        return _normalize(context, input, mean, var, layer.weight, layer.bias, factor or 0.0, layer.eps)
+        return _normalize(
+            context, input, mean, var, layer.weight, layer.bias, 0.0 if factor is None else factor, layer.eps
+        )
+
+
+def _cumulative_factor(num_batches: Tensor) -> float | Tensor:
+    """The factor of a cumulative average; on an accelerator a tensor, because reading it would wait for the device."""
+    return 1.0 / float(num_batches) if num_batches.device.type == "cpu" else 1.0 / num_batches
 
 
 class SyncBatchNormPatch:
@@ -263,7 +271,7 @@ def _normalize(
     running_var: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    momentum: float,
+    momentum: float | Tensor,
     eps: float,
 ) -> Tensor:
     """Normalize by the statistics of all replicas, and update the running statistics as torch does."""
@@ -271,83 +279,13 @@ def _normalize(
     tensors = [t for t in (running_mean, running_var, weight, bias) if t is not None]
     if input.ndim < 2 or any(tensor.numel() != channels for tensor in tensors):  # torch's own error
         return _replacement.original(input, running_mean, running_var, weight, bias, True, momentum, eps)
-    x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-    # A replica without samples still takes part in the exchange, with weight zero.
-    row = channel_statistics(x) if x.numel() else x.sum([0, *range(2, x.ndim)]).repeat(2, 1)
-    label = f"batch normalization of {channels} channels in {str(x.dtype).removeprefix('torch.')}"
-    rows, counts = exchange_tensors(context, label, [row], x.numel() // max(1, channels), owned=True)
-    total = sum(counts)
-    if not total:
-        return _replacement.original(input, running_mean, running_var, weight, bias, True, momentum, eps)
-    if total == 1:
-        size = torch.Size([1, *input.shape[1:]])
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
-    mean, var = _combine_statistics([tensors[0] for tensors in rows], counts)
-    if running_mean is not None:
-        _update_running(context, running_mean, mean, momentum)
-    if running_var is not None:
-        _update_running(context, running_var, var, momentum, total / (total - 1))
-    scale = torch.rsqrt(var + eps)
-    if weight is not None:
-        scale = scale * weight
-    shift = -mean * scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
-    zeros, ones = x.new_zeros(channels), x.new_ones(channels)
-    # x * scale + shift, by torch's batch norm kernels, which are the fastest for per-channel factors
-    return torch.batch_norm(x, scale, shift, zeros, ones, False, 0.0, 0.0, False).to(input.dtype)
-
-
-class ChannelStatistics(torch.autograd.Function):
-    """Mean and variance of each channel, stacked, in few passes over the input.
-
-    On the CPU `torch.var_mean` is several times slower, unless the input is tiny.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        dims = [0, *range(2, x.ndim)]
-        if x.device.type == "cpu":
-            mean = x.mean(dims)
-            var = (x - mean.view(_channel_shape(x))).square_().mean(dims)
-        else:
-            var, mean = torch.var_mean(x, dims, correction=0)
-        row = torch.stack([mean, var])
-        ctx.save_for_backward(x, row)
-        return row
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        x, row = ctx.saved_tensors
-        grad_mean, grad_var = (gradient / (x.numel() // x.shape[1])).unbind()
-        slope = 2 * grad_var
-        base = torch.addcmul(grad_mean, slope, row[0], value=-1)
-        return torch.addcmul(base.view(_channel_shape(x)), x, slope.view(_channel_shape(x)))
-
-
-# torch does not type `Function.apply`.
-channel_statistics = cast(Callable[[Tensor], Tensor], ChannelStatistics.apply)
-
-
-def _channel_shape(x: Tensor) -> list[int]:
-    """The shape that broadcasts one value per channel."""
-    return [1, x.shape[1], *[1] * (x.ndim - 2)]
-
-
-def _combine_statistics(parts: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Combine the parts' means and variances (Chan et al.), in the order of the replicas."""
-    mean, var = parts[0].unbind()
-    total = counts[0]
-    for part, count in zip(parts[1:], counts[1:], strict=True):
-        total += count
-        weight = count / total if count else 0.0
-        new_mean, new_var = part.unbind()
-        delta = new_mean - mean
-        var = torch.addcmul(torch.lerp(var, new_var, weight), delta, delta, value=weight * (1 - weight))
-        mean = torch.add(mean, delta, alpha=weight)
-    return mean, var
-
-
-@torch.no_grad()
-def _update_running(context: ReplicaContext, running: Tensor, value: Tensor, momentum: float, by: float = 1.0) -> None:
-    """Update running statistics without changing their version counter, as torch does."""
-    running.data.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum * by)
-    context.statistics_written.add(id(running if running._base is None else running._base))
+    running = None
+    if running_mean is not None or running_var is not None:
+        running = RunningStatistics(context, running_mean, running_var, momentum)
+    try:
+        return normalize(context, input, weight, bias, eps, running)
+    except TooFewValues as error:
+        if not error.total:
+            return _replacement.original(input, running_mean, running_var, weight, bias, True, momentum, eps)
+    size = torch.Size([1, *input.shape[1:]])
+    raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
