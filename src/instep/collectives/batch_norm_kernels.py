@@ -279,19 +279,16 @@ class CudaKernels:
         return torch.batch_norm_backward_elemt(gradient, x, mean, inverse, weight, total, product, cast(Tensor, counts))
 
 
-_CPU_KERNELS, _CUDA_KERNELS = CpuKernels(), CudaKernels()
+_KERNELS: dict[str, Kernels] = {"cpu": CpuKernels(), "cuda": CudaKernels()}
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def kernels_for(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Kernels | None:
-    """The kernels for an input; None if there are none for its device or these dtypes."""
-    if x.device.type == "cpu":
-        return _CPU_KERNELS if x.is_floating_point() else None
-    if x.device.type != "cuda":
-        return None
+    """The kernels for an input; None if there are none for its device or these dtypes, which are those of CUDA."""
+    kernels = _KERNELS.get(x.device.type)
     allowed = (x.dtype, torch.float32) if x.dtype in _HALF_DTYPES else (x.dtype,)
     dtypes = {tensor.dtype for tensor in (weight, bias) if tensor is not None}
-    return _CUDA_KERNELS if len(dtypes) < 2 and all(dtype in allowed for dtype in dtypes) else None
+    return kernels if x.is_floating_point() and len(dtypes) < 2 and dtypes.issubset(allowed) else None
 
 
 def _memory_format(x: Tensor) -> torch.memory_format | None:
