@@ -452,7 +452,7 @@ class ParallelRunner:
     ) -> None:
         """Apply what the replicas' forwards changed to the module, by rule."""
         renormed = self.replicas.renormed_values(plan.parts)
-        changed = any(result.changes or result.written_state for result in results)
+        changed = any(result.changes or result.written_state or result.statistics for result in results)
         if changed:
             with self.state_merger.using_inputs(inputs):
                 self.replicas.record_state_attributes(results)

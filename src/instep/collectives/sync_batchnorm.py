@@ -29,21 +29,11 @@ from instep.collectives.batch_norm import normalize
 from instep.collectives.batch_norm_kernels import RunningStatistics, TooFewValues
 from instep.collectives.group import ReplicaContext, current_context
 from instep.errors import StateError
+from instep.replicas.state.batch_norm import has_standard_forward
 from instep.runtime.caller_warnings import warn_caller
 from instep.runtime.locks import ForkSafeLock
 from instep.runtime.modes import disable_compile_for_collective
 from instep.runtime.torch_private import load_dynamo_rules, skip_frame
-
-_STANDARD_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-
-
-def has_standard_forward(module: nn.Module) -> bool:
-    """Whether a module is a batch normalization layer whose forward is torch's own."""
-    return (
-        isinstance(module, _BatchNorm)
-        and type(module).forward in _STANDARD_FORWARDS
-        and "forward" not in module.__dict__
-    )
 
 
 class SyncedForward:

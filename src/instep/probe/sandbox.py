@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from instep.collectives.sync_batchnorm import TrialBatchNorms, has_standard_forward, use_trial_batch_norm
+from instep.collectives.sync_batchnorm import TrialBatchNorms, use_trial_batch_norm
 from instep.probe.draws import TrialDraws
 from instep.probe.snapshot import RngSnapshot, Snapshot
 from instep.replicas.clone import MODULE_REGISTRIES, REGISTRIES_AND_HOOKS, Cloner
 from instep.replicas.names import TensorOwners, module_names
 from instep.replicas.object_graph import Contents, mutable_storage, read_contents, tensors_equal
 from instep.replicas.shared_containers import SharedContainers, StatePath
+from instep.replicas.state.batch_norm import has_standard_forward
 from instep.replicas.state.carried import CarriedValue
 from instep.replicas.state.max_norm import max_norm_weights
 from instep.replicas.tensors import ParameterSharing, ReplicaTensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -16,6 +16,7 @@ from instep.errors import BridgeError
 from instep.replicas.clone import Cloner
 from instep.replicas.diff import MISSING, NO_CHANGES, AttributeChange, Changes, ChangeTracker
 from instep.replicas.object_graph import Contents, read_contents, tensors_equal, write_contents
+from instep.replicas.state.batch_norm import RunningStatistics, WrittenStatistics, find_statistics
 from instep.replicas.state.carried import Attribute
 from instep.replicas.tensors import ParameterSharing, ReplicaTensors, shared_storage_ptrs
 from instep.replicas.write_watch import WriteDetector
@@ -81,6 +82,12 @@ class Replica:
         self.module: nn.Module = self.cloner.clone(source)
         if sharing in (ParameterSharing.COPY, ParameterSharing.DIFFERENTIABLE_COPY):
             self._flatten_weights()
+        self.statistics = self._find_statistics()
+        """The running statistics of batch norm layers, known by class. The other state is `general_state`."""
+        self._statistics_moved = False
+        """Whether the running statistics have to be moved to new blocks."""
+        self.syncs_statistics: bool = getattr(patch, "enabled", False)
+        """Whether all replicas compute equal running statistics."""
         for original, copy in self.cloner.modules:
             copy.__dict__["zero_grad"] = _raise_on_zero_grad
             if patch is not None:
@@ -132,6 +139,26 @@ class Replica:
                 if isinstance(module, nn.RNNBase):
                     module.flatten_parameters()
 
+    def _find_statistics(self) -> RunningStatistics | None:
+        return find_statistics(self.cloner.modules, self.tensors.state, self.tensors.shared_storages)
+
+    def _release_statistics(self) -> None:
+        """Treat running statistics like other state until the next `sync_state`."""
+        self.statistics, self._statistics_moved = None, True
+
+    def _forget(self, copies: Iterable[Any]) -> None:
+        """Forget copies that the replica no longer uses."""
+        ids = {id(copy) for copy in copies if isinstance(copy, Tensor)}
+        self.tensors.forget(ids)
+        if self.statistics is not None and not self.statistics.copy_ids.isdisjoint(ids):
+            self._release_statistics()
+
+    @property
+    def general_state(self) -> list[TensorPair]:
+        """(source, copy) for each state tensor that is no known running statistic."""
+        state, statistics = self.tensors.state, self.statistics
+        return state if statistics is None else [pair for pair in state if id(pair[1]) not in statistics.copy_ids]
+
     def apply(self, changes: Changes) -> None:
         """Apply changes of the source to the replica."""
         for change in changes.attributes:
@@ -139,12 +166,12 @@ class Replica:
             table = module._buffers if change.is_buffer else module.__dict__
             key = (change.module_index, change.name, change.is_buffer)
             table[change.name], unused = self.cloner.reclone_attribute(key, change.name, change.new)
-            self.tensors.forget({id(copy) for copy in unused if isinstance(copy, Tensor)})
+            self._forget(unused)
         for container, _, _ in changes.containers:
             copies = {id(source): copy for source, _, copy in self.cloner.containers}
             if id(container) in copies:
                 unused = self.cloner.update_container(container, copies[id(container)])
-                self.tensors.forget({id(copy) for copy in unused if isinstance(copy, Tensor)})
+                self._forget(unused)
         self._tracker.retarget(changes, *self._tracked_state())
 
     def accepts_host_arguments(self, chosen: bool) -> bool:  # noqa: ARG002
@@ -163,7 +190,7 @@ class Replica:
             source, module = self.cloner.modules[index]
             is_buffer = name in source._buffers
             table = module._buffers if is_buffer else module.__dict__
-            self.tensors.forget({id(tensor) for tensor in tensors_in(table.get(name))})
+            self._forget(tensors_in(table.get(name)))
             if shards is not None:
                 shard = table[name] = shards[number]
                 self._assigned_shards[index, name] = (shard, map_tensors(lambda t: t.detach().clone(), shard))
@@ -189,7 +216,12 @@ class Replica:
         """
         if not self.tensors.state:
             return
-        stale = [pair for pair in self.tensors.state if not self._is_known_equal(*pair)]
+        if self.statistics is not None:
+            if self.statistics.is_current():
+                self.statistics.sync()
+            else:
+                self._release_statistics()
+        stale = [pair for pair in self.general_state if not self._is_known_equal(*pair)]
         with set_inference_mode(False), torch.no_grad():
             same_layout = [(s, c) for s, c in stale if s.shape == c.shape and s.dtype == c.dtype and is_dense(s)]
             if same_layout:
@@ -198,6 +230,8 @@ class Replica:
             for source, copy in stale:
                 if id(copy) not in copied:
                     copy.data = self.tensors.copy(source).data
+        if self._statistics_moved:
+            self.statistics, self._statistics_moved = self._find_statistics(), False
         self._watch_state()
 
     def _watch_state(self) -> None:
@@ -215,8 +249,22 @@ class Replica:
             return Changes(False, [*changes.attributes, *self._written_shards()], changes.containers)
         return changes
 
+    def written_statistics(self) -> WrittenStatistics | None:
+        """The known running statistics, if `forward` has written any. `written_state` has to be called next."""
+        if self.statistics is None:
+            return None
+        if not self.statistics.is_current():
+            self._release_statistics()  # forward has set the data of a tensor
+            return None
+        return self.statistics.written(self.statistics_written, compare=self._compares_values)
+
+    @property
+    def _compares_values(self) -> bool:
+        """Whether state is compared by value in this call. On an accelerator that synchronizes."""
+        return self.device.type == "cpu" or self._value_checks_left[self.module.training] > 0
+
     def written_state(self) -> list[TensorPair]:
-        """State tensors that `forward` wrote in place, as (source, copy).
+        """Other state tensors that `forward` wrote in place, as (source, copy).
 
         On the CPU values are compared. On an accelerator that would synchronize, so version counters are compared.
         Batch norm does not increment them for its statistics. It reports them if it is synchronized; those of torch's
@@ -225,19 +273,20 @@ class Replica:
         """
         reported = set(self.statistics_written)
         self.statistics_written.clear()
+        state = self.general_state
         if self.device.type == "cpu":
-            return [pair for pair in self.tensors.state if not tensors_equal(pair[0].cpu(), pair[1])]
+            return [pair for pair in state if not tensors_equal(pair[0].cpu(), pair[1])]
         norms = [module for module in self.modules if isinstance(module, _BatchNorm) and module.training]
         written = {id(copy) for _, copy in self._state_writes.written()} | self._unversioned | reported
         written.update(id(buffer) for norm in norms for buffer in norm.buffers(recurse=False))
-        if self._value_checks_left[self.module.training]:
+        if self._compares_values:
             self._value_checks_left[self.module.training] -= 1
-            unknown = [pair for pair in self.tensors.state if id(pair[1]) not in written]
+            unknown = [pair for pair in state if id(pair[1]) not in written]
             self._unversioned.update(
                 id(copy) for source, copy in unknown if source.device == self.device and not tensors_equal(source, copy)
             )
             written |= self._unversioned
-        return [pair for pair in self.tensors.state if id(pair[1]) in written]
+        return [pair for pair in state if id(pair[1]) in written]
 
     def revert(self, changes: Changes) -> None:
         """Undo changes that `forward` made on the replica."""
@@ -307,12 +356,14 @@ class ReplicaResult:
     output: Any = None
     changes: Changes = NO_CHANGES
     written_state: list[TensorPair] = field(default_factory=list)
-    """State tensors that forward wrote in place, as (source, copy)."""
+    """Other state tensors that forward wrote in place, as (source, copy)."""
     error: BaseException | None = None
     remote: RemoteEffects = field(default_factory=RemoteEffects)
     """Empty for a replica in this process, whose effects are found on the objects themselves."""
     context: GraphContext | None = None
     """The collectives in which the replica took part."""
+    statistics: WrittenStatistics | None = None
+    """The running statistics of batch norm layers that are known by class, if forward may have written them."""
 
 
 def run_replica(
@@ -321,4 +372,5 @@ def run_replica(
     """Run a method on one replica, and record what it changed."""
     function: Callable[..., Any] = replica.module if method == "forward" else getattr(replica.module, method)
     output = call_compiled(compiler, function, args, kwargs)
-    return ReplicaResult(output, replica.changes(), replica.written_state())
+    changes, statistics = replica.changes(), replica.written_statistics()
+    return ReplicaResult(output, changes, replica.written_state(), statistics=statistics)

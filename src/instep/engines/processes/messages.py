@@ -234,6 +234,7 @@ class ForwardReply(PositionalMessage):
             "attributes",
             "containers",
             "written_tensors",
+            "statistics",
             "private_parameters",
             "written_arguments",
             "written_with_grad",
@@ -249,6 +250,8 @@ class ForwardReply(PositionalMessage):
     """Containers that were changed: the path, the keys, and the items as `encode_items` encodes them."""
     written_tensors: dict[int, Tensor] = field(default_factory=dict)
     """Values of module tensors that were written in place, by index."""
+    statistics: tuple[()] | tuple[list[int], list[Tensor]] = ()
+    """Running statistics that were written: their indices, and the blocks that have to be sent."""
     private_parameters: dict[int, Tensor] = field(default_factory=dict)
     """Values of parameters of which the worker has a private copy because `forward` overwrites them."""
     written_arguments: dict[int, Tensor] = field(default_factory=dict)

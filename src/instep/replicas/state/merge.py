@@ -19,6 +19,7 @@ from instep.replicas.names import TensorOwners, module_names, parameter_write_er
 from instep.replicas.object_graph import Contents, read_contents, values_equal, write_contents
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.replicas.shared_containers import StatePath
+from instep.replicas.state.batch_norm import RunningStatistics
 from instep.replicas.state.carried import CarriedState, tensors_by_path
 from instep.replicas.state.containers import merge_contents
 from instep.replicas.state.rules import (
@@ -150,9 +151,20 @@ class StateMerger:
     ) -> list[StateWrite]:
         """Merge state tensors that `forward` wrote in place."""
         touched = {id(pair[0]): pair[0] for result in results for pair in result.written_state}
+        sent: list[dict[int, Tensor]] = [{} for _ in replicas]
+        writes: list[StateWrite] = []
+        if any(result.statistics for result in results):
+            statistics = replicas[0].statistics
+            if statistics is not None and self._merge_statistics(source, statistics, replicas, results, sizes, touched):
+                writes.append(statistics.write_to_source)
+            else:
+                sent = _separate_statistics(replicas, results, touched)
         if not touched:
-            return []
-        copies = [{id(original): copy for original, copy in replica.tensors.state} for replica in replicas]
+            return writes
+        copies = [
+            {id(original): copy for original, copy in replica.tensors.state} | values
+            for replica, values in zip(replicas, sent, strict=True)
+        ]
         pairs, owners = [], self._owners_for(source, replicas[0])
         for key, original in touched.items():
             values = [table[key] for table in copies]
@@ -166,7 +178,25 @@ class StateMerger:
                 if rule is not None and all(values_equal(value, values[0]) for value in values[1:]):
                     rule = "first"
             pairs.append((original, self.merge_value(path, original, values, sizes, rule)))
-        return [partial(_copy_values, pairs)]
+        return [*writes, partial(_copy_values, pairs)]
+
+    def _merge_statistics(
+        self,
+        source: nn.Module,
+        statistics: RunningStatistics,
+        replicas: Sequence[Replica],
+        results: Sequence[ReplicaResult],
+        sizes: Sequence[int],
+        touched: Mapping[int, Tensor],
+    ) -> bool:
+        """Merge running statistics in the blocks of the first replica. Returns False if each needs a rule."""
+        if self.rules and statistics.has_user_rule is None:
+            owners = self._owners_for(source, replicas[0])
+            paths = [StatePath(owners.find(original).path) for original, _ in statistics.pairs]
+            statistics.has_user_rule = any(self.state_rule(path) is not None for path in paths)
+        if statistics.has_user_rule or not touched.keys().isdisjoint(statistics.keys):
+            return False
+        return statistics.merge([result.statistics for result in results], sizes, replicas[0].syncs_statistics)
 
     def _owners_for(self, source: nn.Module, replica: Replica) -> TensorOwners:
         """The owners of the source's tensors, cached while the replicas are the same."""
@@ -359,6 +389,28 @@ class StateMerger:
         if isinstance(rule, tuple) and rule[0] == "cat":  # the dim of the rule
             merger.batch_dims.update({where: (tensor.ndim, rule[1]) for where, tensor in tensors_by_path(merged)})
         return merged
+
+
+def _separate_statistics(
+    replicas: Sequence[Replica], results: Sequence[ReplicaResult], touched: dict[int, Tensor]
+) -> list[dict[int, Tensor]]:
+    """Add running statistics to the written tensors. Returns, for each replica, those that its process has sent.
+
+    Synchronized statistics that were not sent are the first replica's, unless its forward has written them otherwise.
+    """
+    first, own = results[0].statistics, {id(original): copy for original, copy in replicas[0].tensors.state}
+    originals = {id(original): original for original, _ in replicas[0].tensors.state}
+    found = []
+    for replica, result in zip(replicas, results, strict=True):
+        written = result.statistics
+        values: dict[int, Tensor] = {}
+        if written is not None:
+            touched.update((key, originals[key]) for key in written.keys)
+            values = written.split(originals) if replica.is_remote else {}
+            if not written.blocks and first is not None and not first.by_user:
+                values = {key: own[key] for key in written.keys}
+        found.append(values)
+    return found
 
 
 def _path_in_container(tensor: Tensor, replica: Replica, container_paths: Mapping[int, StatePath]) -> StatePath:

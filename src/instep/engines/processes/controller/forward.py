@@ -31,6 +31,7 @@ from instep.replicas.diff import MISSING, STRUCTURE_CHANGED, AttributeChange, Ch
 from instep.replicas.mutable_arguments import mutable_arguments
 from instep.replicas.object_graph import is_unchanged, read_contents, write_contents
 from instep.replicas.replica import RemoteEffects, ReplicaResult
+from instep.replicas.state.batch_norm import WrittenStatistics
 from instep.replicas.write_watch import deduplicate_views
 from instep.runtime.ambient import AmbientState, EncodedAmbientState
 from instep.runtime.rng import GeneratorPairs, generators_in
@@ -176,9 +177,9 @@ class ReplicaForward:
                 replayable.record_versions()  # the writes so far are those of forward itself
                 replayable.arguments_changed = bool(reply.written_arguments or reply.exclusive_generator_states)
         if isinstance(reply, ForwardReply):
-            record_old_values(
-                replica.source_modules[0], [module_state.tensors[number] for number in reply.written_tensors]
-            )
+            written = [module_state.tensors[number] for number in reply.written_tensors]
+            statistics = [module_state.tensors[number] for number in reply.statistics[0]] if reply.statistics else []
+            record_old_values(replica.source_modules[0], written, statistics)
         return result
 
     def _apply_reply(self, reply: ForwardReply) -> ReplicaResult:
@@ -318,8 +319,17 @@ def _apply_state(replica: RemoteReplica, module_state: RemoteModuleState, reply:
         output=reply.output,
         changes=Changes(False, attributes, _apply_containers(replica, reply) if reply.containers else []),
         written_state=replica.write_state(written_state),
+        statistics=_statistics(module_state, reply),
         remote=RemoteEffects(written_parameters),
     )
+
+
+def _statistics(module_state: RemoteModuleState, reply: ForwardReply) -> WrittenStatistics | None:
+    """The running statistics that the worker's replica has written."""
+    if not reply.statistics:
+        return None
+    numbers, blocks = reply.statistics
+    return WrittenStatistics(tuple(id(module_state.tensors[number]) for number in numbers), blocks, compare=True)
 
 
 def _apply_containers(replica: RemoteReplica, reply: ForwardReply) -> list[ContainerChange]:

@@ -17,6 +17,7 @@ from instep.replicas.clone import reaches_source
 from instep.replicas.diff import AttributeChange, Changes
 from instep.replicas.object_graph import is_atomic
 from instep.replicas.replica import Replica, TensorPair
+from instep.replicas.state.batch_norm import FlatCopy
 from instep.replicas.state.carried import Attribute
 from instep.replicas.tensors import ParameterSharing, ReplicaTensors, leaf_like
 from instep.runtime.locks import ForkSafeLock
@@ -29,8 +30,13 @@ module_ids = itertools.count(1)
 class ChangeRecorder(Protocol):
     """A call that may be replayed, which records changes of its module."""
 
-    old_values: dict[int, Tensor]
-    """By `id()` of a module tensor: its value before it was written."""
+    def record_values(self, values: Mapping[int, Tensor]) -> None:
+        """Record the values of module tensors that are written now, by `id()` of the tensor."""
+        ...
+
+    def record_blocks(self, blocks: Sequence[FlatCopy]) -> None:
+        """Record the values of module tensors that are written now, as flat copies."""
+        ...
 
     def record_changes(self, changes: Changes) -> None:
         """Record the old values of attributes and containers that change now."""
@@ -119,6 +125,9 @@ class RemoteReplica(Replica):
             not chosen and self.worker_device != self.source_device and self.worker_device.type != "cpu"
         )
         return self.worker_moves_args
+
+    def _find_statistics(self) -> None:
+        """The worker's replica has them."""
 
     def write_state(self, values: Mapping[int, Tensor]) -> list[TensorPair]:
         """Show what the worker wrote to state, by `id()` of the source's tensors, until `restore_views`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ from instep.engines.processes.transport.channel import reply_rebuilder
 from instep.errors import WorkerFailure
 from instep.replicas.diff import MISSING, Changes
 from instep.replicas.object_graph import Contents, is_atomic, read_contents, tensors_equal, write_contents
+from instep.replicas.state.batch_norm import FlatCopy, flat_copies
 from instep.replicas.write_watch import WriteDetector
 from instep.structure.tree import map_tensors, tensors_in
 
@@ -61,6 +62,8 @@ class ReplayableCall:
     """By `id()`: containers that have changed since, with their old contents."""
     old_values: dict[int, Tensor] = field(default_factory=dict)
     """By `id()` of a module tensor: its value before it was written."""
+    old_blocks: dict[tuple[int, ...], FlatCopy] = field(default_factory=dict)
+    """By the `id()`s of module tensors: their values before they were written, not yet in `old_values`."""
     is_exact: bool = True
     """Whether the module's state before the call can be restored."""
     consumed_tokens: list[list[int]] = field(default_factory=list)
@@ -110,6 +113,23 @@ class ReplayableCall:
                 )
         self.is_exact = self.is_exact and not changes.is_structural
 
+    def record_values(self, values: Mapping[int, Tensor]) -> None:
+        """Record the values of module tensors that are written now, by `id()`. Values recorded earlier are kept."""
+        self._separate_blocks()
+        for key, value in values.items():
+            self.old_values.setdefault(key, value)
+
+    def record_blocks(self, blocks: Sequence[FlatCopy]) -> None:
+        """Record the values of module tensors that are written now, as flat copies."""
+        for copy in blocks:
+            self.old_blocks.setdefault(copy.keys, copy)
+
+    def _separate_blocks(self) -> None:
+        for copy in self.old_blocks.values():
+            for tensor, value in copy.split():
+                self.old_values.setdefault(id(tensor), value)
+        self.old_blocks = {}
+
     def ensure_on(self, client: WorkerClient, outputs: Sequence[Tensor]) -> list[list[int]]:
         """Make sure that a worker has the graph. Returns the tokens to consume again after a replay.
 
@@ -139,6 +159,7 @@ class ReplayableCall:
             replica = self._replica = self.recreate_replica()
             replica.private_container_paths = self.private_containers
             module_state = client.sync_module(replica)
+        self._separate_blocks()
         indices = module_state.tensor_indices
         old_values = {indices[key]: value for key, value in self.old_values.items() if key in indices}
         request = self.request
@@ -206,13 +227,16 @@ class ReplayableCall:
                 _set_attribute(key, value)
 
 
-def record_old_values(root: nn.Module, written: Iterable[Tensor]) -> None:
-    """Record the values of state that is about to be written, for calls that may be replayed."""
-    values: dict[int, Tensor] = {}
-    for recorder in registered_recorders(root):
-        values = values or {id(source): source.detach().clone() for source in written}
-        for key, value in values.items():
-            recorder.old_values.setdefault(key, value)
+def record_old_values(root: nn.Module, written: Sequence[Tensor], statistics: Sequence[Tensor]) -> None:
+    """Record the values of state and of running statistics that are about to be written, for calls to be replayed."""
+    recorders = registered_recorders(root) if written or statistics else []
+    if not recorders:
+        return
+    values, blocks = {id(source): source.detach().clone() for source in written}, flat_copies(statistics)
+    for recorder in recorders:
+        recorder.record_blocks(blocks)
+        if values:
+            recorder.record_values(values)
 
 
 def _detached(value: Any) -> Any:

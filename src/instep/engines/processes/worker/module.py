@@ -315,6 +315,11 @@ class WorkerModule:
             reply.private_parameters = {
                 numbers[id(s)]: copy.detach() for s, copy in replica.trainable if id(s) in replica_set.private_weights
             }
+        if result.statistics is not None:
+            numbers, written = self.tensor_numbers(), result.statistics
+            is_sent = written.compare or not replica.syncs_statistics
+            blocks = [block.clone() for block in written.blocks] if is_sent else []
+            reply.statistics = [numbers[key] for key in written.keys], blocks
         if not result.changes:
             return reply
         reply.attributes = [
