@@ -141,7 +141,7 @@ def test_messages_omit_default_fields() -> None:
     assert BackwardReply([], {}, {}, host_rng_used=True).fields() == ([], {}, {}, True)
     assert ForwardReply(output=[]).fields() == ([],)
     assert ForwardReply(output=0, written_parameters=[3]).fields()[0] == 0
-    assert BackwardRequest(0, {}, 0).fields() == (0, {}, 0)
+    assert BackwardRequest(0, {}, 0).fields() == (0, {}, 0, ())
     run = ForwardRequest(1, "forward", [], 1, [2, 2], 2, False, 0, 0)
     assert ForwardRequest(*run.fields()) == run
     run.sequence_number = 7
