@@ -87,6 +87,10 @@ INTERNAL: dict[str, frozenset[str]] = {
             "engines/processes/nccl/group.py: NcclGroup.collective",
             "engines/processes/nccl/group.py: NcclGroup.raise_if_aborted",
             "engines/processes/serialization/exceptions.py: _add_worker_traceback",
+            "collectives/batch_norm.py: SharedResult.get",
+            "collectives/batch_norm.py: normalize_differentiably",
+            "collectives/batch_norm_kernels.py: CpuKernels.combine",
+            "collectives/batch_norm_kernels.py: CudaKernels.combine",
             "engines/processes/transport/cuda_ipc.py: open_shared",
             "engines/processes/worker/module.py: WorkerModule.prepare_replica",
             "engines/processes/worker/nccl_member.py: NcclMember._receive_broadcast",
@@ -106,7 +110,7 @@ INTERNAL: dict[str, frozenset[str]] = {
     ),
     "repeats a message that a scenario shows": frozenset(
         {
-            "collectives/exchange.py: ExchangeFunction.backward",
+            "collectives/exchange.py: start_backward",
             "engines/base.py: add_replica_note",
             "engines/processes/worker/server.py: DeferredErrors.record",
             "probe/probe.py: Probe._check_additive",

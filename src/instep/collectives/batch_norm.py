@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from instep.autograd.bridge import GRAPH_FREED_MESSAGE
 from instep.collectives.batch_norm_kernels import (
     Kernels,
     RunningStatistics,
@@ -39,10 +38,10 @@ from instep.collectives.exchange import (
     exchange_tensors,
     gather_rows,
     reject_checkpoint,
+    start_backward,
 )
-from instep.collectives.group import PeerFailure, ReplicaContext, current_context
-from instep.errors import CollectiveError
-from instep.runtime.torch_private import is_batched_gradient, is_graph_retained
+from instep.collectives.group import PeerFailure, ReplicaContext
+from instep.runtime.torch_private import is_batched_gradient
 
 
 def normalize(
@@ -112,17 +111,9 @@ class BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> Any:
-        if ctx.is_freed:
-            raise RuntimeError(GRAPH_FREED_MESSAGE)
-        (x, weight), (statistics,) = _load(ctx)  # recomputes a checkpointed region around this node
-        ctx.is_freed = not is_graph_retained()
         kernels, eps, label, active_contexts = ctx.call
-        context = current_context() or next(iter(active_contexts), None)
-        if context is None:
-            raise CollectiveError(
-                f"a gradient reached {label}, outside the backward of its call, where the other replicas do not "
-                f"take part.\nReturn from forward the tensor that is differentiated."
-            )
+        context, saved = start_backward(ctx, label, active_contexts)
+        (x, weight), (statistics,) = _load(ctx, saved)
         if torch.is_grad_enabled():
             label = f"the differentiable backward of {label}"
             outputs = [normalize_differentiably(context, label, x, weight, None, eps)]
@@ -161,8 +152,8 @@ def _save(ctx: Any, inputs: Sequence[Tensor | None], statistics: Sequence[Statis
     ctx.save_for_backward(*inputs, *tensors)
 
 
-def _load(ctx: Any) -> tuple[list[Tensor], list[Statistics]]:
-    saved = list(ctx.saved_tensors)
+def _load(ctx: Any, saved: Sequence[Any]) -> tuple[Sequence[Any], list[Statistics]]:
+    """The inputs and the statistics among the saved tensors."""
     inputs, tensors = saved[: ctx.num_inputs], iter(saved[ctx.num_inputs :])
     return inputs, [
         Statistics(next(tensors), next(tensors), next(tensors) if count is None else count) for count in ctx.counts
@@ -288,7 +279,7 @@ class JointBatchNorm(torch.autograd.Function):
         call: JointCall = ctx.call
         for context in call.contexts:
             check_forward_done(context, call.label)
-        inputs, statistics = _load(ctx)
+        inputs, statistics = _load(ctx, ctx.saved_tensors)
         count = len(call.kernels)
         xs, weights = inputs[:count], inputs[count:]
         with _use_streams(call.streams):

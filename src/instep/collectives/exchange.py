@@ -234,21 +234,32 @@ class ExchangeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *gradients: Tensor | None) -> Any:
-        if ctx.is_freed:
-            raise RuntimeError(GRAPH_FREED_MESSAGE)
-        ctx.saved_tensors  # noqa: B018  # recomputes a checkpointed region around this node
-        ctx.is_freed = not is_graph_retained()
-        context = current_context() or next(iter(ctx.active_contexts), None)
-        if context is None:
-            raise CollectiveError(
-                f"a gradient reached {ctx.label}, outside the backward of its call, where the other replicas do not "
-                f"take part.\nReturn from forward the tensor that is differentiated."
-            )
+        context = start_backward(ctx, ctx.label, ctx.active_contexts)[0]
         items = iter(gradients)
         rows = [[next(items) for _ in range(width)] for width in ctx.widths]
         exchange = Exchange(context, f"the backward of {ctx.label}")
         received = zip(_run_exchange(exchange, rows, torch.is_grad_enabled()), ctx.devices, strict=True)
         return (None, None, None, *(g if g is None or device is None else g.to(device) for g, device in received))
+
+
+def start_backward(
+    ctx: Any, label: str, active_contexts: Sequence[ReplicaContext]
+) -> tuple[ReplicaContext, tuple[Any, ...]]:
+    """Begin the backward of a node with a token; returns the context in which it exchanges, and its saved tensors.
+
+    The node has `is_freed`, which is False at first.
+    """
+    if ctx.is_freed:
+        raise RuntimeError(GRAPH_FREED_MESSAGE)
+    saved: tuple[Any, ...] = ctx.saved_tensors  # recomputes a checkpointed region around this node
+    ctx.is_freed = not is_graph_retained()
+    context = current_context() or next(iter(active_contexts), None)
+    if context is None:
+        raise CollectiveError(
+            f"a gradient reached {label}, outside the backward of its call, where the other replicas do not "
+            f"take part.\nReturn from forward the tensor that is differentiated."
+        )
+    return context, saved
 
 
 def _requires_grad(tensor: Tensor | None) -> bool:
