@@ -6,6 +6,7 @@ On the CPU all engines give the same bits: rows are combined in the order of the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -222,7 +223,7 @@ class CudaKernels:
         if not count:
             return _empty_row(x)
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
-        return torch.cat((mean, var, mean.new_full((1,), count)))
+        return torch.cat((mean, var, _count_tensor(count, mean.dtype, mean.device)))
 
     def combine(self, rows: Tensor, count: int, eps: float, running: RunningStatistics | None) -> Statistics:
         channels = rows.shape[1] // 2
@@ -316,6 +317,13 @@ def _cast(parameter: Tensor | None, x: Tensor) -> Tensor | None:
 def channel_shape(x: Tensor) -> list[int]:
     """The shape that broadcasts one value per channel."""
     return [1, x.shape[1], *[1] * (x.ndim - 2)]
+
+
+@lru_cache(maxsize=256)
+def _count_tensor(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A count on a device. It is cached: creating it takes as long as the other kernels of a layer."""
+    with torch.inference_mode(False):
+        return torch.full((1,), count, dtype=dtype, device=device)
 
 
 def row_dtype(x: Tensor) -> torch.dtype:

@@ -240,7 +240,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
 
     def _prepare_rows(self, group: ControllerRendezvous) -> None:
         """Let a group whose replica 0 runs in this thread exchange rows through shared memory."""
-        if self._on_cpu and self._exchanges_rows:
+        if self._exchanges_rows:
             memory = self._row_memory
             if memory is None or memory.owner_pid != os.getpid():
                 memory = self._row_memory = RowMemory.create(len(self._devices), next(module_ids))

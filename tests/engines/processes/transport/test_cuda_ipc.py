@@ -42,8 +42,7 @@ def fake_memory(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, Tensor]:
     monkeypatch.setattr(cuda_ipc, "allocate_shared", allocate)
     monkeypatch.setattr(cuda_ipc, "open_shared", lambda handle, nbytes, device: FakeMemory(handle))
     monkeypatch.setattr(cuda_ipc, "ALLOCATION_GRANULARITY", 4096)
-    stream = FakeStream()
-    monkeypatch.setattr(cuda_ipc, "current_stream", lambda _: stream)
+    monkeypatch.setattr(cuda_ipc, "current_raw_stream", lambda _: 0)
     return FakeMemory.blocks
 
 
@@ -65,11 +64,6 @@ class FakeFlags:
 
     def store(self, index: int, value: int) -> None:
         self.words[index] = value
-
-
-class FakeStream:
-    def synchronize(self) -> None:
-        pass
 
 
 def make_pair() -> tuple[CudaIpcChannel, CudaIpcChannel]:

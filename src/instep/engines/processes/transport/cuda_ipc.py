@@ -13,10 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.cuda import current_stream
 
-from instep.engines.processes.transport.copy_streams import DeviceReceiver
-from instep.engines.processes.transport.cuda_driver import ALLOCATION_GRANULARITY, DeviceMemory, DriverError
+from instep.engines.processes.transport.copy_streams import DeviceReceiver, synchronize_stream
+from instep.engines.processes.transport.cuda_driver import (
+    ALLOCATION_GRANULARITY,
+    DeviceMemory,
+    DriverError,
+    current_raw_stream,
+)
 from instep.engines.processes.transport.shared_memory import RingAllocator, align
 from instep.engines.processes.transport.stream_flags import StreamFlags
 from instep.engines.processes.transport.tensor_codec import DTYPE_CODES, DTYPES
@@ -114,7 +118,7 @@ class CudaIpcChannel:
         )
         self._sent_number = self._read_number = self._peer_read_number = 0
         """Numbers of the last message that was written, that was read, and that the peer has queued to be read."""
-        self._write_stream = self._read_stream = current_stream(device)
+        self._write_stream = self._read_stream = current_raw_stream(device)
         self._send_ring: _DeviceRing | None = None
         self._receive_ring: _DeviceRing | None = None
         self._retired_rings: list[_DeviceRing] = []
@@ -129,7 +133,7 @@ class CudaIpcChannel:
         """
         if not self.enabled:
             return list(tensors), IpcTransfer(False, 0, self._read_number, self._read_position)
-        stream = current_stream(self.device)
+        stream = current_raw_stream(self.device)
         if stream != self._write_stream:  # signals have to be in order
             self.flags.wait(self._written_flag, self._sent_number, stream)
             self._write_stream = stream
@@ -184,7 +188,7 @@ class CudaIpcChannel:
         self._mark_read(transfer)
         if not transfer.number:
             return list(received)
-        stream = current_stream(self.device)
+        stream = current_raw_stream(self.device)
         if stream != self._read_stream:
             self.flags.wait(self._read_flag, self._read_number, stream)
             self._read_stream = stream
@@ -214,7 +218,7 @@ class CudaIpcChannel:
             current = opened[number]
             if ring is not None and (current is None or current.generation != ring[0]):
                 if current is not None:  # copies from it may be queued
-                    current_stream(self.device).synchronize()
+                    synchronize_stream(self.device)
                 opened[number] = _DeviceRing(open_shared(ring[1], ring[2], self.device), ring[0])
         self._receive_ring, self._send_ring = opened
 
@@ -229,9 +233,9 @@ class CudaIpcChannel:
         if self._is_parent and self._receive_ring is not None and transfer.write_position is not None:
             self._receive_ring.peer_opened = self._receive_ring.generation == transfer.write_position[0]
         if self._retired_rings and all(r is None or r.peer_opened for r in (self._send_ring, self._receive_ring)):
-            stream = current_stream(self.device)  # both processes may still copy from or to them
-            self.flags.wait(self._peer_read_flag, self._peer_read_number, stream)
-            stream.synchronize()
+            # both processes may still copy from or to them
+            self.flags.wait(self._peer_read_flag, self._peer_read_number, current_raw_stream(self.device))
+            synchronize_stream(self.device)
             self._retired_rings = []
 
     def _reserve(self, nbytes: int) -> tuple[_DeviceRing, int] | None:
@@ -277,7 +281,7 @@ def poison(memory: DeviceMemory) -> None:
     """Fill memory with NaN, independently of the current stream."""
     with torch.cuda.device(memory.device), torch.cuda.stream(torch.cuda.Stream(memory.device)):
         memory.tensor(0, memory.nbytes).fill_(255)
-        current_stream(memory.device).synchronize()
+        synchronize_stream(memory.device)
 
 
 def allocate_shared(nbytes: int, device: torch.device) -> DeviceMemory:

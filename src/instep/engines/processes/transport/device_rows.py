@@ -19,7 +19,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from instep.engines.processes.transport.cuda_driver import DeviceMemory
+from instep.engines.processes.transport.cuda_driver import DeviceMemory, current_raw_stream
 from instep.engines.processes.transport.cuda_ipc import allocate_shared, open_shared, poison
 from instep.engines.processes.transport.shared_memory import SharedMemory
 from instep.engines.processes.transport.stream_flags import StreamFlags
@@ -140,7 +140,7 @@ class DeviceRowExchange:
 
     def gather(self, label: str, row: Tensor) -> Tensor | None:
         """Queue an all-gather. None if another replica has left or has called another collective."""
-        memory, stream = self.memory, torch.cuda.current_stream(row.device)
+        memory = self.memory
         number = self._number = self._number + 1
         digest = _digest(label)
         self._header[_FIRST_LABEL + number % _LABELS] = digest
@@ -155,9 +155,7 @@ class DeviceRowExchange:
                 return None
         rows = memory.views(self._count, row)[number & 1]
         rows[self._index].copy_(row)
-        memory.flags.signal(self._index, number, stream)
-        for peer in self._peers:
-            memory.flags.wait(peer, number, stream)
+        memory.flags.signal_and_wait(self._index, self._peers, number, current_raw_stream(memory.device))
         return rows
 
     def leave(self, failed: bool) -> None:
@@ -165,7 +163,7 @@ class DeviceRowExchange:
         self._header[_LEFT] = self.base
         self.memory.fence()
         if failed or any(self.memory.headers[peer][_NUMBER] > self._number for peer in self._peers):
-            stream = torch.cuda.current_stream(self.memory.device)
+            stream = current_raw_stream(self.memory.device)
             self.memory.flags.signal(self._index, self.base + CALL_NUMBERS - 1, stream)
 
     def counts(self) -> list[int]:

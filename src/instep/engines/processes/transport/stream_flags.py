@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import torch
 
-from instep.engines.processes.transport.cuda_driver import map_host_memory, unpin_memory, wait_for_word, write_word
+from instep.engines.processes.transport.cuda_driver import (
+    StreamOperation,
+    map_host_memory,
+    queue_operations,
+    unpin_memory,
+    wait_operation,
+    write_operation,
+)
 from instep.engines.processes.transport.shared_memory import SharedMemory
 
 _STRIDE = 128
@@ -43,13 +51,21 @@ class StreamFlags:
         """The descriptor to send to other processes."""
         return self._memory.fd
 
-    def signal(self, index: int, value: int, stream: torch.cuda.Stream) -> None:
-        """Set a word after the work that is queued on a stream."""
-        write_word(stream, self._address + index * _STRIDE, value % _MODULUS)
+    def signal(self, index: int, value: int, stream: int) -> None:
+        """Set a word after the work that is queued on a stream, which is given by its handle."""
+        queue_operations(stream, write_operation(self._address + index * _STRIDE, value % _MODULUS))
 
-    def wait(self, index: int, value: int, stream: torch.cuda.Stream) -> None:
+    def wait(self, index: int, value: int, stream: int) -> None:
         """Let the work that is queued on a stream from now on wait until a word has reached a value."""
-        wait_for_word(stream, self._address + index * _STRIDE, value % _MODULUS)
+        queue_operations(stream, self._wait(index, value))
+
+    def signal_and_wait(self, index: int, others: Sequence[int], value: int, stream: int) -> None:
+        """Set a word, then wait until others have reached the same value."""
+        operations = [self._wait(other, value) for other in others]
+        queue_operations(stream, write_operation(self._address + index * _STRIDE, value % _MODULUS), *operations)
+
+    def _wait(self, index: int, value: int) -> StreamOperation:
+        return wait_operation(self._address + index * _STRIDE, value % _MODULUS)
 
     def has_reached(self, index: int, value: int) -> bool:
         """Whether a word has reached a value."""
