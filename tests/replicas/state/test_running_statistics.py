@@ -189,7 +189,7 @@ def call_function(norm: nn.BatchNorm1d, x: Tensor) -> None:
     F.batch_norm(x, norm.running_mean, norm.running_var, training=True, momentum=0.3)
 
 
-@each_way
+@pytest.mark.parametrize("way", ["threads", "processes"])
 @pytest.mark.parametrize("write", [scale, scale_data, set_data, run_in_training, call_function])
 @pytest.mark.parametrize("training", [True, False])
 def test_writes_in_forward(way: str, write: Callable[[nn.BatchNorm1d, Tensor], None], training: bool) -> None:
@@ -216,7 +216,7 @@ def zero_if_negative(norm: nn.BatchNorm1d, x: Tensor) -> None:
         norm.running_mean.zero_()
 
 
-@each_way
+@pytest.mark.parametrize("way", ["threads", "processes"])
 @pytest.mark.parametrize("write", [add_shard_mean, add_shard_mean_to_data, zero_if_negative])
 @pytest.mark.parametrize("sample", [0, 6])
 def test_writes_that_differ_between_replicas_raise(
@@ -298,7 +298,7 @@ class ReadsStatistics(nn.Module):
 
 @pytest.mark.timeout(120)
 @both
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_replay_uses_the_statistics_from_before_the_call(synced: bool, training: bool) -> None:
     """Later calls write the statistics before the worker dies."""
     net, x = ReadsStatistics().double(), normal(6, 4)
