@@ -9,6 +9,7 @@ PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
+VISION := $(if $(TORCH),,$(VENV)/.vision-installed)
 DECLARED := pyproject.toml constraints.txt
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
@@ -22,10 +23,10 @@ demo: $(RUNTIME) ## train a small language model on every device, and prove each
 	@$(BIN)/python -m instep demo
 
 # Lint and types are checked with the pinned torch only: its annotations differ between versions.
-test: $(DEV) $(if $(TORCH),,lint types) ## lint, types, and every test that is not marked slow, on all cores
+test: $(DEV) $(VISION) $(if $(TORCH),,lint types) ## lint, types, and every test that is not marked slow, on all cores
 	@$(PYTEST) -m "not slow"
 
-test-all: $(DEV) $(if $(TORCH),,lint types) ## lint, types, and every test
+test-all: $(DEV) $(VISION) $(if $(TORCH),,lint types) ## lint, types, and every test
 	@$(PYTEST) --hypothesis-profile=thorough
 
 lint: $(DEV) ## check style and format
@@ -73,4 +74,16 @@ $(RUNTIME): $(DECLARED) | $(BIN)/python
 $(DEV): $(RUNTIME)
 	@echo "adding the development tools to $(VENV), once"
 	@$(PIP) install --no-compile -c $(CONSTRAINTS) -e '.[dev]'
+	@touch $@
+
+# torchvision and timm go to a folder of their own, which only their tests have on the path: the wheel of torchvision may
+# be compiled for another build of torch (CUDA) than the installed one, and then transformers, which looks for it, cannot be
+# imported. Operators in Python replace those that cannot be loaded. Only for the pinned torch, which torchvision 0.28 is for.
+VISION_FILES := tests/ecosystem/vision/torchvision_operators.py
+$(VISION): $(DECLARED) $(VISION_FILES) | $(DEV)
+	@echo "adding torchvision and timm to $(VENV)/vision, once"
+	@rm -rf $(VENV)/vision
+	@$(PIP) install --no-compile --no-deps --target $(VENV)/vision -c $(CONSTRAINTS) torchvision timm pillow
+	@cp $(VISION_FILES) $(VENV)/vision
+	@echo "import torchvision_operators" >> $(VENV)/vision/torchvision/extension.py
 	@touch $@

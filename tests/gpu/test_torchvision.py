@@ -12,13 +12,15 @@ import instep
 
 detection: Any = pytest.importorskip("torchvision.models.detection", reason="needs torchvision")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+EVERYTHING = {"rpn_batch_size_per_image": 1 << 20, "box_batch_size_per_image": 1 << 20, "rpn_post_nms_top_n_train": 50}
+"""Options of Faster R-CNN: every anchor and proposal is sampled, so that the draws of the samplers do not matter."""
 SIZE = {"min_size": 96, "max_size": 96, "weights": None, "weights_backbone": None, "num_classes": 5}
 
 
-def make(name: str) -> Any:
+def make(name: str, **options: Any) -> Any:
     """A network in float64 with frozen batch norm, as torchvision trains them: rounding errors do not grow."""
     torch.manual_seed(0)
-    net = getattr(detection, name)(**SIZE).double().cuda()
+    net = getattr(detection, name)(**SIZE, **options).double().cuda()
     for layer in net.modules():
         if isinstance(layer, nn.BatchNorm2d):
             layer.eval()
@@ -60,6 +62,33 @@ def test_retinanet_trains_as_on_one_device(engine: str) -> None:
             torch.testing.assert_close(
                 actual, expected, rtol=1e-7, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
             )
+
+
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+@pytest.mark.parametrize("name", ["fcos_resnet50_fpn", "fasterrcnn_resnet50_fpn"])
+def test_losses_over_the_whole_batch(name: str, engine: str) -> None:
+    """With the classes of `docs/packages.md`. torchvision computes one loss of Faster R-CNN in float32."""
+    from ..ecosystem.vision.detectors import use_whole_batch
+
+    options = EVERYTHING if name.startswith("faster") else {}
+    tolerance = 1e-5 if options else 1e-7
+    plain, module = make(name, **options), use_whole_batch(make(name, **options))
+    rules = {"in_dims": {"images": "samples"}, "state": {"*.cell_anchors": "first"}}
+    with instep.DataParallel(module, [0, 0], engine=engine, **rules) as model:
+        for step, count in enumerate((4, 5, 3)):
+            losses = [m(*to_cuda(*batch(count, step))) for m in (plain, model)]
+            assert losses[1].keys() == losses[0].keys()
+            for key, expected in losses[0].items():
+                torch.testing.assert_close(losses[1][key], expected, rtol=tolerance, atol=tolerance)
+            for m, loss in zip((plain, model), losses, strict=True):
+                m.zero_grad()
+                sum(loss.values()).backward()
+            for (key, expected), actual in zip(plain.named_parameters(), module.parameters(), strict=True):
+                if expected.grad is None:
+                    assert actual.grad is None, key
+                else:
+                    difference = (actual.grad - expected.grad).norm() / (expected.grad.norm() + 1e-6)
+                    assert difference < tolerance, (key, float(difference))
 
 
 @pytest.mark.parametrize("name", ["fcos_resnet50_fpn", "fasterrcnn_resnet50_fpn"])
