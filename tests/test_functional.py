@@ -183,7 +183,7 @@ def test_messages_name_the_arguments_of_the_function() -> None:
         instep.gather([], "cpu")
     with pytest.raises(instep.StructureError, match=r"cannot split entry 'w' \(Tensor \[3\]\)") as caught:
         instep.scatter({"x": ROWS, "y": ROWS, "w": torch.ones(3)}, ["cpu"] * 2)
-    assert "in_dims={'w': None}" in str(caught.value)
+    assert "Say with in_dims what 'w' is: None if every replica gets all of it" in str(caught.value)
     parts = instep.scatter({"x": ROWS, "w": torch.ones(3)}, ["cpu"] * 2, in_dims={"w": None})
     assert [len(part["w"]) for part in parts] == [3, 3]
     with pytest.raises(instep.StructureError, match=r"how to split the structure \(list of 5\)"):

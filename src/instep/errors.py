@@ -12,6 +12,9 @@ class InstepError(Exception):
 class StructureError(InstepError, ValueError):
     """An argument cannot be split unambiguously, or `forward` changes one that all replicas share."""
 
+    problem: Any = None
+    """A `SplitProblem`, where entries of `in_dims` that may solve it can be tried (`instep.probe.readings`)."""
+
 
 class MergeError(InstepError, ValueError):
     """The replicas' outputs cannot be merged unambiguously. The message names the leaves and what to write."""

@@ -117,6 +117,7 @@ INTERNAL: dict[str, frozenset[str]] = {
             "probe/probe.py: Probe._run_trial",
             "probe/probe.py: Probe.prepare",
             "probe/lines.py: _LineTrials._merge_state",
+            "probe/readings.py: merge_message",
             "replicas/replica_set.py: ReplicaSet.renormed_values",
             "replicas/tensors.py: check_no_stray_gradients",
             "structure/split.py: unsplit",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 
 from instep.structure.placements import Nested, PerSample, Replicate, Shard
@@ -20,12 +18,11 @@ def test_a_list_is_read_as_whatever_fits_the_rest() -> None:
     assert plan(y=torch.zeros(2), f=features).placements[1] == PerSample()
 
 
-def test_a_list_that_fits_both_ways_shows_both_lines() -> None:
+def test_a_list_that_fits_both_ways_names_both() -> None:
     both = [torch.zeros(2, 3), torch.zeros(2, 5)]
     message = refusal(y=torch.zeros(2), f=both)
     assert "'f' (list of 2)" in message
-    assert "in_dims={'f': 'samples'}" in message
-    assert "in_dims={'f': 0}" in message
+    assert "what 'f' is: 'samples' if it has one entry per sample, 0 if every entry has the batch in dim 0" in message
     assert plan(Planner(2, in_dims={"f": "samples"}), y=torch.zeros(2), f=both).placements[1] == PerSample()
     assert plan(Planner(2, in_dims={"f": 0}), y=torch.zeros(2), f=both).placements[1] == Nested(
         (0, 1), (Shard(0), Shard(0))
@@ -39,12 +36,12 @@ def test_one_sample_is_not_split_however_its_lists_are_read() -> None:
     assert plan(planner, y=torch.zeros(4), f=[torch.zeros(4, 3)]).placements[1] == Nested((0,), (Shard(0),))
 
 
-def test_a_lone_list_that_fits_two_sizes_shows_both_lines() -> None:
+def test_a_lone_list_that_fits_two_sizes_names_both() -> None:
     images = [torch.zeros(3, 8, 8) for _ in range(4)]
     message = refusal(images=images)
     assert "3 and 4 both match" in message
-    lines = re.findall(r"in_dims=\{.*?\}", message)
-    assert sorted(lines) == ["in_dims={'images': 'samples'}", "in_dims={'images': 0}"]
+    choices = "'samples' if the batch has 4 samples (list of 4), 0 if the batch has 3 samples (size 3 along dim 0)"
+    assert f"what 'images' is: {choices}" in message
     assert plan(Planner(2, in_dims={"images": "samples"}), images=images).batch_size == 4
     assert plan(Planner(2, in_dims={"images": 0}), images=images).batch_size == 3
 
@@ -68,7 +65,7 @@ def test_detection_lists_of_three_images_of_three_channels() -> None:
     images = [torch.zeros(3, 8, 8 + n) for n in range(3)]
     targets = [{"boxes": torch.zeros(n, 4), "labels": torch.zeros(n)} for n in (1, 4, 2)]
     message = refusal(images=images, targets=targets)
-    assert "in_dims={'images': 'samples'}" in message
+    assert "what 'images' is: 'samples' if it has one entry per sample" in message
     found = plan(Planner(3, in_dims={"images": "samples"}), images=images, targets=targets)
     assert found.placements == (PerSample(), PerSample())
     assert found.sizes == (1, 1, 1)
@@ -88,7 +85,7 @@ def test_class_weights_are_refused_until_declared_whole() -> None:
     message = refusal(x=torch.zeros(8, 3), weights=weights)
     assert "'weights' (Tensor [10]) for a batch of 8" in message
     assert "'x': size 8 along dim 0; 'weights': size 10 along dim 0" in message
-    assert "in_dims={'weights': None}" in message
+    assert "what 'weights' is: None if every replica gets all of it" in message
     planner = Planner(2, in_dims={"weights": None})
     for size in (8, 10):
         assert plan(planner, x=torch.zeros(size, 3), weights=weights).placements == (
@@ -102,7 +99,8 @@ def test_hidden_state_whose_batch_is_in_dim_1() -> None:
     found = plan(Planner(2, in_dims={"hx": 1}), x=torch.zeros(4, 7, 3), hx=hx)
     assert found.placements == (Shard(0), Nested((0, 1), (Shard(1), Shard(1))))
     message = refusal(x=torch.zeros(8, 7, 3), hx=(torch.zeros(4, 8, 5), torch.zeros(4, 8, 5)))
-    assert "in_dims={'hx.0': 1}   # the batch is dim 1, which has size 8" in message
+    assert "None for 'hx.0' if every replica gets all of it" in message
+    assert "1 for 'hx.0' if the batch is dim 1, which has size 8" in message
 
 
 def test_an_image_size_stays_whole_at_a_batch_of_two() -> None:
@@ -122,8 +120,8 @@ def test_a_temperature_as_first_argument() -> None:
 def test_edges_of_a_graph_are_refused() -> None:
     message = refusal(x=torch.zeros(8, 3), edge_index=torch.zeros(2, 8, dtype=torch.long))
     assert "'edge_index' (Tensor [2, 8])" in message
-    assert "in_dims={'edge_index': None}" in message
-    assert "in_dims={'edge_index': 1}   # the batch is dim 1, which has size 8" in message
+    assert "what 'edge_index' is: None if every replica gets all of it" in message
+    assert "1 if the batch is dim 1, which has size 8" in message
 
 
 def test_a_mask_for_every_sample_of_any_batch_is_whole() -> None:

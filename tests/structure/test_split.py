@@ -131,11 +131,17 @@ def test_parts_know_their_sizes() -> None:
 @pytest.mark.parametrize(
     ("value", "lines"),
     [
-        ({"x": torch.zeros(4), "w": torch.zeros(9)}, ["'w' (Tensor [9])", "in_dims={'w': None}"]),
-        ([torch.zeros(2), torch.zeros(2)], ["the structure (list of 2)", "in_dims='samples'", "in_dims=0"]),
+        (
+            {"x": torch.zeros(4), "w": torch.zeros(9)},
+            ["'w' (Tensor [9])", "Say with in_dims what 'w' is: None if every replica gets all of it"],
+        ),
+        (
+            [torch.zeros(2), torch.zeros(2)],
+            ["what the structure is: 'samples' if it has one entry", "0 if every entry has the batch"],
+        ),
     ],
 )
-def test_the_lines_to_write_are_lines_for_split(value: Any, lines: list[str]) -> None:
+def test_the_choice_is_in_words(value: Any, lines: list[str]) -> None:
     with pytest.raises(StructureError) as caught:
         split(value, 2)
     for line in lines:

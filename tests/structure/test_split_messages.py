@@ -1,4 +1,4 @@
-"""Every error gives the path, both sides, and the line to write."""
+"""Every error gives the path, both sides, and what to decide."""
 
 from __future__ import annotations
 
@@ -46,9 +46,8 @@ def test_a_misfit_word_for_word() -> None:
     assert message.splitlines() == [
         "cannot split argument 'batch.h' (Tensor [2, 8]) for a batch of 8: dim 0 has size 2.",
         "Sizes found: 'x': size 8 along dim 0; 'batch.h': size 2 along dim 0; 'batch.y': list of 3.",
-        "Write one of:",
-        "  in_dims={'batch.h': None}   # every replica gets all of it (or pass instep.whole(...))",
-        "  in_dims={'batch.h': 1}   # the batch is dim 1, which has size 8",
+        "Say with in_dims what 'batch.h' is: None if every replica gets all of it (or pass instep.whole(...)), 1 if "
+        "the batch is dim 1, which has size 8.",
     ]
 
 
@@ -63,9 +62,9 @@ def test_a_tuple_of_samples_gets_a_hint() -> None:
     images = tuple(torch.zeros(3, 8, 8) for _ in range(4))
     targets = tuple({"boxes": torch.zeros(n, 4)} for n in (1, 2, 5, 6))
     message = split_error(images=images, targets=targets)
-    assert "in_dims={'targets': 'samples'}   # it has one entry per sample" in message
+    assert "'samples' for 'targets' if it has one entry per sample" in message
     message = split_error({"targets": "samples"}, images=images, targets=targets)
-    assert "in_dims={'images': 'samples'}   # it has one entry per sample" in message
+    assert "'samples' for 'images' if it has one entry per sample" in message
     plan = Planner(2, in_dims={"targets": "samples", "images": "samples"}).plan(
         ("images", "targets"), (images, targets)
     )
@@ -82,18 +81,16 @@ def test_readings_word_for_word() -> None:
     assert split_error(f=[torch.zeros(2, 3), torch.zeros(2, 5)]).splitlines() == [
         "cannot determine how to split argument 'f' (list of 2): it may have one entry per sample or be a structure of "
         "batched leaves.",
-        "Write one of:",
-        "  in_dims={'f': 'samples'}   # one entry per sample",
-        "  in_dims={'f': 0}   # every entry has the batch in dim 0",
+        "Say with in_dims what 'f' is: 'samples' if it has one entry per sample, 0 if every entry has the batch in dim "
+        "0.",
     ]
 
 
 def test_sizes_in_doubt_word_for_word() -> None:
     assert split_error(a=["x", "y"], b=["x", "y", "z"]).splitlines() == [
         "cannot determine the batch size: 2 and 3 both match every argument.",
-        "Write one of:",
-        "  in_dims={'a': 'samples'}   # a batch of 2: 'a', list of 2",
-        "  in_dims={'b': 'samples'}   # a batch of 3: 'b', list of 3",
+        "Say with in_dims which it is: 'samples' for 'a' if the batch has 2 samples (list of 2), 'samples' for 'b' if "
+        "the batch has 3 samples (list of 3).",
     ]
     assert "2 and 3 and 4 all match" in split_error(a=["x"] * 2, b=["x"] * 3, c=["x"] * 4)
 
@@ -141,9 +138,8 @@ def test_message_for_an_ambiguous_list() -> None:
     assert merge_error(parts, [2, 2]).splitlines() == [
         "cannot determine how to merge the output 'f': on each replica, both the list and its entries have the size of "
         "the shard.",
-        "Write one of:",
-        "  merge={'f': 'list'}   # one entry per sample",
-        "  merge={'f.*': 'cat'}   # a structure of batched tensors, in dim 0",
+        "Set a merge rule: 'list' for the output 'f' if it has one entry per sample, or 'cat' for its entries ('f.*') "
+        "if they are batched in dim 0.",
     ]
     assert len(instep.merge(parts, [2, 2], merge={"f": "list"})["f"]) == 4
     assert [len(t) for t in instep.merge(parts, [2, 2], merge={"f.*": "cat"})["f"]] == [4, 4]

@@ -221,13 +221,22 @@ class MethodBinding:
         try:
             plan = self.planner.plan(names, values)
         except StructureError as error:
-            groups = self.planner.other_plans(names, values) if self.probe is not None else []
-            if not groups:
+            first = None if self.probe is None else self._first_reading(error, names, values)
+            if first is None:
                 raise
-            return replace(groups[0][0], undecided=error.with_traceback(None))
+            return replace(first, undecided=error.with_traceback(None))
         if cost is None or plan.parts == 1:
             return plan
         return self.planner.rebalance(plan, _sample_costs(cost, dict(zip(names, strip_marks(values), strict=True))))
+
+    def _first_reading(self, error: StructureError, names: Sequence[str], values: Sequence[Any]) -> SplitPlan | None:
+        """A plan that the probe can try for arguments whose sizes do not decide; None if there is none."""
+        groups = self.planner.other_plans(names, values)
+        if groups:
+            return groups[0][0]
+        lines = error.problem.lines if error.problem is not None else ()
+        plans = (self.planner.plan_with(names, values, in_dims={line.path: line.spec}) for line in lines)
+        return next((plan for plan in plans if plan is not None), None)
 
     def finish(self, merged: Any) -> Any:
         """The output of the call, from the merged outputs of the replicas."""

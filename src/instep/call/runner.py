@@ -29,7 +29,7 @@ from instep.engines.base import Engine
 from instep.engines.thread_pool import is_replica_thread
 from instep.errors import LostExchange, MergeError, StateError, StructureError
 from instep.probe.probe import Outcome, has_sequence_first_layers
-from instep.probe.readings import reading_line, try_readings, with_readings
+from instep.probe.readings import merge_message, reading_line, split_message, try_readings
 from instep.probe.trial_call import TrialCall
 from instep.replicas.mutable_arguments import mutable_ids
 from instep.replicas.replica import Replica, ReplicaResult
@@ -44,6 +44,7 @@ from instep.runtime.torch_private import RegisteredHooks
 from instep.structure.graph_arguments import EDGES, list_of_graphs_notes, mark_graphs, rows_of_graphs_notes
 from instep.structure.merge_messages import rules_of_method
 from instep.structure.plan import SplitPlan
+from instep.structure.problems import SplitLine
 from instep.structure.spec import strip_marks
 from instep.structure.split import apply_plan
 
@@ -208,10 +209,15 @@ class ParallelRunner:
         return "not tried yet" if record is None else record.summary
 
     def describe_readings(self, call: BoundCall) -> list[str]:
-        """The options that select each reading of an undecided call, in the order of its trials."""
+        """The options that select each reading of an undecided call, in the order of its trials.
+
+        Raises the error of the call if none fits the sizes.
+        """
         if call.plan.undecided is None:
             return []
         groups = call.binding.planner.other_plans(call.plan.names, call.values)
+        if not groups:
+            raise call.plan.undecided
         return [reading_line(plan) for group in groups for plan in group]
 
     def _call_key(self, call: BoundCall) -> tuple[int, str]:
@@ -294,14 +300,23 @@ class ParallelRunner:
         if error is None:
             return None
 
-        def is_refuted(option: str) -> bool:
-            in_dims = ast.literal_eval(option.removeprefix("in_dims="))
-            plan = binding.planner.plan_with(names, call.values, in_dims=in_dims) if in_dims else None
+        agreeing = [line for plan in tried.agreeing if (line := self._line_for(call, plan))]
+        if isinstance(error, MergeError):
+            raise merge_message(error, agreeing)
+        outcomes: dict[SplitLine, Outcome | None] = {}
+        for line in error.problem.lines if error.problem is not None else ():
+            plan = binding.planner.plan_with(names, call.values, in_dims={line.path: line.spec})
             other = None if plan is None else trial_call(plan)
-            return other is not None and probe.try_reading(other) is Outcome.REFUTED
+            outcomes[line] = None if other is None else probe.try_reading(other)
+        raise split_message(error, agreeing, outcomes, self._note_on_dim_1(call))
 
-        note = self._note_on_dim_1(call) if isinstance(error, StructureError) else ""
-        raise with_readings(error, groups, tried, is_refuted, note)
+    def _line_for(self, call: BoundCall, plan: SplitPlan) -> str:
+        """The line that selects the reading of a plan; empty if the call would be split in another way with it."""
+        line, planner = reading_line(plan), call.binding.planner
+        option = line.partition("   #")[0]
+        in_dims = None if option == "dim=1" else ast.literal_eval(option.removeprefix("in_dims="))
+        found = planner.plan_with(plan.names, call.values, dim=1 if in_dims is None else None, in_dims=in_dims)
+        return line if found is not None and found.placements == plan.placements else ""
 
     def _note_on_dim_1(self, call: BoundCall) -> str:
         """The line to write if the arguments are sequences `[T, B]` whose outputs need rules too; empty without one."""

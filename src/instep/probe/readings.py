@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from instep.errors import MergeError, StructureError
@@ -11,6 +11,7 @@ from instep.probe.trial_call import TrialCall
 from instep.structure.infer import BROADCAST, DimReading
 from instep.structure.placements import Nested, PerSample, Placement, Shard
 from instep.structure.plan import SplitPlan
+from instep.structure.problems import SplitLine, tried_heading
 from instep.structure.tree import Path, format_path
 
 MAX_LINES_SHOWN = 8
@@ -79,39 +80,50 @@ def _leaves(placements: Sequence[Placement]) -> Iterator[Placement]:
             yield placement
 
 
-def with_readings(
-    error: StructureError | MergeError,
-    groups: Sequence[Sequence[SplitPlan]],
-    tried: TriedReadings,
-    is_refuted: Callable[[str], bool],
-    note: str = "",
-) -> StructureError | MergeError:
-    """The error without lines that trials refuted, and with the readings that agree, or that no trial decided.
+def split_message(
+    error: StructureError, agreeing: Sequence[str], outcomes: Mapping[SplitLine, Outcome | None], note: str = ""
+) -> StructureError:
+    """The error of a call whose reading the trials did not decide, with the lines that they confirmed.
 
-    `is_refuted` tries another option that the error offers. `note` is added if no reading agrees.
+    `agreeing` has the lines of confirmed readings, `outcomes` what trials of the lines of the error have shown, or None
+    for one that could not be tried. `note` is shown if nothing else was confirmed. Without it, the message then says
+    so, and what to decide, in words.
     """
-    if not tried.agreeing and isinstance(error, MergeError):
-        return error
-    refuted = {_option(reading_line(plan)) for plan in tried.refuted}
-    offered = [option for line in str(error).splitlines() if (option := _option(line)).startswith("in_dims=")]
-    refuted.update(option for option in offered if option not in refuted and is_refuted(option))
-    text = [line for line in str(error).splitlines() if _option(line) not in refuted]
-    if text[-1].endswith(":"):  # no line is left of those that it introduced
-        text[-1] = "No reading of the arguments that fits their sizes gave the outputs of one device on a few samples."
-    if tried.agreeing:
-        plans = tried.agreeing
-        heading = "A trial on a few samples gave the outputs of one device with each of these:"
+    problem = error.problem
+    confirmed = [line.render() for line, outcome in outcomes.items() if outcome is Outcome.AGREES]
+    lines = list({_option(line): line for line in (*confirmed, *agreeing)}.values())[:MAX_LINES_SHOWN]
+    if lines:
+        headline = str(error) if problem is None else problem.headline
+        text = [headline, tried_heading(len(lines), "the outputs"), *(f"  {line}" for line in lines)]
+    elif problem is None:
+        text = [str(error), *([note] if note else [])]
+    elif note:
+        text = [problem.headline, note]
     else:
-        plans = [plan for group in groups for plan in group]
-        heading = "These fit the sizes too, but a trial on a few samples did not confirm them:"
-    shown = refuted.union(map(_option, text))
-    lines = [f"  {reading_line(plan)}" for plan in plans]
-    lines = [line for line in lines if tried.agreeing or _option(line) not in shown][:MAX_LINES_SHOWN]
-    return type(error)(
-        "\n".join([*text, *([heading, *lines] if lines else []), *([note] if note and not tried.agreeing else [])])
-    )
+        refuted = [line for line, outcome in outcomes.items() if outcome is Outcome.REFUTED]
+        undecided = len(refuted) < len(problem.lines)
+        text = [problem.headline, *([_UNDECIDED, problem.render_choice(refuted)] if undecided else _REFUTED)]
+    return StructureError("\n".join(text))
+
+
+_UNDECIDED = (
+    "A trial on a few samples did not decide it: no outputs could be compared, or they do not depend on the choice."
+)
+_REFUTED = (
+    "In a trial on a few samples, no choice of dims that fits the sizes gave the outputs of one device.",
+    "If samples interact in forward, gather them there with instep.all_gather. If another dim is the batch, say so "
+    "with in_dims.",
+)
+
+
+def merge_message(error: MergeError, agreeing: Sequence[str]) -> MergeError:
+    """The error of a call whose outputs do not merge, with other readings of its arguments under which they do."""
+    if not agreeing:
+        return error
+    lines = [f"  {line}" for line in agreeing[:MAX_LINES_SHOWN]]
+    return MergeError("\n".join([str(error), tried_heading(len(lines), "the outputs"), *lines]))
 
 
 def _option(line: str) -> str:
-    """The option in an offered line, without its comment."""
+    """The option in a line, without its comment."""
     return line.partition("   #")[0].strip()

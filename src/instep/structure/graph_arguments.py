@@ -199,7 +199,7 @@ def rows_of_graphs_notes(names: Sequence[str], values: Sequence[Any]) -> Iterato
         if isinstance(value, GraphArgument) and name not in known and not name.startswith("edge"):
             yield (
                 f"{name!r} ({summarize(value.value)}) was split between graphs, because it has as many rows as they "
-                f"have nodes or edges. To pass all of it to every replica: in_dims={{{name!r}: None}}."
+                f"have nodes or edges. To pass all of it to every replica, give it None in in_dims."
             )
 
 
@@ -212,9 +212,9 @@ def _no_graph_ids(edges: Tensor) -> StructureError:
     return StructureError(
         f"cannot split argument {EDGES!r} ({summarize(edges)}): it refers to nodes by number, and no argument 'batch' "
         f"has the graph of each node.\n"
-        f"Write one of:\n"
+        f"If x has a batch dim and every sample has the same edges, give {EDGES!r} None in in_dims. Otherwise write "
+        f"one of:\n"
         f"  model(data)   # a torch_geometric Batch, which forward takes as one argument\n"
         f"  model(x, edge_index, batch)   # with batch=data.batch: split between graphs\n"
-        f"  in_dims={{{EDGES!r}: None}}   # x has a batch dim, and every sample has the same edges\n"
         f"  in_dims=None   # one graph: no argument is split, and calls run on the first device"
     )

@@ -168,9 +168,8 @@ def ambiguous_list(path: Path, dim: int) -> MergeError:
         path,
         f"cannot determine how to merge {_output_name(path)}: on each replica, both the list and its entries have the "
         f"size of the shard.",
-        "Write one of:",
-        f"  {_rule_line(path, repr('list'))}   # one entry per sample",
-        f"  {_rule_line((*path, '*'), repr('cat'))}   # a structure of batched tensors, in dim {dim}",
+        f"Set a merge rule: 'list' for {_output_name(path)} if it has one entry per sample, or 'cat' for its entries "
+        f"({format_path((*path, '*'))!r}) if they are batched in dim {dim}.",
     )
 
 

@@ -1,15 +1,63 @@
-"""Problems of a call: outputs and attributes that cannot be merged, and the one error that lists them all."""
+"""Problems of a call: arguments that cannot be split, outputs and attributes that cannot be merged, their errors."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from instep.errors import MergeError, StateError
+from instep.errors import MergeError, StateError, StructureError
 
 ErrorT = TypeVar("ErrorT", bound=MergeError | StateError)
+
+
+class SplitLine(NamedTuple):
+    """An entry of `in_dims` that may solve a problem."""
+
+    path: str
+    """The dotted path of an argument; empty for a structure without names."""
+    spec: Any
+    condition: str
+    """When it is right, in words."""
+
+    def render(self) -> str:
+        """The option as source code, with a comment."""
+        return f"in_dims={{{self.path!r}: {self.spec!r}}}   # {self.condition}"
+
+
+@dataclass(frozen=True)
+class SplitProblem:
+    """Arguments whose sizes alone do not say how to split them."""
+
+    headline: str
+    """What happened, where and why."""
+    lines: tuple[SplitLine, ...]
+    """What may be written, likely ones first. Only lines that were tried are shown as source code."""
+
+    def render_choice(self, excluded: Collection[SplitLine] = ()) -> str:
+        """What the user has to decide, in words. Lines that a trial refuted are left out."""
+        lines = [line for line in self.lines if line not in excluded]
+        paths = list(dict.fromkeys(line.path for line in lines))
+        if len(paths) == 1:
+            choices = ", ".join(f"{line.spec!r} if {line.condition}" for line in lines)
+            return f"Say with in_dims what {repr(paths[0]) if paths[0] else 'the structure'} is: {choices}."
+        choices = ", ".join(f"{line.spec!r} for {line.path!r} if {line.condition}" for line in lines)
+        return f"Say with in_dims which it is: {choices}."
+
+
+def split_error(headline: str, *lines: SplitLine) -> StructureError:
+    """An error for arguments that cannot be split. What to write is in words: no line has been tried."""
+    problem = SplitProblem(headline, tuple(dict.fromkeys(lines)))
+    error = StructureError(f"{headline}\n{problem.render_choice()}")
+    error.problem = problem
+    return error
+
+
+def tried_heading(count: int, value: str) -> str:
+    """The sentence before lines that a trial confirmed."""
+    what, gives = ("Write", "it gives") if count == 1 else ("Write one of", "each gives")
+    return f"{what} (tried on samples of this batch: {gives} {value} of one device):"
 
 
 class Line(NamedTuple):
@@ -49,9 +97,7 @@ class Problem:
         if not self.lines:
             return [*(self.note or self.advice), *self.hints]
         choices = [f"  {keyword_argument([(self.name, line)])}{_comment(line)}" for line in self.lines]
-        what, gives = ("Write", "it gives") if len(choices) == 1 else ("Write one of", "each gives")
-        heading = f"{what} (tried on samples of this batch: {gives} the value of one device):"
-        return [heading, *choices, *self.hints]
+        return [tried_heading(len(choices), "the value"), *choices, *self.hints]
 
 
 def _comment(line: Line) -> str:

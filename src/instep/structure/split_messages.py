@@ -1,6 +1,6 @@
 """Errors for arguments that cannot be split.
 
-Each names the argument, gives the reason, and shows the line to write.
+Each names the argument, gives the reason, and says what to decide. The probe tries the lines that may be written.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from instep.errors import StructureError
+from instep.structure.problems import SplitLine, split_error
 from instep.structure.shapes import shape_of
 from instep.structure.tree import Path, flatten_one_level, format_path, is_sequence
 
@@ -30,9 +31,11 @@ def summarize(value: Any) -> str:
     return name
 
 
-def _in_dims_line(path: Path, spec: object) -> str:
-    where = format_path(path)
-    return f"in_dims={{{where!r}: {spec!r}}}" if where else f"in_dims={spec!r}"
+_WHOLE = "every replica gets all of it (or pass instep.whole(...))"
+
+
+def _line(path: Path, spec: object, condition: str) -> SplitLine:
+    return SplitLine(format_path(path), spec, condition)
 
 
 def _quote_path(path: Path) -> str:
@@ -56,21 +59,20 @@ def size_mismatch_error(
     mismatch = mismatches[size]
     # The message is truncated: list the candidates for this size first.
     seen = sorted(candidates, key=lambda p: p.size != size) if len(candidates) > MAX_CANDIDATES_SHOWN else candidates
-    lines = [
+    headline = (
         f"cannot split {_argument(mismatch.path)} ({summarize(mismatch.value)}) for a batch of {size}: "
-        f"{mismatch.reason}.",
-        "Sizes found: " + _truncate_list([f"{_quote_path(p.path)}: {p.description}" for p in seen], "; ") + ".",
-        "Write one of:",
-        f"  {_in_dims_line(mismatch.path, None)}   # every replica gets all of it (or pass instep.whole(...))",
-    ]
+        f"{mismatch.reason}.\n"
+        f"Sizes found: {_truncate_list([f'{_quote_path(p.path)}: {p.description}' for p in seen], '; ')}."
+    )
+    lines = [_line(mismatch.path, None, _WHOLE)]
     shape = shape_of(mismatch.value)
     for other, length in enumerate(shape):
         if length == size and other != dim:
-            lines.append(f"  {_in_dims_line(mismatch.path, other)}   # the batch is dim {other}, which has size {size}")
+            lines.append(_line(mismatch.path, other, f"the batch is dim {other}, which has size {size}"))
     owner = mismatch.path if is_sequence(mismatch.value) else _enclosing_sequence(mismatch.path, values, names)
     if owner is not None:
-        lines.append(f"  {_in_dims_line(owner, 'samples')}   # it has one entry per sample")
-    return StructureError("\n".join(lines))
+        lines.append(_line(owner, "samples", "it has one entry per sample"))
+    return split_error(headline, *lines)
 
 
 def _likely_batch_size(candidates: Sequence[Any], values: Sequence[Any], names: Sequence[str]) -> int:
@@ -109,37 +111,33 @@ def _enclosing_sequence(
 def ambiguous_batch_size(
     candidates: Sequence[Any], matches: Mapping[int, Any], values: Sequence[Any], names: Sequence[str]
 ) -> StructureError:
-    """More than one batch size matches every argument. Shows the line that selects each."""
+    """More than one batch size matches every argument."""
     each, what = "both" if len(matches) == 2 else "all", "argument" if names[0] else "entry"
-    lines = [
-        f"cannot determine the batch size: {' and '.join(str(size) for size in matches)} {each} match every {what}."
-    ]
-    lines.append("Write one of:")
+    sizes = " and ".join(str(size) for size in matches)
+    lines: dict[tuple[Path, Any], SplitLine] = {}
     for candidate in candidates:
         if candidate.size in matches:
             # The list decides, not one of its entries.
             owner = _enclosing_sequence(candidate.path, values, names) or candidate.path
-            line = _in_dims_line(owner, candidate.suggested_spec)
-            lines.append(f"  {line}   # a batch of {candidate.size}: {_quote_path(owner)}, {candidate.description}")
-    unique = {line.partition("   #")[0]: line for line in reversed(lines)}
-    return StructureError("\n".join(list(unique.values())[::-1]))
+            condition = f"the batch has {candidate.size} samples ({candidate.description})"
+            lines.setdefault((owner, candidate.suggested_spec), _line(owner, candidate.suggested_spec, condition))
+    return split_error(f"cannot determine the batch size: {sizes} {each} match every {what}.", *list(lines.values()))
 
 
 def ambiguous_sequence(value: Any, path: Path, dim: int) -> StructureError:
     """A list that may have one entry per sample or be a structure of batched leaves."""
-    return StructureError(
+    return split_error(
         f"cannot determine how to split {_argument(path)} ({summarize(value)}): it may have one entry per sample or "
-        f"be a structure of batched leaves.\nWrite one of:\n"
-        f"  {_in_dims_line(path, 'samples')}   # one entry per sample\n"
-        f"  {_in_dims_line(path, dim)}   # every entry has the batch in dim {dim}"
+        f"be a structure of batched leaves.",
+        _line(path, "samples", "it has one entry per sample"),
+        _line(path, dim, f"every entry has the batch in dim {dim}"),
     )
 
 
 def unexpected_dim_structure(value: Any, path: Path, spec: Any) -> StructureError:
     """A structured specification for a leaf."""
     return StructureError(
-        f"in_dims has {spec!r} for {_argument(path)}, which is a {summarize(value)}.\n"
-        f"Write one dim:\n  {_in_dims_line(path, 0)}"
+        f"in_dims has {spec!r} for {_argument(path)}, which is a {summarize(value)}. Give it one dim, or None."
     )
 
 
@@ -170,10 +168,7 @@ def unsupported_argument(value: Any, path: Path) -> StructureError:
 
 def cannot_split(path: Path, value: Any, reason: str) -> StructureError:
     """A value whose type handler cannot split it."""
-    return StructureError(
-        f"cannot split {_argument(path)} ({summarize(value)}): {reason}.\n"
-        f"To pass all of it to every replica:  {_in_dims_line(path, None)}   # or pass instep.whole(...)"
-    )
+    return split_error(f"cannot split {_argument(path)} ({summarize(value)}): {reason}.", _line(path, None, _WHOLE))
 
 
 def shard_count_mismatch(path: Path, given: int, wanted: int) -> StructureError:
@@ -194,9 +189,8 @@ def shard_size_mismatch(path: Path, given: Sequence[Any], other: Path, wanted: S
 
 def inconsistent_reading(path: Path, value: Any, reason: str) -> StructureError:
     """A list that does not match its first interpretation, in a call without a batch."""
-    return StructureError(
-        f"cannot split {_argument(path)} ({summarize(value)}): {reason}.\n"
-        f"Write one of:\n"
-        f"  {_in_dims_line(path, 'samples')}   # one entry per sample\n"
-        f"  {_in_dims_line(path, None)}   # every replica gets all of it"
+    return split_error(
+        f"cannot split {_argument(path)} ({summarize(value)}): {reason}.",
+        _line(path, "samples", "it has one entry per sample"),
+        _line(path, None, _WHOLE),
     )

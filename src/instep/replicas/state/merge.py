@@ -312,19 +312,17 @@ class StateMerger:
         if self.on_unmerged == "warn":
             warn_caller(f"forward changed {name!r} {different}. The first replica's value is kept.")
             return new[0]
-        advice = [
-            "Write one of:",
-            f"  state={{{name!r}: 'sum'}}    # old + the sum of the changes: counters, running totals",
-            f"  merge={{{name!r}: 'sum'}}    # the sum: forward assigns a new value, without reading the old one",
-            f"  state={{{name!r}: 'mean'}}   # weighted by samples; or 'max', 'min', 'first', a function",
-            f"  state={{{name!r}: 'cat'}}    # concatenated in the order of the samples: lists, sets",
-            "  z = instep.all_gather(z)   # inside forward, if the value combines samples",
-            "  on_unmerged_state='warn'   # keep the first replica's value",
-        ]
-        if _is_scalar(new[0]):
-            del advice[4]
+        cat = "" if _is_scalar(new[0]) else "'cat' (lists and sets, in the order of the samples), "
+        advice = (
+            f"If its new value depends on the old one, set a rule for {name!r} in state: 'sum' (the old value and the "
+            f"sum of the changes: counters, totals), 'mean' (weighted by samples), {cat}'max', 'min', 'first' or a "
+            "function.",
+            "If forward assigns it without reading the old value, set the rule in merge, as for an output. If it "
+            "combines samples, gather them in forward with instep.all_gather.",
+            "on_unmerged_state='warn' keeps the first replica's value.",
+        )
         headline = f"forward changed {name!r} {different}, and no state rule is set for it."
-        self.problems.append(Problem(name, headline, tuple(advice), keyword="state"))
+        self.problems.append(Problem(name, headline, advice, keyword="state"))
         return new[0]
 
     def output_rule(self, path: StatePath) -> Any:
