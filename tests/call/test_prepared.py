@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -309,3 +311,29 @@ def test_unusual_results_of_a_prepared_forward(engine: str, count_prepared: list
         assert torch.equal(out["x"], x)
         out["y"].sum().backward()
         assert torch.equal(net.weight.grad, torch.full((3,), 40.0))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_arguments_and_replicas_are_freed(engine: str) -> None:
+    """A prepared call keeps no argument alive, and replicas only as long as they are used."""
+    net = nn.Linear(3, 2)
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        for _ in range(4):
+            model({"x": torch.randn(4, 3)}["x"])
+        gc.collect()
+        gc.disable()
+        try:
+            x = torch.randn(4, 3)
+            dead = weakref.ref(x)
+            model(x).sum().backward()
+            del x
+            assert dead() is None
+        finally:
+            gc.enable()
+        old = weakref.ref(model._instep_replicas.replicas[1])
+        model(torch.randn(6, 3))
+        net.weight = nn.Parameter(torch.ones(2, 3))
+        for _ in range(2):
+            model(torch.randn(6, 3))
+        gc.collect()
+        assert old() is None

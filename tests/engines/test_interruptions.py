@@ -141,6 +141,33 @@ def test_forward_can_be_interrupted_anywhere(engine: str, calls: int) -> None:
     assert left_over() == threads
 
 
+@pytest.mark.parametrize("work", ["forward", "backward"])
+def test_a_prepared_call_can_be_interrupted_anywhere(work: str) -> None:
+    torch.manual_seed(0)
+    x, before, threads = torch.randn(7, 4, dtype=torch.float64), surroundings(), left_over()
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    net(x).square().sum().backward()
+    expected = net[0].weight.grad
+    net.zero_grad()
+    with instep.DataParallel(net, ["cpu"] * 2, engine="threads") as model:
+
+        def interrupted(number: int) -> At:
+            for _ in range(3):  # an interrupted call discards the replicas
+                loss = model(x).square().sum()
+            at = At(number)
+            at.run((lambda: model(x)) if work == "forward" else loss.backward)
+            assert surroundings() == before
+            net.zero_grad()
+            model(x).square().sum().backward()
+            torch.testing.assert_close(net[0].weight.grad, expected)
+            is_answered(model, net, x)
+            return at
+
+        for number in places(interrupted(0).count):
+            interrupted(number)
+    assert left_over() == threads
+
+
 def test_backward_can_be_interrupted_anywhere() -> None:
     torch.manual_seed(0)
     x, before, threads = torch.randn(7, 4, dtype=torch.float64), surroundings(), left_over()

@@ -96,7 +96,7 @@ class PreparedCalls:
         if prepared is None or not self.enabled:
             return None
         if not prepared.is_current(replicas, generation):
-            del self._calls[id(plan), ambient.grad_enabled]
+            self._calls.clear()  # they would keep the old replicas alive
             return None
         device = replicas[0].device
         is_ordinary = ambient.is_trivial(device) and ambient.compiler is None and all(map(is_plain, values))
@@ -115,6 +115,7 @@ class PreparedCalls:
             return
         changed, self._last_generation = generation != self._last_generation, generation
         if changed:  # a module that is changed before every call is not prepared
+            self._calls.clear()
             return
         if (
             ambient.is_trivial(replicas[0].device)
@@ -231,29 +232,26 @@ class PreparedDispatch:
 
     def _enter(self, values: Sequence[Any], names: Sequence[str], records_graph: bool) -> list[Any]:
         """The values that one replica receives. Their tensors share memory and have version counters of their own."""
-        entries: list[tuple[Tensor, int, Tensor]] = []
-        self._versions.append(entries)
-        watched = self._watched
+        self._versions.append([])
+        return [self._enter_value(value, name, records_graph) for value, name in zip(values, names, strict=True)]
 
-        def enter(value: Any, name: str) -> Any:
-            cls = type(value)
-            if cls is Tensor:
-                if not records_graph:
-                    watched.append((name, value, value._version))
-                    return value
-                base = value._base
-                outside = value if base is None else base
-                inside = value.data
-                entries.append((outside, outside._version, inside))
-                watched.append((name, inside, 0))
-                return inside
-            if cls is dict:
-                return {key: enter(item, name) for key, item in value.items()}
-            if cls is list or cls is tuple:
-                return cls([item if type(item) in _SCALARS else enter(item, name) for item in value])
-            return value
-
-        return list(map(enter, values, names))
+    def _enter_value(self, value: Any, name: str, records_graph: bool) -> Any:
+        cls = type(value)
+        if cls is Tensor:
+            if not records_graph:
+                self._watched.append((name, value, value._version))
+                return value
+            base = value._base
+            outside = value if base is None else base
+            inside = value.data
+            self._versions[-1].append((outside, outside._version, inside))
+            self._watched.append((name, inside, 0))
+            return inside
+        if cls is dict:
+            return {key: self._enter_value(item, name, records_graph) for key, item in value.items()}
+        if cls is list or cls is tuple:
+            return cls([x if type(x) in _SCALARS else self._enter_value(x, name, records_graph) for x in value])
+        return value
 
     def _plain_tensors(self, results: Sequence[ReplicaResult]) -> list[list[Tensor]] | None:
         """Each replica's output tensors that need a gradient; None if the results need a `ReplicaDispatch`."""

@@ -368,6 +368,7 @@ class ParallelRunner:
     def _prepared_dispatch(
         self, prepared: PreparedCall, call: BoundCall, ambient: AmbientState, rng: ReplicaRng
     ) -> PreparedDispatch:
+        self.replicas.release_carried((), len(prepared.replicas))
         method, sync_state = call.binding.replica_method, self.replicas.needs_state_sync
         return PreparedDispatch(prepared, self.engine, method, ambient, sync_state, rng)
 
