@@ -214,6 +214,7 @@ class PreparedDispatch:
             [()] * len(rows),
             (),
             names,
+            has_plain_arguments=True,
         )
         with RegisteredHooks() as hooks:
             results = self._engine.forward(call)

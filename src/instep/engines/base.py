@@ -41,6 +41,8 @@ class ReplicaCall:
     """The ids of mutable objects in the caller's arguments, other than tensors."""
     argument_names: Sequence[str] = ()
     """The names of the arguments, positional ones first; for messages."""
+    has_plain_arguments: bool = False
+    """Whether the arguments consist of tensors, scalars, and containers that were made for this call."""
 
     @property
     def replica_names(self) -> list[str]:

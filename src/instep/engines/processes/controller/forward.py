@@ -65,7 +65,7 @@ class ReplicaForward:
         refresh_state, replica.needs_state_refresh = call.sync_state or replica.needs_state_refresh, False
         carried_state, replica.carried_state = replica.carried_state, []
         args, kwargs = deduplicate_views(*call.arguments[index])
-        self._watched = mutable_arguments(args, kwargs, call.mutable_argument_ids)
+        self._watched = [] if call.has_plain_arguments else mutable_arguments(args, kwargs, call.mutable_argument_ids)
         self._request = ForwardRequest(
             replica.module_id,
             str.__str__(call.method),  # a plain string: a string enum cannot be sent in the compact format
@@ -84,7 +84,11 @@ class ReplicaForward:
             serialized=call.rng.serialized,
             python_seed=remote.python_seed,
         )
-        self._generators = _find_argument_generators(self._request, replica, call.rng.generator_pairs[index])
+        self._generators = (
+            []
+            if call.has_plain_arguments
+            else _find_argument_generators(self._request, replica, call.rng.generator_pairs[index])
+        )
         self._collectives = CollectiveLog(remote.group, remote.streams)
         self._module_state: RemoteModuleState
         self._client: WorkerClient
