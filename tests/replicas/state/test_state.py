@@ -235,7 +235,9 @@ def test_a_missing_rule_is_an_error_and_restores_the_module(
     model = wrap(net, probe=False)  # which would find out what some of them mean
     for _ in range(2):
         before = copy.deepcopy(state_of(net))
-        with pytest.raises(instep.StateError, match=rf"forward changed '{path}'[\s\S]*state=\{{'{path}': 'sum'\}}"):
+        with pytest.raises(
+            instep.StateError, match=rf"forward changed '{path}'[\s\S]*rule for '{path}' in state: 'sum'"
+        ):
             model(torch.randn(8, 3))
         assert_equal(state_of(net), before, "state")
 
