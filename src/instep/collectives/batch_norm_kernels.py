@@ -137,7 +137,7 @@ class CpuKernels:
         return x if x.is_contiguous() or _memory_format(x) is not None else x.contiguous()
 
     def describe(self, x: Tensor) -> Tensor:
-        count = x.numel() // x.shape[1]
+        count = x.numel() // max(1, x.shape[1])
         if not count:
             return _empty_row(x)
         if x.numel() >= _LARGE_INPUT and x.is_contiguous():
@@ -219,7 +219,7 @@ class CudaKernels:
         return x if x.is_contiguous() or _memory_format(x) is not None else x.contiguous()
 
     def describe(self, x: Tensor) -> Tensor:
-        count = x.numel() // x.shape[1]
+        count = x.numel() // max(1, x.shape[1])
         if not count:
             return _empty_row(x)
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)

@@ -16,7 +16,7 @@ from instep.errors import BridgeError
 from instep.replicas.clone import Cloner
 from instep.replicas.diff import MISSING, NO_CHANGES, AttributeChange, Changes, ChangeTracker
 from instep.replicas.object_graph import Contents, read_contents, tensors_equal, write_contents
-from instep.replicas.state.batch_norm import RunningStatistics, WrittenStatistics, find_statistics
+from instep.replicas.state.batch_norm import StatisticsBlocks, WrittenStatistics, find_statistics
 from instep.replicas.state.carried import Attribute
 from instep.replicas.tensors import ParameterSharing, ReplicaTensors, shared_storage_ptrs
 from instep.replicas.write_watch import WriteDetector
@@ -139,7 +139,7 @@ class Replica:
                 if isinstance(module, nn.RNNBase):
                     module.flatten_parameters()
 
-    def _find_statistics(self) -> RunningStatistics | None:
+    def _find_statistics(self) -> StatisticsBlocks | None:
         return find_statistics(self.cloner.modules, self.tensors.state, self.tensors.shared_storages)
 
     def _release_statistics(self) -> None:

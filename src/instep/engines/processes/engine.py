@@ -141,6 +141,10 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         reason = str(closed) if worker is None else f"the worker of {worker.name} ended: {worker.exit_reason()}"
         self.abort_groups(worker)
         self._pool.kill(index)
+        client = self._clients.get(index)
+        if client is not None and client.worker is worker:
+            client.release_waits()
+            client.raise_lost_results()
         with self._death_lock:
             now = time.monotonic()
             self._death_times = [*(then for then in self._death_times if now - then < RESTART_WINDOW), now]
@@ -228,8 +232,10 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             group.has_failed = result.error is not None
             return result
 
-        results = run_as_replica(run, len(call.replicas), caller_restores=True)
-        remote.streams.finish()
+        try:
+            results = run_as_replica(run, len(call.replicas), caller_restores=True)
+        finally:
+            remote.streams.finish()
         lost = next((result.error for result in results if isinstance(result.error, LostExchange)), None)
         if lost is not None:
             raise lost
@@ -240,7 +246,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
 
     def _prepare_rows(self, group: ControllerRendezvous) -> None:
         """Let a group whose replica 0 runs in this thread exchange rows through shared memory."""
-        if self._exchanges_rows:
+        if self._exchanges_rows and self._same_device:
             memory = self._row_memory
             if memory is None or memory.owner_pid != os.getpid():
                 memory = self._row_memory = RowMemory.create(len(self._devices), next(module_ids))
@@ -297,10 +303,9 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             streams = CallStreams(self._devices, in_caller=self._can_run_backward_in_caller(graph))
             outer, self._running_backward = self._running_backward, _BackwardState(streams)
             try:
-                reduced = super().backward(graph, gradients, retain_graph)
-                streams.finish()
-                return reduced
+                return super().backward(graph, gradients, retain_graph)
             finally:
+                streams.finish()
                 self._running_backward = outer
 
     @property
@@ -323,12 +328,16 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
     def _can_run_backward_in_caller(self, graph: CallGraph) -> bool:
         """Whether the calling thread can run replica 0's backward and wait for all workers.
 
-        With collectives, no other replica may be in this process: it would wait for replica 0.
+        With collectives, no other replica may be in this process: it would wait for replica 0. And on an accelerator
+        all outputs have to be there: otherwise another thread of autograd would run the collectives.
         """
         first, *others = graph.replicas
         if not self._same_device or graph.rng.serialized or first.remote is not None:
             return False
-        return not first.tokens or all(replica.remote is not None for replica in others)
+        if not first.tokens:
+            return True
+        on_device = self._on_cpu or all(output is None or output.device.type != "cpu" for output in first.outputs)
+        return on_device and all(replica.remote is not None for replica in others)
 
     def _backward_in_caller(
         self, tasks: Sequence[BackwardTask[ControllerRendezvous]], group: ControllerRendezvous

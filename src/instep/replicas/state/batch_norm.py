@@ -56,7 +56,7 @@ class WrittenStatistics(NamedTuple):
         return found
 
 
-class RunningStatistics:
+class StatisticsBlocks:
     """The running statistics of a replica's layers. The replica's copies are views of one block per dtype."""
 
     def __init__(self, layers: Sequence[nn.Module], pairs: Mapping[int, tuple[Tensor, Tensor]]) -> None:
@@ -163,7 +163,7 @@ class RunningStatistics:
 
 def find_statistics(
     modules: Sequence[tuple[nn.Module, nn.Module]], state: Sequence[tuple[Tensor, Tensor]], shared: Collection[int]
-) -> RunningStatistics | None:
+) -> StatisticsBlocks | None:
     """Move the running statistics of a replica to blocks. None if it has none that can be moved.
 
     Args:
@@ -177,7 +177,7 @@ def find_statistics(
         for source, copy in modules
         if has_standard_forward(source) and all(id(copy._buffers.get(name)) in pairs for name in (*_VALUES, _COUNTER))
     ]
-    return RunningStatistics(layers, pairs) if layers else None
+    return StatisticsBlocks(layers, pairs) if layers else None
 
 
 def _can_move(source: Tensor, copy: Tensor, shared: Collection[int]) -> bool:

@@ -19,7 +19,7 @@ from instep.replicas.names import TensorOwners, module_names, parameter_write_er
 from instep.replicas.object_graph import Contents, read_contents, values_equal, write_contents
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.replicas.shared_containers import StatePath
-from instep.replicas.state.batch_norm import RunningStatistics
+from instep.replicas.state.batch_norm import StatisticsBlocks
 from instep.replicas.state.carried import CarriedState, tensors_by_path
 from instep.replicas.state.containers import merge_contents
 from instep.replicas.state.rules import (
@@ -183,7 +183,7 @@ class StateMerger:
     def _merge_statistics(
         self,
         source: nn.Module,
-        statistics: RunningStatistics,
+        statistics: StatisticsBlocks,
         replicas: Sequence[Replica],
         results: Sequence[ReplicaResult],
         sizes: Sequence[int],

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from instep.engines.processes.transport import cuda_ipc
 from instep.engines.processes.transport.channel import dump_plain, load_plain
+from instep.engines.processes.transport.connection import ConnectionClosed
 from instep.engines.processes.transport.copy_streams import DeviceReceiver
 from instep.engines.processes.transport.cuda_ipc import FLAG_COUNT, CudaIpcChannel, IpcTransfer
 from instep.engines.processes.transport.shared_memory import RingAllocator
@@ -140,9 +141,19 @@ def test_waits_for_a_dead_worker_are_released(monkeypatch: pytest.MonkeyPatch) -
     assert not parent.awaits_peer()
     parent.flags.store(2, 1)  # as if the worker's last reply was not complete
     assert parent.awaits_peer()
-    parent.release_waits()
+    assert parent.release_waits([])
     assert not parent.awaits_peer()
-    assert poisoned
+    assert len(poisoned) == 1
+    assert not parent.release_waits([])
+
+
+def test_a_reply_that_is_read_after_the_worker_exited_is_not_awaited() -> None:
+    parent, worker = make_pair()
+    read(worker, *write(parent, [torch.ones(3)]))
+    others, transfer = write(worker, [])
+    assert not parent.release_waits([])  # nothing was read yet
+    with pytest.raises(ConnectionClosed):
+        read(parent, others, transfer)
 
 
 def test_requests_and_replies_reuse_the_rings(fake_memory: dict[bytes, Tensor]) -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ from instep.engines.processes.serialization.registry import PickledValue
 from instep.engines.processes.transport.channel import SOURCE, Channel, TensorTag, tag_by_value
 from instep.engines.processes.transport.connection import ConnectionClosed, Message, ProtocolError
 from instep.engines.processes.transport.cuda_driver import DeviceMemory, DriverError
-from instep.engines.processes.transport.cuda_ipc import FLAG_COUNT, CudaIpcChannel, allocate_shared, poison
+from instep.engines.processes.transport.cuda_ipc import FLAG_COUNT, CudaIpcChannel, allocate_shared
 from instep.engines.processes.transport.device_rows import DeviceRowMemory
 from instep.engines.processes.transport.doorbell import gradient_chunks, make_doorbell, ready_list_bytes
 from instep.engines.processes.transport.row_memory import RowMemory
@@ -60,6 +61,8 @@ from instep.runtime.ambient import EncodedAmbientState
 from instep.runtime.locks import ForkSafeLock
 
 request_ids = itertools.count(1)
+_RESULT_SECONDS = 60.0
+"""Seconds to wait for results of a worker that is to be stopped."""
 ABANDONED = error_result("the call was abandoned.")
 """The result of a collective in an abandoned call."""
 
@@ -86,8 +89,8 @@ class WorkerClient:
         """Device memory of released modules, kept until the worker has closed it."""
         self.gradient_memory: weakref.WeakSet[DeviceMemory] = weakref.WeakSet()
         """Device memory that the worker writes gradients to."""
-        self.lost_results: BaseException | None = None
-        """Why results that were already returned are not complete."""
+        self.lost_results = False
+        """Whether the worker ended before results that were already returned were complete."""
         self._row_memories: weakref.WeakSet[RowMemory] = weakref.WeakSet()
         """Memory for collectives that the worker has."""
         self._device_row_calls: weakref.WeakKeyDictionary[DeviceRowMemory, tuple[int, int]] = (
@@ -129,7 +132,9 @@ class WorkerClient:
             self.ipc_refusal = refusal or ""
             if not refusal:
                 self.channel.cuda_ipc = CudaIpcChannel(device, flags, is_parent=True)
-                call_at_exit_of(self.worker, self._release_waits)
+                call_at_exit_of(self.worker, self.release_waits)
+                reference = weakref.WeakMethod(self.wait_for_results)
+                self.worker.before_stop = lambda: None if (wait := reference()) is None else wait()
         if self.channel.cuda_ipc is not None:
             self.channel.cuda_ipc.enabled = use_ipc
 
@@ -137,20 +142,19 @@ class WorkerClient:
         """Send tensors through host memory from now on."""
         self.ipc_refusal = reason
 
-    def _release_waits(self) -> None:
-        """After the worker's exit: release the streams of this process that wait for it, and record why."""
+    def wait_for_results(self) -> None:
+        """Wait until the results that the worker has announced are complete, before it is stopped."""
+        deadline, ipc = time.monotonic() + _RESULT_SECONDS, self.channel.cuda_ipc
+        while ipc is not None and ipc.awaits_peer() and self.worker.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def release_waits(self) -> None:
+        """After the worker's exit: release the streams of this process that wait for it. May be called again."""
         for rows, (index, base) in list(self._device_row_calls.items()):
             rows.release(index, base)
         ipc = self.channel.cuda_ipc
-        if ipc is None or not ipc.awaits_peer():
-            return
-        for memory in list(self.gradient_memory):
-            poison(memory)
-        ipc.release_waits()
-        self.lost_results = self._late_error() or WorkerFailure(
-            f"the worker of {self.worker.name} ended before its last results were complete: "
-            f"{self.worker.exit_reason()}\nOutputs and gradients of that call are NaN. Run the step again."
-        )
+        if ipc is not None and ipc.release_waits(list(self.gradient_memory)):
+            self.lost_results = True
 
     def _late_error(self) -> BaseException | None:
         """The error that the worker reported before it ended, after its last reply."""
@@ -163,9 +167,13 @@ class WorkerClient:
 
     def raise_lost_results(self) -> None:
         """Raise if the worker ended before results that were already returned were complete."""
-        error, self.lost_results = self.lost_results, None
-        if error is not None:
-            raise error
+        if self.lost_results:
+            self.lost_results = False
+            raise self._late_error() or WorkerFailure(
+                f"the worker of {self.worker.name} ended before its last results were complete: "
+                f"{self.worker.exit_reason()}\n"
+                f"Outputs and gradients of that call are NaN. Restore the weights if the optimizer has used them."
+            )
 
     def _send_device(self, request: DeviceRequest, fds: Sequence[int] = ()) -> str | None:
         """Why the worker cannot open the memory of `ipc_handle`; None if it can."""
@@ -338,6 +346,7 @@ class WorkerClient:
             if memory.device_rows is not None:
                 value[2:] = memory.device_rows.device, memory.device_rows.slots.handle
                 fds += memory.device_rows.fds
+                self._opened_memory[memory.memory_id] = [memory.device_rows.slots]
             self.channel.send(messages.ROW_MEMORY, memory.memory_id, value, fds=fds)
             weakref.finalize(memory, self.released.append, ("module", memory.memory_id))
             self._row_memories.add(memory)

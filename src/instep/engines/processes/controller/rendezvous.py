@@ -97,7 +97,8 @@ class ControllerRendezvous(Rendezvous):
         """The memory through which rows are exchanged; None if they are exchanged by messages."""
         self._rows: RowExchange | None = None
         self._device_rows: DeviceRowExchange | None = None
-        self._device_row_counts: list[int] = []
+        self._device_row_call: DeviceRowExchange | None = None
+        """The same, also after `close`."""
         self.gathered_rows: list[Tensor] = []
         """The results of the exchanges through the memory, for workers that replay them."""
         self.is_polling = False
@@ -114,6 +115,7 @@ class ControllerRendezvous(Rendezvous):
         if memory.device_rows is not None:
             base = memory.device_rows.start_call()
             self._device_rows = DeviceRowExchange(memory.device_rows, base, 0, len(self._names))
+            self._device_row_call = self._device_rows
 
     def row_request(self) -> tuple[int, ...]:
         """How a worker takes part in the exchange of rows (see `RowRequest`)."""
@@ -129,9 +131,16 @@ class ControllerRendezvous(Rendezvous):
         self._device_rows.memory.release(index, self._device_rows.base)
         return any(self._device_rows.counts())
 
+    def abort(self) -> None:
+        super().abort()
+        if self._device_rows is not None:
+            self._device_rows.leave(failed=True)
+
     def check_device_rows(self) -> None:
-        """After `close`: raise if the replicas have not called the same number of collectives on their device."""
-        counts = self._device_row_counts
+        """After a call without errors: raise if the replicas have not called the same collectives on their device."""
+        if self._device_row_call is None:
+            return
+        counts = self._device_row_call.counts()
         if len(set(counts)) > 1:
             described = ", ".join(f"{name}: {count}" for name, count in zip(self._names, counts, strict=True))
             raise CollectiveError(
@@ -139,6 +148,7 @@ class ControllerRendezvous(Rendezvous):
                 f"Every replica has to make the same calls: move them out of branches and loops that depend on the "
                 f"shard."
             )
+        self._device_row_call.memory.complete_call(self._device_row_call.base)
 
     @property
     def num_collectives(self) -> int:
@@ -160,8 +170,6 @@ class ControllerRendezvous(Rendezvous):
 
     def close(self) -> None:
         super().close()
-        if self._device_rows is not None:
-            self._device_row_counts = self._device_rows.counts()
         self.row_memory = self._rows = self._device_rows = None
         self.gathered_rows = []
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -40,8 +42,11 @@ class _ExitMonitor:
                 callback = self._callbacks.pop(fd)()
                 self._poll.unregister(fd)
                 os.close(fd)
-                if callback is not None:
-                    callback()
+                if callback is not None and not sys.is_finalizing():
+                    try:
+                        callback()
+                    except Exception:  # the other processes are still awaited
+                        traceback.print_exc()
                 del callback
             with _lock:
                 self.has_ended = not self._callbacks

@@ -150,7 +150,10 @@ def _is_interactive() -> bool:
 
 
 def stop_workers(workers: Sequence[WorkerProcess]) -> None:
-    """Ask workers to stop, and kill those that have not stopped shortly after."""
+    """Ask workers to stop when their results are complete, and kill those that have not stopped shortly after."""
+    for worker in workers:
+        if worker.before_stop is not None:
+            worker.before_stop()
     deadline = time.monotonic() + _STOP_SECONDS
     for worker in workers:
         worker.request_stop()

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -70,6 +71,8 @@ class WorkerProcess:
         self.ready = False
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
         """Pools that hold this worker. Weak, so that a dropped pool needs no finalizer, which would need a lock."""
+        self.before_stop: Callable[[], object] | None = None
+        """Called before the worker is asked to stop."""
         self._owner_pid = os.getpid()
         self._ready_lock = threading.Lock()
         self._exit_status: int | None = None

@@ -72,11 +72,10 @@ class CallStreams:
         self._caller_stream: Any = None
         if self.device.type == "cuda":
             stream = self._caller_stream = torch.cuda.current_stream(self.device)
-            if in_caller:
-                last = _last_calls.get(self.device)
-                if last is not None and last[0] != stream:  # workers reuse memory that the last call may still read
-                    stream.wait_event(last[1])
-            else:
+            last = _last_calls.get(self.device)
+            if last is not None and last[0] != stream:  # workers reuse memory that the last call may still read
+                stream.wait_event(last[1])
+            if not in_caller:
                 self._queued_event = stream.record_event()
         elif torch.cuda.is_initialized():  # arguments may be on the workers' devices
             for device in {device for device in devices if device.type == "cuda"}:

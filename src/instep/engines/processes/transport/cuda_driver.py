@@ -20,6 +20,7 @@ The driver places smaller allocations in a common block of this size, and an IPC
 """
 _LAZY_ENABLE_PEER_ACCESS = 1
 _HOST_REGISTER_PORTABLE, _HOST_REGISTER_DEVICE_MAP = 1, 2
+_NON_BLOCKING = 1
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
 """Operations of `cuStreamBatchMemOp`. A wait ends when the word minus the value, as a signed number, is not negative.
 """
@@ -49,6 +50,7 @@ def _driver() -> Any:
         library.cuMemHostUnregister.argtypes = (ctypes.c_void_p,)
         library.cuCtxPushCurrent_v2.argtypes = (ctypes.c_void_p,)
         library.cuMemHostGetDevicePointer_v2.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+        library.cuMemsetD8Async.argtypes = (ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p)
         library.cuStreamBatchMemOp_v2.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
     except (OSError, AttributeError):
         return None
@@ -202,9 +204,24 @@ class DeviceMemory:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
         return torch.as_tensor(_CudaArray(self, self._address + offset, nbytes), device=self.device)
 
+    def fill(self, byte: int) -> None:
+        """Set every byte, on a stream of its own, and wait for that."""
+        with _current_context(self.device.index or 0):
+            stream = _fill_stream(self.device.index or 0)
+            _call_driver("cuMemsetD8Async", self._address, byte, self.nbytes, stream)
+            _call_driver("cuStreamSynchronize", stream)
+
     def __del__(self) -> None:
         if getattr(self, "_address", 0):
             _release(self.device, "cuMemFree_v2" if self._is_owner else "cuIpcCloseMemHandle", self._address)
+
+
+@cache
+def _fill_stream(ordinal: int) -> ctypes.c_void_p:  # noqa: ARG001
+    """A stream of the current context that does not wait for the default stream."""
+    stream = ctypes.c_void_p()
+    _call_driver("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
+    return stream
 
 
 class _CudaArray:

@@ -7,13 +7,17 @@ nothing is lost with a worker that dies.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from instep.engines.processes.transport.connection import ConnectionClosed
 from instep.engines.processes.transport.copy_streams import DeviceReceiver, synchronize_stream
 from instep.engines.processes.transport.cuda_driver import (
     ALLOCATION_GRANULARITY,
@@ -125,6 +129,10 @@ class CudaIpcChannel:
         """In the parent: rings that were too small, kept until the worker has opened the ones after them."""
         self._read_position: RingPosition | None = None
         self._wanted_bytes = 0
+        self._generations = itertools.count(1)
+        self._lock = threading.Lock()
+        self._peer_exited = False
+        """In the parent: whether the waits for the worker were released. Nothing waits for it any more."""
 
     def write(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], IpcTransfer]:
         """Queue copies of the tensors that are on the device to the ring, and a signal.
@@ -192,10 +200,13 @@ class CudaIpcChannel:
         if stream != self._read_stream:
             self.flags.wait(self._read_flag, self._read_number, stream)
             self._read_stream = stream
+        with self._lock:
+            if self._peer_exited:
+                raise ConnectionClosed("the worker exited before its results were complete")
+            self._read_number = transfer.number  # before the wait, which `release_waits` may have to end
         self.flags.wait(self._peer_written_flag, transfer.number, stream)
         tensors = list(received) if transfer.write_position is None else self._copy(received, transfer, receiver)
         self.flags.signal(self._read_flag, transfer.number, stream)
-        self._read_number = transfer.number
         self._read_position = transfer.write_position or self._read_position
         return tensors
 
@@ -252,7 +263,7 @@ class CudaIpcChannel:
 
     def _grow(self, ring: _DeviceRing | None, nbytes: int) -> _DeviceRing | None:
         """A larger ring in place of one that is too small; the same one if there is no memory."""
-        before, generation = (ring.memory.nbytes, ring.generation) if ring is not None else (0, 0)
+        before = ring.memory.nbytes if ring is not None else 0
         size = max(align(nbytes + nbytes // 4, ALLOCATION_GRANULARITY), 2 * before if nbytes <= before else 0)
         try:
             memory = allocate_shared(size, self.device)
@@ -260,28 +271,37 @@ class CudaIpcChannel:
             return ring
         if ring is not None:
             self._retired_rings.append(ring)
-        return _DeviceRing(memory, generation + 1)
+        return _DeviceRing(memory, next(self._generations))
 
     def awaits_peer(self) -> bool:
         """In the parent: whether a stream of this process may wait for a signal of the worker."""
-        return not (
+        return not self._peer_exited and not (
             self.flags.has_reached(self._peer_written_flag, self._read_number)
             and self.flags.has_reached(self._peer_read_flag, self._peer_read_number)
         )
 
-    def release_waits(self) -> None:
-        """In the parent: signal on behalf of a worker that died. Its replies become NaN, or -1 in integers."""
-        if self._receive_ring is not None:
-            poison(self._receive_ring.memory)
-        self.flags.store(self._peer_read_flag, self._sent_number)
-        self.flags.store(self._peer_written_flag, self._read_number)
+    def release_waits(self, memory: Iterable[DeviceMemory]) -> bool:
+        """In the parent: signal on behalf of a worker that died. Returns whether a stream was waiting.
+
+        Then the worker's replies, and the other memory that it writes to, become NaN, or -1 in integers.
+        """
+        with self._lock:
+            awaited, self._peer_exited = self.awaits_peer(), True
+            try:
+                if awaited:
+                    rings = [] if self._receive_ring is None else [self._receive_ring.memory]
+                    for each in (*rings, *memory):
+                        poison(each)
+            finally:
+                self.flags.store(self._peer_read_flag, self._sent_number)
+                self.flags.store(self._peer_written_flag, self._read_number)
+        return awaited
 
 
 def poison(memory: DeviceMemory) -> None:
-    """Fill memory with NaN, independently of the current stream."""
-    with torch.cuda.device(memory.device), torch.cuda.stream(torch.cuda.Stream(memory.device)):
-        memory.tensor(0, memory.nbytes).fill_(255)
-        synchronize_stream(memory.device)
+    """Fill memory with NaN. Independent of all streams of torch, which may be waiting."""
+    with suppress(DriverError):  # the device has failed: nobody reads the memory
+        memory.fill(255)
 
 
 def allocate_shared(nbytes: int, device: torch.device) -> DeviceMemory:

@@ -4,9 +4,9 @@ Every replica has two slots in device memory and a flag. To take part in a colle
 slot and a signal with the number of the collective, and then waits for the other flags, all on its stream. Two slots
 are enough: a stream that reaches collective n + 2 has seen every other stream reach n + 1, i.e. finish reading n.
 
-No host waits for another one. So a replica may be ahead of the others, and they find out whether all call the same
-collectives by comparing labels: whoever comes last sees a difference. A replica that leaves too early signals all
-numbers of the call, so that no stream waits for ever; the call then fails.
+No host waits for another one, so a replica may be ahead of the others. Each compares its label of a collective with
+those of the replicas that were there before. A replica whose label differs, that fails, or that leaves while others are
+ahead, signals all numbers of the call: no stream waits for ever, and the call fails.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import os
 import threading
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +24,12 @@ from instep.engines.processes.transport.cuda_driver import DeviceMemory, current
 from instep.engines.processes.transport.cuda_ipc import allocate_shared, open_shared, poison
 from instep.engines.processes.transport.shared_memory import SharedMemory
 from instep.engines.processes.transport.stream_flags import StreamFlags
+from instep.runtime.modes import set_inference_mode
 
 SLOT_BYTES = 256 * 1024
 """Maximum size of a row."""
 CALL_NUMBERS = 1 << 20
-"""A call's numbers are its base plus 1, 2, ..., less than this."""
+"""A call's numbers are its base plus 1, 2, ..., less than this. The last one stands for all of them."""
 _LABELS = 1024
 """Number of last labels of a replica that are kept."""
 _NUMBER, _LEFT, _FIRST_LABEL = 0, 1, 2
@@ -53,6 +55,11 @@ class DeviceRowMemory:
         self.headers = [words[i * _HEADER_WORDS : (i + 1) * _HEADER_WORDS] for i in range(capacity)]
         self.base = 0
         """In the parent: the base of the current call."""
+        self._completed_base = 0
+        self._stream: Any = None
+        """The stream of this process's last collective."""
+        self._raw_stream = -1
+        self._call_lock = threading.Lock()
         self._lock = threading.Lock()
         self._views: dict[tuple[int, torch.Size, torch.dtype], list[Tensor]] = {}
 
@@ -68,24 +75,28 @@ class DeviceRowMemory:
 
     @classmethod
     def attach(cls, handle: bytes, fds: list[int], capacity: int, device: torch.device) -> DeviceRowMemory:
-        """The memory of the parent. Takes ownership of the descriptors, those of the flags and of the headers."""
-        return cls(
-            open_shared(handle, 2 * capacity * SLOT_BYTES, device),
-            StreamFlags.attach(fds[0], capacity, device),
-            SharedMemory.attach(fds[1], 8 * capacity * _HEADER_WORDS, writable=True),
-            capacity,
-        )
+        """The memory of the parent. Takes ownership of the descriptors, those of the headers and of the flags."""
+        headers = SharedMemory.attach(fds[0], 8 * capacity * _HEADER_WORDS, writable=True)
+        flags = StreamFlags.attach(fds[1], capacity, device)
+        return cls(open_shared(handle, 2 * capacity * SLOT_BYTES, device), flags, headers, capacity)
 
     @property
     def fds(self) -> list[int]:
         """The descriptors to send to a worker."""
-        return [self.flags.fd, self.header_memory.fd]
+        return [self.header_memory.fd, self.flags.fd]
 
     def start_call(self) -> int:
         """Start a call or a backward, in the parent; returns its base."""
-        with self._lock:
-            self.base += CALL_NUMBERS
+        with self._call_lock:
+            if self._completed_base == self.base:
+                self.base = max(self.base, *(header[_NUMBER] for header in self.headers)) + 1
+            else:  # a replica may still signal any number of it
+                self.base += CALL_NUMBERS
             return self.base
+
+    def complete_call(self, base: int) -> None:
+        """In the parent: record that a call has ended on all replicas, each with the same number of collectives."""
+        self._completed_base = base
 
     def fence(self) -> None:
         """Order this thread's memory accesses before it and after it."""
@@ -101,18 +112,29 @@ class DeviceRowMemory:
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             nbytes = self.capacity * SLOT_BYTES
-            blocks = [self.slots.tensor(parity * nbytes, nbytes).view(row.dtype) for parity in (0, 1)]
-            rows = [block.view(self.capacity, -1)[:count, : row.numel()] for block in blocks]
-            views = self._views[key] = [block.view(count, *row.shape) for block in rows]
+            with set_inference_mode(False):
+                blocks = [self.slots.tensor(parity * nbytes, nbytes).view(row.dtype) for parity in (0, 1)]
+                rows = [block.view(self.capacity, -1)[:count, : row.numel()] for block in blocks]
+                views = self._views[key] = [block.view(count, *row.shape) for block in rows]
         return views
+
+    def current_stream(self) -> int:
+        """The handle of the current stream, which waits for the stream of the last collective if it is another one."""
+        stream = current_raw_stream(self.device)
+        if stream != self._raw_stream:
+            current = torch.cuda.current_stream(self.device)
+            if self._stream is not None:  # it may still read the rows
+                current.wait_stream(self._stream)
+            self._stream, self._raw_stream = current, stream
+        return stream
 
     def release(self, index: int, base: int, *, lost: bool = True) -> None:
         """In the parent: signal all numbers of a call on behalf of a worker, unless the next call has begun.
 
         If its rows are `lost` because it died, they become NaN.
         """
-        with self._lock:
-            if base == self.base:
+        with self._call_lock:
+            if base == self.base and base != self._completed_base:
                 if lost:
                     poison(self.slots)
                 self.flags.store(index, base + CALL_NUMBERS - 1)
@@ -133,11 +155,6 @@ class DeviceRowExchange:
         self._header = memory.headers[index]
         self._peers = [i for i in range(count) if i != index]
 
-    @property
-    def num_started(self) -> int:
-        """The number of collectives so far."""
-        return self._number - self.base
-
     def gather(self, label: str, row: Tensor) -> Tensor | None:
         """Queue an all-gather. None if another replica has left or has called another collective."""
         memory = self.memory
@@ -148,14 +165,14 @@ class DeviceRowExchange:
         memory.fence()
         for peer in self._peers:
             header = memory.headers[peer]
-            if header[_LEFT] == self.base and header[_NUMBER] < number:
+            has_left = header[_LEFT] == self.base and header[_NUMBER] < number
+            is_kept = 0 <= header[_NUMBER] - number < _LABELS - 1
+            if has_left or (is_kept and header[_FIRST_LABEL + number % _LABELS] != digest):
+                self._signal_all()  # the other replica's host may wait for its device
                 return None
-            ahead = header[_NUMBER] - number
-            if 0 <= ahead < _LABELS - 1 and header[_FIRST_LABEL + number % _LABELS] != digest:
-                return None
-        rows = memory.views(self._count, row)[number & 1]
+        rows, stream = memory.views(self._count, row)[number & 1], memory.current_stream()
         rows[self._index].copy_(row)
-        memory.flags.signal_and_wait(self._index, self._peers, number, current_raw_stream(memory.device))
+        memory.flags.signal_and_wait(self._index, self._peers, number, stream)
         return rows
 
     def leave(self, failed: bool) -> None:
@@ -163,8 +180,11 @@ class DeviceRowExchange:
         self._header[_LEFT] = self.base
         self.memory.fence()
         if failed or any(self.memory.headers[peer][_NUMBER] > self._number for peer in self._peers):
-            stream = current_raw_stream(self.memory.device)
-            self.memory.flags.signal(self._index, self.base + CALL_NUMBERS - 1, stream)
+            self._signal_all()
+
+    def _signal_all(self) -> None:
+        """Signal all numbers of the call: no other stream waits for this replica any more."""
+        self.memory.flags.signal(self._index, self.base + CALL_NUMBERS - 1, self.memory.current_stream())
 
     def counts(self) -> list[int]:
         """The number of collectives that each replica has begun in this call."""

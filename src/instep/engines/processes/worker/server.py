@@ -198,9 +198,10 @@ class WorkerServer:
 
     def _receive_row_memory(self, message: Message) -> None:
         (capacity, nbytes, device, handle), _ = self._channel.decode(message)
-        memory = self._row_memories[message.call_id] = RowMemory.attach(message.fds[0], nbytes, capacity)
+        memory = RowMemory.attach(message.fds[0], nbytes, capacity)
         if handle is not None:
             memory.device_rows = DeviceRowMemory.attach(handle, message.fds[1:], capacity, device)
+        self._row_memories[message.call_id] = memory
 
     def _group(
         self, call_id: int, request: ForwardRequest | BackwardRequest, index: int, count: int

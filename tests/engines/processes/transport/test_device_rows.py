@@ -1,0 +1,161 @@
+"""Tests of `DeviceRowExchange`, with CPU memory in place of device memory and counters in place of stream flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from instep.engines.processes.transport import device_rows
+from instep.engines.processes.transport.device_rows import (
+    CALL_NUMBERS,
+    SLOT_BYTES,
+    DeviceRowExchange,
+    DeviceRowMemory,
+    fits_device_slot,
+)
+from instep.engines.processes.transport.shared_memory import SharedMemory
+
+CPU = torch.device("cpu")
+
+
+class FakeFlags:
+    """Stands for `StreamFlags`. Signals are immediate; waits are recorded."""
+
+    def __init__(self, count: int) -> None:
+        self.words = [0] * count
+        self.waits: list[tuple[int, int]] = []
+
+    def signal(self, index: int, value: int, _: int) -> None:
+        self.words[index] = value % 2**32
+
+    def signal_and_wait(self, index: int, others: Sequence[int], value: int, stream: int) -> None:
+        self.signal(index, value, stream)
+        self.waits += [(other, value) for other in others]
+
+    def store(self, index: int, value: int) -> None:
+        self.signal(index, value, 0)
+
+    def has_reached(self, index: int, value: int) -> bool:
+        return (self.words[index] - value) % 2**32 < 2**31
+
+    def pending(self) -> list[tuple[int, int]]:
+        """The waits that are not over."""
+        return [wait for wait in self.waits if not self.has_reached(*wait)]
+
+
+class FakeMemory:
+    """Stands for `DeviceMemory`."""
+
+    device = CPU
+
+    def __init__(self, nbytes: int) -> None:
+        self.bytes = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def tensor(self, offset: int, nbytes: int) -> Tensor:
+        return self.bytes[offset : offset + nbytes]
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> DeviceRowMemory:
+    monkeypatch.setattr(DeviceRowMemory, "current_stream", lambda _: 0)
+    monkeypatch.setattr(device_rows, "poison", lambda slots: slots.bytes.fill_(255))
+    slots: Any = FakeMemory(2 * 3 * SLOT_BYTES)
+    flags: Any = FakeFlags(3)
+    headers = SharedMemory.create(8 * 3 * device_rows._HEADER_WORDS)
+    return DeviceRowMemory(slots, flags, headers, 3)
+
+
+def start(memory: DeviceRowMemory, count: int) -> list[DeviceRowExchange]:
+    base = memory.start_call()
+    return [DeviceRowExchange(memory, base, index, count) for index in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_replica_gets_all_rows(memory: DeviceRowMemory, count: int, dtype: torch.dtype) -> None:
+    flags: Any = memory.flags
+    for call in range(3):
+        replicas = start(memory, count)
+        for step in range(5):
+            sent = [torch.full((2, 3), 10.0 * step + index + call, dtype=dtype) for index in range(count)]
+            received = [replica.gather(f"step {step}", row) for replica, row in zip(replicas, sent, strict=True)]
+            assert not flags.pending()
+            for rows in received:
+                assert rows is not None
+                assert torch.equal(rows, torch.stack(sent))
+        for replica in replicas:
+            replica.leave(failed=False)
+        assert replicas[0].counts() == [5] * count
+        memory.complete_call(replicas[0].base)
+
+
+def test_a_replica_that_is_ahead_is_awaited(memory: DeviceRowMemory) -> None:
+    flags: Any = memory.flags
+    first, second = start(memory, 2)
+    assert first.gather("a", torch.ones(3)) is not None
+    assert flags.pending() == [(1, first.base + 1)]
+    assert second.gather("a", torch.ones(3)) is not None
+    assert not flags.pending()
+
+
+def test_another_label_is_seen_by_the_replica_that_comes_later(memory: DeviceRowMemory) -> None:
+    flags: Any = memory.flags
+    first, second = start(memory, 2)
+    for number in range(3):  # the first replica's host is ahead
+        assert first.gather(f"a{number}", torch.ones(3)) is not None
+    assert second.gather("a0", torch.ones(3)) is not None
+    assert second.gather("b1", torch.ones(3)) is None
+    assert not flags.pending()
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_no_stream_waits_for_a_replica_that_leaves_too_early(memory: DeviceRowMemory, failed: bool) -> None:
+    flags: Any = memory.flags
+    first, second = start(memory, 2)
+    first.gather("a", torch.ones(3))
+    second.gather("a", torch.ones(3))
+    first.gather("b", torch.ones(3))
+    assert flags.pending()
+    second.leave(failed)
+    assert not flags.pending()
+    assert first.counts() == [2, 1]
+    assert first.gather("c", torch.ones(3)) is None
+
+
+def test_rows_of_a_dead_worker_become_nan(memory: DeviceRowMemory) -> None:
+    flags: Any = memory.flags
+    first, _ = start(memory, 2)
+    rows = first.gather("a", torch.ones(3))
+    assert rows is not None
+    memory.release(1, first.base - 1)  # of an earlier call
+    assert flags.pending()
+    memory.release(1, first.base)
+    assert not flags.pending()
+    assert rows.isnan().all()
+
+
+def test_numbers_after_many_calls_without_collectives(memory: DeviceRowMemory) -> None:
+    flags: Any = memory.flags
+    for _ in range(5000):
+        (first, _) = start(memory, 2)
+        memory.complete_call(first.base)
+    assert not flags.has_reached(0, memory.start_call() + 1)
+
+
+def test_numbers_after_an_incomplete_call_exceed_all_of_its_numbers(memory: DeviceRowMemory) -> None:
+    flags: Any = memory.flags
+    first, second = start(memory, 2)
+    second.leave(failed=True)
+    assert flags.has_reached(1, first.base + CALL_NUMBERS - 1)
+    assert not flags.has_reached(1, memory.start_call() + 1)
+
+
+def test_only_small_rows_on_the_device_fit() -> None:
+    assert fits_device_slot(torch.ones(3), CPU)
+    assert not fits_device_slot(torch.ones(0), CPU)
+    assert not fits_device_slot(torch.ones(3, device="meta"), CPU)
+    assert not fits_device_slot(torch.ones(SLOT_BYTES), CPU)
