@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 UNRENDERED: dict[str, frozenset[str]] = {
-    "Several GPUs": frozenset(
+    "A GPU, or several": frozenset(
         {
             "call/one_device.py: (module)",
             "call/transparent.py: Transparent.modules",
             "engines/processes/controller/nccl_manager.py: NcclManager._disable",
             "engines/processes/controller/nccl_manager.py: _warn_existing_groups",
-            "engines/processes/transport/cuda_driver.py: _call_driver",
+            "engines/processes/controller/rendezvous.py: ControllerRendezvous.check_device_rows",
+            "engines/processes/transport/cuda_driver.py: _raise_driver_error",
             "engines/processes/transport/cuda_driver.py: _primary_context",
             "engines/processes/worker/ambient.py: use_device",
             "parallel.py: DataParallel._fall_back",
@@ -30,7 +31,9 @@ UNRENDERED: dict[str, frozenset[str]] = {
     ),
     "Workers that end at a certain moment, interruptions and forks": frozenset(
         {
+            "engines/processes/controller/backward.py: ReplicaBackward.send",
             "engines/processes/controller/client.py: WorkerClient._receive",
+            "engines/processes/controller/client.py: WorkerClient.raise_lost_results",
             "engines/processes/controller/overlap.py: _finish_sum",
             "engines/processes/controller/replay.py: ReplayableCall._replay",
             "engines/processes/controller/rendezvous.py: CollectiveLog.exchange",
@@ -91,12 +94,14 @@ INTERNAL: dict[str, frozenset[str]] = {
             "collectives/batch_norm.py: normalize_differentiably",
             "collectives/batch_norm_kernels.py: CpuKernels.combine",
             "collectives/batch_norm_kernels.py: CudaKernels.combine",
+            "engines/processes/controller/forward.py: ReplicaForward.send",
+            "engines/processes/transport/cuda_ipc.py: CudaIpcChannel.read",
             "engines/processes/transport/cuda_ipc.py: open_shared",
             "engines/processes/worker/module.py: WorkerModule.prepare_replica",
             "engines/processes/worker/nccl_member.py: NcclMember._receive_broadcast",
             "engines/processes/worker/nccl_member.py: NcclMember._require_group",
             "engines/processes/worker/rendezvous.py: Inbox.receive_collective_result",
-            "engines/processes/worker/rendezvous.py: WorkerRendezvous.exchange",
+            "engines/processes/worker/rendezvous.py: WorkerRendezvous._exchange",
             "engines/rendezvous.py: Rendezvous.leave",
             "engines/thread_pool.py: TaskResults.collect",
             "probe/snapshot.py: Snapshot.__init__",
@@ -134,6 +139,7 @@ INTERNAL: dict[str, frozenset[str]] = {
     "shows a defect of instep or of another program, not of the user's code": frozenset(
         {
             "call/transparent.py: Transparent.__getattr__",
+            "engines/processes/controller/rendezvous.py: ControllerRendezvous.all_gather",
             "engines/processes/lifecycle/pool.py: WorkerPool._acquire",
             "engines/processes/serialization/pickler.py: UnpicklerMethod.__call__",
             "engines/processes/serialization/registry.py: CodeRegistry.get_object",
@@ -148,6 +154,8 @@ INTERNAL: dict[str, frozenset[str]] = {
             "engines/processes/transport/tensor_codec.py: decode_metadata",
             "engines/processes/transport/tensor_codec.py: encode_metadata",
             "engines/processes/transport/tensor_codec.py: read_tensor",
+            "engines/processes/worker/rendezvous.py: WorkerRendezvous.all_gather",
+            "engines/processes/worker/server.py: WorkerServer._group",
             "engines/select.py: choose_engine",
             "engines/thread_pool.py: ReplicaThreads.run",
             "structure/graph_arguments.py: _raise_merge",
