@@ -72,7 +72,6 @@ UNRENDERED: dict[str, frozenset[str]] = {
         {
             "replicas/state/merge.py: StateMerger._merge_output",
             "structure/plan.py: Planner._infer_batch_size",
-            "structure/split_messages.py: inconsistent_reading",
         }
     ),
     "The command line": frozenset({"cli/demo/corpus.py: load", "cli/main.py: positive"}),
