@@ -50,7 +50,6 @@ def _driver() -> Any:
         library.cuMemHostUnregister.argtypes = (ctypes.c_void_p,)
         library.cuCtxPushCurrent_v2.argtypes = (ctypes.c_void_p,)
         library.cuMemHostGetDevicePointer_v2.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
-        library.cuMemsetD8Async.argtypes = (ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p)
         library.cuStreamBatchMemOp_v2.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
     except (OSError, AttributeError):
         return None
@@ -208,7 +207,8 @@ class DeviceMemory:
         """Set every byte, on a stream of its own, and wait for that."""
         with _current_context(self.device.index or 0):
             stream = _fill_stream(self.device.index or 0)
-            _call_driver("cuMemsetD8Async", self._address, byte, self.nbytes, stream)
+            size = ctypes.c_size_t(self.nbytes)
+            _call_driver("cuMemsetD8Async", ctypes.c_uint64(self._address), ctypes.c_ubyte(byte), size, stream)
             _call_driver("cuStreamSynchronize", stream)
 
     def __del__(self) -> None:
