@@ -62,7 +62,7 @@ MAX_NORM_EMBEDDING = Reason(
 CARRIED_STATE = Reason(
     "forward reads, or may read, state of the previous call",
     "calls run on one device because forward reads {path!r}, which it set for the samples of the previous call.\n"
-    "If each sample reads only its own entries{hint}: DataParallel(..., state={{{path!r}: 'cat'}}).",
+    "{advice}",
 )
 CALLER_ONLY_OBJECT = Reason(
     "forward uses an object that replicas cannot share",

@@ -240,9 +240,24 @@ class ParallelRunner:
             return run()
         output, read = self.state_merger.carried.run_and_detect_reads(selection.unchecked, self._call_key(call), run)
         if read:
-            hint = ", keep it as an attribute of a module and write" if read[0].container is not None else ""
-            self.one_device.record(CARRIED_STATE.format(path=read[0].path, hint=hint), call.method)
+            advice = self._carried_state_advice(call, read)
+            self.one_device.record(CARRIED_STATE.format(path=read[0].path, advice=advice), call.method)
         return output
+
+    def _carried_state_advice(self, call: BoundCall, read: Sequence[CarriedValue]) -> str:
+        """The rules that split carried state like the batch, if a trial confirms that samples read only their own."""
+        probe, size = call.binding.probe, call.plan.batch_size
+        can_split = all(v.module is not None and all(t.shape[dim] == size for t, dim in v.leaves()) for v in read)
+        if can_split and probe is not None and probe.try_reading(self._trial_call(call, read)) is Outcome.AGREES:
+            rules = {value.path: "cat" for value in read}
+            return (
+                f"To use all devices, write (tried on samples of this batch: each reads only its own entries):\n"
+                f"  DataParallel(..., state={rules})"
+            )
+        return (
+            "If each sample reads only its own entries, keep it as an attribute of a module and declare it by the rule "
+            "'cat' of state=: it is then split like the batch. A trial on samples of this batch has not confirmed that."
+        )
 
     def _probe(
         self, call: BoundCall, replicas: Sequence[Replica], carried: Sequence[CarriedValue], reading_chosen: bool
