@@ -213,7 +213,7 @@ def carried_state():
 
     model = instep.DataParallel(Net(), ["cpu", "cpu"])
     for _ in range(2):
-        model(torch.ones(4, 3))
+        model(torch.randn(4, 3))
 
 
 @scenario("An embedding with max_norm whose weight is used elsewhere")
