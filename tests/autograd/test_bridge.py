@@ -121,6 +121,7 @@ def test_the_inner_graph_is_freed_by_backward(net: nn.Module) -> None:
         assert all(reference() is None for reference in kept)
 
 
+@pytest.mark.slow
 def test_nothing_grows_over_a_thousand_calls() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     with instep.DataParallel(net, ["cpu"] * 2) as model:

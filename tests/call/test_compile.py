@@ -139,6 +139,7 @@ def test_one_graph_a_replica_and_none_from_call_to_call(way: Make, engine: str) 
     assert made[1:] == made[:1] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(TORCH < (2, 9), reason="torch 2.8 cannot trace a linear layer whose first two sizes are symbolic")
 @pytest.mark.parametrize("replicas", [4])
 def test_many_replicas_and_shapes_stay_within_the_limit(replicas: int) -> None:

@@ -223,6 +223,7 @@ def test_a_worker_that_dies_between_rows_is_replaced(tmp_path: Path) -> None:
         assert all(torch.equal(p.grad, e) for p, e in zip(net.parameters(), expected[1:], strict=True))
 
 
+@pytest.mark.slow
 def test_a_worker_that_sleeps_fails_with_a_timeout(tmp_path: Path) -> None:
     net, model = faulty_pair(tmp_path, timeout=6.0)
     with model, warnings.catch_warnings():
@@ -232,6 +233,7 @@ def test_a_worker_that_sleeps_fails_with_a_timeout(tmp_path: Path) -> None:
             model(torch.ones(6, 3))
 
 
+@pytest.mark.slow
 def test_an_interruption_while_rows_are_awaited(tmp_path: Path) -> None:
     net, model = faulty_pair(tmp_path)
     x = torch.randn(6, 3)

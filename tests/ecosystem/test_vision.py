@@ -19,6 +19,7 @@ TESTS = Path(__file__).parent / "vision"
 PACKAGES = Path(sys.prefix) / "vision"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(
     not all((PACKAGES / name).is_dir() for name in ("torchvision", "timm")),

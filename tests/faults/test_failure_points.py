@@ -163,6 +163,7 @@ def test_training_with_faults_gives_the_same_weights(tmp_path: Path) -> None:
         assert torch.equal(mine, theirs), name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workers")
 def test_garbage_without_restarts_raises_worker_failure(tmp_path: Path) -> None:
     net = Faulty(tmp_path).double()

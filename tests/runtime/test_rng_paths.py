@@ -262,6 +262,7 @@ class Drops(nn.Module):
         return checkpoint(lambda y: F.dropout(y * self.scale), F.dropout(x, 0.1), use_reentrant=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workers")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_code_draws_from_the_streams() -> None:

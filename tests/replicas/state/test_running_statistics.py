@@ -296,6 +296,7 @@ class ReadsStatistics(nn.Module):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @both
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -98,6 +98,7 @@ def test_nothing_is_copied_while_the_module_is_frozen() -> None:
         torch.testing.assert_close(model(x), net(x))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("far", "workers")
 def test_a_staging_copy_that_does_not_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with instep.DataParallel(nn.Linear(400, 300), ["cpu"] * 2, engine="processes", private_copies=True) as model:

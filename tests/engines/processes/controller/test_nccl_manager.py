@@ -360,6 +360,7 @@ def test_deaths_do_not_change_a_single_bit(monkeypatch: pytest.MonkeyPatch) -> N
     wait_for_threads("instep-group", 20)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("grouped")
 @pytest.mark.timeout(120)
 def test_too_many_deaths_while_a_group_is_created(monkeypatch: pytest.MonkeyPatch) -> None:

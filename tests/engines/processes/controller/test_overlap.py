@@ -157,6 +157,7 @@ def test_sums_are_the_same_bit_for_bit(count: int, sign: Path, monkeypatch: pyte
         torch.testing.assert_close(one, parameter.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_second_gradient_of_a_weight_is_added_late() -> None:
     net, x = Reentrant(), torch.randn(9, WIDE, requires_grad=True)
     with instep.DataParallel(net, ["cpu"] * 3, engine="processes") as model:
@@ -181,6 +182,7 @@ def test_gradients_of_a_dead_worker_are_added_once(tmp_path: Path, sign: Path) -
     assert all(torch.equal(one, other) for one, other in zip(died, undisturbed, strict=True))
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_before_its_request_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     ask = WorkerClient.send_backward
