@@ -128,7 +128,7 @@ class Probe:
         return not any(contradict(before[path], new) for path, new in found.outputs.items() if path in before)
 
     def try_reading(self, call: TrialCall) -> Outcome:
-        """Run trials of a call whose plan has another reading of the arguments, into a record of its own."""
+        """Run trials of a call with another reading of its arguments, or with split state, into a record of its own."""
         record = ProbeRecord()
         try:
             for use_large_parts in (False, True):

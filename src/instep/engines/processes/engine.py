@@ -345,7 +345,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         first, *others = tasks
         overlap = self._backward_state.overlap
         self._prepare_rows(group)
-        group.logs_rows = False  # a backward is not run again
+        group.logs_rows = False  # a backward with rows on a device is not run again
 
         def run() -> list[None]:
             return run_replicas(group, run_first, [self._backward_task(task) for task in others])

@@ -129,10 +129,11 @@ class WorkerClient:
                 refusal = self._send_device(describe_device(device, memory.handle), [flags.fd])
             except DriverError as error:
                 refusal = str(error)
+            if not refusal and not call_at_exit_of(self.worker, self.release_waits):
+                refusal = "the kernel does not report the exit of processes (pidfd_open)"
             self.ipc_refusal = refusal or ""
             if not refusal:
                 self.channel.cuda_ipc = CudaIpcChannel(device, flags, is_parent=True)
-                call_at_exit_of(self.worker, self.release_waits)
                 reference = weakref.WeakMethod(self.wait_for_results)
                 self.worker.before_stop = lambda: None if (wait := reference()) is None else wait()
         if self.channel.cuda_ipc is not None:

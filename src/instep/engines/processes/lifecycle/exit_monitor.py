@@ -57,16 +57,17 @@ _monitor: _ExitMonitor | None = None
 _lock = ForkSafeLock()
 
 
-def call_at_exit_of(worker: WorkerProcess, callback: Callable[[], None]) -> None:
+def call_at_exit_of(worker: WorkerProcess, callback: Callable[[], None]) -> bool:
     """Call a method in another thread when a worker exits, unless its object is freed before.
 
-    This works while all other threads wait for a device.
+    This works while all other threads wait for a device. Returns False if the kernel does not report exits.
     """
     global _monitor
     pidfd = worker.duplicate_pidfd()
-    if pidfd is None:  # an old kernel
-        return
+    if pidfd is None:
+        return False
     with _lock:
         if _monitor is None or _monitor.has_ended or _monitor.pid != os.getpid():
             _monitor = _ExitMonitor()
         _monitor.add(pidfd, callback)
+    return True

@@ -11,10 +11,8 @@ ahead, signals all numbers of the call: no stream waits for ever, and the call f
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch import Tensor
 
 from instep.engines.processes.transport.cuda_driver import DeviceMemory, current_raw_stream
 from instep.engines.processes.transport.cuda_ipc import allocate_shared, open_shared, poison
+from instep.engines.processes.transport.row_labels import MAX_VIEWS, MemoryFence, label_digest
 from instep.engines.processes.transport.shared_memory import SharedMemory
 from instep.engines.processes.transport.stream_flags import StreamFlags
 from instep.runtime.modes import set_inference_mode
@@ -35,12 +34,6 @@ _LABELS = 1024
 _NUMBER, _LEFT, _FIRST_LABEL = 0, 1, 2
 """Words of a replica's header: its last number, the base of the call that it has left, and digests of labels."""
 _HEADER_WORDS = _FIRST_LABEL + _LABELS
-_MAX_VIEWS = 256
-
-
-@lru_cache(maxsize=4096)
-def _digest(label: str) -> int:
-    return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class DeviceRowMemory:
@@ -60,7 +53,7 @@ class DeviceRowMemory:
         """The stream of this process's last collective."""
         self._raw_stream = -1
         self._call_lock = threading.Lock()
-        self._lock = threading.Lock()
+        self.fence = MemoryFence()
         self._views: dict[tuple[int, torch.Size, torch.dtype], list[Tensor]] = {}
 
     @classmethod
@@ -98,18 +91,12 @@ class DeviceRowMemory:
         """In the parent: record that a call has ended on all replicas, each with the same number of collectives."""
         self._completed_base = base
 
-    def fence(self) -> None:
-        """Order this thread's memory accesses before it and after it."""
-        for _ in range(2):
-            self._lock.acquire()
-            self._lock.release()
-
     def views(self, count: int, row: Tensor) -> list[Tensor]:
         """Both slots of `count` replicas for rows like this one, each as `[count, *row.shape]`."""
         key = count, row.shape, row.dtype
         views = self._views.get(key)
         if views is None:
-            if len(self._views) >= _MAX_VIEWS:
+            if len(self._views) >= MAX_VIEWS:
                 self._views.clear()
             nbytes = self.capacity * SLOT_BYTES
             with set_inference_mode(False):
@@ -159,7 +146,7 @@ class DeviceRowExchange:
         """Queue an all-gather. None if another replica has left or has called another collective."""
         memory = self.memory
         number = self._number = self._number + 1
-        digest = _digest(label)
+        digest = label_digest(label)
         self._header[_FIRST_LABEL + number % _LABELS] = digest
         self._header[_NUMBER] = number
         memory.fence()

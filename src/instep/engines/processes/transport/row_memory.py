@@ -11,17 +11,15 @@ every replica does, raises the error.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import threading
 import time
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from instep.engines.processes.transport.device_rows import DeviceRowMemory
+from instep.engines.processes.transport.row_labels import MAX_VIEWS, MemoryFence, label_digest
 from instep.engines.processes.transport.shared_memory import SharedMemory
 from instep.runtime.affinity import is_spin_wait
 from instep.runtime.modes import set_inference_mode
@@ -37,7 +35,6 @@ _CURRENT, _BROKEN = 0, 1
 call in which a replica failed."""
 _CALL_SHIFT = 32
 """A call's numbers start at its base, a multiple of `1 << _CALL_SHIFT`."""
-_MAX_VIEWS = 256
 
 _SPIN_COUNT = 50
 _YIELD_SECONDS, _SHORT_YIELD_SECONDS = 0.0005, 0.00005
@@ -69,7 +66,7 @@ class RowMemory:
         words = _HEADER_BYTES // 8
         self.parent_header, *self.headers = [headers[i * words : (i + 1) * words] for i in range(capacity + 1)]
         self._views: dict[tuple[int, torch.Size, torch.dtype], list[Tensor]] = {}
-        self._lock = threading.Lock()
+        self.fence = MemoryFence()
 
     @classmethod
     def create(cls, capacity: int, memory_id: int) -> RowMemory:
@@ -92,7 +89,7 @@ class RowMemory:
         key = count, shape, dtype
         views = self._views.get(key)
         if views is None:
-            if len(self._views) >= _MAX_VIEWS:
+            if len(self._views) >= MAX_VIEWS:
                 self._views.clear()
             offset, nbytes = _slots_offset(self.capacity), self.capacity * SLOT_BYTES
             with set_inference_mode(False):
@@ -101,25 +98,10 @@ class RowMemory:
                 views = self._views[key] = [row.view(count, *shape) for row in rows]
         return views
 
-    def fence(self) -> None:
-        """Order this thread's memory accesses before it and after it.
-
-        A release followed by an acquire, twice: the processor may move accesses into a locked region, but not past a
-        release that an acquire follows.
-        """
-        for _ in range(2):
-            self._lock.acquire()
-            self._lock.release()
-
 
 def _slots_offset(capacity: int) -> int:
     page = 4096
     return -(-_HEADER_BYTES * (capacity + 1) // page) * page
-
-
-@lru_cache(maxsize=4096)
-def _digest(label: str) -> int:
-    return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class RowExchange:
@@ -169,7 +151,7 @@ class RowExchange:
 
     def _publish(self, label: str) -> None:
         if not self._is_replaying():
-            self._header[_LABELS + (self._number & 1)] = _digest(label)
+            self._header[_LABELS + (self._number & 1)] = label_digest(label)
             self._memory.fence()
             self._header[_NUMBER] = self._number
 
