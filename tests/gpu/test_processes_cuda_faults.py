@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import instep
 from instep.engines.processes.transport.cuda_driver import DeviceMemory, DriverError
+from instep.errors import WorkerFailure
 from instep.runtime.process_role import inside_worker
 
 from ..all_features import Net
@@ -34,28 +35,52 @@ pytestmark = [
 
 
 def train(phases: Sequence[str], private: bool) -> Net:
+    """Train for one step per phase. In a phase a worker is killed; a step that fails is run again from its start."""
     torch.manual_seed(0)
     net = Net().double()
     with wrap(net, [0, 0, 0], private, merge={"penalty": "mean"}, restarts=10**6) as model:
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         model(torch.randn(7, 4).double())
         for phase in phases:
-            kill = threading.Timer(0.002, os.kill, (pids(model)[-1], signal.SIGKILL))
-            if phase == "forward":
-                kill.start()
-            out = model(torch.randn(7, 4).double())
-            if phase == "between":
-                kill.function(*kill.args)
-            if phase == "backward":
-                kill.start()
-            optimizer.zero_grad()
-            (out.square().mean() + 0.1 * model.penalty).backward()
-            optimizer.step()
-            if phase == "idle":
-                kill.function(*kill.args)
-            if kill.ident is not None:
-                kill.join()
+            saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), net.steps))
+            rng_states = torch.get_rng_state(), torch.cuda.get_rng_state()
+            try:
+                run_step(model, optimizer, phase)
+            except WorkerFailure:
+                assert phase in ("forward", "backward")
+                net.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                net.steps = saved[2]
+                torch.set_rng_state(rng_states[0])
+                torch.cuda.set_rng_state(rng_states[1])
+                run_step(model, optimizer, "none")
     return net
+
+
+def run_step(model: instep.DataParallel, optimizer: torch.optim.Optimizer, phase: str) -> None:
+    x = torch.randn(7, 4).double()
+    kill = threading.Timer(0.002, os.kill, (pids(model)[-1], signal.SIGKILL))
+    try:
+        if phase == "forward":
+            kill.start()
+        out = model(x)
+        if phase == "between":
+            torch.cuda.synchronize()
+            kill.function(*kill.args)
+        if phase == "backward":
+            kill.start()
+        optimizer.zero_grad()
+        (out.square().mean() + 0.1 * model.penalty).backward()
+        torch.cuda.synchronize()
+        if any(parameter.grad.isnan().any() for parameter in model.parameters() if parameter.grad is not None):
+            model(x)  # raises: the worker was killed before its device had computed the gradients
+        optimizer.step()
+        if phase == "idle":
+            torch.cuda.synchronize()
+            kill.function(*kill.args)
+    finally:
+        if kill.ident is not None:
+            kill.join()
 
 
 @pytest.mark.timeout(240)

@@ -111,12 +111,10 @@ class FailsInWorker(nn.Module):
 
     def forward(self, x: Tensor, bad: bool = False) -> Tensor:
         y = self.layer(x)
-        if bad and inside_worker():
-            if self.how == "sleep":
-                torch.cuda._sleep(8_000_000_000)
-            else:
-                y = y + torch.ones(3, device=x.device)[torch.full((len(x), 1), 7, device=x.device)]
-        return y
+        in_worker = bad and inside_worker()
+        index = torch.full((len(x), 1), 7 if in_worker and self.how == "assert" else 0, device=x.device)
+        torch.cuda._sleep((8_000_000_000 if self.how == "sleep" else 400_000_000) if in_worker else 1)
+        return y + torch.zeros(3, device=x.device)[index]  # always, as the first call of a kernel waits for the device
 
 
 def test_a_worker_that_is_killed_while_its_device_computes() -> None:
@@ -178,5 +176,43 @@ def test_replicas_that_skip_a_layer() -> None:
         with pytest.raises(CollectiveError, match="Every replica has to make the same calls"):
             model(x)
         net.skips = False
+        torch.testing.assert_close(model(x), plain(x))
+        torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+class WaitsForDevice(nn.Module):
+    """The host of each replica waits for its device, which waits for the other replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor, label: object = None) -> Tensor:
+        y: Tensor = self.norm(x)
+        return y * (1.0 if y.sum().item() < 1e6 else 0.0)
+
+
+class UnreadableInWorker:
+    def __reduce__(self) -> Any:
+        return raise_in_worker, ()
+
+
+def raise_in_worker() -> UnreadableInWorker:
+    if inside_worker():
+        raise OSError("not here")
+    return UnreadableInWorker()
+
+
+def test_a_host_that_waits_for_the_device_of_a_worker_that_was_killed_or_failed() -> None:
+    net = WaitsForDevice().cuda()
+    plain = copy.deepcopy(net)
+    with wrap(net, [0, 0, 0]) as model:
+        x = torch.randn(9, 4, device="cuda")
+        for _ in range(3):
+            torch.testing.assert_close(model(x), plain(x))
+        os.kill(pids(model)[1], signal.SIGKILL)
+        torch.testing.assert_close(model(x), plain(x))
+        with pytest.raises(Exception, match="not here"):
+            model(x, UnreadableInWorker())
         torch.testing.assert_close(model(x), plain(x))
         torch.testing.assert_close(model.state_dict(), plain.state_dict())

@@ -202,7 +202,10 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
     @property
     def _same_device(self) -> bool:
         """Whether all replicas are on the caller's device, so that the calling thread need not wait for copies."""
-        return self._on_cpu or (self._devices[0].type == "cuda" and len(set(self._devices)) == 1)
+        if self._on_cpu:
+            return True
+        is_one_gpu = self._devices[0].type == "cuda" and len(set(self._devices)) == 1
+        return is_one_gpu and not self._nccl.can_use(len(self._devices))
 
     def _can_run_in_caller(self, call: ReplicaCall) -> bool:
         """Whether the calling thread can run replica 0 and wait for all workers, without other threads."""

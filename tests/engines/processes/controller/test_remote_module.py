@@ -234,7 +234,7 @@ def test_ambient_state_is_sent_again_while_another_call_runs(workers: WorkerPool
         client.channel.send = listen  # type: ignore[method-assign]
         try:
             model(x)
-            other = client._new_pending()
+            other = client.new_pending()
             model(x)
             del other
             model(x)

@@ -15,6 +15,7 @@ from instep.engines.processes.transport.device_rows import (
     SLOT_BYTES,
     DeviceRowExchange,
     DeviceRowMemory,
+    RowCall,
     fits_device_slot,
 )
 from instep.engines.processes.transport.shared_memory import SharedMemory
@@ -129,13 +130,64 @@ def test_no_stream_waits_for_a_replica_that_leaves_too_early(memory: DeviceRowMe
 def test_rows_of_a_dead_worker_become_nan(memory: DeviceRowMemory) -> None:
     flags: Any = memory.flags
     first, _ = start(memory, 2)
+    request = memory.set_request(1, 7)
     rows = first.gather("a", torch.ones(3))
     assert rows is not None
-    memory.release(1, first.base - 1)  # of an earlier call
+    memory.release_request(1, RowCall(6, first.base), results_lost=False)  # of a worker that was replaced
     assert flags.pending()
-    memory.release(1, first.base)
+    memory.release_request(1, request, results_lost=False)
     assert not flags.pending()
     assert rows.isnan().all()
+    assert not memory.can_send(1, again=False)
+
+
+@pytest.mark.parametrize("next_has_begun", [False, True])
+def test_a_worker_that_dies_after_the_call_has_ended_on_the_host(memory: DeviceRowMemory, next_has_begun: bool) -> None:
+    flags: Any = memory.flags
+    first, _ = start(memory, 2)
+    request = memory.set_request(1, 7)
+    first.gather("a", torch.ones(3))
+    memory.complete_call(first.base)
+    if next_has_begun:
+        memory.start_call()
+    memory.release_request(1, request, results_lost=True)
+    assert not flags.pending()
+    assert memory.can_send(1, again=False) == next_has_begun
+    assert not flags.has_reached(1, memory.start_call() + 1)
+
+
+@pytest.mark.parametrize("next_has_begun", [False, True])
+def test_a_worker_that_dies_while_nobody_waits_for_it(memory: DeviceRowMemory, next_has_begun: bool) -> None:
+    flags: Any = memory.flags
+    first, _ = start(memory, 2)
+    request = memory.set_request(1, 7)
+    memory.complete_call(first.base)
+    if next_has_begun:
+        memory.start_call()
+    memory.release_request(1, request, results_lost=False)
+    assert memory.can_send(1, again=False)
+    assert not flags.has_reached(1, memory.base)
+
+
+def test_a_request_is_sent_again_only_before_rows_are_exchanged(memory: DeviceRowMemory) -> None:
+    first, _ = start(memory, 2)
+    request = memory.set_request(1, 7)
+    assert memory.can_send(1, again=True)
+    memory.release_request(1, request, results_lost=True)  # the end of the worker that was replaced
+    memory.set_request(1, 8)
+    first.gather("a", torch.ones(3))
+    assert not memory.can_send(1, again=True)
+
+
+def test_an_error_before_the_replica_takes_part_releases_the_others(memory: DeviceRowMemory) -> None:
+    flags: Any = memory.flags
+    first, _ = start(memory, 2)
+    memory.set_request(1, 7)
+    first.gather("a", torch.ones(3))
+    memory.fail_request(6)
+    assert flags.pending()
+    memory.fail_request(7)
+    assert not flags.pending()
 
 
 def test_numbers_after_many_calls_without_collectives(memory: DeviceRowMemory) -> None:

@@ -53,7 +53,7 @@ class ReplicaBackward:
     def send(self, client: WorkerClient) -> PendingReply:
         self.client = client
         call, request, task = self._call, self._request, self._task
-        if self._pending is not None and task.group.release_device_rows(task.index):
+        if not task.group.can_send(task.index, again=self._pending is not None):
             raise WorkerFailure(
                 f"the worker of {self._graph.name} ended in a backward in which replicas exchange tensors on their "
                 f"device, so it cannot be run again alone.\nNo gradient has changed. Run the step again."
@@ -63,10 +63,11 @@ class ReplicaBackward:
         self._tensor_indices = call.tensor_indices(self._graph.leaves)
         request.wanted_tensors = [index for index in self._tensor_indices if index is not None]
         request.call_id = call.call_id
-        client.share_rows(request, task.group, task.index)
-        self._pending = client.send_backward(request, call.module_state)
-        self._collectives.add_failure_check(partial(client.has_failed, self._pending))
-        return self._pending
+        pending = self._pending = client.new_pending()
+        client.share_rows(request, task.group, task.index, pending)
+        client.send_backward(request, call.module_state, pending)
+        self._collectives.add_failure_check(partial(client.has_failed, pending))
+        return pending
 
     def receive(self, client: WorkerClient) -> ReplyGenerator[BackwardReply]:
         assert self._pending is not None

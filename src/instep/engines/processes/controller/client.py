@@ -48,7 +48,7 @@ from instep.engines.processes.transport.channel import SOURCE, Channel, TensorTa
 from instep.engines.processes.transport.connection import ConnectionClosed, Message, ProtocolError
 from instep.engines.processes.transport.cuda_driver import DeviceMemory, DriverError
 from instep.engines.processes.transport.cuda_ipc import FLAG_COUNT, CudaIpcChannel, allocate_shared
-from instep.engines.processes.transport.device_rows import DeviceRowMemory
+from instep.engines.processes.transport.device_rows import DeviceRowMemory, RowCall
 from instep.engines.processes.transport.doorbell import gradient_chunks, make_doorbell, ready_list_bytes
 from instep.engines.processes.transport.row_memory import RowMemory
 from instep.engines.processes.transport.shared_memory import SharedMemory
@@ -93,10 +93,10 @@ class WorkerClient:
         """Whether the worker ended before results that were already returned were complete."""
         self._row_memories: weakref.WeakSet[RowMemory] = weakref.WeakSet()
         """Memory for collectives that the worker has."""
-        self._device_row_calls: weakref.WeakKeyDictionary[DeviceRowMemory, tuple[int, int]] = (
+        self._device_row_calls: weakref.WeakKeyDictionary[DeviceRowMemory, tuple[int, RowCall]] = (
             weakref.WeakKeyDictionary()
         )
-        """For each memory for rows on a device: the worker's replica and the base of the last call."""
+        """For each memory for rows on a device: the worker's replica, and its part in the last call."""
         self._script_environment: Any = None
         """The working directory, import path, environment and module count that the worker was sent."""
         self.timeout = math.inf
@@ -151,9 +151,10 @@ class WorkerClient:
 
     def release_waits(self) -> None:
         """After the worker's exit: release the streams of this process that wait for it. May be called again."""
-        for rows, (index, base) in list(self._device_row_calls.items()):
-            rows.release(index, base)
         ipc = self.channel.cuda_ipc
+        results_lost = ipc is not None and ipc.awaits_peer()
+        for rows, (index, row_call) in list(self._device_row_calls.items()):
+            rows.release_request(index, row_call, results_lost=results_lost)
         if ipc is not None and ipc.release_waits(list(self.gradient_memory)):
             self.lost_results = True
 
@@ -178,7 +179,7 @@ class WorkerClient:
 
     def _send_device(self, request: DeviceRequest, fds: Sequence[int] = ()) -> str | None:
         """Why the worker cannot open the memory of `ipc_handle`; None if it can."""
-        pending = self._new_pending()
+        pending = self.new_pending()
         self.channel.send(messages.DEVICE, pending.request_id, request, fds=fds)
         refusal, _ = self.channel.decode(self.wait_reply(pending, None))
         return None if refusal is None else str(refusal)
@@ -335,12 +336,17 @@ class WorkerClient:
         return SharedMemory.create(nbytes, "the memory for the gradients of a replica")
 
     def share_rows(
-        self, request: ForwardRequest | BackwardRequest, group: ControllerRendezvous, replica_index: int
+        self,
+        request: ForwardRequest | BackwardRequest,
+        group: ControllerRendezvous,
+        replica_index: int,
+        pending: PendingReply,
     ) -> None:
         """Let a request's replica exchange rows through the group's memory, after those that it replays."""
         memory = group.row_memory
         if memory is not None and memory.device_rows is not None:
-            self._device_row_calls[memory.device_rows] = replica_index, memory.device_rows.base
+            row_call = memory.device_rows.set_request(replica_index, pending.request_id)
+            self._device_row_calls[memory.device_rows] = replica_index, row_call
         if memory is not None and memory not in self._row_memories:
             value: list[Any] = [memory.capacity, memory.memory.nbytes, None, None]
             fds = [memory.memory.fd]
@@ -354,10 +360,10 @@ class WorkerClient:
         request.rows, request.gathered_rows = group.row_request(), list(group.gathered_rows)
 
     def send_forward(
-        self, request: ForwardRequest, module_state: RemoteModuleState
-    ) -> tuple[PendingReply, list[Tensor]]:
-        """Send a forward; also returns the tensors of its arguments, in the order of their indices."""
-        pending, ambient = self._new_pending(), request.ambient
+        self, request: ForwardRequest, module_state: RemoteModuleState, pending: PendingReply
+    ) -> list[Tensor]:
+        """Send a forward; returns the tensors of its arguments, in the order of their indices."""
+        ambient = request.ambient
         request.released = self._take_released()
         if ambient is None or ambient.context_vars or ambient.saved_tensor_hooks is not None:
             self._last_ambient = None  # objects of the user are sent again, and not compared
@@ -377,7 +383,7 @@ class WorkerClient:
         finally:
             request.ambient = ambient
         self._last_ambient = ambient
-        return pending, tensors
+        return tensors
 
     def requeue_released(self, request: ForwardRequest) -> None:
         """Release the same calls and modules again with the next forward: the worker may not have done it."""
@@ -385,23 +391,22 @@ class WorkerClient:
             [*(("call", n) for n in request.released[0]), *(("module", n) for n in request.released[1])]
         )
 
-    def send_backward(self, request: BackwardRequest, module_state: RemoteModuleState) -> PendingReply:
+    def send_backward(self, request: BackwardRequest, module_state: RemoteModuleState, pending: PendingReply) -> None:
         """Send a backward, with the current values of globals."""
         self.channel.send_changed_globals(module_state.module_globals)
-        pending = self._new_pending()
         if module_state.doorbell is not None:
             module_state.doorbell.expect(pending.request_id, self._last_received_id)
         self.channel.send(messages.BACKWARD, pending.request_id, request)
-        return pending
 
     def send(self, kind: str, value: Any, fds: Sequence[int] = ()) -> PendingReply:
         """Send a request of any other kind."""
         with self.lock:
-            pending = self._new_pending()
+            pending = self.new_pending()
             self.channel.send(kind, pending.request_id, value, fds=fds)
         return pending
 
-    def _new_pending(self) -> PendingReply:
+    def new_pending(self) -> PendingReply:
+        """The entry for the reply of the next request."""
         pending = PendingReply(next(request_ids))
         self._pending[pending.request_id] = pending
         self.last_request_id = pending.request_id

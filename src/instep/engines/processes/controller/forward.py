@@ -102,7 +102,7 @@ class ReplicaForward:
 
     def send(self, client: WorkerClient) -> PendingReply:
         remote, request = self._remote, self._request
-        if self._pending is not None and remote.group.release_device_rows(self._index):
+        if not remote.group.can_send(self._index, again=self._pending is not None):
             raise LostExchange(f"the worker of {self._replica.name} ended in a collective on its device.")
         self._client, self._replayable = client, None
         remote.group.remote.add(self._index)
@@ -119,15 +119,16 @@ class ReplicaForward:
         assert request.ambient is not None
         request.ambient.context_vars = sendable_context(self._call.ambient.context_vars, client.channel.registry)
         request.generator_states = {number: source.get_state() for number, source in enumerate(module_state.generators)}
-        client.share_rows(request, remote.group, self._index)
+        pending = self._pending = client.new_pending()
+        client.share_rows(request, remote.group, self._index, pending)
         try:
-            self._pending, self._argument_tensors = client.send_forward(request, module_state)
+            self._argument_tensors = client.send_forward(request, module_state, pending)
         except CannotCross as error:
             arguments = dict(zip(self._call.argument_names, (*request.args, *request.kwargs.values()), strict=False))
             named = client.channel.registry.packing_error(arguments, "argument ")
             raise named or error from error.__cause__
-        self._collectives.add_failure_check(partial(client.has_failed, self._pending))
-        return self._pending
+        self._collectives.add_failure_check(partial(client.has_failed, pending))
+        return pending
 
     def prepare_replay(self) -> None:
         """Do what does not depend on the reply, before waiting for it."""

@@ -124,12 +124,12 @@ class ControllerRendezvous(Rendezvous):
         device_base = 0 if self._device_rows is None else self._device_rows.base
         return tuple(RowRequest(self.row_memory.memory_id, self._rows.base, self._rows.num_completed, device_base))
 
-    def release_device_rows(self, index: int) -> bool:
-        """Release the streams that wait for rows of a worker that died; returns whether any were exchanged."""
-        if self._device_rows is None:
-            return False
-        self._device_rows.memory.release(index, self._device_rows.base)
-        return any(self._device_rows.counts())
+    def can_send(self, index: int, *, again: bool) -> bool:
+        """Whether a worker can take part; with `again`, in place of one that died.
+
+        If replicas have exchanged rows on their device with the other one, it cannot.
+        """
+        return self._device_rows is None or self._device_rows.memory.can_send(index, again=again)
 
     def abort(self) -> None:
         super().abort()
@@ -166,7 +166,7 @@ class ControllerRendezvous(Rendezvous):
         if self._device_rows is not None and index == 0:
             self._device_rows.leave(error is not None)
         elif self._device_rows is not None and error is not None:
-            self._device_rows.memory.release(index, self._device_rows.base, lost=False)
+            self._device_rows.memory.release_failed(index, self._device_rows.base)
 
     def close(self) -> None:
         super().close()

@@ -173,7 +173,8 @@ class ReplayableCall:
             if id(generator) in states
         }
         request.rows, request.gathered_rows = (), self.collectives.gathered_rows
-        pending, _ = client.send_forward(request, module_state)
+        pending = client.new_pending()
+        client.send_forward(request, module_state, pending)
         _, tensors = client.channel.decode(
             client.wait_reply(pending, self.collectives), reply_rebuilder(self.arguments, module_state.local_tensors)
         )

@@ -122,6 +122,9 @@ class RetryingRequest(Generic[T]):
         """Send the request."""
         self._request = request
         self._send()
+        while self._connection_error is not None:  # at once: the other replicas may wait for it on their device
+            self._provider.replace_dead(self._index, self._worker, self._connection_error)
+            self._send()
 
     def _send(self) -> None:
         self._worker = self._pending = self._connection_error = None
@@ -138,7 +141,7 @@ class RetryingRequest(Generic[T]):
                 except BaseException:  # the request may have been sent nevertheless
                     self._client.abandon_since(last_id)
                     raise
-        except ConnectionClosed as error:  # `receive` replaces the worker
+        except ConnectionClosed as error:  # the worker is replaced
             self._connection_error = error
         except BaseException as error:
             self._exclusive.close()

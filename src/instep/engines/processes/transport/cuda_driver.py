@@ -24,6 +24,8 @@ _NON_BLOCKING = 1
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
 """Operations of `cuStreamBatchMemOp`. A wait ends when the word minus the value, as a signed number, is not negative.
 """
+_INVALID_CONTEXT = 201
+"""`CUDA_ERROR_INVALID_CONTEXT`."""
 
 
 class DriverError(Exception):
@@ -144,10 +146,13 @@ def current_raw_stream(device: torch.device) -> int:
     return handle
 
 
-def queue_operations(stream: int, *operations: StreamOperation) -> None:
-    """Queue operations on a stream, in order."""
+def queue_operations(device: torch.device, stream: int, *operations: StreamOperation) -> None:
+    """Queue operations on a stream of a device, in order."""
     array = (StreamOperation * len(operations))(*operations)
     code = _driver().cuStreamBatchMemOp_v2(stream, len(operations), array, 0)
+    if code == _INVALID_CONTEXT:  # this thread has not used the device yet
+        with _current_context(device.index or 0):
+            code = _driver().cuStreamBatchMemOp_v2(stream, len(operations), array, 0)
     if code:
         _raise_driver_error("cuStreamBatchMemOp", code)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,9 +31,17 @@ CALL_NUMBERS = 1 << 20
 """A call's numbers are its base plus 1, 2, ..., less than this. The last one stands for all of them."""
 _LABELS = 1024
 """Number of last labels of a replica that are kept."""
-_NUMBER, _LEFT, _FIRST_LABEL = 0, 1, 2
-"""Words of a replica's header: its last number, the base of the call that it has left, and digests of labels."""
+_NUMBER, _LEFT, _REQUEST, _BASE, _FIRST_LABEL = 0, 1, 2, 3, 4
+"""Words of a replica's header: its last number, the base of the call that it has left, the id of its request in the
+current call, the base of the current call (replica 0 only), and digests of labels."""
 _HEADER_WORDS = _FIRST_LABEL + _LABELS
+
+
+class RowCall(NamedTuple):
+    """A worker's part in a call."""
+
+    request_id: int
+    base: int
 
 
 class DeviceRowMemory:
@@ -49,6 +57,8 @@ class DeviceRowMemory:
         self.base = 0
         """In the parent: the base of the current call."""
         self._completed_base = 0
+        self._is_released = False
+        """In the parent: whether the waits for a worker were released in the current call."""
         self._stream: Any = None
         """The stream of this process's last collective."""
         self._raw_stream = -1
@@ -81,11 +91,19 @@ class DeviceRowMemory:
     def start_call(self) -> int:
         """Start a call or a backward, in the parent; returns its base."""
         with self._call_lock:
-            if self._completed_base == self.base:
+            if self._completed_base == self.base and not self._is_released:
                 self.base = max(self.base, *(header[_NUMBER] for header in self.headers)) + 1
-            else:  # a replica may still signal any number of it
+            else:  # any number of it may be, or may still be, signalled
                 self.base += CALL_NUMBERS
+            self._is_released = False
+            self.headers[0][_BASE] = self.base
             return self.base
+
+    def set_request(self, index: int, request_id: int) -> RowCall:
+        """In the parent: record the request that makes a worker take part in the current call."""
+        with self._call_lock:
+            self.headers[index][_REQUEST] = request_id
+            return RowCall(request_id, self.base)
 
     def complete_call(self, base: int) -> None:
         """In the parent: record that a call has ended on all replicas, each with the same number of collectives."""
@@ -115,16 +133,55 @@ class DeviceRowMemory:
             self._stream, self._raw_stream = current, stream
         return stream
 
-    def release(self, index: int, base: int, *, lost: bool = True) -> None:
-        """In the parent: signal all numbers of a call on behalf of a worker, unless the next call has begun.
+    def release_request(self, index: int, request: RowCall, *, results_lost: bool) -> None:
+        """In the parent: release all waits for a worker that died, unless another one has taken its place.
 
-        If its rows are `lost` because it died, they become NaN.
+        Rows that somebody waits for become NaN. `results_lost` says whether the worker ended before the results of an
+        earlier call were complete: then streams may also wait for rows of that call.
         """
         with self._call_lock:
-            if base == self.base and base != self._completed_base:
-                if lost:
-                    poison(self.slots)
-                self.flags.store(index, base + CALL_NUMBERS - 1)
+            if self.headers[index][_REQUEST] != request.request_id:
+                return
+            if request.base == self.base and (results_lost or self.base != self._completed_base):
+                self._release(index, lost=True)
+            elif results_lost:  # the next call has begun; it will fail when it replaces the worker
+                poison(self.slots)
+                self.flags.store(index, self.base)
+
+    def release_failed(self, index: int, base: int) -> None:
+        """In the parent: release all waits for a worker whose replica failed, unless the next call has begun."""
+        with self._call_lock:
+            if base == self.base != self._completed_base:
+                self._release(index, lost=False)
+
+    def can_send(self, index: int, *, again: bool) -> bool:
+        """In the parent: whether a worker can still take part in the current call.
+
+        It cannot if the waits for the worker before it were released, nor, if the request was sent `again` to a
+        replacement, if replicas have exchanged rows. Then all waits for it are released.
+        """
+        with self._call_lock:
+            can_send = not self.flags.has_reached(index, self.base + CALL_NUMBERS - 1)
+            if again and any(header[_NUMBER] > self.base for header in self.headers):
+                can_send = False
+            if can_send:
+                self.headers[index][_REQUEST] = 0  # the end of the worker before has no effect any more
+            else:
+                self._release(index, lost=True)
+            return can_send
+
+    def _release(self, index: int, *, lost: bool) -> None:
+        """Signal all numbers of the current call on behalf of a worker."""
+        if lost:
+            poison(self.slots)
+        self.flags.store(index, self.base + CALL_NUMBERS - 1)
+        self._is_released = True
+
+    def fail_request(self, request_id: int) -> None:
+        """In a worker: after an error in a request, release all waits for its replica."""
+        for index, header in enumerate(self.headers):
+            if header[_REQUEST] == request_id:
+                self.flags.signal(index, self.headers[0][_BASE] + CALL_NUMBERS - 1, self.current_stream())
 
 
 def fits_device_slot(row: Tensor, device: torch.device) -> bool:

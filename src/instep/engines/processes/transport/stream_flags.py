@@ -53,16 +53,18 @@ class StreamFlags:
 
     def signal(self, index: int, value: int, stream: int) -> None:
         """Set a word after the work that is queued on a stream, which is given by its handle."""
-        queue_operations(stream, write_operation(self._address + index * _STRIDE, value % _MODULUS))
+        queue_operations(self._device, stream, write_operation(self._address + index * _STRIDE, value % _MODULUS))
 
     def wait(self, index: int, value: int, stream: int) -> None:
         """Let the work that is queued on a stream from now on wait until a word has reached a value."""
-        queue_operations(stream, self._wait(index, value))
+        queue_operations(self._device, stream, self._wait(index, value))
 
     def signal_and_wait(self, index: int, others: Sequence[int], value: int, stream: int) -> None:
         """Set a word, then wait until others have reached the same value."""
         operations = [self._wait(other, value) for other in others]
-        queue_operations(stream, write_operation(self._address + index * _STRIDE, value % _MODULUS), *operations)
+        queue_operations(
+            self._device, stream, write_operation(self._address + index * _STRIDE, value % _MODULUS), *operations
+        )
 
     def _wait(self, index: int, value: int) -> StreamOperation:
         return wait_operation(self._address + index * _STRIDE, value % _MODULUS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -141,10 +142,18 @@ class WorkerServer:
             self._handlers[message.kind](message)
         except BaseException as error:
             self._discard_preparation()
+            self._release_rows(message.call_id)
             if message.kind in messages.EXPECTS_REPLY:
                 self._send_error(message.call_id, error)
             else:  # no reply is expected: the next call raises it
                 self._deferred_errors.record(message.call_id, error)
+
+    def _release_rows(self, call_id: int) -> None:
+        """After an error, which may be one of decoding the request: no replica waits for this one on its device."""
+        for memory in self._row_memories.values():
+            if memory.device_rows is not None:
+                with suppress(DriverError):  # the device has failed: this process will exit
+                    memory.device_rows.fail_request(call_id)
 
     def _send_error(self, call_id: int, error: BaseException) -> None:
         if isinstance(error, torch.OutOfMemoryError):
