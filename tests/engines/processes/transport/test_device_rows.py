@@ -169,13 +169,16 @@ def test_a_worker_that_dies_while_nobody_waits_for_it(memory: DeviceRowMemory, n
     assert not flags.has_reached(1, memory.base)
 
 
-def test_a_request_is_sent_again_only_before_rows_are_exchanged(memory: DeviceRowMemory) -> None:
-    first, _ = start(memory, 2)
+def test_a_request_is_sent_again_only_before_its_worker_exchanges_rows(memory: DeviceRowMemory) -> None:
+    first, second = start(memory, 2)
     request = memory.set_request(1, 7)
     assert memory.can_send(1, again=True)
     memory.release_request(1, request, results_lost=True)  # the end of the worker that was replaced
     memory.set_request(1, 8)
     first.gather("a", torch.ones(3))
+    assert memory.can_send(1, again=True)
+    memory.set_request(1, 9)
+    second.gather("a", torch.ones(3))
     assert not memory.can_send(1, again=True)
 
 

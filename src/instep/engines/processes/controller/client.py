@@ -357,7 +357,7 @@ class WorkerClient:
             self.channel.send(messages.ROW_MEMORY, memory.memory_id, value, fds=fds)
             weakref.finalize(memory, self.released.append, ("module", memory.memory_id))
             self._row_memories.add(memory)
-        request.rows, request.gathered_rows = group.row_request(), list(group.gathered_rows)
+        request.rows, request.gathered_rows = group.row_request(), group.rows_to_replay()
 
     def send_forward(
         self, request: ForwardRequest, module_state: RemoteModuleState, pending: PendingReply

@@ -124,10 +124,14 @@ class ControllerRendezvous(Rendezvous):
         device_base = 0 if self._device_rows is None else self._device_rows.base
         return tuple(RowRequest(self.row_memory.memory_id, self._rows.base, self._rows.num_completed, device_base))
 
+    def rows_to_replay(self) -> list[Tensor]:
+        """The results that a worker does not exchange again. Of rows on a device there are none (see `can_send`)."""
+        return [rows for rows in self.gathered_rows if self._device_rows is None or rows.device.type == "cpu"]
+
     def can_send(self, index: int, *, again: bool) -> bool:
         """Whether a worker can take part; with `again`, in place of one that died.
 
-        If replicas have exchanged rows on their device with the other one, it cannot.
+        If the other one has exchanged rows on its device, it cannot.
         """
         return self._device_rows is None or self._device_rows.memory.can_send(index, again=again)
 

@@ -157,12 +157,12 @@ class DeviceRowMemory:
     def can_send(self, index: int, *, again: bool) -> bool:
         """In the parent: whether a worker can still take part in the current call.
 
-        It cannot if the waits for the worker before it were released, nor, if the request was sent `again` to a
-        replacement, if replicas have exchanged rows. Then all waits for it are released.
+        It cannot if the waits for the worker before it were released, nor, if the request is sent `again` to a
+        replacement, if the worker before it has exchanged rows. Then all waits for it are released.
         """
         with self._call_lock:
             can_send = not self.flags.has_reached(index, self.base + CALL_NUMBERS - 1)
-            if again and any(header[_NUMBER] > self.base for header in self.headers):
+            if again and self.headers[index][_NUMBER] > self.base:
                 can_send = False
             if can_send:
                 self.headers[index][_REQUEST] = 0  # the end of the worker before has no effect any more
