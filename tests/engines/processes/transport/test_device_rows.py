@@ -130,7 +130,7 @@ def test_no_stream_waits_for_a_replica_that_leaves_too_early(memory: DeviceRowMe
 def test_rows_of_a_dead_worker_become_nan(memory: DeviceRowMemory) -> None:
     flags: Any = memory.flags
     first, _ = start(memory, 2)
-    request = memory.set_request(1, 7)
+    request = memory.confirm_request(1, 7)
     rows = first.gather("a", torch.ones(3))
     assert rows is not None
     memory.release_request(1, RowCall(6, first.base), results_lost=False)  # of a worker that was replaced
@@ -145,7 +145,7 @@ def test_rows_of_a_dead_worker_become_nan(memory: DeviceRowMemory) -> None:
 def test_a_worker_that_dies_after_the_call_has_ended_on_the_host(memory: DeviceRowMemory, next_has_begun: bool) -> None:
     flags: Any = memory.flags
     first, _ = start(memory, 2)
-    request = memory.set_request(1, 7)
+    request = memory.confirm_request(1, 7)
     first.gather("a", torch.ones(3))
     memory.complete_call(first.base)
     if next_has_begun:
@@ -160,7 +160,7 @@ def test_a_worker_that_dies_after_the_call_has_ended_on_the_host(memory: DeviceR
 def test_a_worker_that_dies_while_nobody_waits_for_it(memory: DeviceRowMemory, next_has_begun: bool) -> None:
     flags: Any = memory.flags
     first, _ = start(memory, 2)
-    request = memory.set_request(1, 7)
+    request = memory.confirm_request(1, 7)
     memory.complete_call(first.base)
     if next_has_begun:
         memory.start_call()
@@ -171,13 +171,13 @@ def test_a_worker_that_dies_while_nobody_waits_for_it(memory: DeviceRowMemory, n
 
 def test_a_request_is_sent_again_only_before_its_worker_exchanges_rows(memory: DeviceRowMemory) -> None:
     first, second = start(memory, 2)
-    request = memory.set_request(1, 7)
+    request = memory.confirm_request(1, 7)
     assert memory.can_send(1, again=True)
     memory.release_request(1, request, results_lost=True)  # the end of the worker that was replaced
-    memory.set_request(1, 8)
+    memory.confirm_request(1, 8)
     first.gather("a", torch.ones(3))
     assert memory.can_send(1, again=True)
-    memory.set_request(1, 9)
+    memory.confirm_request(1, 9)
     second.gather("a", torch.ones(3))
     assert not memory.can_send(1, again=True)
 

@@ -66,6 +66,7 @@ class ReplicaBackward:
         pending = self._pending = client.new_pending()
         client.share_rows(request, task.group, task.index, pending)
         client.send_backward(request, call.module_state, pending)
+        client.confirm_rows(task.group, task.index, pending)
         self._collectives.add_failure_check(partial(client.has_failed, pending))
         return pending
 

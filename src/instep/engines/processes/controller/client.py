@@ -345,8 +345,7 @@ class WorkerClient:
         """Let a request's replica exchange rows through the group's memory, after those that it replays."""
         memory = group.row_memory
         if memory is not None and memory.device_rows is not None:
-            row_call = memory.device_rows.set_request(replica_index, pending.request_id)
-            self._device_row_calls[memory.device_rows] = replica_index, row_call
+            memory.device_rows.set_request(replica_index, pending.request_id)
         if memory is not None and memory not in self._row_memories:
             value: list[Any] = [memory.capacity, memory.memory.nbytes, None, None]
             fds = [memory.memory.fd]
@@ -358,6 +357,15 @@ class WorkerClient:
             weakref.finalize(memory, self.released.append, ("module", memory.memory_id))
             self._row_memories.add(memory)
         request.rows, request.gathered_rows = group.row_request(), group.rows_to_replay()
+
+    def confirm_rows(self, group: ControllerRendezvous, replica_index: int, pending: PendingReply) -> None:
+        """Record that a request was sent whose replica may exchange rows on its device."""
+        memory = group.row_memory
+        if memory is not None and memory.device_rows is not None:
+            row_call = memory.device_rows.confirm_request(replica_index, pending.request_id)
+            self._device_row_calls[memory.device_rows] = replica_index, row_call
+            if not self.worker.is_alive():  # it may have ended before
+                self.release_waits()
 
     def send_forward(
         self, request: ForwardRequest, module_state: RemoteModuleState, pending: PendingReply

@@ -127,6 +127,7 @@ class ReplicaForward:
             arguments = dict(zip(self._call.argument_names, (*request.args, *request.kwargs.values()), strict=False))
             named = client.channel.registry.packing_error(arguments, "argument ")
             raise named or error from error.__cause__
+        client.confirm_rows(remote.group, self._index, pending)
         self._collectives.add_failure_check(partial(client.has_failed, pending))
         return pending
 

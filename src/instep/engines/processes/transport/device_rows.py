@@ -57,6 +57,8 @@ class DeviceRowMemory:
         self.base = 0
         """In the parent: the base of the current call."""
         self._completed_base = 0
+        self._sent_requests = [0] * capacity
+        """In the parent: by replica, the id of the last request that was sent."""
         self._is_released = False
         """In the parent: whether the waits for a worker were released in the current call."""
         self._stream: Any = None
@@ -99,10 +101,14 @@ class DeviceRowMemory:
             self.headers[0][_BASE] = self.base
             return self.base
 
-    def set_request(self, index: int, request_id: int) -> RowCall:
-        """In the parent: record the request that makes a worker take part in the current call."""
+    def set_request(self, index: int, request_id: int) -> None:
+        """In the parent: record the request that makes a worker take part in the current call, before it is sent."""
+        self.headers[index][_REQUEST] = request_id
+
+    def confirm_request(self, index: int, request_id: int) -> RowCall:
+        """In the parent: record that the request was sent, so that the others may wait for the worker."""
         with self._call_lock:
-            self.headers[index][_REQUEST] = request_id
+            self._sent_requests[index] = request_id
             return RowCall(request_id, self.base)
 
     def complete_call(self, base: int) -> None:
@@ -140,7 +146,7 @@ class DeviceRowMemory:
         earlier call were complete: then streams may also wait for rows of that call.
         """
         with self._call_lock:
-            if self.headers[index][_REQUEST] != request.request_id:
+            if self._sent_requests[index] != request.request_id:
                 return
             if request.base == self.base and (results_lost or self.base != self._completed_base):
                 self._release(index, lost=True)
@@ -165,7 +171,7 @@ class DeviceRowMemory:
             if again and self.headers[index][_NUMBER] > self.base:
                 can_send = False
             if can_send:
-                self.headers[index][_REQUEST] = 0  # the end of the worker before has no effect any more
+                self._sent_requests[index] = 0  # the end of the worker before has no effect any more
             else:
                 self._release(index, lost=True)
             return can_send
