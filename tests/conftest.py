@@ -147,10 +147,13 @@ def _wait_until_empty(names: Callable[[], list[str]]) -> list[str]:
 def _thread_names(before: set[threading.Thread]) -> list[str]:
     new = set(threading.enumerate()) - before
     started = {t for t in new if not (t.daemon and any(word in t.name for word in FOREIGN_THREADS))}
-    # Some versions of torch's compiler keep a thread pool with the default thread names.
-    pools = "torch._dynamo" in sys.modules
-    names = [t.name for t in started if not (pools and t.name.startswith("ThreadPoolExecutor-"))]
+    # Some versions of torch's compiler keep threads with default names.
+    names = [t.name for t in started if "torch._dynamo" not in sys.modules or not _is_compiler_thread(t.name)]
     return sorted(name for name in names if name != "instep-exits" or not running_workers())
+
+
+def _is_compiler_thread(name: str) -> bool:
+    return name.startswith("ThreadPoolExecutor-") or name.endswith("(_read_thread)")
 
 
 def _children() -> set[int]:
