@@ -23,7 +23,7 @@ demo: $(RUNTIME) ## train a small language model on every device, and prove each
 	@$(BIN)/python -m instep demo
 
 # Lint and types are checked with the pinned torch only: its annotations differ between versions.
-test: $(DEV) $(VISION) $(if $(TORCH),,lint types) ## lint, types, and every test that is not marked slow, on all cores
+test: $(DEV) $(if $(TORCH),,lint types) ## lint, types, and every test that is not marked slow, on all cores
 	@$(PYTEST) -m "not slow"
 
 test-all: $(DEV) $(VISION) $(if $(TORCH),,lint types) ## lint, types, and every test

@@ -31,6 +31,7 @@ def output_of(script: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_quickstart_prints_the_same_numbers_with_and_without_instep() -> None:
     lines = output_of(EXAMPLES / "quickstart" / "plain.py")
     assert len(lines) == 5

@@ -72,12 +72,19 @@ def test_the_wheel_contains_only_the_package_and_its_metadata(wheel: Path) -> No
     assert not [name for name in names if "__pycache__" in name]
 
 
+@pytest.mark.slow
 def test_python_imports_instep_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     path = run(installed / "python", "-c", "import instep; print(instep.__file__)", folder=tmp_path)
     assert Path(path.strip()).is_relative_to(installed.parent)
 
 
-@pytest.mark.parametrize("command", [["instep"], ["python", "-m", "instep"]], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(["instep"], id="script"),
+        pytest.param(["python", "-m", "instep"], id="module", marks=pytest.mark.slow),
+    ],
+)
 def test_the_version(installed: Path, tmp_path: Path, command: list[str]) -> None:
     assert run(installed / command[0], *command[1:], "--version", folder=tmp_path) == f"instep {instep.__version__}\n"
 

@@ -171,7 +171,7 @@ def test_many_replicas_and_shapes_stay_within_the_limit(replicas: int) -> None:
             "threads",
             marks=pytest.mark.skipif(TORCH < (2, 11), reason="torch cannot compile backwards in several threads there"),
         ),
-        "processes",
+        pytest.param("processes", marks=pytest.mark.slow),
     ],
 )
 def test_hooks_that_compilation_registers_are_not_the_modules(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -386,6 +386,7 @@ def test_a_backward_inside_a_replica_of_another_wrapper(way: str) -> None:
             KEPT.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workers")
 def test_a_worker_that_dies_between_two_backwards_of_one_call() -> None:
     """The second is of a forward that was run again, of which the first has used up a part."""

@@ -204,6 +204,7 @@ def step(net: nn.Module, model: nn.Module, x: Tensor) -> list[Tensor]:
     return [out.detach().clone(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_between_rows_is_replaced(tmp_path: Path) -> None:
     net, model = faulty_pair(tmp_path)
     x = torch.randn(6, 3)

@@ -142,7 +142,7 @@ def assert_same(plain: Run, wrapped: Run, tolerance: float = 1e-5) -> None:
         pytest.param(classifier, labeled(), "threads", id="cls-threads"),
         pytest.param(classifier, labeled(), "processes", id="cls-processes", marks=pytest.mark.slow),
         pytest.param(causal_lm, tokens(), "threads", id="clm-threads"),
-        pytest.param(causal_lm, tokens(), "processes", id="clm-processes"),
+        pytest.param(causal_lm, tokens(), "processes", id="clm-processes", marks=pytest.mark.slow),
         pytest.param(masked_lm, tokens(), "threads", id="mlm-threads", marks=pytest.mark.slow),
         pytest.param(masked_lm, tokens(), "processes", id="mlm-processes", marks=pytest.mark.slow),
     ],
@@ -157,8 +157,8 @@ def test_training_logs_the_same_history(
     "options",
     [
         pytest.param({"gradient_accumulation_steps": 2}, id="accumulation"),
-        pytest.param({"gradient_checkpointing": True}, id="checkpointing"),
-        pytest.param({"label_smoothing_factor": 0.1}, id="smoothing"),
+        pytest.param({"gradient_checkpointing": True}, id="checkpointing", marks=pytest.mark.slow),
+        pytest.param({"label_smoothing_factor": 0.1}, id="smoothing", marks=pytest.mark.slow),
         pytest.param(
             {"max_grad_norm": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2},
             id="clipping",
@@ -212,7 +212,7 @@ def mean_over_samples(outputs: Any, labels: Tensor, num_items_in_batch: Any = No
     return losses.sum() / num_items_in_batch if num_items_in_batch is not None else losses.mean()
 
 
-@pytest.mark.parametrize("n_gpu", [1, 2])
+@pytest.mark.parametrize("n_gpu", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_loss_function_of_the_user(n_gpu: int, tmp_path: Path) -> None:
     plain = Run(tmp_path / "plain", causal_lm, tokens(), None, compute_loss_func=mean_over_samples)
     options = {"compute_loss_func": mean_over_samples, "n_gpu": n_gpu}

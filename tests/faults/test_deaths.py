@@ -295,6 +295,7 @@ def test_an_interruption_does_not_wait_for_other_replicas(slow: tuple[int, ...])
         torch.testing.assert_close(model(x), net(x))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workers")
 def test_a_worker_that_receives_garbage_is_replaced() -> None:
     net = nn.Linear(4, 3)

@@ -68,7 +68,14 @@ ALL = [
     Program("time_series"),
     Program("recommender"),
 ]
-IN_PROCESSES = {"image_classifier", "gan", "bert", "graphs", "vae", "distillation"}
+IN_PROCESSES = {
+    "image_classifier": "",
+    "vae": "",
+    "gan": "slow",
+    "bert": "slow",
+    "graphs": "slow",
+    "distillation": "slow",
+}
 
 
 def test_every_program_is_run() -> None:
@@ -102,7 +109,12 @@ def reasons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.fixture(params=[torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.fixture(
+    params=[
+        pytest.param(torch.float32, id="float32", marks=pytest.mark.slow),
+        pytest.param(torch.float64, id="float64"),
+    ]
+)
 def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     torch.set_default_dtype(request.param)
     yield request.param
@@ -186,7 +198,14 @@ def test_losses_are_those_of_the_plain_program(program: Program, dtype: torch.dt
 
 
 @pytest.mark.parametrize("engine", ["processes"])
-@pytest.mark.parametrize("program", [pytest.param(p, id=p.name) for p in ALL if p.name in IN_PROCESSES])
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(p, id=p.name, marks=pytest.mark.slow if IN_PROCESSES[p.name] == "slow" else ())
+        for p in ALL
+        if p.name in IN_PROCESSES
+    ],
+)
 def test_losses_in_worker_processes(program: Program, engine: str, reasons: list[str]) -> None:
     compare(program, engine, reasons, 1e-5)
 

@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("as_list", [True, False], ids=["list", "batch"])
 def test_training_equals_the_plain_networks(as_list: bool, replicas: int, engine: str) -> None:
     data = graphs()

@@ -239,7 +239,7 @@ class Shifted(nn.Module):
         return F.cross_entropy(self.layer(tokens[part]).flatten(0, 1), tgt[part].flatten(), ignore_index=0)
 
 
-@pytest.mark.parametrize("batch", [4, 8])
+@pytest.mark.parametrize("batch", [pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("part", [slice(1, None), slice(None, -1)], ids=["1:", ":-1"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_labels_that_are_ignored_in_a_part_of_the_sequence(wrap: Any, batch: int, part: slice, dim: int) -> None:
@@ -335,6 +335,7 @@ def test_weights_are_tested_on_outputs_that_many_parts_do_not_compare(numpy_outp
             instep.DataParallel(net, ["cpu"] * 2, engine="serial")(x, y)
 
 
+@pytest.mark.slow
 def test_weights_of_an_attribute_beside_a_loss() -> None:
     """A weight that only one sample of the batch has, in a mean that `forward` stores."""
 

@@ -222,7 +222,7 @@ class Regions(nn.Module):
 
 @engines
 @pytest.mark.parametrize("private", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_checkpointing_recomputes_the_same_masks(engine: str, reentrant: bool, private: bool) -> None:
     regions = 60
     net = Regions(regions, use_reentrant=reentrant).double()

@@ -91,7 +91,7 @@ class Recomputed(nn.Linear):
         return y
 
 
-@pytest.mark.parametrize("layer", [nn.Linear, Recomputed])
+@pytest.mark.parametrize("layer", [nn.Linear, pytest.param(Recomputed, marks=pytest.mark.slow)])
 def test_weights_that_change_inside_an_autocast_block(layer: type[nn.Linear]) -> None:
     """No replica uses weights from the autocast cache, in forward or backward."""
     net, x = layer(4, 3), torch.randn(9, 4)

@@ -318,6 +318,7 @@ def test_too_few_file_descriptors_is_an_error_without_leaks() -> None:
     assert os.listdir("/proc/self/fd") == before
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_script() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(HERE)])}
     script = subprocess.run(

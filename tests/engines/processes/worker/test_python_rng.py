@@ -40,6 +40,7 @@ def outputs(model: instep.DataParallel, count: int = 4) -> list[Tensor]:
     return [model(torch.zeros(3, 2)).detach() for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers_on_reused_workers() -> None:
     with instep.DataParallel(Draws(), ["cpu"] * 3, engine="processes", probe=False) as model:
         first = outputs(model)
