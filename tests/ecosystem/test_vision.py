@@ -23,7 +23,7 @@ PACKAGES = Path(sys.prefix) / "vision"
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(
     not all((PACKAGES / name).is_dir() for name in ("torchvision", "timm")),
-    reason=f"needs torchvision and timm in {PACKAGES.name}/ of the environment, where `make test` installs them",
+    reason=f"needs torchvision and timm in {PACKAGES.name}/ of the environment, where `make test-all` installs them",
 )
 @pytest.mark.parametrize("path", sorted(TESTS.glob("test_*.py")), ids=lambda path: path.stem)
 def test_in_a_process_with_torchvision(path: Path, pytestconfig: pytest.Config) -> None:
