@@ -37,6 +37,7 @@ UNRENDERED: dict[str, frozenset[str]] = {
             "engines/processes/controller/overlap.py: _finish_sum",
             "engines/processes/controller/replay.py: ReplayableCall._replay",
             "engines/processes/controller/rendezvous.py: CollectiveLog.exchange",
+            "engines/processes/engine.py: ProcessesEngine._backward_in_caller",
             "engines/processes/lifecycle/process.py: WorkerProcess._check_owner",
             "engines/processes/lifecycle/watchdog.py: ReplyWatchdog.check",
             "engines/processes/transport/connection.py: Connection._check_process",

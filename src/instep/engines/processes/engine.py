@@ -50,6 +50,10 @@ RESTART_WINDOW = 60.0
 """Seconds for which the death of a worker counts against `restarts`."""
 
 
+_device_rows_lock = ForkSafeLock()
+"""Held by the call that exchanges rows on a device. The calls of other threads exchange them by messages meanwhile."""
+
+
 @dataclass
 class _BackwardState:
     """The state of one running backward."""
@@ -140,7 +144,8 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
     def replace_dead(self, index: int, worker: WorkerProcess | None, closed: ConnectionClosed) -> None:
         reason = str(closed) if worker is None else f"the worker of {worker.name} ended: {worker.exit_reason()}"
         self.abort_groups(worker)
-        self._pool.kill(index)
+        if worker is None or self._pool.last_worker(index) is worker:  # another thread may have replaced it
+            self._pool.kill(index)
         client = self._clients.get(index)
         if client is not None and client.worker is worker:
             client.release_waits()
@@ -219,8 +224,11 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         )
 
     def _forward_in_caller(self, remote: RemoteCall) -> list[ReplicaResult]:
+        with self._row_exchange(remote.group):
+            return self._run_in_caller(remote)
+
+    def _run_in_caller(self, remote: RemoteCall) -> list[ReplicaResult]:
         call, group = remote.call, remote.group
-        self._prepare_rows(group)
         group.logs_rows = call.ambient.grad_enabled
 
         def run() -> list[ReplicaResult]:  # with the thread count of a replica, which is sent to the workers
@@ -247,16 +255,32 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         group.check_device_rows()
         return results
 
-    def _prepare_rows(self, group: ControllerRendezvous) -> None:
-        """Let a group whose replica 0 runs in this thread exchange rows through shared memory."""
-        if self._exchanges_rows and self._same_device:
-            memory = self._row_memory
-            if memory is None or memory.owner_pid != os.getpid():
-                memory = self._row_memory = RowMemory.create(len(self._devices), next(module_ids))
-                if self._devices[0].type == "cuda" and not any(self.ipc_status.values()):
-                    with suppress(DriverError):  # rows are then exchanged by messages
-                        memory.device_rows = DeviceRowMemory.create(len(self._devices), self._devices[0])
-            group.use_row_memory(memory)
+    @contextmanager
+    def _row_exchange(self, group: ControllerRendezvous) -> Iterator[None]:
+        """Context manager: a group whose replica 0 runs in this thread exchanges rows through shared memory."""
+        if not (self._exchanges_rows and self._same_device):
+            yield
+        elif self._on_cpu:  # the caller holds a lock
+            group.use_row_memory(self._get_row_memory())
+            yield
+        elif _device_rows_lock.is_owned() or not _device_rows_lock.acquire(blocking=False):
+            yield  # exchange by messages
+        else:
+            try:
+                group.use_row_memory(self._get_row_memory())
+                yield
+            finally:
+                _device_rows_lock.release()
+
+    def _get_row_memory(self) -> RowMemory:
+        memory = self._row_memory
+        if memory is None or memory.owner_pid != os.getpid():
+            memory = self._row_memory = RowMemory.create(len(self._devices), next(module_ids))
+            # Rows on a device need a worker's exit to be noticed, as IPC does.
+            if self._devices[0].type == "cuda" and all(refusal == "" for refusal in self.ipc_status.values()):
+                with suppress(DriverError):  # rows are then exchanged by messages
+                    memory.device_rows = DeviceRowMemory.create(len(self._devices), self._devices[0])
+        return memory
 
     def _run_forward(self, remote: RemoteCall, index: int) -> ReplicaResult:
         """Run one replica's forward, in its thread."""
@@ -275,7 +299,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         try:
             remote.group.enter(index)
             forward = ReplicaForward(remote, index)
-            retrying.send(forward)
+            retrying.send(forward, replace_at_once=remote.group.uses_device_rows)
             sent = True
             yield RUNNING
             forward.prepare_replay()
@@ -347,7 +371,6 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
     ) -> None:
         first, *others = tasks
         overlap = self._backward_state.overlap
-        self._prepare_rows(group)
         group.logs_rows = False  # a backward with rows on a device is not run again
 
         def run() -> list[None]:
@@ -359,8 +382,12 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             if not self._in_no_sync:
                 overlap.run(first.graph.replicas)
 
-        run_as_replica(run, len(tasks))
-        group.check_device_rows()
+        with self._row_exchange(group):
+            run_as_replica(run, len(tasks))
+            try:
+                group.check_device_rows()
+            except LostExchange as error:
+                raise WorkerFailure(f"{error}\nNo gradient has changed. Run the step again.") from error
 
     def backward_replica(self, task: BackwardTask[ControllerRendezvous]) -> None:
         if task.replica.remote is None:
@@ -383,7 +410,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             backward = ReplicaBackward(call, task, state.streams)
             if state.reduction is not None:
                 state.reduction.add(task.index, backward)
-            retrying.send(backward)
+            retrying.send(backward, replace_at_once=task.group.uses_device_rows)
             backward.register_overlap(state.overlap)
             yield RUNNING
             backward.store_gradients((yield from retrying.receive()), state.overlap.late_gradients)

@@ -187,10 +187,44 @@ def test_an_error_before_the_replica_takes_part_releases_the_others(memory: Devi
     first, _ = start(memory, 2)
     memory.set_request(1, 7)
     first.gather("a", torch.ones(3))
-    memory.fail_request(6)
-    assert flags.pending()
+    for other in (0, 6):
+        memory.fail_request(other)
+        assert flags.pending()
     memory.fail_request(7)
     assert not flags.pending()
+    assert not memory.can_send(1, again=True)
+
+
+def test_a_late_error_of_an_earlier_call_does_not_touch_the_next(memory: DeviceRowMemory) -> None:
+    flags: Any = memory.flags
+    start(memory, 2)
+    memory.set_request(1, 7)
+    base = memory.start_call()
+    memory.fail_request(7)
+    assert not flags.has_reached(1, base + 1)
+
+
+@pytest.mark.parametrize("was_sent", [False, True])
+def test_an_error_of_the_parent_releases_waits_if_the_request_was_not_sent(
+    memory: DeviceRowMemory, was_sent: bool
+) -> None:
+    flags: Any = memory.flags
+    first, _ = start(memory, 2)
+    first.gather("a", torch.ones(3))
+    if was_sent:  # the worker releases them, after its earlier work
+        memory.confirm_request(1, 7)
+    memory.release_unsent(1, first.base)
+    assert bool(flags.pending()) == was_sent
+    assert memory.complete_call(first.base) == was_sent
+
+
+def test_a_call_whose_rows_were_lost_is_not_complete(memory: DeviceRowMemory) -> None:
+    first, second = start(memory, 2)
+    request = memory.confirm_request(1, 7)
+    first.gather("a", torch.ones(3))
+    second.gather("a", torch.ones(3))
+    memory.release_request(1, request, results_lost=False)  # its reply has arrived, but others may still read its row
+    assert not memory.complete_call(first.base)
 
 
 def test_numbers_after_many_calls_without_collectives(memory: DeviceRowMemory) -> None:

@@ -89,6 +89,8 @@ class WorkerClient:
         """Device memory of released modules, kept until the worker has closed it."""
         self.gradient_memory: weakref.WeakSet[DeviceMemory] = weakref.WeakSet()
         """Device memory that the worker writes gradients to."""
+        self._release_lock = threading.Lock()
+        """Held while waits are released, by the thread that notices the worker's exit."""
         self.lost_results = False
         """Whether the worker ended before results that were already returned were complete."""
         self._row_memories: weakref.WeakSet[RowMemory] = weakref.WeakSet()
@@ -152,11 +154,12 @@ class WorkerClient:
     def release_waits(self) -> None:
         """After the worker's exit: release the streams of this process that wait for it. May be called again."""
         ipc = self.channel.cuda_ipc
-        results_lost = ipc is not None and ipc.awaits_peer()
-        for rows, (index, row_call) in list(self._device_row_calls.items()):
-            rows.release_request(index, row_call, results_lost=results_lost)
-        if ipc is not None and ipc.release_waits(list(self.gradient_memory)):
-            self.lost_results = True
+        with self._release_lock:
+            results_lost = ipc is not None and ipc.awaits_peer()
+            for rows, (index, row_call) in list(self._device_row_calls.items()):
+                rows.release_request(index, row_call, results_lost=results_lost)
+            if ipc is not None and ipc.release_waits(list(self.gradient_memory)):
+                self.lost_results = True
 
     def _late_error(self) -> BaseException | None:
         """The error that the worker reported before it ended, after its last reply."""

@@ -26,7 +26,7 @@ from instep.engines.processes.transport.device_rows import DeviceRowExchange, fi
 from instep.engines.processes.transport.row_memory import RowExchange, RowMemory, fits_slot
 from instep.engines.rendezvous import Rendezvous
 from instep.engines.thread_pool import set_replica_thread
-from instep.errors import CollectiveError, EngineError
+from instep.errors import CollectiveError, EngineError, LostExchange
 from instep.runtime.affinity import set_spin_wait
 from instep.runtime.ambient import AmbientState
 from instep.runtime.locks import ForkSafeLock, run_uninterrupted
@@ -124,6 +124,11 @@ class ControllerRendezvous(Rendezvous):
         device_base = 0 if self._device_rows is None else self._device_rows.base
         return tuple(RowRequest(self.row_memory.memory_id, self._rows.base, self._rows.num_completed, device_base))
 
+    @property
+    def uses_device_rows(self) -> bool:
+        """Whether replicas wait for each other on their device."""
+        return self._device_rows is not None
+
     def rows_to_replay(self) -> list[Tensor]:
         """The results that a worker does not exchange again. Of rows on a device there are none (see `can_send`)."""
         return [rows for rows in self.gathered_rows if self._device_rows is None or rows.device.type == "cpu"]
@@ -141,7 +146,10 @@ class ControllerRendezvous(Rendezvous):
             self._device_rows.leave(failed=True)
 
     def check_device_rows(self) -> None:
-        """After a call without errors: raise if the replicas have not called the same collectives on their device."""
+        """After a call without errors: raise if the replicas have not called the same collectives on their device.
+
+        Raises `LostExchange` if a worker has died and others may have used its rows.
+        """
         if self._device_row_call is None:
             return
         counts = self._device_row_call.counts()
@@ -152,7 +160,8 @@ class ControllerRendezvous(Rendezvous):
                 f"Every replica has to make the same calls: move them out of branches and loops that depend on the "
                 f"shard."
             )
-        self._device_row_call.memory.complete_call(self._device_row_call.base)
+        if not self._device_row_call.memory.complete_call(self._device_row_call.base):
+            raise LostExchange("a worker ended while the others used its tensors on their device.")
 
     @property
     def num_collectives(self) -> int:
@@ -170,7 +179,7 @@ class ControllerRendezvous(Rendezvous):
         if self._device_rows is not None and index == 0:
             self._device_rows.leave(error is not None)
         elif self._device_rows is not None and error is not None:
-            self._device_rows.memory.release_failed(index, self._device_rows.base)
+            self._device_rows.memory.release_unsent(index, self._device_rows.base)
 
     def close(self) -> None:
         super().close()

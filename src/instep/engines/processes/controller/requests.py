@@ -118,11 +118,16 @@ class RetryingRequest(Generic[T]):
         self._pending: PendingReply | None = None
         self._connection_error: ConnectionClosed | None = None
 
-    def send(self, request: Request[T]) -> None:
-        """Send the request."""
+    def send(self, request: Request[T], *, replace_at_once: bool = False) -> None:
+        """Send the request.
+
+        If the worker has died, `receive` replaces it; with `replace_at_once`, this does, because the other replicas may
+        wait for it on their device before `receive` is called.
+        """
         self._request = request
         self._send()
-        while self._connection_error is not None:  # at once: the other replicas may wait for it on their device
+        while replace_at_once and self._connection_error is not None:
+            self._exclusive.close()
             self._provider.replace_dead(self._index, self._worker, self._connection_error)
             self._send()
 
@@ -151,6 +156,7 @@ class RetryingRequest(Generic[T]):
 
     def abandon(self) -> None:
         """Ignore the reply."""
+        self._exclusive.close()
         if self._pending is not None:
             self._client.abandon(self._pending)
 

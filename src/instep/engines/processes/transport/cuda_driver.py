@@ -24,6 +24,8 @@ _NON_BLOCKING = 1
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
 """Operations of `cuStreamBatchMemOp`. A wait ends when the word minus the value, as a signed number, is not negative.
 """
+_HIGHEST_PRIORITY = -100
+"""The driver takes the nearest priority that it has."""
 _INVALID_CONTEXT = 201
 """`CUDA_ERROR_INVALID_CONTEXT`."""
 
@@ -223,9 +225,10 @@ class DeviceMemory:
 
 @cache
 def _fill_stream(ordinal: int) -> ctypes.c_void_p:  # noqa: ARG001
-    """A stream of the current context that does not wait for the default stream."""
+    """A stream of the current context that waits for no other one. Its priority gives it a queue of its own."""
     stream = ctypes.c_void_p()
-    _call_driver("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
+    flags, priority = ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(_HIGHEST_PRIORITY)
+    _call_driver("cuStreamCreateWithPriority", ctypes.byref(stream), flags, priority)
     return stream
 
 

@@ -32,8 +32,8 @@ CALL_NUMBERS = 1 << 20
 _LABELS = 1024
 """Number of last labels of a replica that are kept."""
 _NUMBER, _LEFT, _REQUEST, _BASE, _FIRST_LABEL = 0, 1, 2, 3, 4
-"""Words of a replica's header: its last number, the base of the call that it has left, the id of its request in the
-current call, the base of the current call (replica 0 only), and digests of labels."""
+"""Words of a replica's header: its last number, the base of the call that it has left, the id and the base of its last
+request, and digests of labels."""
 _HEADER_WORDS = _FIRST_LABEL + _LABELS
 
 
@@ -57,8 +57,8 @@ class DeviceRowMemory:
         self.base = 0
         """In the parent: the base of the current call."""
         self._completed_base = 0
-        self._sent_requests = [0] * capacity
-        """In the parent: by replica, the id of the last request that was sent."""
+        self._sent_requests = [RowCall(0, 0)] * capacity
+        """In the parent: by replica, the last request that was sent."""
         self._is_released = False
         """In the parent: whether the waits for a worker were released in the current call."""
         self._stream: Any = None
@@ -98,22 +98,33 @@ class DeviceRowMemory:
             else:  # any number of it may be, or may still be, signalled
                 self.base += CALL_NUMBERS
             self._is_released = False
-            self.headers[0][_BASE] = self.base
             return self.base
 
     def set_request(self, index: int, request_id: int) -> None:
         """In the parent: record the request that makes a worker take part in the current call, before it is sent."""
-        self.headers[index][_REQUEST] = request_id
+        header = self.headers[index]
+        header[_REQUEST] = 0  # the worker may just handle an error of an earlier request
+        self.fence()
+        header[_BASE] = self.base
+        self.fence()
+        header[_REQUEST] = request_id
 
     def confirm_request(self, index: int, request_id: int) -> RowCall:
         """In the parent: record that the request was sent, so that the others may wait for the worker."""
         with self._call_lock:
-            self._sent_requests[index] = request_id
-            return RowCall(request_id, self.base)
+            request = self._sent_requests[index] = RowCall(request_id, self.base)
+            return request
 
-    def complete_call(self, base: int) -> None:
-        """In the parent: record that a call has ended on all replicas, each with the same number of collectives."""
-        self._completed_base = base
+    def complete_call(self, base: int) -> bool:
+        """In the parent: record that a call has ended on all replicas, each with the same number of collectives.
+
+        Returns False if rows were lost, because a worker has died.
+        """
+        with self._call_lock:
+            if self._is_released:
+                return False
+            self._completed_base = base
+            return True
 
     def views(self, count: int, row: Tensor) -> list[Tensor]:
         """Both slots of `count` replicas for rows like this one, each as `[count, *row.shape]`."""
@@ -146,19 +157,23 @@ class DeviceRowMemory:
         earlier call were complete: then streams may also wait for rows of that call.
         """
         with self._call_lock:
-            if self._sent_requests[index] != request.request_id:
+            if self._sent_requests[index] != request:
                 return
             if request.base == self.base and (results_lost or self.base != self._completed_base):
-                self._release(index, lost=True)
-            elif results_lost:  # the next call has begun; it will fail when it replaces the worker
-                poison(self.slots)
-                self.flags.store(index, self.base)
+                self._release(index, self.base + CALL_NUMBERS - 1)
+            elif results_lost:  # the next call has begun, but no replica waits for its rows yet
+                self._release(index, self.base)
 
-    def release_failed(self, index: int, base: int) -> None:
-        """In the parent: release all waits for a worker whose replica failed, unless the next call has begun."""
+    def release_unsent(self, index: int, base: int) -> None:
+        """In the parent: release all waits for a replica that failed before its request was sent.
+
+        In the order of the stream, which has seen all earlier signals of the worker. A worker that has received its
+        request releases the waits itself.
+        """
         with self._call_lock:
-            if base == self.base != self._completed_base:
-                self._release(index, lost=False)
+            if base == self.base != self._sent_requests[index].base:
+                self.flags.signal(index, base + CALL_NUMBERS - 1, self.current_stream())
+                self._is_released = True
 
     def can_send(self, index: int, *, again: bool) -> bool:
         """In the parent: whether a worker can still take part in the current call.
@@ -170,24 +185,26 @@ class DeviceRowMemory:
             can_send = not self.flags.has_reached(index, self.base + CALL_NUMBERS - 1)
             if again and self.headers[index][_NUMBER] > self.base:
                 can_send = False
-            if can_send:
-                self._sent_requests[index] = 0  # the end of the worker before has no effect any more
-            else:
-                self._release(index, lost=True)
+            if not can_send:
+                self._release(index, self.base + CALL_NUMBERS - 1)
+            elif again:
+                self._sent_requests[index] = RowCall(0, 0)  # the end of the worker before has no effect any more
             return can_send
 
-    def _release(self, index: int, *, lost: bool) -> None:
-        """Signal all numbers of the current call on behalf of a worker."""
-        if lost:
-            poison(self.slots)
-        self.flags.store(index, self.base + CALL_NUMBERS - 1)
+    def _release(self, index: int, number: int) -> None:
+        """Signal all numbers up to one on behalf of a worker that died. All rows become NaN."""
+        poison(self.slots)
+        self.flags.store(index, number)
         self._is_released = True
 
     def fail_request(self, request_id: int) -> None:
         """In a worker: after an error in a request, release all waits for its replica."""
         for index, header in enumerate(self.headers):
+            last_number = header[_BASE] + CALL_NUMBERS - 1
+            self.fence()
             if header[_REQUEST] == request_id:
-                self.flags.signal(index, self.headers[0][_BASE] + CALL_NUMBERS - 1, self.current_stream())
+                header[_NUMBER] = last_number  # the request cannot be sent again
+                self.flags.signal(index, last_number, self.current_stream())
 
 
 def fits_device_slot(row: Tensor, device: torch.device) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +104,8 @@ class WorkerServer:
         self._deferred_errors, self._foreign_leaves = DeferredErrors(), ForeignLeaves()
         self._last_module: WorkerModule | None = None
         """The module of the last message if that was a call; its replica was prepared for the next one."""
+        self._must_exit = False
+        """Whether other replicas wait for this one on their device, and it cannot release them."""
         self._busy_device: torch.device | None = None
         """The device that may still work on an earlier reply."""
         self._nccl_member = NcclMember(channel, self._modules)
@@ -125,6 +126,8 @@ class WorkerServer:
 
     def next_message(self) -> Message | None:
         """Wait for a message; None to end. Reports an error of the device that occurs after a reply."""
+        if self._must_exit:
+            return None
         try:
             while self.is_device_busy():
                 if (message := self._inbox.receive(_DEVICE_POLL_SECONDS)) is not None:
@@ -142,7 +145,8 @@ class WorkerServer:
             self._handlers[message.kind](message)
         except BaseException as error:
             self._discard_preparation()
-            self._release_rows(message.call_id)
+            if message.kind in (messages.FORWARD, messages.BACKWARD):
+                self._release_rows(message.call_id)
             if message.kind in messages.EXPECTS_REPLY:
                 self._send_error(message.call_id, error)
             else:  # no reply is expected: the next call raises it
@@ -152,8 +156,10 @@ class WorkerServer:
         """After an error, which may be one of decoding the request: no replica waits for this one on its device."""
         for memory in self._row_memories.values():
             if memory.device_rows is not None:
-                with suppress(DriverError):  # the device has failed: this process will exit
+                try:
                     memory.device_rows.fail_request(call_id)
+                except DriverError:  # the device has failed; the parent releases the waits when this process has ended
+                    self._must_exit = True
 
     def _send_error(self, call_id: int, error: BaseException) -> None:
         if isinstance(error, torch.OutOfMemoryError):
@@ -220,6 +226,7 @@ class WorkerServer:
         if request.rows:
             memory_id, base, num_replayed, device_base = request.rows
             if memory_id not in self._row_memories:
+                self._must_exit = bool(device_base)
                 raise self._deferred_errors.pop(memory_id) or EngineError(
                     "the memory for collectives was not received."
                 )
