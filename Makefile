@@ -13,6 +13,9 @@ VISION := $(if $(TORCH),,$(VENV)/.vision-installed)
 DECLARED := pyproject.toml constraints.txt
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
+# Byte code is written by the process that imports a module first, so that later ones start faster.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint types format docs messages bench clean
 
@@ -61,7 +64,7 @@ $(BIN)/python:
 		|| { echo "instep needs Python 3.10 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
 
-# Without byte code: the packages have many modules that no test imports, and compiling them takes longer than installing.
+# Without byte code, which is written on import: the packages have many modules that no test imports.
 # torch first and alone: whatever else is installed then finds the pinned one in place and brings no other.
 $(RUNTIME): $(DECLARED) | $(BIN)/python
 	@echo "setting up $(VENV), once"
