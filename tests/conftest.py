@@ -105,7 +105,8 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         pool: WorkerPool = request.getfixturevalue("workers")
         for index in (1, 2, 3):  # an earlier test may have killed one
             if not pool.get(index).is_alive():
-                pool.replace(index)
+                pool.kill(index)
+                pool.get(index)
     gc.freeze()  # exclude objects of earlier tests from the collection after this one
     threads, processes = set(threading.enumerate()), _children()
     variables, settings = _variables(), _torch_settings()

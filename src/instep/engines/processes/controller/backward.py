@@ -41,6 +41,8 @@ class ReplicaBackward:
         )
         self._collectives = CollectiveLog(task.group, streams)
         self._pending: PendingReply | None = None
+        self._was_tried = False
+        """Whether a worker may have received the request."""
         self._tensor_indices: list[int | None] = []
         """By position: the index in the worker's tensor table."""
         self.kept_gradients: list[int] = []
@@ -53,7 +55,7 @@ class ReplicaBackward:
     def send(self, client: WorkerClient) -> PendingReply:
         self.client = client
         call, request, task = self._call, self._request, self._task
-        if not task.group.can_send(task.index, again=self._pending is not None):
+        if not task.group.can_send(task.index, again=self._was_tried):
             raise WorkerFailure(
                 f"the worker of {self._graph.name} ended in a backward in which replicas exchange tensors on their "
                 f"device, so it cannot be run again alone.\nNo gradient has changed. Run the step again."
@@ -63,10 +65,11 @@ class ReplicaBackward:
         self._tensor_indices = call.tensor_indices(self._graph.leaves)
         request.wanted_tensors = [index for index in self._tensor_indices if index is not None]
         request.call_id = call.call_id
-        pending = self._pending = client.new_pending()
+        pending, self._was_tried = client.new_pending(), True
         client.share_rows(request, task.group, task.index, pending)
         client.send_backward(request, call.module_state, pending)
         client.confirm_rows(task.group, task.index, pending)
+        self._pending = pending
         self._collectives.add_failure_check(partial(client.has_failed, pending))
         return pending
 

@@ -93,6 +93,8 @@ class ReplicaForward:
         self._module_state: RemoteModuleState
         self._client: WorkerClient
         self._pending: PendingReply | None = None
+        self._was_tried = False
+        """Whether a worker may have received the request."""
         self._argument_tensors: list[Tensor]
         self._replayable: ReplayableCall | None = None
 
@@ -102,7 +104,7 @@ class ReplicaForward:
 
     def send(self, client: WorkerClient) -> PendingReply:
         remote, request = self._remote, self._request
-        if not remote.group.can_send(self._index, again=self._pending is not None):
+        if not remote.group.can_send(self._index, again=self._was_tried):
             raise LostExchange(f"the worker of {self._replica.name} ended in a collective on its device.")
         self._client, self._replayable = client, None
         remote.group.remote.add(self._index)
@@ -119,7 +121,7 @@ class ReplicaForward:
         assert request.ambient is not None
         request.ambient.context_vars = sendable_context(self._call.ambient.context_vars, client.channel.registry)
         request.generator_states = {number: source.get_state() for number, source in enumerate(module_state.generators)}
-        pending = self._pending = client.new_pending()
+        pending, self._was_tried = client.new_pending(), True
         client.share_rows(request, remote.group, self._index, pending)
         try:
             self._argument_tensors = client.send_forward(request, module_state, pending)
@@ -127,6 +129,7 @@ class ReplicaForward:
             arguments = dict(zip(self._call.argument_names, (*request.args, *request.kwargs.values()), strict=False))
             named = client.channel.registry.packing_error(arguments, "argument ")
             raise named or error from error.__cause__
+        self._pending = pending
         client.confirm_rows(remote.group, self._index, pending)
         self._collectives.add_failure_check(partial(client.has_failed, pending))
         return pending
