@@ -215,6 +215,7 @@ def test_checkpoint_around_the_call(engine: str, reentrant: bool) -> None:
     ],
     ids=["cosine", "plateau", "sequence"],
 )
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR of torch 2.8
 def test_schedules_and_clipping(make_schedule: Callable[[Any], Any]) -> None:
     def run(model: Any) -> list[float]:
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -237,6 +238,7 @@ def test_schedules_and_clipping(make_schedule: Callable[[Any], Any]) -> None:
         assert run(model) == pytest.approx(expected, rel=1e-8)
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar")  # LBFGS of torch 2.8
 def test_lbfgs() -> None:
     def run(model: Any) -> list[float]:
         optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=4)

@@ -68,14 +68,8 @@ ALL = [
     Program("time_series"),
     Program("recommender"),
 ]
-IN_PROCESSES = {
-    "image_classifier": "",
-    "vae": "",
-    "gan": "slow",
-    "bert": "slow",
-    "graphs": "slow",
-    "distillation": "slow",
-}
+IN_PROCESSES = {"image_classifier", "vae"}
+SLOW_IN_PROCESSES = {"gan", "bert", "graphs", "distillation"}
 
 
 def test_every_program_is_run() -> None:
@@ -201,9 +195,9 @@ def test_losses_are_those_of_the_plain_program(program: Program, dtype: torch.dt
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param(p, id=p.name, marks=pytest.mark.slow if IN_PROCESSES[p.name] == "slow" else ())
+        pytest.param(p, id=p.name, marks=pytest.mark.slow if p.name in SLOW_IN_PROCESSES else ())
         for p in ALL
-        if p.name in IN_PROCESSES
+        if p.name in IN_PROCESSES | SLOW_IN_PROCESSES
     ],
 )
 def test_losses_in_worker_processes(program: Program, engine: str, reasons: list[str]) -> None:

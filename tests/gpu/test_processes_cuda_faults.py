@@ -47,6 +47,7 @@ def train(phases: Sequence[str], private: bool) -> Net:
             try:
                 run_step(model, optimizer, phase)
             except WorkerFailure:
+                assert not private  # replicas exchange nothing on the device
                 assert phase in ("forward", "backward")
                 net.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])

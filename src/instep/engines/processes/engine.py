@@ -228,6 +228,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             return self._run_in_caller(remote)
 
     def _run_in_caller(self, remote: RemoteCall) -> list[ReplicaResult]:
+        """Send every worker its forward, run replica 0 in this thread, and wait for the replies."""
         call, group = remote.call, remote.group
         group.logs_rows = call.ambient.grad_enabled
 

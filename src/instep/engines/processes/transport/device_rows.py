@@ -161,7 +161,7 @@ class DeviceRowMemory:
                 return
             if request.base == self.base and (results_lost or self.base != self._completed_base):
                 self._release(index, self.base + CALL_NUMBERS - 1)
-            elif results_lost:  # the next call has begun, but no replica waits for its rows yet
+            elif results_lost:  # the next call has begun: only waits of earlier calls end
                 self._release(index, self.base)
 
     def release_unsent(self, index: int, base: int) -> None:
