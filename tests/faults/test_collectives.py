@@ -169,9 +169,9 @@ def test_an_interruption_while_requests_are_sent(wrap: Any, monkeypatch: pytest.
     model(x).sum().backward()
 
     class Interrupted(RetryingRequest[Any]):
-        def send(self, request: Any) -> None:
+        def send(self, request: Any, *, replace_at_once: bool = False) -> None:
             if self._index < 2 or moment == "after":
-                super().send(request)
+                super().send(request, replace_at_once=replace_at_once)
             if self._index == 2:
                 raise KeyboardInterrupt
 
