@@ -175,6 +175,8 @@ class MirroredGroup:
     def all_gather(self, index: int, label: str, row: Tensor) -> Tensor:
         return torch.stack([row, row])
 
+    def row_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None: ...
+
 
 @contextmanager
 def raise_on_synchronization() -> Iterator[None]:

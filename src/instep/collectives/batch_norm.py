@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -37,6 +38,7 @@ from instep.collectives.exchange import (
     current_streams,
     exchange_tensors,
     gather_rows,
+    number_label,
     reject_checkpoint,
     start_backward,
 )
@@ -58,25 +60,37 @@ def normalize(
     """
     grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     grad = grad and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    dtype = str(row_dtype(x)).removeprefix("torch.")
-    label = f"batch normalization of {x.shape[1]} channels in {dtype}{'' if grad else ' without gradients'}"
+    dtype, channels, group = row_dtype(x), x.shape[1], context.group
+    label = _label(channels, dtype, grad)
     kernels = kernels_for(x, weight, bias)
     if kernels is None:
         return normalize_differentiably(context, label, x, weight, bias, eps, running)
     dense = kernels.dense(x.detach())
-    count = x.numel() // x.shape[1] if x.shape[1] else 0
-    row = kernels.describe(dense)
-    if grad and context.group.joint_graph:
+    count = x.numel() // channels if channels else 0
+    buffer = group.row_buffer(2 * channels + 1, dtype, x.device)
+    row = kernels.describe(dense, eps, buffer)
+    if grad and group.joint_graph:
         part = JointPart(context, x, weight, bias, dense, row, current_streams([x]), SharedResult())
         return _normalize_joint(part, label, kernels, count, eps, running)
     rows = gather_rows(context, label, row)
-    statistics = kernels.combine(rows, count, eps, running)
+    statistics = kernels.combine(rows, count, eps, buffer is not None, running)
     if not grad:
         return kernels.normalize(dense, weight, bias, statistics, eps).to(x.dtype)
-    call = NormCall(kernels, eps, f"{label}, number {context.exchange_count} of the call", context.active)
+    call = NormCall(kernels, eps, number_label(label, context.exchange_count), context.active)
     output, token = apply_batch_norm(x, weight, bias, dense, statistics, call)
     context.tokens.append(token)
     return cast(Tensor, output)
+
+
+@lru_cache(maxsize=1024)
+def _label(channels: int, dtype: torch.dtype, grad: bool) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return f"batch normalization of {channels} channels in {name}{'' if grad else ' without gradients'}"
+
+
+@lru_cache(maxsize=4096)
+def _backward_label(label: str) -> str:
+    return f"the backward of {label}"
 
 
 class NormCall(NamedTuple):
@@ -120,8 +134,9 @@ class BatchNorm(torch.autograd.Function):
             grads = _differentiate(outputs, [x, weight], ctx.dtypes[1:], [gradient])
             return (*grads, None, None, None)
         dense = kernels.dense(x)
-        row, grad_weight, grad_bias = _reduce(kernels, gradient, dense, weight, statistics, eps)
-        rows = context.group.all_gather(context.info.index, f"the backward of {label}", row)
+        buffer = context.group.row_buffer(2 * dense.shape[1], row_dtype(dense), dense.device)
+        row, grad_weight, grad_bias = _reduce(kernels, gradient, dense, weight, statistics, eps, buffer)
+        rows = context.group.all_gather(context.info.index, _backward_label(label), row)
         if gradient is None and are_absent(rows):
             return (None,) * 6
         grad_x = None
@@ -161,15 +176,22 @@ def _load(ctx: Any, saved: Sequence[Any]) -> tuple[Sequence[Any], list[Statistic
 
 
 def _reduce(
-    kernels: Kernels, gradient: Tensor | None, x: Tensor, weight: Tensor | None, statistics: Statistics, eps: float
+    kernels: Kernels,
+    gradient: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    statistics: Statistics,
+    eps: float,
+    buffer: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The row of a gradient that may be absent, and the gradients of weight and bias."""
     if gradient is None:
         return absent_row(x), None, None
     if not x.numel():
         row = absent_row(x).abs_()
-        return row, row[0], row[1]
-    return kernels.reduce(gradient, x, weight, statistics, eps)
+        grad_bias, grad_weight = row.view(2, -1).unbind()
+        return row, grad_weight, grad_bias
+    return kernels.reduce(gradient, x, weight, statistics, eps, buffer)
 
 
 # In a joint graph.
@@ -225,7 +247,7 @@ def _normalize_joint(
     reject_checkpoint(part.context, label)
     parts: list[JointPart] = part.context.group.exchange(info.index, label, part)
     rows = torch.stack([copy_from_peer(each.row, part.row.device, each.streams) for each in parts])
-    statistics = kernels.combine(rows, count, eps, running)
+    statistics = kernels.combine(rows, count, eps, False, running)
 
     def compute() -> Sequence[Tensor]:
         by_device = {rows.device: statistics}
@@ -233,7 +255,7 @@ def _normalize_joint(
         with _use_streams([each.streams for each in parts]):
             for each, own in zip(parts, each_kernels, strict=True):
                 if (device := each.row.device) not in by_device:
-                    by_device[device] = own.combine(rows.to(device), max(2, count), eps, None)
+                    by_device[device] = own.combine(rows.to(device), max(2, count), eps, False, None)
             call = JointCall(
                 each_kernels, eps, label, [each.context for each in parts], [each.streams for each in parts]
             )

@@ -83,20 +83,26 @@ class Statistics(NamedTuple):
 
 
 class Kernels(Protocol):
-    """The local parts of batch normalization on one type of device. Rows are the same on all types.
+    """The local parts of batch normalization on one type of device.
 
     Inputs are `dense`; gradients are made so. A replica may be without samples.
+
+    A row is the mean and the variance of each channel, and the number of values per channel. It is the same on all
+    types of devices, unless there is a `buffer`, which means that all replicas share a device: then it has the inverse
+    standard deviation in place of the variance, which saves CUDA's kernels the conversion. It is written to the buffer.
     """
 
     def dense(self, x: Tensor) -> Tensor:
         """The input in a dtype and a memory format that the kernels take."""
         ...
 
-    def describe(self, x: Tensor) -> Tensor:
-        """The row of a shard: mean and variance of each channel, and the number of values per channel."""
+    def describe(self, x: Tensor, eps: float, buffer: Tensor | None) -> Tensor:
+        """The row of a shard."""
         ...
 
-    def combine(self, rows: Tensor, count: int, eps: float, running: RunningStatistics | None) -> Statistics:
+    def combine(
+        self, rows: Tensor, count: int, eps: float, inverted: bool, running: RunningStatistics | None
+    ) -> Statistics:
         """Combine all replicas' rows; updates the running statistics. `count` is that of this replica's shard.
 
         Raises `TooFewValues`.
@@ -108,11 +114,18 @@ class Kernels(Protocol):
     ) -> Tensor: ...
 
     def reduce(
-        self, gradient: Tensor, x: Tensor, weight: Tensor | None, statistics: Statistics, eps: float
+        self,
+        gradient: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        statistics: Statistics,
+        eps: float,
+        buffer: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The row of a gradient, and the gradients of weight and bias.
 
-        The row is the sum of the gradient and the sum of its product with the input's distance from the mean.
+        The row is, for each channel, the sum of the gradient, and then of its product with the input's distance from
+        the mean.
         """
         ...
 
@@ -136,10 +149,11 @@ class CpuKernels:
         x = x.float() if x.dtype in _HALF_DTYPES else x
         return x if x.is_contiguous() or _memory_format(x) is not None else x.contiguous()
 
-    def describe(self, x: Tensor) -> Tensor:
+    def describe(self, x: Tensor, eps: float, buffer: Tensor | None) -> Tensor:  # noqa: ARG002
+        assert buffer is None
         count = x.numel() // max(1, x.shape[1])
         if not count:
-            return _empty_row(x)
+            return _empty_row(x, 0.0)
         if x.numel() >= _LARGE_INPUT and x.is_contiguous():
             dims = [0, *range(2, x.ndim)]
             mean = x.mean(dims)
@@ -148,7 +162,15 @@ class CpuKernels:
             mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
         return torch.cat((mean, var, torch.full((1,), count, dtype=x.dtype)))
 
-    def combine(self, rows: Tensor, count: int, eps: float, running: RunningStatistics | None) -> Statistics:  # noqa: ARG002
+    def combine(
+        self,
+        rows: Tensor,
+        count: int,  # noqa: ARG002
+        eps: float,  # noqa: ARG002
+        inverted: bool,
+        running: RunningStatistics | None,
+    ) -> Statistics:
+        assert not inverted
         counts = [round(value) for value in rows[:, -1].tolist()]
         total = sum(counts)
         if total < 2:
@@ -180,13 +202,14 @@ class CpuKernels:
         weight: Tensor | None,  # noqa: ARG002
         statistics: Statistics,
         eps: float,
+        buffer: Tensor | None,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         mean, var, _ = statistics
         gradient = _like(gradient, x)
         _, grad_weight, grad_bias = _native_batch_norm_backward(
             gradient, x, None, mean, var, None, None, False, eps, [False, True, True]
         )
-        return torch.stack((grad_bias, grad_weight * (var + eps).sqrt_())), grad_weight, grad_bias
+        return torch.cat((grad_bias, grad_weight * (var + eps).sqrt_())), grad_weight, grad_bias
 
     def gradient(
         self,
@@ -198,7 +221,7 @@ class CpuKernels:
         eps: float,
     ) -> Tensor:
         mean, var, count = statistics
-        first, *others = rows.unbind()
+        first, *others = rows.view(len(rows), 2, -1).unbind()
         sums = first / -count
         for row in others:
             sums.add_(row, alpha=-1 / cast(float, count))
@@ -218,16 +241,23 @@ class CudaKernels:
     def dense(self, x: Tensor) -> Tensor:
         return x if x.is_contiguous() or _memory_format(x) is not None else x.contiguous()
 
-    def describe(self, x: Tensor) -> Tensor:
+    def describe(self, x: Tensor, eps: float, buffer: Tensor | None) -> Tensor:
         count = x.numel() // max(1, x.shape[1])
         if not count:
-            return _empty_row(x)
-        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
-        return torch.cat((mean, var, _count_tensor(count, mean.dtype, mean.device)))
+            return _empty_row(x, 0.0 if buffer is None else eps**-0.5)
+        if buffer is None:
+            mean, spread = torch.batch_norm_update_stats(x, None, None, 0.0)
+        else:
+            mean, spread = torch.batch_norm_stats(x, eps)
+        return _concatenate((mean, spread, _count_tensor(count, mean.dtype, mean.device)), buffer)
 
-    def combine(self, rows: Tensor, count: int, eps: float, running: RunningStatistics | None) -> Statistics:
+    def combine(
+        self, rows: Tensor, count: int, eps: float, inverted: bool, running: RunningStatistics | None
+    ) -> Statistics:
         channels = rows.shape[1] // 2
-        mean, inverse, counts = rows[:, :channels], (rows[:, channels:-1] + eps).rsqrt_(), rows[:, -1]
+        mean, inverse, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1]
+        if not inverted:
+            inverse = (inverse + eps).rsqrt_()
         if count < 2 and (total := sum(map(round, counts.tolist()))) < 2:
             raise TooFewValues(total)
         updated = None if running is None else running.take_for_kernel(rows.dtype)
@@ -254,13 +284,14 @@ class CudaKernels:
         weight: Tensor | None,
         statistics: Statistics,
         eps: float,  # noqa: ARG002
+        buffer: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         mean, inverse, _ = statistics
         affine = weight is not None
         total, product, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
             _like(gradient, x), x, mean, inverse, weight, True, affine, affine
         )
-        return torch.stack((total, product)), grad_weight, grad_bias if affine else total
+        return _concatenate((total, product), buffer), grad_weight, grad_bias if affine else total
 
     def gradient(
         self,
@@ -274,7 +305,7 @@ class CudaKernels:
         if not x.numel():
             return torch.empty_like(x)
         mean, inverse, counts = statistics
-        total, product = rows.sum(0).unbind()
+        total, product = rows.sum(0).view(2, -1).unbind()
         gradient = torch.zeros_like(x) if gradient is None else _like(gradient, x)
         weight = None if weight is None else weight.to(mean.dtype)
         return torch.batch_norm_backward_elemt(gradient, x, mean, inverse, weight, total, product, cast(Tensor, counts))
@@ -330,16 +361,21 @@ def row_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in _HALF_DTYPES else x.dtype
 
 
-def _empty_row(x: Tensor) -> Tensor:
+def _concatenate(parts: tuple[Tensor, ...], buffer: Tensor | None) -> Tensor:
+    return torch.cat(parts) if buffer is None else torch.cat(parts, out=buffer)
+
+
+def _empty_row(x: Tensor, spread: float) -> Tensor:
     """The row of a replica without samples."""
     row = torch.zeros(2 * x.shape[1] + 1, dtype=row_dtype(x), device=x.device)
+    row[x.shape[1] : -1].fill_(spread)
     row[-1].fill_(_NO_SAMPLES)
     return row
 
 
 def absent_row(x: Tensor) -> Tensor:
     """The row of a replica that has no gradient: negative zeros, which change no sum."""
-    return torch.full((2, x.shape[1]), -0.0, dtype=row_dtype(x), device=x.device)
+    return torch.full((2 * x.shape[1],), -0.0, dtype=row_dtype(x), device=x.device)
 
 
 def are_absent(rows: Tensor) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -67,7 +67,12 @@ def gather_rows(context: ReplicaContext, label: str, row: Tensor) -> Tensor:
 def numbered_label(context: ReplicaContext, label: str) -> str:
     """The label of the call's next exchange. Counts it."""
     context.exchange_count += 1
-    return f"{label}, number {context.exchange_count} of the call"
+    return number_label(label, context.exchange_count)
+
+
+@lru_cache(maxsize=4096)
+def number_label(label: str, number: int) -> str:
+    return f"{label}, number {number} of the call"
 
 
 def all_gather_by_exchange(

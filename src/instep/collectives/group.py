@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import CodeType
 from typing import Any, Protocol
 
@@ -49,10 +50,23 @@ class Group(Protocol):
         """
         ...
 
+    def row_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """Memory for the row of the replica's next `all_gather`, from which it is not copied.
+
+        None unless all replicas share the device and exchange rows of this size on it.
+        """
+        ...
+
+
+@lru_cache(maxsize=1024)
+def label_row(label: str, dtype: torch.dtype, shape: torch.Size) -> str:
+    """A label with a row's dtype and shape. It is cached, and so is the hash of the string."""
+    return f"{label}, with rows of {str(dtype).removeprefix('torch.')}{list(shape)}"
+
 
 def describe_row(label: str, row: Tensor) -> str:
     """The label of an `all_gather`, with the row's dtype and shape, on which the replicas have to agree."""
-    return f"{label}, with rows of {str(row.dtype).removeprefix('torch.')}{list(row.shape)}"
+    return label_row(label, row.dtype, row.shape)
 
 
 class PeerFailure(CollectiveError):

@@ -112,6 +112,9 @@ class Rendezvous:
     def all_gather(self, index: int, label: str, row: Tensor) -> Tensor:
         return all_gather_in_process(self, index, label, row)
 
+    def row_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:  # noqa: ARG002
+        return None
+
     def _exchange(self, index: int, label: str, payload: Any) -> list[Any]:
         try:
             awaited = self._arrive(index, label, payload)

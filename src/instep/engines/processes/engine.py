@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -233,8 +233,9 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         group.logs_rows = call.ambient.grad_enabled
 
         def run() -> list[ReplicaResult]:  # with the thread count of a replica, which is sent to the workers
-            tasks = [self._forward_task(remote, index) for index in range(1, len(call.replicas))]
-            return run_replicas(group, run_first, tasks)
+            with ExitStack() as locks:
+                tasks = [self._forward_task(remote, index, locks) for index in range(1, len(call.replicas))]
+                return run_replicas(group, run_first, tasks)
 
         def run_first() -> ReplicaResult:
             if call.ambient.autocast:  # weights may have changed since they were cast in the caller's block
@@ -286,15 +287,15 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
     def _run_forward(self, remote: RemoteCall, index: int) -> ReplicaResult:
         """Run one replica's forward, in its thread."""
         if index:
-            with remote.streams.side_stream():
-                return run_to_end(self._forward_task(remote, index))
+            with remote.streams.side_stream(), ExitStack() as locks:
+                return run_to_end(self._forward_task(remote, index, locks))
         result = run_forward(remote.call, 0, remote.group)
         self._python_rng.end_call(remote.python_seed)
         return result
 
-    def _forward_task(self, remote: RemoteCall, index: int) -> ReplyGenerator[ReplicaResult]:
+    def _forward_task(self, remote: RemoteCall, index: int, locks: ExitStack) -> ReplyGenerator[ReplicaResult]:
         """Send one replica's forward and wait for the reply."""
-        retrying: RetryingRequest[Any] = RetryingRequest(self, index, remote.streams)
+        retrying: RetryingRequest[Any] = RetryingRequest(self, index, remote.streams, locks)
         failure: BaseException | None = None
         sent = False
         try:
@@ -375,7 +376,8 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         group.logs_rows = False  # a backward with rows on a device is not run again
 
         def run() -> list[None]:
-            return run_replicas(group, run_first, [self._backward_task(task) for task in others])
+            with ExitStack() as locks:
+                return run_replicas(group, run_first, [self._backward_task(task, locks) for task in others])
 
         def run_first() -> None:
             self.backward_replica(first)
@@ -394,17 +396,17 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         if task.replica.remote is None:
             super().backward_replica(task)
         else:
-            with self._backward_state.streams.side_stream():
-                run_to_end(self._backward_task(task))
+            with self._backward_state.streams.side_stream(), ExitStack() as locks:
+                run_to_end(self._backward_task(task, locks))
 
-    def _backward_task(self, task: BackwardTask[ControllerRendezvous]) -> ReplyGenerator[None]:
+    def _backward_task(self, task: BackwardTask[ControllerRendezvous], locks: ExitStack) -> ReplyGenerator[None]:
         """Send one replica's backward and wait for the reply."""
         call, state = _replayable_call(task.replica), self._backward_state
         if call is None:  # none of its outputs needs a gradient
             yield RUNNING
             super().backward_replica(task)
             return
-        retrying: RetryingRequest[Any] = RetryingRequest(self, task.index, state.streams)
+        retrying: RetryingRequest[Any] = RetryingRequest(self, task.index, state.streams, locks)
         failure: BaseException | None = None
         try:
             task.group.enter(task.index)

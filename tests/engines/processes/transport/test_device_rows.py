@@ -12,11 +12,12 @@ from torch import Tensor
 from instep.engines.processes.transport import device_rows
 from instep.engines.processes.transport.device_rows import (
     CALL_NUMBERS,
-    SLOT_BYTES,
+    MAX_ROW_BYTES,
+    REGION_BYTES,
     DeviceRowExchange,
     DeviceRowMemory,
     RowCall,
-    fits_device_slot,
+    RowLog,
 )
 from instep.engines.processes.transport.shared_memory import SharedMemory
 
@@ -64,7 +65,7 @@ class FakeMemory:
 def memory(monkeypatch: pytest.MonkeyPatch) -> DeviceRowMemory:
     monkeypatch.setattr(DeviceRowMemory, "current_stream", lambda _: 0)
     monkeypatch.setattr(device_rows, "poison", lambda slots: slots.bytes.fill_(255))
-    slots: Any = FakeMemory(2 * 3 * SLOT_BYTES)
+    slots: Any = FakeMemory(2 * 3 * REGION_BYTES)
     flags: Any = FakeFlags(3)
     headers = SharedMemory.create(8 * 3 * device_rows._HEADER_WORDS)
     return DeviceRowMemory(slots, flags, headers, 3)
@@ -243,8 +244,72 @@ def test_numbers_after_an_incomplete_call_exceed_all_of_its_numbers(memory: Devi
     assert not flags.has_reached(1, memory.start_call() + 1)
 
 
-def test_only_small_rows_on_the_device_fit() -> None:
-    assert fits_device_slot(torch.ones(3), CPU)
-    assert not fits_device_slot(torch.ones(0), CPU)
-    assert not fits_device_slot(torch.ones(3, device="meta"), CPU)
-    assert not fits_device_slot(torch.ones(SLOT_BYTES), CPU)
+def test_only_small_rows_on_the_device_fit(memory: DeviceRowMemory) -> None:
+    (first,) = start(memory, 1)
+    assert first.accepts(torch.ones(3))
+    assert not first.accepts(torch.ones(0))
+    assert not first.accepts(torch.ones(3, device="meta"))
+    assert not first.accepts(torch.ones(MAX_ROW_BYTES))
+    assert first.row_buffer(3, torch.float32, CPU) is not None
+    assert first.row_buffer(0, torch.float32, CPU) is None
+    assert first.row_buffer(3, torch.float32, torch.device("meta")) is None
+    assert first.row_buffer(MAX_ROW_BYTES, torch.float32, CPU) is None
+
+
+def test_a_row_in_its_buffer_is_not_copied(memory: DeviceRowMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas = start(memory, 2)
+    buffers = [replica.row_buffer(3, torch.float32, CPU) for replica in replicas]
+    for value, buffer in enumerate(buffers):
+        assert buffer is not None
+        buffer.fill_(value)
+    monkeypatch.setattr(Tensor, "copy_", None)
+    for replica, buffer in zip(replicas, buffers, strict=True):
+        assert buffer is not None
+        rows = replica.gather("a", buffer.detach())
+    assert rows is not None
+    assert rows.tolist() == [[0.0] * 3, [1.0] * 3]
+
+
+def test_memory_is_reused_only_after_another_collective(memory: DeviceRowMemory) -> None:
+    """Streams of other replicas may still read the rows of the last collective, also if that was in another call."""
+    last: set[int] = set()
+    sizes = [MAX_ROW_BYTES, 100, MAX_ROW_BYTES - 4, 8, MAX_ROW_BYTES, MAX_ROW_BYTES, 4, MAX_ROW_BYTES]
+    for count in (1, 0, 8, 0, 0, 2, 1, 1, 5):
+        replicas = start(memory, 2)
+        for number in range(count):
+            for replica in replicas:
+                rows = replica.gather(f"{number}", torch.ones(sizes[number] // 4))
+            assert rows is not None
+            own = {address for row in rows for address in range(row.data_ptr(), row.data_ptr() + row.nbytes, 4)}
+            assert not own & last
+            last = own
+        memory.complete_call(replicas[0].base)
+
+
+def test_the_log_has_all_rows_of_a_call(memory: DeviceRowMemory) -> None:
+    log, expected = RowLog(), []
+    first, second = start(memory, 2)
+    on_host = torch.randn(2, 4)
+    for number in range(12):  # more than the memory holds
+        shape = (2, 30000 - 1000 * number)
+        sent = [torch.randn(shape) for _ in range(2)]
+        first.gather(f"{number}", sent[0], log)
+        second.gather(f"{number}", sent[1])
+        if number == 5:
+            log.append(on_host)
+            expected.append(on_host)
+        expected.insert(number + (number > 5), torch.stack(sent))
+        if number < 11:
+            memory.regions[1 - first.base % 2].fill_(7)  # another call's
+    first.leave(False, log)
+    memory.regions.fill_(0)
+    assert [rows.shape for rows in log.all()] == [rows.shape for rows in expected]
+    assert all(map(torch.equal, log.all(), expected))
+    assert [id(rows) for rows in log.on_host()] == [id(on_host)]
+
+
+def test_a_log_without_rows(memory: DeviceRowMemory) -> None:
+    log = RowLog()
+    (first,) = start(memory, 1)
+    first.leave(False, log)
+    assert log.all() == log.on_host() == []

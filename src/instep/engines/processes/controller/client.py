@@ -22,7 +22,13 @@ from instep.engines.processes import messages
 from instep.engines.processes.controller.remote_module import RemoteModuleState, TensorTableBuilder
 from instep.engines.processes.controller.remote_replica import RemoteReplica
 from instep.engines.processes.controller.rendezvous import CollectiveLog, ControllerRendezvous, error_result
-from instep.engines.processes.controller.replies import RUNNING, ReplyGenerator, run_to_end, wrap_stop_iteration
+from instep.engines.processes.controller.replies import (
+    RUNNING,
+    ReplyGenerator,
+    acts_for_caller,
+    run_to_end,
+    wrap_stop_iteration,
+)
 from instep.engines.processes.controller.shared_parameters import pack_offsets
 from instep.engines.processes.lifecycle.exit_monitor import call_at_exit_of
 from instep.engines.processes.lifecycle.launch import modules_from_cwd, script_environment, worker_import_path
@@ -435,7 +441,8 @@ class WorkerClient:
 
     def _receive_for(self, pending: PendingReply, seconds: float = POLL_SECONDS) -> Message | None:
         """The next message for a request, if one arrives soon; messages for others are passed on."""
-        if not self.lock.acquire(blocking=False):  # another thread sends or receives
+        acquired = self.lock.acquire(blocking=False)
+        if not acquired and not (pending.holds_lock and acts_for_caller()):  # another thread sends or receives
             return pending.get(min(seconds, HANDOFF_SECONDS))
         try:
             message = pending.get(0)
@@ -452,7 +459,8 @@ class WorkerClient:
                 self.channel.send_flat(messages.COLLECTIVE_RESULT, message.call_id, ABANDONED)
             return None
         finally:
-            self.lock.release()
+            if acquired:
+                self.lock.release()
 
     def _receive(self, seconds: float) -> Message | None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -18,11 +19,17 @@ from instep.collectives.exchange import (
     stage_on_host,
 )
 from instep.collectives.group import describe_row, first_error
-from instep.engines.processes.controller.replies import AT_COLLECTIVE, RUNNING, ReplyGenerator, unwrap_stop_iteration
+from instep.engines.processes.controller.replies import (
+    AT_COLLECTIVE,
+    RUNNING,
+    ReplyGenerator,
+    act_for_caller,
+    unwrap_stop_iteration,
+)
 from instep.engines.processes.messages import RowRequest
 from instep.engines.processes.transport.channel import FlatValue
 from instep.engines.processes.transport.copy_streams import CallStreams
-from instep.engines.processes.transport.device_rows import DeviceRowExchange, fits_device_slot
+from instep.engines.processes.transport.device_rows import DeviceRowExchange, RowLog
 from instep.engines.processes.transport.row_memory import RowExchange, RowMemory, fits_slot
 from instep.engines.rendezvous import Rendezvous
 from instep.engines.thread_pool import set_replica_thread
@@ -42,6 +49,7 @@ class ReplyTask(Generic[T]):
         self.index = index
         """The replica's index."""
         self._generator = generator
+        self._thread = threading.get_ident()
         self.status = RUNNING
         """What the generator yielded last; empty when it has ended."""
         self._result: list[T] = []
@@ -51,7 +59,11 @@ class ReplyTask(Generic[T]):
         """Run to the next suspension. The first one is after the request was sent."""
         try:
             with set_inference_mode(False):  # state written by the worker outlives the mode
-                self.status = next(self._generator)
+                if self._thread == threading.get_ident():
+                    self.status = next(self._generator)
+                else:  # replica 0 is in a backward, which runs in a thread of autograd
+                    with act_for_caller():
+                        self.status = next(self._generator)
         except StopIteration as end:
             self._result, self.status = [end.value], ""
         except Exception as error:
@@ -99,12 +111,12 @@ class ControllerRendezvous(Rendezvous):
         self._device_rows: DeviceRowExchange | None = None
         self._device_row_call: DeviceRowExchange | None = None
         """The same, also after `close`."""
-        self.gathered_rows: list[Tensor] = []
+        self.row_log = RowLog()
         """The results of the exchanges through the memory, for workers that replay them."""
         self.is_polling = False
         """Whether replica 0 waits for rows: reply tasks must not wait for messages meanwhile."""
         self.logs_rows = True
-        """Whether `gathered_rows` is needed for rows on a device. Rows on the CPU are always kept."""
+        """Whether `row_log` is needed for rows on a device. Rows on the CPU are always kept."""
         self.has_gathered = False
         """Whether `all_gather` was called."""
 
@@ -131,7 +143,7 @@ class ControllerRendezvous(Rendezvous):
 
     def rows_to_replay(self) -> list[Tensor]:
         """The results that a worker does not exchange again. Of rows on a device there are none (see `can_send`)."""
-        return [rows for rows in self.gathered_rows if self._device_rows is None or rows.device.type == "cpu"]
+        return self.row_log.on_host() if self._device_rows is not None else self.row_log.all()
 
     def can_send(self, index: int, *, again: bool) -> bool:
         """Whether a worker can take part; with `again`, in place of one that died.
@@ -177,14 +189,14 @@ class ControllerRendezvous(Rendezvous):
         if index == 0 and self._rows is not None:
             self._rows.leave()
         if self._device_rows is not None and index == 0:
-            self._device_rows.leave(error is not None)
+            self._device_rows.leave(error is not None, self.row_log)
         elif self._device_rows is not None and error is not None:
             self._device_rows.memory.release_unsent(index, self._device_rows.base)
 
     def close(self) -> None:
         super().close()
         self.row_memory = self._rows = self._device_rows = None
-        self.gathered_rows = []
+        self.row_log = RowLog()
 
     def _break(self, error: CollectiveError) -> None:
         super()._break(error)
@@ -213,11 +225,9 @@ class ControllerRendezvous(Rendezvous):
         self.has_gathered = True
         rows, row, label, count = self._rows, row.detach(), describe_row(label, row), len(self._names)
         on_device = self._device_rows
-        if on_device is not None and index == 0 and fits_device_slot(row, on_device.memory.device):
-            gathered = on_device.gather(label, row)
+        if on_device is not None and index == 0 and on_device.accepts(row):
+            gathered = on_device.gather(label, row, self.row_log if self.logs_rows else None)
             if gathered is not None:
-                if self.logs_rows:
-                    self.gathered_rows.append(gathered.clone())
                 return gathered
         if rows is None or index != 0 or not fits_slot(row):
             return all_gather_by_exchange(self.exchange, index, count, label, row)
@@ -226,8 +236,11 @@ class ControllerRendezvous(Rendezvous):
         if gathered is None:  # a worker called something else, left or failed: this raises the error
             all_gather_by_exchange(self._exchange_messages, index, count, label, row)
             raise EngineError(f"{label} was not completed.")
-        self.gathered_rows.append(gathered)
+        self.row_log.append(gathered)
         return gathered
+
+    def row_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        return None if self._device_rows is None else self._device_rows.row_buffer(numel, dtype, device)
 
     def _poll_workers(self) -> bool:
         """Look for messages of the workers whose rows are awaited; returns whether one of them will send none.
@@ -329,7 +342,7 @@ class CollectiveLog:
         self._streams = streams
         self._results: list[FlatValue] = []
         self._position = 0
-        self.gathered_rows = rendezvous.gathered_rows
+        self.row_log = rendezvous.row_log
         """The results of exchanges through shared memory, in order."""
 
     def rewind(self) -> None:

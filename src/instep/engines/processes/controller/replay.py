@@ -172,7 +172,7 @@ class ReplayableCall:
             for number, generator in enumerate(module_state.generators)
             if id(generator) in states
         }
-        request.rows, request.gathered_rows = (), self.collectives.gathered_rows
+        request.rows, request.gathered_rows = (), self.collectives.row_log.all()
         pending = client.new_pending()
         client.send_forward(request, module_state, pending)
         _, tensors = client.channel.decode(

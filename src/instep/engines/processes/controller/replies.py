@@ -6,7 +6,9 @@ next collective when it reaches that collective itself.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 ResultT = TypeVar("ResultT")
@@ -15,6 +17,23 @@ AT_COLLECTIVE, RUNNING = "at collective", "running"
 """What a reply generator yields: its worker waits in a collective, or has been sent a request or a result."""
 
 ReplyGenerator = Generator[str, None, ResultT]
+
+_thread_state = threading.local()
+
+
+@contextmanager
+def act_for_caller() -> Iterator[None]:
+    """Context manager: this thread waits for replies in place of the calling thread, which waits for this one."""
+    _thread_state.acts_for_caller = True
+    try:
+        yield
+    finally:
+        _thread_state.acts_for_caller = False
+
+
+def acts_for_caller() -> bool:
+    """Whether this thread may use the locks that the calling thread holds."""
+    return getattr(_thread_state, "acts_for_caller", False)
 
 
 class WrappedStopIteration(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Generic, Protocol, TypeVar
@@ -21,6 +22,7 @@ from instep.engines.processes.nccl.group import GroupAborted
 from instep.engines.processes.transport.connection import ConnectionClosed
 from instep.engines.processes.transport.copy_streams import CallStreams
 from instep.engines.processes.transport.cuda_ipc import IpcError
+from instep.errors import WorkerFailure
 
 T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", covariant=True)
@@ -110,10 +112,10 @@ class RetryingRequest(Generic[T]):
     _request: Request[T]
     _client: WorkerClient
 
-    def __init__(self, provider: WorkerProvider, index: int, streams: CallStreams) -> None:
-        self._provider, self._index, self._streams = provider, index, streams
-        self._exclusive = ExitStack()
-        """Holds the client's lock until tensors have been copied to the caller's accelerator."""
+    def __init__(self, provider: WorkerProvider, index: int, streams: CallStreams, locks: ExitStack) -> None:
+        """`locks` holds the client's lock until tensors have been copied to the caller's accelerator."""
+        self._provider, self._index, self._streams, self._locks = provider, index, streams, locks
+        self._thread = threading.get_ident()
         self._worker: WorkerProcess | None = None
         self._pending: PendingReply | None = None
         self._connection_error: ConnectionClosed | None = None
@@ -127,36 +129,33 @@ class RetryingRequest(Generic[T]):
         self._request = request
         self._send()
         while replace_at_once and self._connection_error is not None:
-            self._exclusive.close()
             self._provider.replace_dead(self._index, self._worker, self._connection_error)
             self._send()
 
     def _send(self) -> None:
         self._worker = self._pending = self._connection_error = None
-        self._exclusive.close()
         try:
             self._worker, self._client = self._provider.get_worker(self._index)
             with self._client.lock:
                 last_id = self._client.last_request_id
                 try:
                     if self._streams.on_accelerator:
-                        self._exclusive.enter_context(self._client.lock)
+                        self._locks.enter_context(self._client.lock)
                     self._provider.prepare_device(self._index, self._client, self._streams, self._request.same_device)
                     self._pending = self._request.send(self._client)
+                    if self._pending is not None:
+                        self._pending.holds_lock = self._streams.on_accelerator
                 except BaseException:  # the request may have been sent nevertheless
                     self._client.abandon_since(last_id)
                     raise
         except ConnectionClosed as error:  # the worker is replaced
             self._connection_error = error
-        except BaseException as error:
-            self._exclusive.close()
-            if isinstance(error, (ReplyTimeout, StartTimeout)):
-                self._provider.kill_stuck(self._index)
+        except (ReplyTimeout, StartTimeout):
+            self._provider.kill_stuck(self._index)
             raise
 
     def abandon(self) -> None:
         """Ignore the reply."""
-        self._exclusive.close()
         if self._pending is not None:
             self._client.abandon(self._pending)
 
@@ -166,29 +165,35 @@ class RetryingRequest(Generic[T]):
 
     def receive(self) -> ReplyGenerator[T]:
         """Wait for the reply."""
-        with self._exclusive:
-            while True:
-                try:
-                    if self._connection_error is not None:
-                        raise self._connection_error
-                    return (yield from self._request.receive(self._client))
-                except ConnectionClosed as error:
-                    self._provider.replace_dead(self._index, self._worker, error)
-                except IpcError as error:
-                    self._client.disable_ipc(str(error))
-                except GroupAborted:  # send the same tensors without NCCL
-                    self._provider.abort_groups(self._worker)
-                except (ReplyTimeout, StartTimeout):
-                    self._provider.kill_stuck(self._index)
-                    raise
-                finally:
-                    flush_output()
-                self._send()
-                yield RUNNING
+        while True:
+            try:
+                if self._connection_error is not None:
+                    raise self._connection_error
+                return (yield from self._request.receive(self._client))
+            except ConnectionClosed as error:
+                self._provider.replace_dead(self._index, self._worker, error)
+            except IpcError as error:
+                self._client.disable_ipc(str(error))
+            except GroupAborted:  # send the same tensors without NCCL
+                self._provider.abort_groups(self._worker)
+            except (ReplyTimeout, StartTimeout):
+                self._provider.kill_stuck(self._index)
+                raise
+            finally:
+                flush_output()
+            if self._streams.on_accelerator and self._thread != threading.get_ident():
+                raise WorkerFailure(
+                    f"the worker of replica {self._index} ended, or could not receive a tensor, in a collective in the "
+                    f"backward of autograd.grad inside forward, where its request cannot be sent again.\nNothing has "
+                    f"changed. Run the step again."
+                )
+            self._send()
+            yield RUNNING
 
 
 def send_and_wait(provider: WorkerProvider, index: int, request: Request[T], streams: CallStreams) -> T:
     """Send a request and wait for the reply in this thread."""
-    retrying: RetryingRequest[T] = RetryingRequest(provider, index, streams)
-    retrying.send(request)
-    return run_to_end(retrying.receive())
+    with ExitStack() as locks:
+        retrying: RetryingRequest[T] = RetryingRequest(provider, index, streams, locks)
+        retrying.send(request)
+        return run_to_end(retrying.receive())

@@ -58,6 +58,8 @@ class PendingReply:
         self.request_id = request_id
         self._messages: SimpleQueue[Message] = SimpleQueue()
         self.received_kinds: set[str] = set()
+        self.holds_lock = False
+        """Whether the call holds the client's lock until it ends."""
 
     def put(self, message: Message) -> None:
         self.received_kinds.add(message.kind)

@@ -1,8 +1,9 @@
 """All-gather of small rows on a GPU that several processes use, ordered by their streams.
 
-Every replica has two slots in device memory and a flag. To take part in a collective it queues a copy of its row to a
-slot and a signal with the number of the collective, and then waits for the other flags, all on its stream. Two slots
-are enough: a stream that reaches collective n + 2 has seen every other stream reach n + 1, i.e. finish reading n.
+Every replica has a region in device memory and a flag. To take part in a collective it queues the writing of its row to
+the region and a signal with the number of the collective, and then waits for the other flags, all on its stream. The
+rows of a call lie one after the other, and start again at the beginning when the region is full: a stream that reaches
+collective n + 2 has seen every other stream reach n + 1, i.e. finish reading n. Calls use two regions in turn.
 
 No host waits for another one, so a replica may be ahead of the others. Each compares its label of a collective with
 those of the replicas that were there before. A replica whose label differs, that fails, or that leaves while others are
@@ -20,13 +21,18 @@ from torch import Tensor
 
 from instep.engines.processes.transport.cuda_driver import DeviceMemory, current_raw_stream
 from instep.engines.processes.transport.cuda_ipc import allocate_shared, open_shared, poison
-from instep.engines.processes.transport.row_labels import MAX_VIEWS, MemoryFence, label_digest
+from instep.engines.processes.transport.row_labels import MemoryFence, label_digest
 from instep.engines.processes.transport.shared_memory import SharedMemory
 from instep.engines.processes.transport.stream_flags import StreamFlags
 from instep.runtime.modes import set_inference_mode
 
-SLOT_BYTES = 256 * 1024
+MAX_ROW_BYTES = 256 * 1024
 """Maximum size of a row."""
+REGION_BYTES = 4 * MAX_ROW_BYTES
+"""Memory for the rows of one replica in one call. At least three rows fit."""
+_ALIGNMENT = 256
+_MAX_VIEWS = 4096
+"""Cached views of rows, one for each place, size and dtype."""
 CALL_NUMBERS = 1 << 20
 """A call's numbers are its base plus 1, 2, ..., less than this. The last one stands for all of them."""
 _LABELS = 1024
@@ -66,13 +72,16 @@ class DeviceRowMemory:
         self._raw_stream = -1
         self._call_lock = threading.Lock()
         self.fence = MemoryFence()
-        self._views: dict[tuple[int, torch.Size, torch.dtype], list[Tensor]] = {}
+        with set_inference_mode(False):
+            self.regions = slots.tensor(0, 2 * capacity * REGION_BYTES).view(2, capacity, REGION_BYTES)
+            """The memory as bytes: both regions of each replica."""
+        self._views: dict[tuple[int, int, int, int, torch.dtype], list[Tensor]] = {}
 
     @classmethod
     def create(cls, capacity: int, device: torch.device) -> DeviceRowMemory:
         """Raises `DriverError` if the memory cannot be allocated or shared."""
         return cls(
-            allocate_shared(2 * capacity * SLOT_BYTES, device),
+            allocate_shared(2 * capacity * REGION_BYTES, device),
             StreamFlags.create(capacity, device),
             SharedMemory.create(8 * capacity * _HEADER_WORDS, "the headers of collectives"),
             capacity,
@@ -83,7 +92,7 @@ class DeviceRowMemory:
         """The memory of the parent. Takes ownership of the descriptors, those of the headers and of the flags."""
         headers = SharedMemory.attach(fds[0], 8 * capacity * _HEADER_WORDS, writable=True)
         flags = StreamFlags.attach(fds[1], capacity, device)
-        return cls(open_shared(handle, 2 * capacity * SLOT_BYTES, device), flags, headers, capacity)
+        return cls(open_shared(handle, 2 * capacity * REGION_BYTES, device), flags, headers, capacity)
 
     @property
     def fds(self) -> list[int]:
@@ -91,12 +100,18 @@ class DeviceRowMemory:
         return [self.header_memory.fd, self.flags.fd]
 
     def start_call(self) -> int:
-        """Start a call or a backward, in the parent; returns its base."""
+        """Start a call or a backward, in the parent; returns its base. Whether that is odd tells which region it uses.
+
+        It uses the region of the last call again only if that had no collectives.
+        """
         with self._call_lock:
+            last_number = max(self.base, *(header[_NUMBER] for header in self.headers))
+            region = (self.base + (last_number > self.base)) % 2
             if self._completed_base == self.base and not self._is_released:
-                self.base = max(self.base, *(header[_NUMBER] for header in self.headers)) + 1
+                base = last_number + 1
             else:  # any number of it may be, or may still be, signalled
-                self.base += CALL_NUMBERS
+                base = self.base + CALL_NUMBERS
+            self.base = base + (base + region) % 2
             self._is_released = False
             return self.base
 
@@ -126,18 +141,16 @@ class DeviceRowMemory:
             self._completed_base = base
             return True
 
-    def views(self, count: int, row: Tensor) -> list[Tensor]:
-        """Both slots of `count` replicas for rows like this one, each as `[count, *row.shape]`."""
-        key = count, row.shape, row.dtype
+    def rows(self, region: int, count: int, offset: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """The rows of `count` replicas at an offset in their regions: as `[count, numel]`, and each of them."""
+        key = region, count, offset, numel, dtype
         views = self._views.get(key)
         if views is None:
-            if len(self._views) >= MAX_VIEWS:
+            if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
-            nbytes = self.capacity * SLOT_BYTES
             with set_inference_mode(False):
-                blocks = [self.slots.tensor(parity * nbytes, nbytes).view(row.dtype) for parity in (0, 1)]
-                rows = [block.view(self.capacity, -1)[:count, : row.numel()] for block in blocks]
-                views = self._views[key] = [block.view(count, *row.shape) for block in rows]
+                rows = _rows_at(self.regions[region, :count], offset, numel, dtype)
+                views = self._views[key] = [rows, *rows.unbind()]
         return views
 
     def current_stream(self) -> int:
@@ -207,9 +220,64 @@ class DeviceRowMemory:
                 self.flags.signal(index, last_number, self.current_stream())
 
 
-def fits_device_slot(row: Tensor, device: torch.device) -> bool:
-    """Whether a row can be exchanged through a slot of a device. All replicas decide alike: their rows are alike."""
-    return row.device == device and 0 < row.nbytes <= SLOT_BYTES
+def fits_device_slot(nbytes: int) -> bool:
+    """Whether a row of this size is exchanged on a device. All replicas decide alike: their rows are alike."""
+    return 0 < nbytes <= MAX_ROW_BYTES
+
+
+def _rows_at(regions: Tensor, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return regions[:, offset : offset + numel * dtype.itemsize].view(dtype)
+
+
+class RowPlace(NamedTuple):
+    """Where the rows of a collective are in the regions."""
+
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class RowLog:
+    """The results of a call's exchanges of rows. Those on a device are copied from the regions together."""
+
+    def __init__(self) -> None:
+        self._rows: list[Tensor | RowPlace] = []
+        self._copies: list[tuple[int, Tensor]] = []
+        """Copies of the regions, each with the number of rows up to which it has them."""
+
+    def append(self, rows: Tensor | RowPlace) -> None:
+        self._rows.append(rows)
+
+    def copy_regions(self, regions: Tensor) -> None:
+        """Copy the rows that were added since the last copy."""
+        start = self._copies[-1][0] if self._copies else 0
+        ends = [
+            place.offset + place.shape.numel() * place.dtype.itemsize
+            for place in self._rows[start:]
+            if isinstance(place, RowPlace)
+        ]
+        if ends:
+            self._copies.append((len(self._rows), regions[:, : _align(max(ends))].clone()))
+
+    def on_host(self) -> list[Tensor]:
+        """The results that were not exchanged on a device."""
+        return [rows for rows in self._rows if isinstance(rows, Tensor)]
+
+    def all(self) -> list[Tensor]:
+        """All results in order, each as `[count, *row.shape]`."""
+        results, copies = [], list(self._copies)
+        for at, rows in enumerate(self._rows):
+            while copies and copies[0][0] <= at:
+                copies.pop(0)
+            if isinstance(rows, RowPlace):
+                regions = copies[0][1]
+                rows = _rows_at(regions, rows.offset, rows.shape.numel(), rows.dtype).view(len(regions), *rows.shape)
+            results.append(rows)
+        return results
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class DeviceRowExchange:
@@ -221,8 +289,27 @@ class DeviceRowExchange:
         self._number = base
         self._header = memory.headers[index]
         self._peers = [i for i in range(count) if i != index]
+        self._region = base % 2
+        self._offset = 0
+        """Where the last row ends."""
 
-    def gather(self, label: str, row: Tensor) -> Tensor | None:
+    def accepts(self, row: Tensor) -> bool:
+        """Whether a row is exchanged on the device."""
+        return row.device == self.memory.device and fits_device_slot(row.nbytes)
+
+    def row_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """The memory for this replica's next row. None if that is not exchanged on the device."""
+        nbytes = numel * dtype.itemsize
+        if device != self.memory.device or not fits_device_slot(nbytes):
+            return None
+        self.memory.current_stream()
+        views = self.memory.rows(self._region, self._count, self._next_offset(nbytes), numel, dtype)
+        return views[1 + self._index]
+
+    def _next_offset(self, nbytes: int) -> int:
+        return self._offset if self._offset + nbytes <= REGION_BYTES else 0
+
+    def gather(self, label: str, row: Tensor, log: RowLog | None = None) -> Tensor | None:
         """Queue an all-gather. None if another replica has left or has called another collective."""
         memory = self.memory
         number = self._number = self._number + 1
@@ -237,13 +324,25 @@ class DeviceRowExchange:
             if has_left or (is_kept and header[_FIRST_LABEL + number % _LABELS] != digest):
                 self._signal_all()  # the other replica's host may wait for its device
                 return None
-        rows, stream = memory.views(self._count, row)[number & 1], memory.current_stream()
-        rows[self._index].copy_(row)
+        offset, stream = self._next_offset(row.nbytes), memory.current_stream()
+        if log is not None and offset < self._offset:  # the first rows are overwritten
+            log.copy_regions(memory.regions[self._region, : self._count])
+        numel, shape, dtype = row.numel(), row.shape, row.dtype
+        views = memory.rows(self._region, self._count, offset, numel, dtype)
+        rows, own = views[0], views[1 + self._index]
+        if row.data_ptr() != own.data_ptr():
+            own.copy_(row.reshape(-1))
+        self._offset = _align(offset + row.nbytes)
         memory.flags.signal_and_wait(self._index, self._peers, number, stream)
-        return rows
+        if log is not None:
+            log.append(RowPlace(offset, shape, dtype))
+        return rows if row.ndim == 1 else rows.view(self._count, *shape)
 
-    def leave(self, failed: bool) -> None:
+    def leave(self, failed: bool, log: RowLog | None = None) -> None:
         """End the replica's part. Signals all numbers of the call if another replica's stream may wait for them."""
+        if log is not None and self._offset and not failed:
+            self.memory.current_stream()
+            log.copy_regions(self.memory.regions[self._region, : self._count])
         self._header[_LEFT] = self.base
         self.memory.fence()
         if failed or any(self.memory.headers[peer][_NUMBER] > self._number for peer in self._peers):

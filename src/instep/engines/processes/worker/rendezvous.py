@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from instep.collectives.exchange import all_gather_by_exchange, decode_payload, encode_payload, stage_on_host
@@ -85,6 +86,8 @@ class WorkerRendezvous:
         """The number of replicas."""
         self._rows, self._gathered_rows = rows, deque(gathered_rows)
         self._device_rows = device_rows
+        self._replay_device = next((rows.device for rows in gathered_rows if rows.device.type == "cuda"), None)
+        """The device on which the replayed rows were exchanged."""
 
     def enter(self, index: int) -> None:
         """Nothing to do: the parent decides when this replica runs."""
@@ -119,11 +122,11 @@ class WorkerRendezvous:
     def all_gather(self, index: int, label: str, row: Tensor) -> Tensor:
         rows, row, label = self._rows, row.detach(), describe_row(label, row)
         device = row.device if row.device.type == "cuda" else None
-        if self._gathered_rows and (fits_slot(row) or (device is not None and fits_device_slot(row, device))):
+        if self._gathered_rows and (fits_slot(row) or (device is not None and fits_device_slot(row.nbytes))):
             if rows is not None:
                 rows.skip()
             return self._gathered_rows.popleft()
-        if self._device_rows is not None and device is not None and fits_device_slot(row, device):
+        if self._device_rows is not None and self._device_rows.accepts(row):
             gathered = self._device_rows.gather(label, row)
             if gathered is not None:
                 return gathered
@@ -135,6 +138,12 @@ class WorkerRendezvous:
             all_gather_by_exchange(self._exchange, index, self._count, label, row)
             raise EngineError(f"{label} was not completed.")
         return gathered
+
+    def row_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        nbytes = numel * dtype.itemsize
+        if device == self._replay_device and fits_device_slot(nbytes):
+            return torch.empty(numel, dtype=dtype, device=device)
+        return None if self._device_rows is None else self._device_rows.row_buffer(numel, dtype, device)
 
     def _is_stopped(self) -> bool:
         return self._inbox.is_stopped(self._call)
