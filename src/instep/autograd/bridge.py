@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol, cast
 
 import torch
@@ -149,11 +150,12 @@ class Bridge(torch.autograd.Function):
         at = 0
         for replica in graph.replicas:
             count = len(replica.outputs)
-            per_replica.append(list(gradients[at : at + count]))
+            grads = list(gradients[at : at + count])
+            for output, gradient in zip(replica.outputs, grads, strict=True):
+                if output is None and gradient is not None:
+                    raise RuntimeError(GRAPH_FREED_MESSAGE)
+            per_replica.append(grads)
             at += count
-        for replica, grads in zip(graph.replicas, per_replica, strict=True):
-            if any(o is None and g is not None for o, g in zip(replica.outputs, grads, strict=True)):
-                raise RuntimeError(GRAPH_FREED_MESSAGE)
         graph.versions.propagate()
         total, inputs = graph.engine.backward(graph, per_replica, retain_graph)
         if not retain_graph:
@@ -162,7 +164,7 @@ class Bridge(torch.autograd.Function):
         for source, gradient in zip(graph.sources, total, strict=True):
             if gradient is None and source.is_leaf:
                 skip_hooks_without_gradient(source)
-        return (None, *total, *(gradient for replica in inputs for gradient in replica))
+        return (None, *total, *chain.from_iterable(inputs))
 
 
 # torch does not type `Function.apply`.
@@ -174,8 +176,12 @@ bridge = cast(Callable[..., tuple[Tensor, ...]], super(torch.autograd.Function, 
 
 def outputs_with_gradients(replica: ReplicaGraph, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs for which a gradient arrived, and these gradients."""
-    pairs = [(o, g) for o, g in zip(replica.outputs, gradients, strict=True) if o is not None and g is not None]
-    return [o for o, _ in pairs], [g for _, g in pairs]
+    outputs, found = [], []
+    for output, gradient in zip(replica.outputs, gradients, strict=True):
+        if output is not None and gradient is not None:
+            outputs.append(output)
+            found.append(gradient)
+    return outputs, found
 
 
 def take_gradients(tensors: Sequence[Tensor]) -> Gradients:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import repeat
+from operator import is_not
 from typing import cast
 
 import torch
@@ -34,6 +36,21 @@ def gather_gradients(gradients: Sequence[Tensor | None], device: torch.device) -
     return result
 
 
+def _are_dense_pairs(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> bool:
+    """Whether all gradients of two replicas are `is_dense_pair`."""
+    if not (all(map(is_not, first, repeat(None))) and all(map(is_not, second, repeat(None)))):
+        return False
+    ones, others = cast(Sequence[Tensor], first), cast(Sequence[Tensor], second)
+    return (
+        [one.dtype for one in ones] == [other.dtype for other in others]
+        and {one.layout for one in ones} <= _STRIDED
+        and {other.layout for other in others} <= _STRIDED
+    )
+
+
+_STRIDED = frozenset({torch.strided})
+
+
 def is_dense_pair(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two gradients are dense and have the same dtype."""
     if one is None or other is None or one.layout is not torch.strided or other.layout is not torch.strided:
@@ -43,7 +60,14 @@ def is_dense_pair(one: Tensor | None, other: Tensor | None) -> bool:
 
 def reusable_gradients(gradients: Sequence[Tensor | None]) -> set[int]:
     """The indices of large gradients whose memory nothing else uses, so that sums can be written to it."""
-    return {index for index, gradient in enumerate(gradients) if gradient is not None and _is_reusable(gradient)}
+    return {
+        index
+        for index, gradient in enumerate(gradients)
+        if gradient is not None
+        and gradient.layout is torch.strided
+        and gradient.nbytes >= MIN_REUSE_BYTES
+        and _is_reusable(gradient)
+    }
 
 
 def sum_gradients(columns: Sequence[Sequence[Tensor | None]], into: Collection[int] = ()) -> list[Tensor | None]:
@@ -54,8 +78,8 @@ def sum_gradients(columns: Sequence[Sequence[Tensor | None]], into: Collection[i
     """
     total = list(columns[0])
     writable = set(into)  # indices whose sum may be added to in place
-    if len(columns) > 1 and total and all(all(map(is_dense_pair, total, column)) for column in columns[1:]):
-        first, second, *others = (cast(list[Tensor], list(column)) for column in columns)
+    if len(columns) > 1 and total and all(_are_dense_pairs(total, column) for column in columns[1:]):
+        first, second, *others = cast(Sequence[list[Tensor]], [list(column) for column in columns])
         sums = _sum_two(first, second, writable)
         for other in others:
             torch._foreach_add_(sums, other)
@@ -91,6 +115,8 @@ def _sum_two(first: list[Tensor], second: list[Tensor], writable: Collection[int
         torch._foreach_add_([first[i] for i in writable], [second[i] for i in writable])
     new = [i for i in range(len(first)) if i not in writable] if writable else range(len(first))
     sums = torch._foreach_add([first[i] for i in new], [second[i] for i in new]) if new else ()
+    if not writable:
+        return list(sums)
     total = list(first)
     for i, value in zip(new, sums, strict=True):
         total[i] = value
@@ -98,10 +124,8 @@ def _sum_two(first: list[Tensor], second: list[Tensor], writable: Collection[int
 
 
 def _is_reusable(gradient: Tensor) -> bool:
-    """Whether a gradient is large, contiguous, and the only user of its memory."""
-    if type(gradient) is not Tensor or gradient.layout is not torch.strided or gradient.nbytes < MIN_REUSE_BYTES:
-        return False
-    if not gradient.is_contiguous():
+    """Whether a strided gradient is contiguous, and the only user of its memory."""
+    if type(gradient) is not Tensor or not gradient.is_contiguous():
         return False
     lazy = gradient.is_conj() or gradient.is_neg()  # in-place addition is not supported
     return not lazy and not gradient.is_inference() and storage_use_count(gradient) == 1

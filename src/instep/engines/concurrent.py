@@ -37,13 +37,14 @@ _INTERRUPT_GRACE_SECONDS = 0.05
 """Seconds that an interrupted call waits for its replicas to finish."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class BackwardTask(Generic[GroupT]):
     """One replica's task of a backward."""
 
     group: GroupT
     index: int
     graph: CallGraph
+    replica: ReplicaGraph
     outputs: list[Tensor]
     """The outputs for which a gradient arrived."""
     gradients: list[Tensor]
@@ -52,10 +53,6 @@ class BackwardTask(Generic[GroupT]):
     """The numbers of forward's collectives that the backward reaches."""
     autocast: AutocastState
     """Autocast of the thread that called backward."""
-
-    @property
-    def replica(self) -> ReplicaGraph:
-        return self.graph.replicas[self.index]
 
 
 class ConcurrentEngine(Engine, Generic[GroupT]):
@@ -168,7 +165,8 @@ class ConcurrentEngine(Engine, Generic[GroupT]):
             )
             autocast = AutocastState.capture()
             tasks = [
-                BackwardTask(group, i, graph, *pair, retain_graph, needed, autocast) for i, pair in enumerate(pairs)
+                BackwardTask(group, i, graph, graph.replicas[i], *pair, retain_graph, needed, autocast)
+                for i, pair in enumerate(pairs)
             ]
             if nested:
                 run_serialized(

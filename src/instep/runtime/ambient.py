@@ -60,28 +60,32 @@ class AutocastState(NamedTuple):
 
     @classmethod
     def capture(cls) -> AutocastState:
-        enabled = _enabled_autocast(_autocast_flags(_AUTOCAST_DEVICE_TYPES))
+        _, enabled = _read_autocast(_AUTOCAST_DEVICE_TYPES)
         return cls(enabled, torch.is_autocast_cache_enabled()) if enabled else _AUTOCAST_OFF
 
     def enter(self) -> AbstractContextManager[Any]:
         """Enter this state; does nothing in a thread that is in it already."""
         if not self.enabled or self == AutocastState.capture():
-            return nullcontext()
+            return _NO_CONTEXT
         return CombinedContext(_autocast_contexts(self.enabled, self.cache))
 
 
 _AUTOCAST_OFF = AutocastState()
+_NO_CONTEXT = nullcontext()
 
 AutocastFlags = tuple[tuple[str, bool, torch.dtype], ...]
 """The device type, whether autocast is enabled for it, and its dtype."""
 
 
-def _autocast_flags(device_types: Iterable[str]) -> AutocastFlags:
-    return tuple([(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in device_types])
-
-
-def _enabled_autocast(flags: AutocastFlags) -> tuple[AutocastSetting, ...]:
-    return tuple([AutocastSetting(device_type, dtype) for device_type, enabled, dtype in flags if enabled])
+def _read_autocast(device_types: Iterable[str]) -> tuple[AutocastFlags, tuple[AutocastSetting, ...]]:
+    """The flags of autocast, and the settings of those device types for which it is enabled."""
+    flags, settings = [], []
+    for device_type in device_types:
+        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        flags.append((device_type, enabled, dtype))
+        if enabled:
+            settings.append(AutocastSetting(device_type, dtype))
+    return tuple(flags), tuple(settings)
 
 
 def _autocast_contexts(settings: Iterable[AutocastSetting], cache: bool) -> list[AbstractContextManager[Any]]:
@@ -111,7 +115,7 @@ class AmbientState:
     """The `torch.compile` callback that was active around the call; None if there was none."""
     recompile_limit: int | None
     """How many graphs a replica's thread may compile for one code object; None leaves the limit."""
-    restore_state: _RestoreState | None = None
+    thread_state: ThreadState | None = None
     """What `restore` sets again; None if the state came from another process."""
 
     @classmethod
@@ -119,11 +123,11 @@ class AmbientState:
         """Capture the state of this thread, for replicas on these devices."""
         devices = tuple(devices)
         accelerators, autocast_types = _device_types(devices)
-        flags = _autocast_flags(autocast_types)
+        flags, autocast = _read_autocast(autocast_types)
         return cls(
             grad_enabled=torch.is_grad_enabled(),
             inference_mode=torch.is_inference_mode_enabled(),
-            autocast=_enabled_autocast(flags),
+            autocast=autocast,
             autocast_cache=torch.is_autocast_cache_enabled(),
             default_device=default_device(),
             saved_tensor_hooks=saved_tensor_hooks(),
@@ -131,9 +135,7 @@ class AmbientState:
             context_vars=contextvars.copy_context(),
             compiler=active_compiler(),
             recompile_limit=scaled_recompile_limit(len(devices)),
-            restore_state=_RestoreState(
-                flags, _autocast_nesting(), torch.get_num_threads(), [get() for get, _ in _thread_locals]
-            ),
+            thread_state=ThreadState.read(flags),
         )
 
     def enter(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -159,24 +161,9 @@ class AmbientState:
         return self.default_device is None and self.saved_tensor_hooks is None and device not in self.streams
 
     def restore(self) -> None:
-        """Set the state of the capturing thread again, after an interruption skipped the exit of a context manager.
-
-        May be called more than once.
-        """
-        state = self.restore_state
-        assert state is not None
-        torch.set_grad_enabled(self.grad_enabled)
-        if torch.get_num_threads() != state.num_threads:
-            torch.set_num_threads(state.num_threads)
-        torch.set_autocast_cache_enabled(self.autocast_cache)
-        for device_type, enabled, dtype in state.autocast_flags:
-            torch.set_autocast_enabled(device_type, enabled)
-            torch.set_autocast_dtype(device_type, dtype)
-        for _ in range(_autocast_nesting() - state.autocast_nesting):
-            if not torch.autocast_decrement_nesting():
-                torch.clear_autocast_cache()
-        for (_, set_value), value in zip(_thread_locals, state.thread_locals, strict=False):
-            set_value(value)
+        """Set the state of the capturing thread again (see `ThreadState.restore`)."""
+        assert self.thread_state is not None
+        self.thread_state.restore()
 
     def encode(self, source_device: torch.device, worker_device: torch.device) -> EncodedAmbientState:
         """The form that is sent to a worker process, which has `worker_device` in place of `source_device`.
@@ -194,11 +181,44 @@ class AmbientState:
         )
 
 
-class _RestoreState(NamedTuple):
+class ThreadState(NamedTuple):
+    """The state of a thread that is set again after an interruption skipped the exit of a context manager."""
+
+    grad_enabled: bool
+    autocast_cache: bool
     autocast_flags: AutocastFlags
     autocast_nesting: int
     num_threads: int
     thread_locals: list[Any]
+
+    @classmethod
+    def capture(cls) -> ThreadState:
+        """Capture the state of this thread."""
+        return cls.read(_read_autocast(_AUTOCAST_DEVICE_TYPES)[0])
+
+    @classmethod
+    def read(cls, autocast_flags: AutocastFlags) -> ThreadState:
+        """Capture the state of this thread, whose autocast was read already."""
+        torch.autocast_increment_nesting()
+        nesting = int(torch.autocast_decrement_nesting())
+        thread_locals = [get() for get, _ in _thread_locals]
+        grad_enabled, autocast_cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+        return cls(grad_enabled, autocast_cache, autocast_flags, nesting, torch.get_num_threads(), thread_locals)
+
+    def restore(self) -> None:
+        """Set the state of the capturing thread again. May be called more than once."""
+        torch.set_grad_enabled(self.grad_enabled)
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        for device_type, enabled, dtype in self.autocast_flags:
+            torch.set_autocast_enabled(device_type, enabled)
+            torch.set_autocast_dtype(device_type, dtype)
+        for _ in range(_autocast_nesting() - self.autocast_nesting):
+            if not torch.autocast_decrement_nesting():
+                torch.clear_autocast_cache()
+        for (_, set_value), value in zip(_thread_locals, self.thread_locals, strict=False):
+            set_value(value)
 
 
 class _GradMode:

@@ -26,7 +26,10 @@ def set_inference_mode(on: bool) -> AbstractContextManager[Any]:
     would turn gradients off for the rest of the program. So the guard is entered only where it is needed. Leaving
     inference mode enables gradients.
     """
-    return nullcontext() if torch.is_inference_mode_enabled() == on else inference_guard(on)
+    return _NO_CONTEXT if torch.is_inference_mode_enabled() == on else inference_guard(on)
+
+
+_NO_CONTEXT = nullcontext()
 
 
 class CombinedContext(ExitStack):

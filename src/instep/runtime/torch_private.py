@@ -97,10 +97,15 @@ def unwrap_compiled(module: nn.Module) -> nn.Module:
 
 def default_device() -> torch.device | None:
     """The default device that is set in this thread, if any."""
-    for mode in reversed(torch.overrides._get_current_function_mode_stack()):
+    for mode in reversed(_function_modes()):
         if isinstance(mode, DeviceContext):
             return torch.device(mode.device)
     return None
+
+
+def _function_modes() -> list[Any]:
+    """The active function modes, the innermost last."""
+    return torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
 
 
 def has_thread_local_transform() -> bool:
@@ -114,7 +119,7 @@ def has_thread_local_transform() -> bool:
         or torch._C._is_tracing()
         or torch._C._len_torch_dispatch_stack() > 0
         or bool(parametrize._cache_enabled)
-        or any(not isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack())
+        or not all(isinstance(mode, DeviceContext) for mode in _function_modes())
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_not
 from typing import Any
 
 import torch
@@ -233,7 +234,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         group.logs_rows = call.ambient.grad_enabled
 
         def run() -> list[ReplicaResult]:  # with the thread count of a replica, which is sent to the workers
-            with ExitStack() as locks:
+            with nullcontext() if self._on_cpu else ExitStack() as locks:
                 tasks = [self._forward_task(remote, index, locks) for index in range(1, len(call.replicas))]
                 return run_replicas(group, run_first, tasks)
 
@@ -257,12 +258,13 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         group.check_device_rows()
         return results
 
-    @contextmanager
-    def _row_exchange(self, group: ControllerRendezvous) -> Iterator[None]:
+    def _row_exchange(self, group: ControllerRendezvous) -> AbstractContextManager[None]:
         """Context manager: a group whose replica 0 runs in this thread exchanges rows through shared memory."""
-        if not (self._exchanges_rows and self._same_device):
-            yield
-        elif self._on_cpu:  # the caller holds a lock
+        return self._exchange_rows(group) if self._exchanges_rows and self._same_device else nullcontext()
+
+    @contextmanager
+    def _exchange_rows(self, group: ControllerRendezvous) -> Iterator[None]:
+        if self._on_cpu:  # the caller holds a lock
             group.use_row_memory(self._get_row_memory())
             yield
         elif _device_rows_lock.is_owned() or not _device_rows_lock.acquire(blocking=False):
@@ -293,7 +295,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         self._python_rng.end_call(remote.python_seed)
         return result
 
-    def _forward_task(self, remote: RemoteCall, index: int, locks: ExitStack) -> ReplyGenerator[ReplicaResult]:
+    def _forward_task(self, remote: RemoteCall, index: int, locks: ExitStack | None) -> ReplyGenerator[ReplicaResult]:
         """Send one replica's forward and wait for the reply."""
         retrying: RetryingRequest[Any] = RetryingRequest(self, index, remote.streams, locks)
         failure: BaseException | None = None
@@ -376,7 +378,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         group.logs_rows = False  # a backward with rows on a device is not run again
 
         def run() -> list[None]:
-            with ExitStack() as locks:
+            with nullcontext() if self._on_cpu else ExitStack() as locks:
                 return run_replicas(group, run_first, [self._backward_task(task, locks) for task in others])
 
         def run_first() -> None:
@@ -399,7 +401,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             with self._backward_state.streams.side_stream(), ExitStack() as locks:
                 run_to_end(self._backward_task(task, locks))
 
-    def _backward_task(self, task: BackwardTask[ControllerRendezvous], locks: ExitStack) -> ReplyGenerator[None]:
+    def _backward_task(self, task: BackwardTask[ControllerRendezvous], locks: ExitStack | None) -> ReplyGenerator[None]:
         """Send one replica's backward and wait for the reply."""
         call, state = _replayable_call(task.replica), self._backward_state
         if call is None:  # none of its outputs needs a gradient
@@ -431,7 +433,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         done = overlap.finish(columns)
         rest = [[g for i, g in enumerate(column) if i not in done] for column in columns] if done else columns
         sums = self._sum_gradients(rest, None if done else overlap.writable)
-        if any(gradient is None for gradient in rest[0]):  # the sum may then be another replica's gradient itself
+        if not all(map(_is_present, rest[0])):  # the sum may then be another replica's gradient itself
             slots = {id(gradient) for column in rest[1:] for gradient in column}
             sums = [g.clone() if g is not None and id(g) in slots else g for g in sums]
         if done:
@@ -460,6 +462,9 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         self._pool.close()
         drop_dead_clients()
         self._pool = WorkerPool(self._devices)
+
+
+_is_present = partial(is_not, None)
 
 
 def _replayable_call(replica: ReplicaGraph) -> ReplayableCall | None:

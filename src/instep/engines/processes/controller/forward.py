@@ -65,6 +65,9 @@ class ReplicaForward:
         refresh_state, replica.needs_state_refresh = call.sync_state or replica.needs_state_refresh, False
         carried_state, replica.carried_state = replica.carried_state, []
         args, kwargs = deduplicate_views(*call.arguments[index])
+        rng = call.rng.caller
+        seed = rng.cpu.base_seed
+        device_seed = seed if rng.accelerator_seed is rng.cpu else rng.accelerator_seed.base_seed
         self._watched = [] if call.has_plain_arguments else mutable_arguments(args, kwargs, call.mutable_argument_ids)
         self._request = ForwardRequest(
             replica.module_id,
@@ -74,8 +77,8 @@ class ReplicaForward:
             list(call.sizes),
             len(call.replicas),
             refresh_state,
-            call.rng.caller.cpu.base_seed,
-            call.rng.caller.accelerator_seed.base_seed,
+            seed,
+            device_seed,
             kwargs=kwargs,
             ambient=_encode_ambient(call.ambient, replica),
             args_on_host=replica.worker_moves_args,

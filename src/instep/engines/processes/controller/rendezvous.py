@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -35,7 +36,7 @@ from instep.engines.rendezvous import Rendezvous
 from instep.engines.thread_pool import set_replica_thread
 from instep.errors import CollectiveError, EngineError, LostExchange
 from instep.runtime.affinity import set_spin_wait
-from instep.runtime.ambient import AmbientState
+from instep.runtime.ambient import ThreadState
 from instep.runtime.locks import ForkSafeLock, run_uninterrupted
 from instep.runtime.modes import set_inference_mode
 
@@ -57,13 +58,15 @@ class ReplyTask(Generic[T]):
 
     def resume(self) -> None:
         """Run to the next suspension. The first one is after the request was sent."""
+        in_caller = self._thread == threading.get_ident()
         try:
-            with set_inference_mode(False):  # state written by the worker outlives the mode
-                if self._thread == threading.get_ident():
+            if in_caller and not torch.is_inference_mode_enabled():
+                self.status = next(self._generator)
+            else:
+                # State written by the worker outlives inference mode. In another thread, one of autograd, replica 0 is
+                # in a backward.
+                with set_inference_mode(False), nullcontext() if in_caller else act_for_caller():
                     self.status = next(self._generator)
-                else:  # replica 0 is in a backward, which runs in a thread of autograd
-                    with act_for_caller():
-                        self.status = next(self._generator)
         except StopIteration as end:
             self._result, self.status = [end.value], ""
         except Exception as error:
@@ -317,7 +320,7 @@ def run_as_replica(run: Callable[[], T], count: int, *, caller_restores: bool = 
     if caller_restores:
         restore = [partial(set_replica_thread, False), partial(torch.set_num_threads, num_threads)]
     else:
-        restore = [AmbientState.capture().restore]
+        restore = [ThreadState.capture().restore]
     try:
         if share != num_threads:
             torch.set_num_threads(share)

@@ -112,8 +112,8 @@ class RetryingRequest(Generic[T]):
     _request: Request[T]
     _client: WorkerClient
 
-    def __init__(self, provider: WorkerProvider, index: int, streams: CallStreams, locks: ExitStack) -> None:
-        """`locks` holds the client's lock until tensors have been copied to the caller's accelerator."""
+    def __init__(self, provider: WorkerProvider, index: int, streams: CallStreams, locks: ExitStack | None) -> None:
+        """`locks` holds the client's lock until tensors have been copied to the caller's accelerator, if it has one."""
         self._provider, self._index, self._streams, self._locks = provider, index, streams, locks
         self._thread = threading.get_ident()
         self._worker: WorkerProcess | None = None
@@ -139,7 +139,7 @@ class RetryingRequest(Generic[T]):
             with self._client.lock:
                 last_id = self._client.last_request_id
                 try:
-                    if self._streams.on_accelerator:
+                    if self._streams.on_accelerator and self._locks is not None:
                         self._locks.enter_context(self._client.lock)
                     self._provider.prepare_device(self._index, self._client, self._streams, self._request.same_device)
                     self._pending = self._request.send(self._client)
