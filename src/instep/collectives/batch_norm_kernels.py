@@ -255,7 +255,8 @@ class CudaKernels:
         self, rows: Tensor, count: int, eps: float, inverted: bool, running: RunningStatistics | None
     ) -> Statistics:
         channels = rows.shape[1] // 2
-        mean, inverse, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1]
+        mean, inverse, counts = rows.split_with_sizes([channels, channels, 1], 1)
+        counts = counts.squeeze(1)
         if not inverted:
             inverse = (inverse + eps).rsqrt_()
         if count < 2 and (total := sum(map(round, counts.tolist()))) < 2:
@@ -317,10 +318,13 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 def kernels_for(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Kernels | None:
     """The kernels for an input; None if there are none for its device or these dtypes, which are those of CUDA."""
-    kernels = _KERNELS.get(x.device.type)
-    allowed = (x.dtype, torch.float32) if x.dtype in _HALF_DTYPES else (x.dtype,)
-    dtypes = {tensor.dtype for tensor in (weight, bias) if tensor is not None}
-    return kernels if x.is_floating_point() and len(dtypes) < 2 and dtypes.issubset(allowed) else None
+    dtype = None if weight is None else weight.dtype
+    if bias is not None:
+        if dtype is not None and bias.dtype is not dtype:
+            return None
+        dtype = bias.dtype
+    is_supported = dtype is None or dtype is x.dtype or (dtype is torch.float32 and x.dtype in _HALF_DTYPES)
+    return _KERNELS.get(x.device.type) if is_supported and x.is_floating_point() else None
 
 
 def _memory_format(x: Tensor) -> torch.memory_format | None:

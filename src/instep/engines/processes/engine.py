@@ -234,7 +234,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         group.logs_rows = call.ambient.grad_enabled
 
         def run() -> list[ReplicaResult]:  # with the thread count of a replica, which is sent to the workers
-            with nullcontext() if self._on_cpu else ExitStack() as locks:
+            with _NO_CONTEXT if self._on_cpu else ExitStack() as locks:
                 tasks = [self._forward_task(remote, index, locks) for index in range(1, len(call.replicas))]
                 return run_replicas(group, run_first, tasks)
 
@@ -260,7 +260,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
 
     def _row_exchange(self, group: ControllerRendezvous) -> AbstractContextManager[None]:
         """Context manager: a group whose replica 0 runs in this thread exchanges rows through shared memory."""
-        return self._exchange_rows(group) if self._exchanges_rows and self._same_device else nullcontext()
+        return self._exchange_rows(group) if self._exchanges_rows and self._same_device else _NO_CONTEXT
 
     @contextmanager
     def _exchange_rows(self, group: ControllerRendezvous) -> Iterator[None]:
@@ -378,7 +378,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         group.logs_rows = False  # a backward with rows on a device is not run again
 
         def run() -> list[None]:
-            with nullcontext() if self._on_cpu else ExitStack() as locks:
+            with _NO_CONTEXT if self._on_cpu else ExitStack() as locks:
                 return run_replicas(group, run_first, [self._backward_task(task, locks) for task in others])
 
         def run_first() -> None:
@@ -465,6 +465,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
 
 
 _is_present = partial(is_not, None)
+_NO_CONTEXT = nullcontext()
 
 
 def _replayable_call(replica: ReplicaGraph) -> ReplayableCall | None:

@@ -78,15 +78,16 @@ class StatisticsBlocks:
         """(source, copy) of each tensor."""
         self._num_values = sum(not key[0] for key in groups)
         self._blocks = [_flatten([copy for _, copy in group]) for group in ordered]
-        self._views: list[Tensor] = []
+        self._views: list[list[Tensor]] = []
+        """The copies in each block. Copied block by block: a foreach copy of several dtypes is one copy per tensor."""
         for block, group in zip(self._blocks, ordered, strict=True):
-            for (_, copy), view in zip(group, _unflatten(block, [copy for _, copy in group]), strict=True):
+            self._views.append(list(_unflatten(block, [copy for _, copy in group])))
+            for (_, copy), view in zip(group, self._views[-1], strict=True):
                 copy.data = view  # keeps the copy's version counter
-                self._views.append(view)
         sources = [source for group in self._sources for source in group]
         self.keys = tuple(map(id, sources))
         self.copy_ids = frozenset(map(id, self._copies))
-        self._source_data = [source.data for source in sources]
+        self._source_data = [[source.data for source in group] for group in self._sources]
         self._source_layout, self._copy_layout = MemoryLayout(sources), MemoryLayout(self._copies)
         values = sum(map(len, self._sources[: self._num_values]))
         self._value_writes = WriteDetector(range(values), self._copies[:values])
@@ -103,7 +104,8 @@ class StatisticsBlocks:
     def sync(self) -> None:
         """Copy the values of the source. Version counters are not incremented."""
         with set_inference_mode(False), torch.no_grad():
-            torch._foreach_copy_(self._views, self._source_data)
+            for views, values in zip(self._views, self._source_data, strict=True):
+                torch._foreach_copy_(views, values)
         self._reset()
 
     def _reset(self) -> None:
@@ -158,7 +160,8 @@ class StatisticsBlocks:
     def write_to_source(self) -> None:
         """Copy the values to the source. Version counters are not incremented."""
         with set_inference_mode(False), torch.no_grad():
-            torch._foreach_copy_(self._source_data, self._views)
+            for values, views in zip(self._source_data, self._views, strict=True):
+                torch._foreach_copy_(values, views)
 
 
 def find_statistics(

@@ -157,6 +157,8 @@ class OverlappedSum:
 
     def finish(self, columns: Sequence[Gradients]) -> dict[int, Tensor]:
         """Complete the sums that were started, by position. Call it when all workers have replied."""
+        if not self._sums:
+            return {}
         started = {position: partial_sum for position, partial_sum in self._sums.items() if partial_sum.added}
         self._sums = {}  # its views would count as users of the other gradients' memory
         return {

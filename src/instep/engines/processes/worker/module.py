@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -366,16 +367,21 @@ class WorkerModule:
 
     def _store_together(self, gradients: dict[int, Tensor]) -> Collection[int]:
         """Store small gradients, or all on an accelerator, with one foreach copy. Returns their numbers."""
+        slots, filled = self._gradient_slots, self._filled_slots
+        limit = LARGE_GRADIENT_BYTES if self.device.type == "cpu" else math.inf
         together = {
-            number
+            number: slot
             for number, gradient in gradients.items()
-            if number not in self._filled_slots
-            and self._can_store(number, gradient)
-            and (gradient.nbytes < LARGE_GRADIENT_BYTES or self.device.type != "cpu")
+            if number not in filled
+            and (slot := slots.get(number)) is not None
+            and gradient.layout is torch.strided
+            and gradient.dtype is slot.dtype
+            and gradient.device == slot.device
+            and gradient.nbytes < limit
         }
         if together:
-            torch._foreach_copy_([self._gradient_slots[n] for n in together], [gradients[n] for n in together])
-            self._filled_slots.update(together)
+            torch._foreach_copy_(list(together.values()), [gradients[number] for number in together])
+            filled.update(together)
         return together
 
     def _can_store(self, number: int, gradient: Tensor) -> bool:
@@ -404,7 +410,9 @@ class WorkerModule:
         """
         present = {n: g for n, g in gradients.items() if g is not None}
         stored = self._store_together(present)
-        remaining = {n: g for n, g in present.items() if n not in stored and not self._store(n, g)}
+        remaining = {}
+        if len(stored) < len(present):
+            remaining = {n: g for n, g in present.items() if n not in stored and not self._store(n, g)}
         if not remaining:
             filled = sorted(self._filled_slots)
             self.begin_backward(())
