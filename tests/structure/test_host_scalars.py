@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import instep
 from instep.structure import host_scalars
 from instep.structure.host_scalars import HostScalars, read_scalars
 from instep.structure.merge import Merger
@@ -129,3 +131,24 @@ def test_possible_weights_of_a_trial_are_read_in_one_transfer(transfers: list[in
     assert (EntryCount(("labels",), ">= 0", False), 2.0, 6.0) in candidates
     assert (CriterionWeight(("labels",), "loss", criterion, False), 5.0, 13.0) in candidates
     assert len(transfers) == 1
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def test_weights_that_the_probe_has_read_are_not_read_again(transfers: list[int]) -> None:
+    """A mean over tokens may be weighted by samples or by tokens, as long as no batch has tokens that do not count."""
+    net = nn.Linear(4, 5).double()
+    plain, x = copy.deepcopy(net), torch.randn(6, 3, 4, dtype=torch.float64)
+    target = torch.randint(0, 5, (6, 3))
+    with instep.DataParallel(instep.with_loss(net, cross_entropy), ["cpu", "cpu"], engine="threads") as model:
+        for _ in range(3):
+            transfers.clear()
+            torch.testing.assert_close(model(x, target), cross_entropy(plain(x), target))
+        assert len(transfers) == 1
+        target[4:] = -100
+        for _ in range(3):
+            transfers.clear()
+            torch.testing.assert_close(model(x, target), cross_entropy(plain(x), target))
+        assert len(transfers) == 1

@@ -93,6 +93,7 @@ class Probe:
         if record.error:
             raise MergeError(record.error)
         record.count_call()
+        self.merger.known_weights = {}
         trial_due, check_due = record.trials.is_due, record.integer_checks.is_due
         weights = [] if trial_due else self._ambiguous_weights(record, call.plan, call.values)
         if trial_due or weights or check_due:
@@ -317,6 +318,7 @@ class Probe:
         inputs = tuple([dict(zip(plan.names, shard, strict=True)) for shard in shards])
         weights = dict.fromkeys(weight for verdict in ambiguous for weight in verdict.weights)
         context = MergeContext.create(plan.sizes, (None,) * plan.parts, inputs, weights)
+        self.merger.known_weights = {weight: WeightedBy(weight).weights(context, "") for weight in weights}
         return [
             rule.weight
             for verdict in ambiguous

@@ -77,6 +77,8 @@ class Merger:
         self.default_rule = self.rules.get("*")
         self._cache: dict[tuple[int, ...], tuple[CachedMerge, dict[Path, str]]] = {}
         self._weights = _weights_of(self.verdicts)
+        self.known_weights: Mapping[Weight, list[Any]] = {}
+        """Weights of the next call's shards that were read already, so that its merge need not wait for a device."""
 
     @classmethod
     def from_options(cls, merge: Any = AUTO, out_dims: Any = AUTO, dim: int = 0) -> Merger:
@@ -102,7 +104,7 @@ class Merger:
             except (CacheMiss, RuntimeError):  # RuntimeError: `torch.cat` failed. The uncached path below reports why
                 pass
         self.actions = {}
-        context = MergeContext.create(sizes, parts, inputs, self._weights)
+        context = MergeContext.create(sizes, parts, inputs, self._weights, self.known_weights)
         try:
             merged = _MergePass(self).merge_node(parts, context, (), self.dim_spec, None)
         except MergeError as error:

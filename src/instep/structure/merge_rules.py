@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -42,9 +43,16 @@ class MergeContext:
         outputs: Sequence[Any],
         inputs: Sequence[Mapping[str, Any]],
         weights: Iterable[Weight] = (),
+        known: Mapping[Weight, list[Any]] = MappingProxyType({}),
     ) -> MergeContext:
-        """A context that transfers the outputs' 0-d tensors and these weights together, when one is first read."""
-        totals = {weight: [weight(**shard) for shard in inputs] for weight in weights} if inputs else {}
+        """A context that transfers the outputs' 0-d tensors and these weights together, when one is first read.
+
+        `known` are weights of the same inputs that were read already.
+        """
+        totals: dict[Any, list[Any]] = {}
+        for weight in weights if inputs else ():
+            found = known.get(weight, ())
+            totals[weight] = list(found) if len(found) == len(inputs) else [weight(**shard) for shard in inputs]
         return cls(sizes, tuple(outputs), tuple(inputs), HostScalars((*outputs, *totals.values())), dict(totals))
 
     def select(self, indices: Sequence[int]) -> MergeContext:
