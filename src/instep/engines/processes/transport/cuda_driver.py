@@ -148,13 +148,17 @@ def current_raw_stream(device: torch.device) -> int:
     return handle
 
 
-def queue_operations(device: torch.device, stream: int, *operations: StreamOperation) -> None:
+def operation_array(*operations: StreamOperation) -> ctypes.Array[StreamOperation]:
+    """Operations for `queue_operations`. Their values may be changed after each use."""
+    return (StreamOperation * len(operations))(*operations)
+
+
+def queue_operations(device: torch.device, stream: int, operations: ctypes.Array[StreamOperation]) -> None:
     """Queue operations on a stream of a device, in order."""
-    array = (StreamOperation * len(operations))(*operations)
-    code = _driver().cuStreamBatchMemOp_v2(stream, len(operations), array, 0)
+    code = _driver().cuStreamBatchMemOp_v2(stream, len(operations), operations, 0)
     if code == _INVALID_CONTEXT:  # this thread has not used the device yet
         with _current_context(device.index or 0):
-            code = _driver().cuStreamBatchMemOp_v2(stream, len(operations), array, 0)
+            code = _driver().cuStreamBatchMemOp_v2(stream, len(operations), operations, 0)
     if code:
         _raise_driver_error("cuStreamBatchMemOp", code)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import torch
 from instep.engines.processes.transport.cuda_driver import (
     StreamOperation,
     map_host_memory,
+    operation_array,
     queue_operations,
     unpin_memory,
     wait_operation,
@@ -35,6 +37,8 @@ class StreamFlags:
         """Use `create` or `attach`. Raises `DriverError` if the device cannot map the memory."""
         self._memory, self._device = memory, device
         self._address = map_host_memory(device, memory.address, memory.nbytes)
+        self._operations: dict[tuple[int, ...], ctypes.Array[StreamOperation]] = {}
+        """The operations of `signal_and_wait` by its words. Used by one call at a time."""
 
     @classmethod
     def create(cls, count: int, device: torch.device) -> StreamFlags:
@@ -53,21 +57,26 @@ class StreamFlags:
 
     def signal(self, index: int, value: int, stream: int) -> None:
         """Set a word after the work that is queued on a stream, which is given by its handle."""
-        queue_operations(self._device, stream, write_operation(self._address + index * _STRIDE, value % _MODULUS))
+        operation = write_operation(self._address + index * _STRIDE, value % _MODULUS)
+        queue_operations(self._device, stream, operation_array(operation))
 
     def wait(self, index: int, value: int, stream: int) -> None:
         """Let the work that is queued on a stream from now on wait until a word has reached a value."""
-        queue_operations(self._device, stream, self._wait(index, value))
+        operation = wait_operation(self._address + index * _STRIDE, value % _MODULUS)
+        queue_operations(self._device, stream, operation_array(operation))
 
     def signal_and_wait(self, index: int, others: Sequence[int], value: int, stream: int) -> None:
-        """Set a word, then wait until others have reached the same value."""
-        operations = [self._wait(other, value) for other in others]
-        queue_operations(
-            self._device, stream, write_operation(self._address + index * _STRIDE, value % _MODULUS), *operations
-        )
-
-    def _wait(self, index: int, value: int) -> StreamOperation:
-        return wait_operation(self._address + index * _STRIDE, value % _MODULUS)
+        """Set a word, then wait until others have reached the same value. One thread at a time may call it."""
+        key = (index, *others)
+        operations = self._operations.get(key)
+        if operations is None:
+            waits = [wait_operation(self._address + other * _STRIDE, 0) for other in others]
+            operations = operation_array(write_operation(self._address + index * _STRIDE, 0), *waits)
+            self._operations[key] = operations
+        value %= _MODULUS
+        for operation in operations:
+            operation.value = value
+        queue_operations(self._device, stream, operations)
 
     def has_reached(self, index: int, value: int) -> bool:
         """Whether a word has reached a value."""
