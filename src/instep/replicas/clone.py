@@ -101,6 +101,8 @@ class Cloner:
     @property
     def generators(self) -> list[tuple[torch.Generator, torch.Generator]]:
         """(original, copy) of each generator."""
+        if not self._scopes:  # the common case
+            return self._root_scope.generators.copy()
         return [entry for scope in self._all_scopes() for entry in scope.generators]
 
     def _all_scopes(self) -> list[CloneScope]:

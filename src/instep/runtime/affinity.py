@@ -31,7 +31,15 @@ def current_cpu() -> int:
 
 def set_spin_wait(processes: int) -> None:
     """Let this thread spin while waiting, if there is a CPU for each of `processes` processes; 0 turns it off."""
-    _thread_local.spins = 0 < processes <= min(len(os.sched_getaffinity(0)), _cpu_quota())
+    _thread_local.spins = (
+        0 < processes <= min(_available_cpus(threading.get_ident(), int(time.monotonic())), _cpu_quota())
+    )
+
+
+@lru_cache(maxsize=16)
+def _available_cpus(thread: int, second: int) -> int:  # noqa: ARG001
+    """The number of CPUs that a thread may use, read once a second: the system call takes as long as a message."""
+    return len(os.sched_getaffinity(0))
 
 
 def is_spin_wait() -> bool:
