@@ -201,9 +201,13 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         remote.broadcast = ParameterBroadcast(group)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             remote.broadcast.abandon()
+            if remote.broadcast.was_aborted and isinstance(error, Exception) and not isinstance(error, WorkerFailure):
+                raise _lost_broadcast() from error
             raise
+        if remote.broadcast.was_aborted:
+            raise _lost_broadcast()
 
     @property
     def _same_device(self) -> bool:
@@ -472,6 +476,11 @@ def _replayable_call(replica: ReplicaGraph) -> ReplayableCall | None:
     """The call of a replica in a worker; None if the replica's graph is in this process."""
     assert replica.remote is None or isinstance(replica.remote, ReplayableCall)
     return replica.remote
+
+
+def _lost_broadcast() -> LostExchange:
+    """A worker ended: another one may have run its forward with weights that it had not received completely."""
+    return LostExchange("a worker ended in a call for which weights were broadcast.")
 
 
 def _snapshot_arguments(call: ReplicaCall) -> ArgumentSnapshot | None:

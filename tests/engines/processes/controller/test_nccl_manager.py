@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 import instep
+from instep.devices import make_buckets
 from instep.engines.processes.controller import nccl_manager
 from instep.engines.processes.lifecycle.pool import WorkerPool
 from instep.engines.processes.messages import JoinGroupRequest
 from instep.engines.processes.nccl import group
+from instep.engines.processes.nccl.collectives import reduce_coalesced
 from instep.engines.processes.nccl.group import NCCL_ENVIRONMENT, GroupAborted, NcclGroup, override_environment
 from instep.errors import WorkerFailure
 from instep.runtime.process_role import inside_worker
@@ -134,6 +136,47 @@ def test_training_in_a_group(plain: Net, monkeypatch: pytest.MonkeyPatch) -> Non
         train(by_host, model)
         assert controller_group(model) is None
     assert_alike(by_host, plain)
+
+
+@pytest.mark.usefixtures("grouped")
+def test_a_call_whose_group_is_aborted_runs_again(plain: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers may have run with weights that had not arrived completely."""
+    torch.manual_seed(0)
+    net, forwards = Net(), []
+    with wrap(net, 3) as model:
+        engine: Any = model._instep_engine
+        run = engine.forward
+        monkeypatch.setattr(engine, "forward", lambda call: (forwards.append(step_number), run(call))[1])
+        step_number = 0
+
+        def during(step: int, phase: str) -> None:
+            nonlocal step_number
+            step_number = step
+            if (step, phase) == (2, "forward"):
+                run_before_next_call(
+                    "instep.engines.processes.controller.forward._argument_indices",
+                    lambda: controller_group(model).process_group.abort("a member has failed"),
+                    monkeypatch,
+                )
+
+        train(net, model, during=during)
+        assert forwards == [0, 1, 2, 2, 3]
+    assert_alike(net, plain)
+
+
+def test_members_of_a_reduction_wait_until_rank_0_has_all_data() -> None:
+    operations: list[str] = []
+
+    class Group:
+        device, rank = torch.device("cpu"), 1
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda _: operations.append(name)
+
+    tensors = [torch.ones(3), torch.ones(2).double()]
+    member: Any = Group()
+    reduce_coalesced(member, make_buckets(tensors), [3, 2], dict(enumerate(tensors)))
+    assert operations == ["reduce", "reduce", "broadcast"]
 
 
 @pytest.mark.usefixtures("grouped")

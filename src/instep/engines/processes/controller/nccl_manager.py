@@ -318,6 +318,11 @@ class GroupCollective:
             raise
         return sequence_number
 
+    @property
+    def was_aborted(self) -> bool:
+        """Whether the group was aborted after the collective began, so that a worker may have incomplete tensors."""
+        return self._sequence_number != 0 and bool(self._group.process_group.abort_reason)
+
     def abandon(self) -> None:
         """Abort the group if the call ended before every worker was sent its request."""
         if len(set(self._workers_seen)) < len(self._group.workers):

@@ -40,6 +40,9 @@ def reduce_coalesced(
     """Sum gradients to rank 0, bucket by bucket. Returns the flat buckets.
 
     `gradients` are this member's, by index; a missing one counts as zero.
+
+    A member's part is complete when it has sent its data, perhaps before rank 0 has received them. So rank 0 broadcasts
+    a word at the end: members that have received it know that the sums are complete.
     """
     sums = []
     with torch.no_grad(), set_inference_mode(False):
@@ -51,4 +54,5 @@ def reduce_coalesced(
                 torch._foreach_copy_([parts[i] for i in present], [gradients[i].detach().reshape(-1) for i in present])
             group.reduce(flat)
             sums.append(flat)
+        group.broadcast(torch.zeros(1, device=group.device))
     return sums
