@@ -11,6 +11,8 @@ UNRENDERED: dict[str, frozenset[str]] = {
             "engines/processes/controller/nccl_manager.py: _warn_existing_groups",
             "engines/processes/controller/rendezvous.py: ControllerRendezvous.check_device_rows",
             "engines/processes/controller/requests.py: RetryingRequest.receive",
+            "engines/processes/engine.py: ProcessesEngine._broadcast_parameters",
+            "engines/processes/engine.py: _lost_broadcast",
             "engines/processes/transport/cuda_driver.py: _raise_driver_error",
             "engines/processes/transport/cuda_driver.py: _primary_context",
             "engines/processes/worker/ambient.py: use_device",
