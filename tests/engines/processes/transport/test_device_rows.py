@@ -286,20 +286,28 @@ def test_memory_is_reused_only_after_another_collective(memory: DeviceRowMemory)
         memory.complete_call(replicas[0].base)
 
 
-def test_the_log_has_all_rows_of_a_call(memory: DeviceRowMemory) -> None:
+@pytest.mark.parametrize("in_buffer", [False, True])
+@pytest.mark.parametrize("size", [MAX_ROW_BYTES // 8, 30000, 9000])
+def test_the_log_has_all_rows_of_a_call(memory: DeviceRowMemory, size: int, in_buffer: bool) -> None:
+    """Also if the streams of the other replicas are ahead, and have written their next rows."""
     log, expected = RowLog(), []
     first, second = start(memory, 2)
     on_host = torch.randn(2, 4)
-    for number in range(12):  # more than the memory holds
-        shape = (2, 30000 - 1000 * number)
+    for number in range(40):  # more than the memory holds
+        shape = (2, size - 100 * number)
         sent = [torch.randn(shape) for _ in range(2)]
-        first.gather(f"{number}", sent[0], log)
         second.gather(f"{number}", sent[1])
+        row = sent[0].clone()
+        if in_buffer:
+            buffer = first.row_buffer(row.numel(), torch.float32, CPU)
+            assert buffer is not None
+            row = buffer.copy_(row.view(-1)).view(shape)
+        first.gather(f"{number}", row, log)
         if number == 5:
             log.append(on_host)
             expected.append(on_host)
         expected.insert(number + (number > 5), torch.stack(sent))
-        if number < 11:
+        if number < 39:
             memory.regions[1 - first.base % 2].fill_(7)  # another call's
     first.leave(False, log)
     memory.regions.fill_(0)

@@ -2,8 +2,8 @@
 
 Every replica has a region in device memory and a flag. To take part in a collective it queues the writing of its row to
 the region and a signal with the number of the collective, and then waits for the other flags, all on its stream. The
-rows of a call lie one after the other, and start again at the beginning when the region is full: a stream that reaches
-collective n + 2 has seen every other stream reach n + 1, i.e. finish reading n. Calls use two regions in turn.
+rows of a call lie one after the other, and start again at the beginning when no other row may fit: a stream that
+reaches collective n + 2 has seen every other stream reach n + 1, i.e. finish reading n. Calls use two regions in turn.
 
 No host waits for another one, so a replica may be ahead of the others. Each compares its label of a collective with
 those of the replicas that were there before. A replica whose label differs, that fails, or that leaves while others are
@@ -303,11 +303,11 @@ class DeviceRowExchange:
         if device != self.memory.device or not fits_device_slot(nbytes):
             return None
         self.memory.current_stream()
-        views = self.memory.rows(self._region, self._count, self._next_offset(nbytes), numel, dtype)
+        views = self.memory.rows(self._region, self._count, self._next_offset(), numel, dtype)
         return views[1 + self._index]
 
-    def _next_offset(self, nbytes: int) -> int:
-        return self._offset if self._offset + nbytes <= REGION_BYTES else 0
+    def _next_offset(self) -> int:
+        return self._offset if self._offset + MAX_ROW_BYTES <= REGION_BYTES else 0
 
     def gather(self, label: str, row: Tensor, log: RowLog | None = None) -> Tensor | None:
         """Queue an all-gather. None if another replica has left or has called another collective."""
@@ -324,15 +324,18 @@ class DeviceRowExchange:
             if has_left or (is_kept and header[_FIRST_LABEL + number % _LABELS] != digest):
                 self._signal_all()  # the other replica's host may wait for its device
                 return None
-        offset, stream = self._next_offset(row.nbytes), memory.current_stream()
-        if log is not None and offset < self._offset:  # the first rows are overwritten
+        offset, stream = self._next_offset(), memory.current_stream()
+        end = _align(offset + row.nbytes)
+        # Before the signal, after which other replicas may write their next row: if that is at the beginning of the
+        # region, the rows so far are logged now, and this one with the next.
+        if log is not None and (offset < self._offset or end + MAX_ROW_BYTES > REGION_BYTES):
             log.copy_regions(memory.regions[self._region, : self._count])
         numel, shape, dtype = row.numel(), row.shape, row.dtype
         views = memory.rows(self._region, self._count, offset, numel, dtype)
         rows, own = views[0], views[1 + self._index]
         if row.data_ptr() != own.data_ptr():
             own.copy_(row.reshape(-1))
-        self._offset = _align(offset + row.nbytes)
+        self._offset = end
         memory.flags.signal_and_wait(self._index, self._peers, number, stream)
         if log is not None:
             log.append(RowPlace(offset, shape, dtype))
