@@ -63,7 +63,7 @@ class WorkerFailure(EngineError):
 
 
 class LostExchange(WorkerFailure):
-    """A worker died in a collective whose other replicas have used its data: the call is run again on all replicas."""
+    """A worker died and other replicas may have used incomplete data: the call is run again on all replicas."""
 
 
 class WrapError(InstepError, TypeError):

@@ -67,7 +67,8 @@ def normalize(
         return normalize_differentiably(context, label, x, weight, bias, eps, running)
     dense = kernels.dense(x.detach())
     count = x.numel() // channels if channels else 0
-    buffer = group.row_buffer(2 * channels + 1, dtype, x.device)
+    # The inverse deviation of a constant channel is infinite without eps: then rows have variances.
+    buffer = group.row_buffer(2 * channels + 1, dtype, x.device) if eps > 0 else None
     row = kernels.describe(dense, eps, buffer)
     if grad and group.joint_graph:
         part = JointPart(context, x, weight, bias, dense, row, current_streams([x]), SharedResult())

@@ -83,6 +83,8 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         self._pool = WorkerPool(devices)
         self._death_times: list[float] = []
         self._death_lock = ForkSafeLock()
+        self._repeats_broadcast = False
+        """Whether the next call repeats one whose broadcast over NCCL was lost."""
         self.ipc_status: dict[int, str | None] = {}
         """By replica index: why CUDA IPC is not used (see `WorkerClient.ipc_refusal`)."""
         self._clients: dict[int, WorkerClient] = {}
@@ -193,7 +195,9 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
     def _broadcast_parameters(self, remote: RemoteCall) -> Iterator[None]:
         """Broadcast the module's tensors over NCCL, if the workers form a group."""
         call = remote.call
-        uses_nccl = call.sync_state and not call.rng.serialized and self._nccl.can_use(len(call.replicas))
+        repeats, self._repeats_broadcast = self._repeats_broadcast, False
+        uses_nccl = not repeats and call.sync_state and not call.rng.serialized
+        uses_nccl = uses_nccl and self._nccl.can_use(len(call.replicas))
         group = self._nccl.get_group(remote.streams) if uses_nccl else None
         if group is None:
             yield
@@ -203,11 +207,19 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             yield
         except BaseException as error:
             remote.broadcast.abandon()
-            if remote.broadcast.was_aborted and isinstance(error, Exception) and not isinstance(error, WorkerFailure):
-                raise _lost_broadcast() from error
+            if isinstance(error, Exception) and not isinstance(error, WorkerFailure):
+                self._raise_lost_broadcast(remote.broadcast)
             raise
-        if remote.broadcast.was_aborted:
-            raise _lost_broadcast()
+        self._raise_lost_broadcast(remote.broadcast)
+
+    def _raise_lost_broadcast(self, broadcast: ParameterBroadcast) -> None:
+        """Raise if a worker may have run with weights that it had not received completely.
+
+        The call then runs again, without NCCL.
+        """
+        if broadcast.was_aborted:
+            self._repeats_broadcast = True
+            raise LostExchange("the broadcast of the weights may be incomplete.")
 
     @property
     def _same_device(self) -> bool:
@@ -476,11 +488,6 @@ def _replayable_call(replica: ReplicaGraph) -> ReplayableCall | None:
     """The call of a replica in a worker; None if the replica's graph is in this process."""
     assert replica.remote is None or isinstance(replica.remote, ReplayableCall)
     return replica.remote
-
-
-def _lost_broadcast() -> LostExchange:
-    """A worker ended: another one may have run its forward with weights that it had not received completely."""
-    return LostExchange("a worker ended in a call for which weights were broadcast.")
 
 
 def _snapshot_arguments(call: ReplicaCall) -> ArgumentSnapshot | None:

@@ -164,6 +164,25 @@ def test_a_call_whose_group_is_aborted_runs_again(plain: Net, monkeypatch: pytes
     assert_alike(net, plain)
 
 
+class Ignores(Net):
+    """Takes an argument that it does not use."""
+
+    def forward(self, x: Tensor, other: Any = None) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("grouped")
+@pytest.mark.timeout(60)
+def test_an_argument_that_cannot_be_sent_is_an_error_also_in_a_group(plain: Net) -> None:
+    torch.manual_seed(0)
+    net = Ignores()
+    with wrap(net, 3) as model:
+        with pytest.raises(instep.CannotCross, match="other"):
+            model(batch(0), threading.Lock())
+        train(net, model)
+    assert_alike(net, plain)
+
+
 def test_members_of_a_reduction_wait_until_rank_0_has_all_data() -> None:
     operations: list[str] = []
 

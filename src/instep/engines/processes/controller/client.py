@@ -169,11 +169,17 @@ class WorkerClient:
 
     def _late_error(self) -> BaseException | None:
         """The error that the worker reported before it ended, after its last reply."""
-        with self.lock, suppress(ConnectionClosed):
+        acquired = self.lock.acquire(blocking=not acts_for_caller())
+        try:
             while (message := self._receive(0)) is not None:
                 if message.kind == messages.FAILED:
                     error = unpack_exception(PickledValue(message.body, message.tensors), self.channel.registry)
                     return add_replica_note(self.worker.name, error)
+        except ConnectionClosed:
+            pass
+        finally:
+            if acquired:
+                self.lock.release()
         return None
 
     def raise_lost_results(self) -> None:

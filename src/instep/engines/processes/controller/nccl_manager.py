@@ -320,8 +320,9 @@ class GroupCollective:
 
     @property
     def was_aborted(self) -> bool:
-        """Whether the group was aborted after the collective began, so that a worker may have incomplete tensors."""
-        return self._sequence_number != 0 and bool(self._group.process_group.abort_reason)
+        """Whether somebody else aborted the group after the collective began: workers may have incomplete tensors."""
+        is_complete = self._sequence_number == 0 or not self._group.process_group.abort_reason
+        return not is_complete and not self._has_failed
 
     def abandon(self) -> None:
         """Abort the group if the call ended before every worker was sent its request."""

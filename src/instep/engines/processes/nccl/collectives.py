@@ -54,5 +54,5 @@ def reduce_coalesced(
                 torch._foreach_copy_([parts[i] for i in present], [gradients[i].detach().reshape(-1) for i in present])
             group.reduce(flat)
             sums.append(flat)
-        group.broadcast(torch.zeros(1, device=group.device))
+        group.broadcast(torch.zeros(1, dtype=torch.uint8, device=group.device))
     return sums

@@ -1,9 +1,9 @@
 """All-gather of small rows on a GPU that several processes use, ordered by their streams.
 
-Every replica has a region in device memory and a flag. To take part in a collective it queues the writing of its row to
-the region and a signal with the number of the collective, and then waits for the other flags, all on its stream. The
-rows of a call lie one after the other, and start again at the beginning when no other row may fit: a stream that
-reaches collective n + 2 has seen every other stream reach n + 1, i.e. finish reading n. Calls use two regions in turn.
+Every replica has two regions in device memory and a flag. To take part in a collective it queues the writing of its row
+to one of them and a signal with the number of the collective, and then waits for the other flags, all on its stream.
+The rows of a call lie one after the other, and start again at the beginning when no other row may fit: a stream that
+reaches collective n + 2 has seen every other stream reach n + 1, i.e. finish reading n. Calls use the regions in turn.
 
 No host waits for another one, so a replica may be ahead of the others. Each compares its label of a collective with
 those of the replicas that were there before. A replica whose label differs, that fails, or that leaves while others are
@@ -29,7 +29,7 @@ from instep.runtime.modes import set_inference_mode
 MAX_ROW_BYTES = 256 * 1024
 """Maximum size of a row."""
 REGION_BYTES = 4 * MAX_ROW_BYTES
-"""Memory for the rows of one replica in one call. At least three rows fit."""
+"""Memory for the rows of one replica in one call. At least three rows have to fit."""
 _ALIGNMENT = 256
 _MAX_VIEWS = 4096
 """Cached views of rows, one for each place, size and dtype."""
@@ -51,7 +51,7 @@ class RowCall(NamedTuple):
 
 
 class DeviceRowMemory:
-    """Slots, flags and headers of up to `capacity` replicas on one device. The parent owns them."""
+    """Regions, flags and headers of up to `capacity` replicas on one device. The parent owns them."""
 
     def __init__(self, slots: DeviceMemory, flags: StreamFlags, headers: SharedMemory, capacity: int) -> None:
         """Use `create` or `attach`."""
@@ -343,13 +343,15 @@ class DeviceRowExchange:
 
     def leave(self, failed: bool, log: RowLog | None = None) -> None:
         """End the replica's part. Signals all numbers of the call if another replica's stream may wait for them."""
-        if log is not None and self._offset and not failed:
-            self.memory.current_stream()
-            log.copy_regions(self.memory.regions[self._region, : self._count])
-        self._header[_LEFT] = self.base
-        self.memory.fence()
-        if failed or any(self.memory.headers[peer][_NUMBER] > self._number for peer in self._peers):
-            self._signal_all()
+        try:
+            if log is not None and self._offset and not failed:
+                self.memory.current_stream()
+                log.copy_regions(self.memory.regions[self._region, : self._count])
+        finally:
+            self._header[_LEFT] = self.base
+            self.memory.fence()
+            if failed or any(self.memory.headers[peer][_NUMBER] > self._number for peer in self._peers):
+                self._signal_all()
 
     def _signal_all(self) -> None:
         """Signal all numbers of the call: no other stream waits for this replica any more."""
