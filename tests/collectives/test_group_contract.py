@@ -7,6 +7,8 @@ import signal
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from instep.collectives.exchange import gather_rows
 from instep.collectives.group import current_context, exempt_collective
 from instep.engines.processes.controller.rendezvous import ControllerRendezvous
 
-from ..replica_helpers import ENGINE_MODES, FunctionModule, assert_close, batch, check, replicated
+from ..replica_helpers import ENGINE_MODES, FunctionModule, assert_close, batch, check, replicated, weighted_loss
 
 pytestmark = pytest.mark.usefixtures("one_core")
 each_way = pytest.mark.parametrize("way", ENGINE_MODES)
@@ -87,6 +89,41 @@ def test_grad_modes(way: str, mode: Any) -> None:
             with mode():
                 assert_close(model(x), plain(x))
         assert_close(model(x), plain(x))
+
+
+@each_way
+@pytest.mark.parametrize("one_wrapper", [True, False])
+def test_calls_from_many_threads(way: str, one_wrapper: bool) -> None:
+    """Each thread gets the rows of its own call, with its gradients, from one wrapper or from one of its own."""
+    if way == "joint" and one_wrapper:
+        pytest.skip("a limit: replicas with a joint graph cannot run a forward during another thread's backward")
+    xs = [batch(size) for size in (7, 8, 9, 7)]
+    with ExitStack() as stack:
+        pairs = [
+            stack.enter_context(replicated(FunctionModule(centered), way)) for _ in xs[: 1 if one_wrapper else None]
+        ]
+        pairs *= len(xs) if one_wrapper else 1
+        for (_, model), x in zip(pairs, xs, strict=True):
+            model(x)  # the probe of a structure runs once
+
+        def run(number: int) -> list[tuple[Tensor, Tensor]]:
+            (_, model), x = pairs[number], xs[number].clone().requires_grad_()
+            found = []
+            for _ in range(5):
+                out = model(x)
+                (gradient,) = torch.autograd.grad(weighted_loss(out), x)
+                found.append((out.detach(), gradient))
+            return found
+
+        with ThreadPoolExecutor(len(xs)) as pool:
+            results = list(pool.map(run, range(len(xs))))
+        for (plain, _), x, found in zip(pairs, xs, results, strict=True):
+            x = x.clone().requires_grad_()
+            out = plain(x)
+            (gradient,) = torch.autograd.grad(weighted_loss(out), x)
+            for mine, my_gradient in found:
+                assert_close(mine, out)
+                assert_close(my_gradient, gradient)
 
 
 ROWS = torch.arange(3.0)
