@@ -20,7 +20,7 @@ from instep.errors import BridgeError
 from instep.replicas.replica import GraphContext, RemoteGraph
 from instep.replicas.tensors import GradientGuard, get_grad
 from instep.runtime.rng import ReplicaRng
-from instep.runtime.torch_private import is_batched_gradient, is_graph_retained
+from instep.runtime.torch_private import is_batched_gradient, is_graph_retained, register_own_hook
 
 Gradients = list[Tensor | None]
 
@@ -251,5 +251,5 @@ def _presence_hook(parameter: Tensor) -> _GradientPresence:
             return hook
     presence = _GradientPresence()
     presence.absent = True  # created during a backward without a gradient for it
-    parameter.register_hook(presence)
+    register_own_hook(parameter, presence)
     return presence

@@ -29,7 +29,7 @@ from instep.replicas.tensors import ParameterSharing
 from instep.replicas.write_watch import WriteDetector, memory_key
 from instep.runtime.ambient import AmbientState
 from instep.runtime.rng import ReplicaRng, rng_state_reads
-from instep.runtime.torch_private import RegisteredHooks
+from instep.runtime.torch_private import RegisteredHooks, register_own_hook
 from instep.structure.shapes import is_plain_tensor
 from instep.structure.tree import map_tensors, tensors_in
 
@@ -160,8 +160,7 @@ class ReplicaDispatch:
         with RegisteredHooks() as hooks:
             results = self.engine.forward(call)
         if self._records_graph and hooks.ids:
-            own = {number for result in results if result.context is not None for number in result.context.hook_ids}
-            self.hook_ids = hooks.ids - own
+            self.hook_ids = hooks.ids
         self.read_rng_state = count_reads and rng_state_reads() != state_reads
         return results
 
@@ -199,7 +198,7 @@ class ReplicaDispatch:
             for tensor in _result_tensors(result):
                 if tensor.requires_grad and not tensor.is_leaf:
                     self.retains_grad = self.retains_grad or tensor.retains_grad
-                    tensor.register_hook(lambda _: versions.propagate())
+                    register_own_hook(tensor, lambda _: versions.propagate())
 
     def _bridge_outputs(self, results: Sequence[ReplicaResult]) -> None:
         """Replace tensors of the replicas' graphs in the results by their counterparts in the caller's graph."""

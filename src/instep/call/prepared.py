@@ -219,8 +219,7 @@ class PreparedDispatch:
         with RegisteredHooks() as hooks:
             results = self._engine.forward(call)
         if records_graph and hooks.ids:
-            own = {number for result in results if result.context is not None for number in result.context.hook_ids}
-            self._hook_ids = hooks.ids - own
+            self._hook_ids = hooks.ids
         outputs = self._plain_tensors(results)
         if outputs is None:
             self._general = self._general_dispatch()

@@ -26,7 +26,7 @@ from torch import Tensor
 from instep.autograd.bridge import GRAPH_FREED_MESSAGE
 from instep.collectives.group import Group, ReplicaContext, current_context, describe_row
 from instep.errors import CollectiveError
-from instep.runtime.torch_private import has_no_saved_tensor_hooks, is_graph_retained
+from instep.runtime.torch_private import has_no_saved_tensor_hooks, is_graph_retained, register_own_hook
 from instep.structure.shapes import is_plain_tensor
 
 
@@ -46,8 +46,7 @@ def exchange_tensors(
         received, all_metadata = _exchange_joint(context, label, sent, metadata)
         for tensor in sent:
             if tensor.requires_grad:
-                handle = tensor.register_hook(partial(_reject_inner_gradient, context, label))
-                context.hook_ids.append(handle.id)
+                register_own_hook(tensor, partial(_reject_inner_gradient, context, label))
     else:
         received, all_metadata = _exchange_separate(context, label, sent, metadata, grad)
     received[context.info.index] = sent

@@ -110,8 +110,6 @@ class ReplicaContext:
     """The number of exchanges so far."""
     tokens: list[Tensor] = field(default_factory=list)
     """One token for each exchange through which gradients flow, in order. Backward starts at them too."""
-    hook_ids: list[int] = field(default_factory=list)
-    """The ids of the handles of hooks that exchanges registered on tensors."""
     active: list[ReplicaContext] = field(default_factory=list)
     """This context while a thread uses it. Autograd's device threads, which have no context, find it here."""
     sync_batchnorm: bool = False

@@ -318,8 +318,6 @@ class GraphContext(Protocol):
 
     tokens: list[Tensor]
     """One token for each collective through which gradients flow, in order. Backward starts at them too."""
-    hook_ids: list[int]
-    """The ids of the handles of hooks that collectives registered on tensors."""
 
 
 class RemoteGraph(Protocol):

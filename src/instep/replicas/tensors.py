@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from instep.errors import BridgeError
 from instep.runtime.modes import set_inference_mode
+from instep.runtime.torch_private import register_own_hook
 from instep.structure.shapes import is_dense
 
 
@@ -167,7 +168,7 @@ class ReplicaTensors:
         with set_inference_mode(False), torch.no_grad():
             leaf = self._create_leaf(source)
         if self.uses_guard:
-            leaf.register_hook(self.guard)
+            register_own_hook(leaf, self.guard)
         return leaf
 
     def _create_leaf(self, source: Tensor) -> Tensor:

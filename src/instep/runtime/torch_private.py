@@ -18,6 +18,8 @@ from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
+from instep.runtime.locks import ForkSafeLock
+
 _autograd: Any = torch._C._autograd
 _functorch: Any = torch._C._functorch
 
@@ -123,16 +125,32 @@ def has_thread_local_transform() -> bool:
     )
 
 
+_recorders: list[RegisteredHooks] = []
+_recorders_lock = ForkSafeLock(_recorders.clear)
+
+
+def register_own_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Register a hook of instep on a tensor, which no `RegisteredHooks` reports, in this thread or another."""
+    with _recorders_lock:
+        handle = tensor.register_hook(hook)
+        for recorder in _recorders:
+            recorder.own_ids.add(handle.id)
+
+
 class RegisteredHooks:
     """Records the ids of hooks that are registered inside a `with` block, except by torch.compile while it traces."""
 
     def __init__(self) -> None:
         self.ids: set[int] = set()
+        self.own_ids: set[int] = set()
+        """The ids of hooks by `register_own_hook`."""
         self._compilation: set[int] = set()
         self._compilation_start = 0
 
     def __enter__(self) -> RegisteredHooks:
-        self._first = RemovableHandle.next_id
+        with _recorders_lock:
+            _recorders.append(self)
+            self._first = RemovableHandle.next_id
         dynamo = sys.modules.get("torch._dynamo.callback")  # without it, nothing is compiled
         self._callbacks: Any = None if dynamo is None else dynamo.callback_handler
         if self._callbacks is not None:
@@ -144,8 +162,10 @@ class RegisteredHooks:
         if self._callbacks is not None and self._start_compilation in self._callbacks.start_callbacks:
             self._callbacks.remove_start_callback(self._start_compilation)
             self._callbacks.remove_end_callback(self._end_compilation)
-        if RemovableHandle.next_id != self._first:
-            self.ids = set(range(self._first, RemovableHandle.next_id)) - self._compilation
+        with _recorders_lock:
+            _recorders.remove(self)
+            if RemovableHandle.next_id != self._first:
+                self.ids = set(range(self._first, RemovableHandle.next_id)) - self._compilation - self.own_ids
 
     def _start_compilation(self, _: object) -> None:
         self._compilation_start = RemovableHandle.next_id
