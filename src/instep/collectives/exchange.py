@@ -26,7 +26,7 @@ from torch import Tensor
 from instep.autograd.bridge import GRAPH_FREED_MESSAGE
 from instep.collectives.group import Group, ReplicaContext, current_context, describe_row
 from instep.errors import CollectiveError
-from instep.runtime.torch_private import has_no_saved_tensor_hooks, is_graph_retained, register_own_hook
+from instep.runtime.torch_private import is_graph_retained, register_own_hook
 from instep.structure.shapes import is_plain_tensor
 
 
@@ -308,8 +308,6 @@ def reject_checkpoint(context: ReplicaContext, label: str) -> None:
     """
     on_accelerator = context.info.device is not None and context.info.device.type != "cpu"
     if not context.grad_enabled or not (context.group.joint_graph or on_accelerator):
-        return
-    if torch.is_grad_enabled() and has_no_saved_tensor_hooks():  # a checkpoint sets one of them
         return
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not context.entry_code:
