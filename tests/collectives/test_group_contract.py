@@ -96,7 +96,7 @@ def test_grad_modes(way: str, mode: Any) -> None:
 def test_calls_from_many_threads(way: str, one_wrapper: bool) -> None:
     """Each thread gets the rows of its own call, with its gradients, from one wrapper or from one of its own."""
     if way == "joint" and one_wrapper:
-        pytest.skip("a limit: replicas with a joint graph cannot run a forward during another thread's backward")
+        pytest.skip("docs/limits.md: on CUDA one thread at a time may call a wrapper on threads")
     xs = [batch(size) for size in (7, 8, 9, 7)]
     with ExitStack() as stack:
         pairs = [

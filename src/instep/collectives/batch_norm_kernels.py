@@ -103,7 +103,9 @@ class Kernels(Protocol):
     def combine(
         self, rows: Tensor, count: int, eps: float, inverted: bool, running: RunningStatistics | None
     ) -> Statistics:
-        """Combine all replicas' rows; updates the running statistics. `count` is that of this replica's shard.
+        """Combine all replicas' rows; updates the running statistics.
+
+        `count` is that of this replica's shard. `inverted` says that rows have inverse standard deviations.
 
         Raises `TooFewValues`.
         """

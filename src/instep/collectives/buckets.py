@@ -36,9 +36,14 @@ def gather_gradients(gradients: Sequence[Tensor | None], device: torch.device) -
     return result
 
 
+def all_present(gradients: Sequence[Tensor | None]) -> bool:
+    """Whether no gradient is None."""
+    return all(map(is_not, gradients, repeat(None)))
+
+
 def _are_dense_pairs(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> bool:
     """Whether all gradients of two replicas are `is_dense_pair`."""
-    if not (all(map(is_not, first, repeat(None))) and all(map(is_not, second, repeat(None)))):
+    if not (all_present(first) and all_present(second)):
         return False
     ones, others = cast(Sequence[Tensor], first), cast(Sequence[Tensor], second)
     return (

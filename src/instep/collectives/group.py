@@ -59,14 +59,14 @@ class Group(Protocol):
 
 
 @lru_cache(maxsize=1024)
-def label_row(label: str, dtype: torch.dtype, shape: torch.Size) -> str:
+def _describe_row(label: str, dtype: torch.dtype, shape: torch.Size) -> str:
     """A label with a row's dtype and shape. It is cached, and so is the hash of the string."""
     return f"{label}, with rows of {str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def describe_row(label: str, row: Tensor) -> str:
     """The label of an `all_gather`, with the row's dtype and shape, on which the replicas have to agree."""
-    return label_row(label, row.dtype, row.shape)
+    return _describe_row(label, row.dtype, row.shape)
 
 
 class PeerFailure(CollectiveError):

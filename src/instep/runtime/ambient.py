@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import starmap
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from instep.runtime.modes import (
+    NO_CONTEXT,
     CombinedContext,
     active_compiler,
     scaled_recompile_limit,
@@ -66,12 +67,11 @@ class AutocastState(NamedTuple):
     def enter(self) -> AbstractContextManager[Any]:
         """Enter this state; does nothing in a thread that is in it already."""
         if not self.enabled or self == AutocastState.capture():
-            return _NO_CONTEXT
+            return NO_CONTEXT
         return CombinedContext(_autocast_contexts(self.enabled, self.cache))
 
 
 _AUTOCAST_OFF = AutocastState()
-_NO_CONTEXT = nullcontext()
 
 AutocastFlags = tuple[tuple[str, bool, torch.dtype], ...]
 """The device type, whether autocast is enabled for it, and its dtype."""

@@ -26,10 +26,11 @@ def set_inference_mode(on: bool) -> AbstractContextManager[Any]:
     would turn gradients off for the rest of the program. So the guard is entered only where it is needed. Leaving
     inference mode enables gradients.
     """
-    return _NO_CONTEXT if torch.is_inference_mode_enabled() == on else inference_guard(on)
+    return NO_CONTEXT if torch.is_inference_mode_enabled() == on else inference_guard(on)
 
 
-_NO_CONTEXT = nullcontext()
+NO_CONTEXT: AbstractContextManager[None] = nullcontext()
+"""Does nothing. Shared: it may be entered any number of times."""
 
 
 class CombinedContext(ExitStack):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from operator import is_not
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from instep.autograd.bridge import CallGraph, Gradients, ReplicaGraph
 from instep.autograd.graph_walk import ReachedCollectives
-from instep.collectives.buckets import reusable_gradients, sum_gradients
+from instep.collectives.buckets import all_present, reusable_gradients, sum_gradients
 from instep.engines.base import ReplicaCall, raise_first_error, run_forward
 from instep.engines.concurrent import BackwardTask, ConcurrentEngine
 from instep.engines.processes.controller.backward import ReplicaBackward
@@ -45,6 +44,7 @@ from instep.errors import EngineError, LostExchange, RemoteArgumentError, Worker
 from instep.replicas.mutable_arguments import ArgumentSnapshot, mutable_arguments
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.runtime.locks import ForkSafeLock
+from instep.runtime.modes import NO_CONTEXT
 from instep.runtime.torch_private import has_no_saved_tensor_hooks
 
 RESTART_WINDOW = 60.0
@@ -250,7 +250,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         group.logs_rows = call.ambient.grad_enabled
 
         def run() -> list[ReplicaResult]:  # with the thread count of a replica, which is sent to the workers
-            with _NO_CONTEXT if self._on_cpu else ExitStack() as locks:
+            with NO_CONTEXT if self._on_cpu else ExitStack() as locks:
                 tasks = [self._forward_task(remote, index, locks) for index in range(1, len(call.replicas))]
                 return run_replicas(group, run_first, tasks)
 
@@ -276,7 +276,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
 
     def _row_exchange(self, group: ControllerRendezvous) -> AbstractContextManager[None]:
         """Context manager: a group whose replica 0 runs in this thread exchanges rows through shared memory."""
-        return self._exchange_rows(group) if self._exchanges_rows and self._same_device else _NO_CONTEXT
+        return self._exchange_rows(group) if self._exchanges_rows and self._same_device else NO_CONTEXT
 
     @contextmanager
     def _exchange_rows(self, group: ControllerRendezvous) -> Iterator[None]:
@@ -394,7 +394,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         group.logs_rows = False  # a backward with rows on a device is not run again
 
         def run() -> list[None]:
-            with _NO_CONTEXT if self._on_cpu else ExitStack() as locks:
+            with NO_CONTEXT if self._on_cpu else ExitStack() as locks:
                 return run_replicas(group, run_first, [self._backward_task(task, locks) for task in others])
 
         def run_first() -> None:
@@ -449,7 +449,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         done = overlap.finish(columns)
         rest = [[g for i, g in enumerate(column) if i not in done] for column in columns] if done else columns
         sums = self._sum_gradients(rest, None if done else overlap.writable)
-        if not all(map(_is_present, rest[0])):  # the sum may then be another replica's gradient itself
+        if not all_present(rest[0]):  # the sum may then be another replica's gradient itself
             slots = {id(gradient) for column in rest[1:] for gradient in column}
             sums = [g.clone() if g is not None and id(g) in slots else g for g in sums]
         if done:
@@ -478,10 +478,6 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         self._pool.close()
         drop_dead_clients()
         self._pool = WorkerPool(self._devices)
-
-
-_is_present = partial(is_not, None)
-_NO_CONTEXT = nullcontext()
 
 
 def _replayable_call(replica: ReplicaGraph) -> ReplayableCall | None:

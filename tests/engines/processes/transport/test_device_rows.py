@@ -64,11 +64,11 @@ class FakeMemory:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> DeviceRowMemory:
     monkeypatch.setattr(DeviceRowMemory, "current_stream", lambda _: 0)
-    monkeypatch.setattr(device_rows, "poison", lambda slots: slots.bytes.fill_(255))
-    slots: Any = FakeMemory(2 * 3 * REGION_BYTES)
+    monkeypatch.setattr(device_rows, "poison", lambda memory: memory.bytes.fill_(255))
+    device_memory: Any = FakeMemory(2 * 3 * REGION_BYTES)
     flags: Any = FakeFlags(3)
     headers = SharedMemory.create(8 * 3 * device_rows._HEADER_WORDS)
-    return DeviceRowMemory(slots, flags, headers, 3)
+    return DeviceRowMemory(device_memory, flags, headers, 3)
 
 
 def start(memory: DeviceRowMemory, count: int) -> list[DeviceRowExchange]:

@@ -365,9 +365,9 @@ class WorkerClient:
             value: list[Any] = [memory.capacity, memory.memory.nbytes, None, None]
             fds = [memory.memory.fd]
             if memory.device_rows is not None:
-                value[2:] = memory.device_rows.device, memory.device_rows.slots.handle
+                value[2:] = memory.device_rows.device, memory.device_rows.device_memory.handle
                 fds += memory.device_rows.fds
-                self._opened_memory[memory.memory_id] = [memory.device_rows.slots]
+                self._opened_memory[memory.memory_id] = [memory.device_rows.device_memory]
             self.channel.send(messages.ROW_MEMORY, memory.memory_id, value, fds=fds)
             weakref.finalize(memory, self.released.append, ("module", memory.memory_id))
             self._row_memories.add(memory)

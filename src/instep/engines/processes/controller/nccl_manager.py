@@ -321,8 +321,8 @@ class GroupCollective:
     @property
     def was_aborted(self) -> bool:
         """Whether somebody else aborted the group after the collective began: workers may have incomplete tensors."""
-        is_complete = self._sequence_number == 0 or not self._group.process_group.abort_reason
-        return not is_complete and not self._has_failed
+        has_begun = self._sequence_number != 0
+        return has_begun and not self._has_failed and bool(self._group.process_group.abort_reason)
 
     def abandon(self) -> None:
         """Abort the group if the call ended before every worker was sent its request."""

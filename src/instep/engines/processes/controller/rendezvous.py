@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -38,7 +37,7 @@ from instep.errors import CollectiveError, EngineError, LostExchange
 from instep.runtime.affinity import set_spin_wait
 from instep.runtime.ambient import ThreadState
 from instep.runtime.locks import ForkSafeLock, run_uninterrupted
-from instep.runtime.modes import set_inference_mode
+from instep.runtime.modes import NO_CONTEXT, set_inference_mode
 
 T = TypeVar("T")
 
@@ -65,7 +64,7 @@ class ReplyTask(Generic[T]):
             else:
                 # State written by the worker outlives inference mode. In another thread, one of autograd, replica 0 is
                 # in a backward.
-                with set_inference_mode(False), nullcontext() if in_caller else act_for_caller():
+                with set_inference_mode(False), NO_CONTEXT if in_caller else act_for_caller():
                     self.status = next(self._generator)
         except StopIteration as end:
             self._result, self.status = [end.value], ""

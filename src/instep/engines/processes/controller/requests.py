@@ -183,9 +183,8 @@ class RetryingRequest(Generic[T]):
                 flush_output()
             if self._streams.on_accelerator and self._thread != threading.get_ident():
                 raise WorkerFailure(
-                    f"the worker of replica {self._index} ended, or could not receive a tensor, in a collective in the "
-                    f"backward of autograd.grad inside forward, where its request cannot be sent again.\nNothing has "
-                    f"changed. Run the step again."
+                    f"the worker of replica {self._index} failed in a collective during autograd.grad inside forward. "
+                    f"Its request cannot be sent again there.\nNothing has changed. Run the step again."
                 )
             self._send()
             yield RUNNING

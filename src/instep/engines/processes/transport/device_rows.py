@@ -53,10 +53,10 @@ class RowCall(NamedTuple):
 class DeviceRowMemory:
     """Regions, flags and headers of up to `capacity` replicas on one device. The parent owns them."""
 
-    def __init__(self, slots: DeviceMemory, flags: StreamFlags, headers: SharedMemory, capacity: int) -> None:
+    def __init__(self, device_memory: DeviceMemory, flags: StreamFlags, headers: SharedMemory, capacity: int) -> None:
         """Use `create` or `attach`."""
-        self.slots, self.flags, self.header_memory = slots, flags, headers
-        self.capacity, self.device = capacity, slots.device
+        self.device_memory, self.flags, self.header_memory = device_memory, flags, headers
+        self.capacity, self.device = capacity, device_memory.device
         self.owner_pid = os.getpid()
         words = headers.view().cast("q")
         self.headers = [words[i * _HEADER_WORDS : (i + 1) * _HEADER_WORDS] for i in range(capacity)]
@@ -73,7 +73,7 @@ class DeviceRowMemory:
         self._call_lock = threading.Lock()
         self.fence = MemoryFence()
         with set_inference_mode(False):
-            self.regions = slots.tensor(0, 2 * capacity * REGION_BYTES).view(2, capacity, REGION_BYTES)
+            self.regions = device_memory.tensor(0, 2 * capacity * REGION_BYTES).view(2, capacity, REGION_BYTES)
             """The memory as bytes: both regions of each replica."""
         self._views: dict[tuple[int, int, int, int, torch.dtype], list[Tensor]] = {}
 
@@ -206,7 +206,7 @@ class DeviceRowMemory:
 
     def _release(self, index: int, number: int) -> None:
         """Signal all numbers up to one on behalf of a worker that died. All rows become NaN."""
-        poison(self.slots)
+        poison(self.device_memory)
         self.flags.store(index, number)
         self._is_released = True
 
@@ -220,7 +220,7 @@ class DeviceRowMemory:
                 self.flags.signal(index, last_number, self.current_stream())
 
 
-def fits_device_slot(nbytes: int) -> bool:
+def fits_device_row(nbytes: int) -> bool:
     """Whether a row of this size is exchanged on a device. All replicas decide alike: their rows are alike."""
     return 0 < nbytes <= MAX_ROW_BYTES
 
@@ -295,12 +295,12 @@ class DeviceRowExchange:
 
     def accepts(self, row: Tensor) -> bool:
         """Whether a row is exchanged on the device."""
-        return row.device == self.memory.device and fits_device_slot(row.nbytes)
+        return row.device == self.memory.device and fits_device_row(row.nbytes)
 
     def row_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """The memory for this replica's next row. None if that is not exchanged on the device."""
         nbytes = numel * dtype.itemsize
-        if device != self.memory.device or not fits_device_slot(nbytes):
+        if device != self.memory.device or not fits_device_row(nbytes):
             return None
         self.memory.current_stream()
         views = self.memory.rows(self._region, self._count, self._next_offset(), numel, dtype)

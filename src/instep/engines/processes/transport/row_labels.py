@@ -6,9 +6,6 @@ import hashlib
 import threading
 from functools import lru_cache
 
-MAX_VIEWS = 256
-"""Cached views of slots, one for each shape and dtype of rows."""
-
 
 @lru_cache(maxsize=4096)
 def label_digest(label: str) -> int:

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from instep.engines.processes.transport.device_rows import DeviceRowMemory
-from instep.engines.processes.transport.row_labels import MAX_VIEWS, MemoryFence, label_digest
+from instep.engines.processes.transport.row_labels import MemoryFence, label_digest
 from instep.engines.processes.transport.shared_memory import SharedMemory
 from instep.runtime.affinity import is_spin_wait
 from instep.runtime.modes import set_inference_mode
 
+_MAX_VIEWS = 256
+"""Cached views of slots, one for each shape and dtype of rows."""
 SLOT_BYTES = 64 * 1024
 """Maximum size of a row."""
 _HEADER_BYTES = 128
@@ -89,7 +91,7 @@ class RowMemory:
         key = count, shape, dtype
         views = self._views.get(key)
         if views is None:
-            if len(self._views) >= MAX_VIEWS:
+            if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             offset, nbytes = _slots_offset(self.capacity), self.capacity * SLOT_BYTES
             with set_inference_mode(False):

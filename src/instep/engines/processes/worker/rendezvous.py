@@ -14,7 +14,7 @@ from instep.collectives.group import PeerFailure, describe_row
 from instep.engines.processes import messages
 from instep.engines.processes.transport.channel import Channel, FlatValue
 from instep.engines.processes.transport.connection import Connection, Message
-from instep.engines.processes.transport.device_rows import DeviceRowExchange, fits_device_slot
+from instep.engines.processes.transport.device_rows import DeviceRowExchange, fits_device_row
 from instep.engines.processes.transport.row_memory import RowExchange, fits_slot
 from instep.errors import EngineError
 from instep.runtime.modes import set_inference_mode
@@ -122,7 +122,7 @@ class WorkerRendezvous:
     def all_gather(self, index: int, label: str, row: Tensor) -> Tensor:
         rows, row, label = self._rows, row.detach(), describe_row(label, row)
         device = row.device if row.device.type == "cuda" else None
-        if self._gathered_rows and (fits_slot(row) or (device is not None and fits_device_slot(row.nbytes))):
+        if self._gathered_rows and (fits_slot(row) or (device is not None and fits_device_row(row.nbytes))):
             if rows is not None:
                 rows.skip()
             return self._gathered_rows.popleft()
@@ -141,7 +141,7 @@ class WorkerRendezvous:
 
     def row_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         nbytes = numel * dtype.itemsize
-        if device == self._replay_device and fits_device_slot(nbytes):
+        if device == self._replay_device and fits_device_row(nbytes):
             return torch.empty(numel, dtype=dtype, device=device)
         return None if self._device_rows is None else self._device_rows.row_buffer(numel, dtype, device)
 
