@@ -153,8 +153,8 @@ def test_a_call_whose_group_is_aborted_runs_again(plain: Net, monkeypatch: pytes
             nonlocal step_number
             step_number = step
             if (step, phase) == (2, "forward"):
-                run_before_next_call(
-                    "instep.engines.processes.controller.forward._argument_indices",
+                run_before_next_call(  # when the broadcast is complete in this process
+                    "instep.engines.concurrent.raise_first_error",
                     lambda: controller_group(model).process_group.abort("a member has failed"),
                     monkeypatch,
                 )
