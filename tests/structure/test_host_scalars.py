@@ -21,12 +21,13 @@ from instep.structure.weights import CriterionWeight, EntryCount, possible_weigh
 def transfers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of values in each transfer to the host."""
     seen: list[int] = []
+    start = host_scalars._start_transfer
 
-    def transfer(words: Tensor) -> Tensor:
+    def start_transfer(words: Tensor) -> Any:
         seen.append(len(words))
-        return words.cpu()
+        return start(words)
 
-    monkeypatch.setattr(host_scalars, "_transfer", transfer)
+    monkeypatch.setattr(host_scalars, "_start_transfer", start_transfer)
     return seen
 
 
@@ -152,3 +153,33 @@ def test_weights_that_the_probe_has_read_are_not_read_again(transfers: list[int]
             transfers.clear()
             torch.testing.assert_close(model(x, target), cross_entropy(plain(x), target))
         assert len(transfers) == 1
+
+
+def test_weights_are_awaited_after_the_replicas_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the host does not wait for the device between the steps of a training loop."""
+    events: list[str] = []
+    start = host_scalars._start_transfer
+
+    def start_transfer(words: Tensor) -> Any:
+        events.append("start")
+        wait = start(words)
+        return lambda: (events.append("wait"), wait())[1]
+
+    net = nn.Linear(4, 5).double()
+    net.register_forward_hook(lambda *_: events.append("forward"))
+    x, target = torch.randn(6, 3, 4, dtype=torch.float64), torch.randint(0, 5, (6, 3))
+    model = instep.DataParallel(
+        instep.with_loss(net, cross_entropy), ["cpu", "cpu"], engine="threads", hooks="per_replica"
+    )
+    with model:
+        for _ in range(20):  # later calls rarely begin with a trial
+            model(x, target)
+        monkeypatch.setattr(host_scalars, "_start_transfer", start_transfer)
+        events.clear()
+        model(x, target)
+        assert events == ["start", "forward", "forward", "wait"]
+        target[4:] = -100  # the rules that remain disagree: a trial follows, which reads the weights of its parts
+        expected = cross_entropy(net(x), target)
+        events.clear()
+        torch.testing.assert_close(model(x, target), expected)
+        assert events[:6] == ["start", "forward", "forward", "wait", "start", "wait"]

@@ -30,6 +30,7 @@ from instep.engines.thread_pool import is_replica_thread
 from instep.errors import LostExchange, MergeError, StateError, StructureError
 from instep.probe.probe import Outcome, has_sequence_first_layers
 from instep.probe.readings import merge_message, reading_line, split_message, try_readings
+from instep.probe.record import ProbeRecord
 from instep.probe.trial_call import TrialCall
 from instep.replicas.mutable_arguments import mutable_ids
 from instep.replicas.replica import Replica, ReplicaResult
@@ -167,7 +168,11 @@ class ParallelRunner:
             results, verdict = self._forward(call, dispatch, shards)
             verdict = self.engine.agree(verdict)
             if verdict == ACCEPTED:
-                break
+                if (other := self._settle(call, replicas, carried, reading_chosen)) is None:
+                    break
+                transaction.rollback()
+                call, reading_chosen, repeated = other, True, True
+                continue
             if verdict.one_device:
                 self.one_device.record(verdict.one_device, call.method)  # before the rollback, which may fail
             transaction.rollback()
@@ -267,13 +272,13 @@ class ParallelRunner:
         Returns the call with another plan if trials have chosen another reading of its arguments. `reading_chosen` is
         whether the plan of this call was chosen so.
         """
-        probe, merger = call.binding.probe, self.state_merger
+        probe = call.binding.probe
         if probe is None:
             return None
         if call.plan.undecided is not None:
             return self._choose_reading(call, replicas, call.plan.undecided)
         try:
-            merger.verdicts = probe.prepare(self._trial_call(call, carried), self.replicas.fingerprint.current)
+            probe.prepare(self._trial_call(call, carried), self.replicas.fingerprint.current)
         except MergeError as error:
             if reading_chosen:
                 raise
@@ -283,8 +288,32 @@ class ParallelRunner:
             record.readings_tried = True
             if (other := self._choose_reading(call, replicas)) is not None:
                 return other
-        merger.unmergeable, merger.sample_dependent = record.unmergeable, record.sample_dependent
-        merger.constant = record.constant
+        self._use_record(record)
+        return None
+
+    def _use_record(self, record: ProbeRecord) -> None:
+        """Merge the state of the call as the probe has found."""
+        merger = self.state_merger
+        merger.verdicts, merger.unmergeable = record.attributes, record.unmergeable
+        merger.sample_dependent, merger.constant = record.sample_dependent, record.constant
+
+    def _settle(
+        self, call: BoundCall, replicas: Sequence[Replica], carried: Sequence[CarriedValue], reading_chosen: bool
+    ) -> BoundCall | None:
+        """When the replicas have run, try this batch if the merge rules that remain disagree on it.
+
+        Its weights may have to be read from a device, so this comes after the forward. Returns what `_probe` returns.
+        """
+        probe = call.binding.probe
+        if probe is None or not probe.has_weights:
+            return None
+        try:
+            if probe.settle(self._trial_call(call, carried)):
+                self._use_record(probe.last_record)
+        except MergeError as error:
+            if reading_chosen:
+                raise
+            return self._choose_reading(call, replicas, error)
         return None
 
     def _choose_reading(

@@ -21,15 +21,15 @@ from instep.probe.trial import OutputCheck, Trial
 from instep.probe.trial_call import TrialCall
 from instep.probe.window import replicated_scalars
 from instep.replicas.state.merge import StateMerger
-from instep.structure.merge import Merger
+from instep.structure.merge import Merger, distinct_weights
 from instep.structure.merge_messages import draws_hide_values, loss_not_additive
 from instep.structure.merge_rules import MergeContext, WeightedBy
 from instep.structure.placements import Nested, PerSample, Replicate, Shard, contains_placement
 from instep.structure.plan import SplitPlan
 from instep.structure.problems import keyword_arguments
-from instep.structure.split import apply_plan
 from instep.structure.tree import structure_key
-from instep.structure.verdicts import Verdict, Verdicts
+from instep.structure.verdicts import Verdict
+from instep.structure.weights import WeightTransfer
 
 MAX_STRUCTURES = 32
 MAX_RECORDS = 32
@@ -77,36 +77,75 @@ class Probe:
         """By structure and mode of the call, then by the strings among its arguments, and numbers if these matter."""
         self._by_plan: dict[Any, tuple[SplitPlan, ProbeRecord]] = {}
         self._plain_by_plan: dict[int, tuple[SplitPlan, list[bool]]] = {}
+        self._weights: WeightTransfer | None = None
+        """The weights of the call that is prepared, until `settle`."""
+        self._checks_weights = False
+        """Whether `settle` may run a trial: `prepare` has run none."""
 
-    def prepare(self, call: TrialCall, fingerprint: int) -> dict[str, Verdicts]:
-        """Run a trial if one is due, and give the merger the verdicts for this call.
+    def prepare(self, call: TrialCall, fingerprint: int) -> None:
+        """Run a trial if one is due, and give the merger the verdicts for this call. `last_record` has all of them.
 
-        `fingerprint` identifies the module's modes and settings. Returns the verdicts for attributes that `forward`
-        assigns. Raises `MergeError` for outputs that no rule explains.
+        `fingerprint` identifies the module's modes and settings. Raises `MergeError` for outputs that no rule explains.
         """
         record, numbers = self._find_or_add_record(call.plan, call.values, fingerprint)
         if numbers != record.numbers and not self._try_numbers(call, record, numbers):
             self.numbers_matter = True
             self._records.clear()
             self._by_plan.clear()
-            return self.prepare(call, fingerprint)
+            self.prepare(call, fingerprint)
+            return
         if record.error:
             raise MergeError(record.error)
         record.count_call()
-        self.merger.known_weights = {}
         trial_due, check_due = record.trials.is_due, record.integer_checks.is_due
-        weights = [] if trial_due else self._ambiguous_weights(record, call.plan, call.values)
-        if trial_due or weights or check_due:
+        if trial_due or check_due:
             trial = self._trial(call)
-            if trial_due or weights or trial.has_untested_traits(record):
-                self._run_trial(trial, record, weights)
-                if check_due and not trial_due:
+            if trial_due or trial.has_untested_traits(record):
+                self._run_trial(trial, record)
+                if not trial_due:
                     record.integer_checks.record()
             record.schedule_check()
+        self._use_record(record)
+        self._checks_weights = not trial_due
+        self._start_weights(record, call)
+
+    def _use_record(self, record: ProbeRecord) -> None:
+        """Merge the outputs of the call by the verdicts of a record."""
         self._check_additive(record)
         self.last_record = record
         self.merger.set_verdicts(record.outputs)
-        return record.attributes
+
+    def _start_weights(self, record: ProbeRecord, call: TrialCall) -> None:
+        """Start to read the weights that the merge needs. The replicas run meanwhile."""
+        self.merger.known_weights = {}
+        weights = dict.fromkeys(self.merger.weights)
+        for verdicts in record.attributes.values():
+            weights.update(dict.fromkeys(distinct_weights(verdicts)))
+        self._weights = WeightTransfer(list(weights), call.shards()) if weights else None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the merge of the call needs weights, so that `settle` has to be called."""
+        return self._weights is not None
+
+    def settle(self, call: TrialCall) -> bool:
+        """After the replicas have run: if the rules that remain for a mean disagree on this call, run a trial with it.
+
+        Returns whether there was a trial. Raises `MergeError` like `prepare`.
+        """
+        pending, self._weights = self._weights, None
+        assert pending is not None
+        known, record = pending.wait(), self.last_record
+        self.merger.known_weights = known
+        context = MergeContext(call.plan.sizes, weights=dict(known))
+        disagreeing = [verdict for verdict in record.ambiguous() if not verdict.ops_agree(context)]
+        if not disagreeing or not self._checks_weights or record.trials.count > 4 * MAX_TRIALS:
+            return False
+        weights = [op.weight for verdict in disagreeing for op in verdict.ops if isinstance(op, WeightedBy)]
+        self._run_trial(self._trial(call), record, weights)
+        record.schedule_check()
+        self._use_record(record)
+        return True
 
     def _try_numbers(self, call: TrialCall, record: ProbeRecord, numbers: Values) -> bool:
         """Run a trial with other numbers than in the last call, if one is due. Returns False if it contradicts others.
@@ -308,24 +347,6 @@ class Probe:
             flags = [contains_placement(Replicate, placement) for placement in plan.placements]
             entry = self._plain_by_plan[id(plan)] = plan, flags
         return entry[1]
-
-    def _ambiguous_weights(self, record: ProbeRecord, plan: SplitPlan, values: Sequence[Any]) -> list[Any]:
-        """Candidate weights of means for which the remaining rules disagree on this call."""
-        ambiguous = record.ambiguous()
-        if not ambiguous or record.trials.count > 4 * MAX_TRIALS:
-            return []
-        shards = apply_plan(plan, values)
-        inputs = tuple([dict(zip(plan.names, shard, strict=True)) for shard in shards])
-        weights = dict.fromkeys(weight for verdict in ambiguous for weight in verdict.weights)
-        context = MergeContext.create(plan.sizes, (None,) * plan.parts, inputs, weights)
-        self.merger.known_weights = {weight: WeightedBy(weight).weights(context, "") for weight in weights}
-        return [
-            rule.weight
-            for verdict in ambiguous
-            if not verdict.ops_agree(context)
-            for rule in verdict.ops
-            if isinstance(rule, WeightedBy)
-        ]
 
 
 def _is_proven_not_sum(verdict: Verdict | None) -> bool:

@@ -32,6 +32,10 @@ class TrialCall(NamedTuple):
         """The number of samples; 0 if no argument is batched."""
         return self.plan.batch_size or 0
 
+    def shards(self) -> list[dict[str, Any]]:
+        """The arguments of each replica, by name, where they are."""
+        return [self.by_name(shard) for shard in apply_plan(self.plan, self.values)]
+
     def split(self, start: int, sizes: Sequence[int]) -> list[list[Any]]:
         """The arguments of parts of these sizes, from sample `start`, on the first device."""
         all_sizes = (start, *sizes, self.batch_size - start - sum(sizes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -15,40 +15,68 @@ Scalar: TypeAlias = float | int | bool | complex
 
 def read_scalars(tensors: Sequence[Tensor]) -> list[Scalar]:
     """The values of 0-d tensors. Synchronizes once for each device that holds any of them."""
-    values: list[Scalar] = [0] * len(tensors)
-    by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(index)
-    for indices in by_device.values():
-        # Every value becomes two 64-bit words, so that tensors of all dtypes share one transfer and stay exact.
-        words = [_to_words(tensors[index].detach()) for index in indices]
-        for index, row in zip(indices, _transfer(torch.stack(words)), strict=True):
-            values[index] = _from_words(row, tensors[index].dtype)
-    return values
+    return ScalarTransfer(tensors).wait()
 
 
-def _transfer(words: Tensor) -> Tensor:
-    """Copy to the host; the only place that synchronizes."""
-    return words.cpu()
+class ScalarTransfer:
+    """A transfer of 0-d tensors to the host: one for each device that holds any of them.
+
+    On CUDA it is queued on the current stream, and `wait` waits for it, not for what was queued afterwards.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._dtypes = [tensor.dtype for tensor in tensors]
+        self._transfers: list[tuple[list[int], Callable[[], Tensor]]] = []
+        """For each device: the indices of its tensors, and a function that waits for their words."""
+        by_device: dict[torch.device, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            by_device.setdefault(tensor.device, []).append(index)
+        for indices in by_device.values():
+            # Every value becomes 64-bit words, so that tensors of all dtypes share one transfer and stay exact.
+            words = [word for index in indices for word in _to_words(tensors[index].detach())]
+            self._transfers.append((indices, _start_transfer(torch.stack(words))))
+
+    def wait(self) -> list[Scalar]:
+        """The values of the tensors, in their order."""
+        values: list[Scalar] = [0] * len(self._dtypes)
+        for indices, wait in self._transfers:
+            copy = wait()
+            words = zip(copy.tolist(), copy.view(torch.float64).tolist(), strict=True)
+            for index in indices:
+                values[index] = _from_words(words, self._dtypes[index])
+        return values
 
 
-def _to_words(value: Tensor) -> Tensor:
+def _start_transfer(words: Tensor) -> Callable[[], Tensor]:
+    """Start to copy words to the host. Returns a function that waits for them; nothing else here synchronizes."""
+    if words.device.type != "cuda":
+        return lambda: words.cpu()
+    copy = torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True).copy_(words, non_blocking=True)
+    copied = torch.cuda.current_stream(words.device).record_event()
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return copy
+
+    return wait
+
+
+def _to_words(value: Tensor) -> Sequence[Tensor]:
     if value.is_complex():
-        return torch.view_as_real(value.to(torch.complex128)).contiguous().view(torch.int64)
-    word = value.double().view(torch.int64) if value.is_floating_point() else value.to(torch.int64)
-    return torch.stack([word, torch.zeros_like(word)])
+        return torch.view_as_real(value.to(torch.complex128)).contiguous().view(torch.int64).unbind()
+    return (value.double().view(torch.int64) if value.is_floating_point() else value.to(torch.int64),)
 
 
-def _from_words(words: Tensor, dtype: torch.dtype) -> Scalar:
+def _from_words(words: Iterator[tuple[int, float]], dtype: torch.dtype) -> Scalar:
+    """The next value. Each word is given as an integer and as a float."""
+    integer, number = next(words)
     if dtype.is_complex:
-        real, imaginary = words.view(torch.float64).tolist()
-        return complex(real, imaginary)
+        return complex(number, next(words)[1])
     if dtype.is_floating_point:
-        return float(words.view(torch.float64)[0])
-    value = int(words[0])
+        return number
     if dtype is torch.bool:
-        return bool(value)
-    return value + (1 << 64) if dtype is torch.uint64 and value < 0 else value
+        return bool(integer)
+    return integer + (1 << 64) if dtype is torch.uint64 and integer < 0 else integer
 
 
 class HostScalars:

@@ -76,7 +76,8 @@ class Merger:
         self.path_rules = {pattern: rule for pattern, rule in self.rules.items() if pattern != "*"}
         self.default_rule = self.rules.get("*")
         self._cache: dict[tuple[int, ...], tuple[CachedMerge, dict[Path, str]]] = {}
-        self._weights = _weights_of(self.verdicts)
+        self.weights = distinct_weights(self.verdicts)
+        """The weights that the verdicts use."""
         self.known_weights: Mapping[Weight, list[Any]] = {}
         """Weights of the next call's shards that were read already, so that its merge need not wait for a device."""
 
@@ -104,7 +105,7 @@ class Merger:
             except (CacheMiss, RuntimeError):  # RuntimeError: `torch.cat` failed. The uncached path below reports why
                 pass
         self.actions = {}
-        context = MergeContext.create(sizes, parts, inputs, self._weights, self.known_weights)
+        context = MergeContext.create(sizes, parts, inputs, self.weights, self.known_weights)
         try:
             merged = _MergePass(self).merge_node(parts, context, (), self.dim_spec, None)
         except MergeError as error:
@@ -123,7 +124,7 @@ class Merger:
         if verdicts is self.verdicts:
             return
         self.verdicts = verdicts
-        self._weights = _weights_of(verdicts)
+        self.weights = distinct_weights(verdicts)
         self._cache.clear()
         for path, verdict in verdicts.items():
             self.batch_dims.pop(path, None)
@@ -147,8 +148,8 @@ class Merger:
             self._cache[sizes] = cached_merge, self.actions
 
 
-def _weights_of(verdicts: Verdicts) -> tuple[Weight, ...]:
-    """All distinct weights that verdicts use."""
+def distinct_weights(verdicts: Verdicts) -> tuple[Weight, ...]:
+    """The distinct weights that verdicts use."""
     return tuple(dict.fromkeys(weight for verdict in verdicts.values() for weight in verdict.weights))
 
 

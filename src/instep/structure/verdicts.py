@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isclose
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -126,7 +127,7 @@ class Verdict:
         if len(self.ops) < 2:
             return True
         first, *others = [_normalized_weights(op, context) for op in self.ops]
-        return all(np.allclose(first, other, rtol=1e-9, atol=0) for other in others)
+        return all(isclose(one, two, rel_tol=1e-9) for other in others for one, two in zip(first, other, strict=True))
 
     def intersect(self, new: Verdict) -> Verdict | None:
         """The reductions that fit both trials; None if there are none.

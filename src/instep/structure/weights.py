@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from instep.structure.host_scalars import read_scalars
+from instep.structure.host_scalars import Scalar, ScalarTransfer, read_scalars
 from instep.structure.shapes import is_dense
 from instep.structure.tree import Path, flatten_one_level, format_path, get_by_path, is_sequence
 from instep.structure.types import handler_for_type
@@ -86,6 +87,19 @@ class CriterionWeight(Weight):
     def __str__(self) -> str:
         target = format_path(self.path) + ("[..., 1:]" if self.shifted else "")
         return f"what {self.name!r} divides by if {target} is its target"
+
+
+class WeightTransfer:
+    """A transfer to the host of the weights that the shards of a call have, started before the replicas run."""
+
+    def __init__(self, weights: Sequence[Weight], inputs: Sequence[Mapping[str, Any]]) -> None:
+        self._weights, self._num_shards = list(weights), len(inputs)
+        self._transfer = ScalarTransfer([weight(**shard) for weight in weights for shard in inputs])
+
+    def wait(self) -> dict[Weight, list[Scalar]]:
+        """The weights of the shards."""
+        numbers = iter(self._transfer.wait())
+        return {weight: list(islice(numbers, self._num_shards)) for weight in self._weights}
 
 
 def find_weighted_criteria(module: nn.Module) -> list[tuple[str, nn.Module]]:
