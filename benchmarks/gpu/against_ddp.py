@@ -4,13 +4,15 @@ Each process gets 1/k of the multiprocessors, which is the nearest thing to k GP
 communication is free: a hook returns each bucket at once, buffers are not broadcast, and SyncBatchNorm's collectives
 send nothing. What MPS does not show: the links between GPUs, and memories of their own.
 
-Rank 0 of DDP also runs instep, alternating with DDP. Steps are in bfloat16 autocast, with SGD. The table shows medians
-over all rounds, in milliseconds.
+Rank 0 of DDP also runs instep, alternating with DDP. Steps are in bfloat16 autocast, with SGD; inference is forward
+alone, without gradients. The table shows medians over all rounds, in milliseconds, after a warm-up, and the time of the
+first step. DEVICE=cpu tries the script without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import subprocess
@@ -48,6 +50,8 @@ class Block(nn.Module):
 
 
 VOCABULARY = 32_000
+DEVICE = os.environ.get("DEVICE", "cuda")
+WARM_UP_STEPS = 36
 
 
 def gpt(layers: int, width: int) -> nn.Module:
@@ -71,19 +75,30 @@ class Batch(NamedTuple):
     inputs: tuple[Tensor, ...]
     target: Tensor
 
+    def part(self, count: int, rank: int) -> Batch:
+        """The part of one rank."""
+        return Batch(
+            tuple(value.tensor_split(count)[rank] for value in self.inputs), self.target.tensor_split(count)[rank]
+        )
+
 
 def tokens(batch: int, length: int) -> Batch:
-    ids, target = torch.randint(VOCABULARY, (2, batch, length), device="cuda")
+    ids, target = torch.randint(VOCABULARY, (2, batch, length), device=DEVICE)
     return Batch((ids,), target)
 
 
 def sentences(batch: int, length: int) -> Batch:
-    ids = torch.randint(30_000, (batch, length), device="cuda")
-    return Batch((ids, torch.ones_like(ids)), torch.randint(4, (batch,), device="cuda"))
+    ids = torch.randint(30_000, (batch, length), device=DEVICE)
+    return Batch((ids, torch.ones_like(ids)), torch.randint(4, (batch,), device=DEVICE))
+
+
+def sentences_of_many_lengths() -> list[Batch]:
+    """Eight batches whose lengths differ; the last one has fewer sentences."""
+    return [sentences(32 if length != 80 else 13, length) for length in (128, 96, 32, 112, 64, 120, 48, 80)]
 
 
 def images(batch: int) -> Batch:
-    return Batch((torch.randn(batch, 3, 224, 224, device="cuda"),), torch.randint(1000, (batch,), device="cuda"))
+    return Batch((torch.randn(batch, 3, 224, 224, device=DEVICE),), torch.randint(1000, (batch,), device=DEVICE))
 
 
 def cross_entropy(output: Any, target: Tensor) -> Tensor:
@@ -93,43 +108,72 @@ def cross_entropy(output: Any, target: Tensor) -> Tensor:
 
 class Case(NamedTuple):
     make: Callable[[], nn.Module]
-    sample: Callable[[], Batch]
+    sample: Callable[[], list[Batch]]
     has_batch_norm: bool = False
+
+    def module(self) -> nn.Module:
+        return self.make().to(DEVICE)
 
 
 CASES = {
-    "GPT 4 x 256, 8 x 64 tokens": Case(lambda: gpt(4, 256), lambda: tokens(8, 64)),
-    "GPT 12 x 768, 16 x 512 tokens": Case(lambda: gpt(12, 768), lambda: tokens(16, 512)),
-    "BERT-base, 32 x 128 tokens": Case(bert_base, lambda: sentences(32, 128)),
-    "ResNet-50, 64 images": Case(resnet50, lambda: images(64), has_batch_norm=True),
+    "GPT 4 x 256, 8 x 64 tokens": Case(lambda: gpt(4, 256), lambda: [tokens(8, 64)]),
+    "GPT 12 x 768, 16 x 512 tokens": Case(lambda: gpt(12, 768), lambda: [tokens(16, 512)]),
+    "BERT-base, 32 x 128 tokens": Case(bert_base, lambda: [sentences(32, 128)]),
+    "BERT-base, 13 and 32 x 32 to 128 tokens": Case(bert_base, sentences_of_many_lengths),
+    "ResNet-50, 64 images": Case(resnet50, lambda: [images(64)], has_batch_norm=True),
 }
 
 
-class Side:
-    """One way to run a training step, and its times."""
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
-    def __init__(self, loss: Callable[[], Tensor], model: nn.Module) -> None:
-        self.loss = loss
+
+class Side:
+    """One way to run a step, and its times. `forward` takes a batch and returns the loss, or without one the output."""
+
+    def __init__(
+        self, forward: Callable[[Batch], Any], batches: list[Batch], model: nn.Module, *, training: bool = True
+    ) -> None:
+        self.forward, self.training = forward, training
+        self.batches = itertools.cycle(batches)
         self.optimizer = torch.optim.SGD(model.parameters(), 1e-4)
         self.times: list[float] = []
 
     def run(self, steps: int) -> None:
-        torch.cuda.synchronize()
+        synchronize()
         start = time.perf_counter()
-        for _ in range(steps):
-            self.optimizer.zero_grad()
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = self.loss()
-            loss.backward()
-            self.optimizer.step()
-        torch.cuda.synchronize()
+        for batch in itertools.islice(self.batches, steps):
+            if self.training:
+                self.optimizer.zero_grad()
+            with torch.autocast(DEVICE, torch.bfloat16), torch.set_grad_enabled(self.training):
+                output = self.forward(batch)
+            if self.training:
+                output.backward()
+                self.optimizer.step()
+        synchronize()
         self.times.append((time.perf_counter() - start) / steps * 1e3)
 
 
+def training_side(model: nn.Module, batches: list[Batch]) -> Side:
+    return Side(lambda batch: cross_entropy(model(*batch.inputs), batch.target), batches, model)
+
+
+def inference_side(model: nn.Module, batches: list[Batch]) -> Side:
+    return Side(lambda batch: model(*batch.inputs), batches, model, training=False)
+
+
 def _completed(tensor: Tensor) -> torch.futures.Future[Tensor]:
-    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=["cuda:0"])
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=["cuda:0"] if DEVICE == "cuda" else [])
     future.set_result(tensor)
     return future
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    """DDP whose communication is free."""
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    wrapped.register_comm_hook(None, lambda _, bucket: _completed(bucket.buffer()))
+    return wrapped
 
 
 def _copy_own_row(rows: Sequence[Tensor], row: Tensor, *_: object, **__: object) -> None:
@@ -144,22 +188,15 @@ def free_collectives() -> Any:
 
 def ddp_sides(case: Case, replicas: int, rank: int) -> dict[str, Side]:
     """The sides that every rank runs at the same time, each on its part of the batch."""
-    inputs, target = case.sample()
-    inputs, target = tuple(value.chunk(replicas)[rank] for value in inputs), target.chunk(replicas)[rank]
-
-    def side(model: nn.Module) -> Side:
-        return Side(lambda: cross_entropy(model(*inputs), target), model)
-
-    def ddp(model: nn.Module) -> nn.Module:
-        wrapped = nn.parallel.DistributedDataParallel(
-            model, device_ids=[0], gradient_as_bucket_view=True, broadcast_buffers=False
-        )
-        wrapped.register_comm_hook(None, lambda _, bucket: _completed(bucket.buffer()))
-        return wrapped
-
-    sides = {"bare": side(case.make().cuda()), "DDP": side(ddp(case.make().cuda()))}
+    batches = [batch.part(replicas, rank) for batch in case.sample()]
+    bare = case.module()
+    sides = {
+        "bare": training_side(bare, batches),
+        "DDP": training_side(ddp(case.module()), batches),
+        "bare, inference": inference_side(bare, batches),
+    }
     if case.has_batch_norm:
-        synced = side(ddp(nn.SyncBatchNorm.convert_sync_batchnorm(case.make().cuda())))
+        synced = training_side(ddp(nn.SyncBatchNorm.convert_sync_batchnorm(case.module())), batches)
         run = synced.run
 
         def run_free(steps: int) -> None:
@@ -171,66 +208,79 @@ def ddp_sides(case: Case, replicas: int, rank: int) -> dict[str, Side]:
     return sides
 
 
+def data_parallel(net: nn.Module, replicas: int, **options: Any) -> instep.DataParallel:
+    devices = [torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)] * replicas
+    return instep.DataParallel(net, devices, engine="processes", **options)
+
+
 def instep_sides(case: Case, replicas: int, stack: ExitStack) -> dict[str, Side]:
     """The sides that rank 0 runs alone."""
-    inputs, target = case.sample()
-    devices = [0] * replicas
+    batches = case.sample()
 
     def wrap(net: nn.Module, **options: Any) -> instep.DataParallel:
-        return stack.enter_context(instep.DataParallel(net, devices, engine="processes", **options))
+        return stack.enter_context(data_parallel(net, replicas, **options))
 
-    def outside(model: nn.Module) -> Side:
-        return Side(lambda: cross_entropy(model(*inputs), target), model)
-
-    sides = {"instep": outside(wrap(case.make().cuda()))}
+    model = wrap(case.module())
+    sides = {"instep": training_side(model, batches), "instep, inference": inference_side(model, batches)}
     if case.has_batch_norm:
-        sides["instep, sync_batchnorm=False"] = outside(wrap(case.make().cuda(), sync_batchnorm=False))
-    elif len(inputs) == 1:
-        model = wrap(instep.with_loss(case.make().cuda(), cross_entropy))
-        sides["instep, with_loss"] = Side(lambda: model(*inputs, target), model)
+        sides["instep, sync_batchnorm=False"] = training_side(wrap(case.module(), sync_batchnorm=False), batches)
+    elif len(batches[0].inputs) == 1:
+        loss = wrap(instep.with_loss(case.module(), cross_entropy))
+        sides["instep, with_loss"] = Side(lambda batch: loss(*batch.inputs, batch.target), batches, loss)
     return sides
 
 
 def compare(rank: int, case: Case, replicas: int, rounds: int, steps: int) -> dict[str, Side]:
-    """Run all sides alternately. The other ranks run only DDP's."""
+    """Run all sides alternately. The other ranks run only DDP's. The first time of each side is that of its first step.
+
+    The warm-up is longer than the calls before which the probe of instep may run a trial: the last is the 32nd.
+    """
     torch.manual_seed(0)
     shared = ddp_sides(case, replicas, rank)
     with ExitStack() as stack:
         own = instep_sides(case, replicas, stack) if rank == 0 else {}
-        for turn in range(rounds + 1):
+        for count in (1, WARM_UP_STEPS, *[steps] * rounds):
             for side in shared.values():
                 dist.barrier()
-                side.run(steps)
+                side.run(count)
             dist.barrier()
             for side in own.values():
-                side.run(steps)
+                side.run(count)
             dist.barrier()
-            if not turn:  # a warm-up
-                for side in (*shared.values(), *own.values()):
-                    side.times.clear()
     return {**shared, **own}
 
 
 def work(rank: int, folder: str, names: list[str], replicas: int, rounds: int, steps: int) -> None:
-    torch.cuda.set_device(0)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(0)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=replicas)
     for name in names:
         sides = compare(rank, CASES[name], replicas, rounds, steps)
         if rank == 0:
-            print(f"{name}, {replicas} replicas")
-            base = statistics.median(sides["DDP"].times)
-            for label, side in sides.items():
-                median = statistics.median(side.times)
-                print(f"  {label:32}{median:9.1f} ms{median / base:8.2f} x DDP", flush=True)
+            report(f"{name}, {replicas} replicas", sides)
         del sides
-        torch.cuda.empty_cache()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
     dist.destroy_process_group()
+
+
+def report(title: str, sides: dict[str, Side]) -> None:
+    """Print the times of all sides, inference relative to the bare module's."""
+    print(title)
+    medians = {label: statistics.median(side.times[2:]) for label, side in sides.items()}
+    for label, side in sides.items():
+        base = "DDP" if side.training else "bare, inference"
+        ratio = f"{medians[label] / medians[base]:8.2f} x {base}"
+        print(f"  {label:32}{medians[label]:9.1f} ms{ratio:32}first step {side.times[0] / 1e3:6.1f} s", flush=True)
 
 
 @contextmanager
 def mps(folder: str) -> Iterator[None]:
     """Context manager: processes that start inside it use the GPU at the same time."""
+    if DEVICE == "cpu":
+        yield
+        return
     os.environ["CUDA_MPS_PIPE_DIRECTORY"] = os.environ["CUDA_MPS_LOG_DIRECTORY"] = folder
     subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
     try:
@@ -255,7 +305,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if torch.cuda.device_count():  # does not initialize CUDA in this process
+    if DEVICE == "cpu" or torch.cuda.device_count():  # does not initialize CUDA in this process
         main()
     else:
         print("this benchmark needs a CUDA device")
