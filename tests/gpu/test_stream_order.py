@@ -216,3 +216,35 @@ def test_a_host_that_waits_for_the_device_of_a_worker_that_was_killed_or_failed(
             model(x, UnreadableInWorker())
         torch.testing.assert_close(model(x), plain(x))
         torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+class TakesLong(nn.Module):
+    """The device computes for about a second after the batch has arrived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 5).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.cuda._sleep(2_000_000_000)
+        y: Tensor = self.layer(x)
+        return y
+
+
+def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def test_the_weights_of_a_mean_are_not_awaited_behind_the_forward() -> None:
+    """A mean over tokens may be weighted by samples or by tokens: each call compares the counts on the host."""
+    net = TakesLong().cuda()
+    x, target = torch.randn(6, 3, 4, dtype=torch.float64, device="cuda"), torch.randint(5, (6, 3), device="cuda")
+    with wrap(instep.with_loss(net, token_loss), [0, 0]) as model:
+        for _ in range(5):  # the first, second and fourth call begin with a trial
+            model(x, target)
+        torch.cuda.synchronize()
+        loss = model(x, target)
+        assert not torch.cuda.current_stream().query()  # the device still computes
+        torch.testing.assert_close(loss, token_loss(net.layer(x), target))
+        target[4:] = -100
+        torch.testing.assert_close(model(x, target), token_loss(net.layer(x), target))
