@@ -21,7 +21,7 @@ from instep.probe.trial import OutputCheck, Trial
 from instep.probe.trial_call import TrialCall
 from instep.probe.window import replicated_scalars
 from instep.replicas.state.merge import StateMerger
-from instep.structure.merge import Merger, distinct_weights
+from instep.structure.merge import Merger
 from instep.structure.merge_messages import draws_hide_values, loss_not_additive
 from instep.structure.merge_rules import MergeContext, WeightedBy
 from instep.structure.placements import Nested, PerSample, Replicate, Shard, contains_placement
@@ -118,10 +118,9 @@ class Probe:
     def _start_weights(self, record: ProbeRecord, call: TrialCall) -> None:
         """Start to read the weights that the merge needs. The replicas run meanwhile."""
         self.merger.known_weights = {}
-        weights = dict.fromkeys(self.merger.weights)
-        for verdicts in record.attributes.values():
-            weights.update(dict.fromkeys(distinct_weights(verdicts)))
-        self._weights = WeightTransfer(list(weights), call.shards()) if weights else None
+        compared = [weight for verdict in record.ambiguous() for weight in verdict.weights]
+        weights = list(dict.fromkeys([*self.merger.weights, *compared]))
+        self._weights = WeightTransfer(weights, call.shards()) if weights else None
 
     @property
     def has_weights(self) -> bool:

@@ -76,7 +76,7 @@ class Merger:
         self.path_rules = {pattern: rule for pattern, rule in self.rules.items() if pattern != "*"}
         self.default_rule = self.rules.get("*")
         self._cache: dict[tuple[int, ...], tuple[CachedMerge, dict[Path, str]]] = {}
-        self.weights = distinct_weights(self.verdicts)
+        self.weights = _distinct_weights(self.verdicts)
         """The weights that the verdicts use."""
         self.known_weights: Mapping[Weight, list[Any]] = {}
         """Weights of the next call's shards that were read already, so that its merge need not wait for a device."""
@@ -124,7 +124,7 @@ class Merger:
         if verdicts is self.verdicts:
             return
         self.verdicts = verdicts
-        self.weights = distinct_weights(verdicts)
+        self.weights = _distinct_weights(verdicts)
         self._cache.clear()
         for path, verdict in verdicts.items():
             self.batch_dims.pop(path, None)
@@ -148,7 +148,7 @@ class Merger:
             self._cache[sizes] = cached_merge, self.actions
 
 
-def distinct_weights(verdicts: Verdicts) -> tuple[Weight, ...]:
+def _distinct_weights(verdicts: Verdicts) -> tuple[Weight, ...]:
     """The distinct weights that verdicts use."""
     return tuple(dict.fromkeys(weight for verdict in verdicts.values() for weight in verdict.weights))
 
