@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any, ClassVar
 
 import torch
@@ -50,7 +51,7 @@ get_grad: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 def has_gradients(leaves: Iterable[Tensor]) -> bool:
     """Whether a leaf has a gradient."""
-    return any(gradient is not None for gradient in map(get_grad, leaves))
+    return any(map(is_not, map(get_grad, leaves), repeat(None)))
 
 
 def check_no_stray_gradients(leaves: Sequence[Tensor]) -> None:

@@ -7,7 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import is_
+from operator import is_, itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ class _UnguardedTensors(ReplicaTensors):
     uses_guard = False
 
     def may_have_gradients(self) -> bool:
-        return has_gradients(leaf for _, leaf in self.trainable)
+        return has_gradients(map(itemgetter(1), self.trainable))
 
 
 class _WorkerReplica(Replica):
