@@ -135,12 +135,13 @@ class Side:
     def __init__(
         self, forward: Callable[[Batch], Any], batches: list[Batch], model: nn.Module, *, training: bool = True
     ) -> None:
-        self.forward, self.training = forward, training
+        self.forward, self.model, self.training = forward, model, training
         self.batches = itertools.cycle(batches)
         self.optimizer = torch.optim.SGD(model.parameters(), 1e-4)
         self.times: list[float] = []
 
     def run(self, steps: int) -> None:
+        self.model.train(self.training)
         synchronize()
         start = time.perf_counter()
         for batch in itertools.islice(self.batches, steps):

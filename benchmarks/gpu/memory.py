@@ -2,7 +2,7 @@
 
 Each side trains for a few steps in k processes of its own, one side after the other. The table shows what is in use on
 the device when all processes have taken their steps: parameters, gradients, activations that the caching allocators
-keep, and k CUDA contexts. `engine="processes"` also keeps memory outside of the allocators, so theirs are not compared.
+keep, and k CUDA contexts. The allocators' own statistics would leave out what `engine="processes"` allocates otherwise.
 """
 
 from __future__ import annotations

@@ -354,3 +354,61 @@ def test_weights_of_an_attribute_beside_a_loss() -> None:
         net = instep.with_loss(Stores(heavy), nn.CrossEntropyLoss())
         with pytest.raises((instep.MergeError, instep.StateError)):
             instep.DataParallel(net, ["cpu"] * 2, engine="serial")(x, y, target)
+
+
+CALLS = 100
+"""Calls after which one rarely begins with a trial."""
+
+
+class Padding(nn.Module):
+    """Token losses of a module that replaces a class of its labels, in the caller's tensor, by the ignored one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 9).double()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        labels[labels == 0] = -100
+        return F.cross_entropy(self.layer(x).flatten(0, 1), labels.flatten())
+
+
+class Recurrent(nn.Module):
+    """Sequences `[T, B]` through a recurrent layer, and a draw from the default generator in some calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.layer = nn.GRU(4, 4).double(), nn.Linear(4, 9).double()
+        for parameter in self.rnn.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if bool((labels < 0).any()):
+            torch.rand(1, generator=torch.default_generator)
+        return F.cross_entropy(self.layer(self.rnn(x)[0] + x).flatten(0, 1), labels.flatten())
+
+
+@both_engines
+def test_labels_that_forward_writes_to_and_that_differ_only_later(wrap: Any, engine: str) -> None:
+    model, plain = wrapped(wrap, Padding(), engine)
+    for step in range(CALLS + 3):
+        x, labels = inputs(8, 6), torch.randint(1, 9, (8, 6))
+        if step >= CALLS:
+            labels[4:, 2:] = 0
+        expected = plain(x, labels.clone())
+        torch.testing.assert_close(model(x, labels), expected)
+        assert not bool((labels == 0).any())
+
+
+def test_a_reading_that_is_refuted_later_in_a_call_that_runs_again(wrap: Any) -> None:
+    """While the recurrent layer gives zeros, samples may be in either dim. The call that decides also draws."""
+    net = Recurrent()
+    model = wrap(net, engine="threads")
+    for step in range(CALLS + 3):
+        x, labels = inputs(8, 8), torch.randint(0, 9, (8, 8))
+        if step >= CALLS:
+            labels[4:, :3] = labels[:2, 5:] = -100
+        if step == CALLS:
+            with torch.no_grad():
+                for parameter in net.rnn.parameters():
+                    parameter.normal_()
+        torch.testing.assert_close(model(x, labels), net(x, labels))

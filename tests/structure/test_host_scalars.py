@@ -19,7 +19,7 @@ from instep.structure.weights import CriterionWeight, EntryCount, possible_weigh
 
 @pytest.fixture
 def transfers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of values in each transfer to the host."""
+    """The number of words in each transfer to the host."""
     seen: list[int] = []
     start = host_scalars._start_transfer
 
@@ -178,7 +178,7 @@ def test_weights_are_awaited_after_the_replicas_have_run(monkeypatch: pytest.Mon
         events.clear()
         model(x, target)
         assert events == ["start", "forward", "forward", "wait"]
-        target[4:] = -100  # the rules that remain disagree: a trial follows, which reads the weights of its parts
+        target[4:] = -100  # the rules that remain disagree: the call is repeated, and compares the weights first
         expected = cross_entropy(net(x), target)
         events.clear()
         torch.testing.assert_close(model(x, target), expected)

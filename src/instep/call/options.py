@@ -191,6 +191,8 @@ class MethodBinding:
         self.planner = Planner(replicas, options.dim, in_dims, options.min_shard, options.shares)
         self.merger = Merger.from_options(merge, options.out_dims, options.dim)
         self.probe = self._create_probe(options) if options.probe else None
+        self.writes_arguments = False
+        """Whether a call has written to an argument in place."""
 
     def _create_probe(self, options: Options) -> Probe:
         if self._loss is None or not self._loss.is_sum:

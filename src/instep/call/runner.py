@@ -30,7 +30,6 @@ from instep.engines.thread_pool import is_replica_thread
 from instep.errors import LostExchange, MergeError, StateError, StructureError
 from instep.probe.probe import Outcome, has_sequence_first_layers
 from instep.probe.readings import merge_message, reading_line, split_message, try_readings
-from instep.probe.record import ProbeRecord
 from instep.probe.trial_call import TrialCall
 from instep.replicas.mutable_arguments import mutable_ids
 from instep.replicas.replica import Replica, ReplicaResult
@@ -139,7 +138,8 @@ class ParallelRunner:
             probe.add_tried_lines(error, self._trial_call(call, ()), self.state_merger, in_dim_1)
 
     def _run(self, call: BoundCall, transaction: Transaction) -> Any:
-        serialize = reading_chosen = repeated = False
+        serialize = reading_chosen = repeated = probed = False
+        compare_weights = call.binding.writes_arguments  # such a call cannot run again
         while True:  # one pass, unless the probe chooses another reading, or replicas must not run concurrently
             plan = call.plan
             synced, local = self.replicas.sync(), self.engine.local_indices(plan.parts)
@@ -150,10 +150,12 @@ class ParallelRunner:
             if selection.one_device or selection.unchecked:
                 return self._run_with_carried_state(call, selection)
             carried = selection.split
-            if not serialize and (other := self._probe(call, replicas, carried, reading_chosen)) is not None:
-                call, reading_chosen = other, True
-                continue
-            probe = call.binding.probe
+            if not (serialize and probed):
+                other = self._probe(call, replicas, carried, reading_chosen, compare_weights)
+                if other is not None:
+                    call, reading_chosen, probed = other, True, False
+                    continue
+            probe, probed = call.binding.probe, True
             self.batchnorm_patch.warn_once(probe is not None and probe.last_record.calls_batch_norm)
             rng = self._replica_rng(transaction.rng, replicas, serialize)
             parts = apply_plan(plan, call.values)
@@ -167,11 +169,13 @@ class ParallelRunner:
                 dispatch = self._prepared_dispatch(prepared, call, transaction.ambient, rng)
             results, verdict = self._forward(call, dispatch, shards)
             verdict = self.engine.agree(verdict)
+            if self._written_argument is not None:
+                call.binding.writes_arguments = True
             if verdict == ACCEPTED:
-                if (other := self._settle(call, replicas, carried, reading_chosen)) is None:
+                if probe is None or not probe.weights_disagree(plan.sizes):
                     break
                 transaction.rollback()
-                call, reading_chosen, repeated = other, True, True
+                compare_weights, probed, repeated = True, False, True
                 continue
             if verdict.one_device:
                 self.one_device.record(verdict.one_device, call.method)  # before the rollback, which may fail
@@ -265,20 +269,26 @@ class ParallelRunner:
         )
 
     def _probe(
-        self, call: BoundCall, replicas: Sequence[Replica], carried: Sequence[CarriedValue], reading_chosen: bool
+        self,
+        call: BoundCall,
+        replicas: Sequence[Replica],
+        carried: Sequence[CarriedValue],
+        reading_chosen: bool,
+        compare_weights: bool,
     ) -> BoundCall | None:
         """Before the first call of a structure, find out on a few samples how outputs and attributes merge.
 
         Returns the call with another plan if trials have chosen another reading of its arguments. `reading_chosen` is
         whether the plan of this call was chosen so.
         """
-        probe = call.binding.probe
+        probe, merger = call.binding.probe, self.state_merger
         if probe is None:
             return None
         if call.plan.undecided is not None:
             return self._choose_reading(call, replicas, call.plan.undecided)
+        trial_call, fingerprint = self._trial_call(call, carried), self.replicas.fingerprint.current
         try:
-            probe.prepare(self._trial_call(call, carried), self.replicas.fingerprint.current)
+            probe.prepare(trial_call, fingerprint, compare_weights=compare_weights)
         except MergeError as error:
             if reading_chosen:
                 raise
@@ -288,32 +298,8 @@ class ParallelRunner:
             record.readings_tried = True
             if (other := self._choose_reading(call, replicas)) is not None:
                 return other
-        self._use_record(record)
-        return None
-
-    def _use_record(self, record: ProbeRecord) -> None:
-        """Merge the state of the call as the probe has found."""
-        merger = self.state_merger
         merger.verdicts, merger.unmergeable = record.attributes, record.unmergeable
         merger.sample_dependent, merger.constant = record.sample_dependent, record.constant
-
-    def _settle(
-        self, call: BoundCall, replicas: Sequence[Replica], carried: Sequence[CarriedValue], reading_chosen: bool
-    ) -> BoundCall | None:
-        """When the replicas have run, try this batch if the merge rules that remain disagree on it.
-
-        Its weights may have to be read from a device, so this comes after the forward. Returns what `_probe` returns.
-        """
-        probe = call.binding.probe
-        if probe is None or not probe.has_weights:
-            return None
-        try:
-            if probe.settle(self._trial_call(call, carried)):
-                self._use_record(probe.last_record)
-        except MergeError as error:
-            if reading_chosen:
-                raise
-            return self._choose_reading(call, replicas, error)
         return None
 
     def _choose_reading(
@@ -584,8 +570,8 @@ class ParallelRunner:
         name = self._written_argument
         if name is not None:
             raise StateError(
-                f"forward writes to its argument {name!r} in place, and the call has to run a second time because of "
-                f"what else forward changes: the argument would be changed twice.\n"
+                f"forward writes to its argument {name!r} in place, and the call has to run a second time: the "
+                f"argument would be changed twice.\n"
                 f"Write to a copy in forward: {name} = {name}.clone()."
             )
 

@@ -7,7 +7,7 @@ A trial runs on a private copy of the module before the first call of each struc
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -21,6 +21,7 @@ from instep.probe.trial import OutputCheck, Trial
 from instep.probe.trial_call import TrialCall
 from instep.probe.window import replicated_scalars
 from instep.replicas.state.merge import StateMerger
+from instep.structure.host_scalars import Scalar
 from instep.structure.merge import Merger
 from instep.structure.merge_messages import draws_hide_values, loss_not_additive
 from instep.structure.merge_rules import MergeContext, WeightedBy
@@ -29,7 +30,7 @@ from instep.structure.plan import SplitPlan
 from instep.structure.problems import keyword_arguments
 from instep.structure.tree import structure_key
 from instep.structure.verdicts import Verdict
-from instep.structure.weights import WeightTransfer
+from instep.structure.weights import Weight, WeightTransfer
 
 MAX_STRUCTURES = 32
 MAX_RECORDS = 32
@@ -77,74 +78,67 @@ class Probe:
         """By structure and mode of the call, then by the strings among its arguments, and numbers if these matter."""
         self._by_plan: dict[Any, tuple[SplitPlan, ProbeRecord]] = {}
         self._plain_by_plan: dict[int, tuple[SplitPlan, list[bool]]] = {}
-        self._weights: WeightTransfer | None = None
-        """The weights of the call that is prepared, until `settle`."""
-        self._checks_weights = False
-        """Whether `settle` may run a trial: `prepare` has run none."""
+        self._pending_weights: WeightTransfer | None = None
+        """The weights of the call that was prepared, until the replicas have run."""
+        self._can_disagree = False
+        """Whether they have to be compared then."""
 
-    def prepare(self, call: TrialCall, fingerprint: int) -> None:
-        """Run a trial if one is due, and give the merger the verdicts for this call. `last_record` has all of them.
+    def prepare(self, call: TrialCall, fingerprint: int, *, compare_weights: bool = False) -> None:
+        """Run a trial if one is due, and give the merger the verdicts for this call.
 
-        `fingerprint` identifies the module's modes and settings. Raises `MergeError` for outputs that no rule explains.
+        `fingerprint` identifies the module's modes and settings. With `compare_weights`, a trial is also run if the
+        rules that remain for a mean give the shards of this call different weights. That reads from the device of the
+        arguments, so `weights_disagree` does it after the replicas have run.
+
+        The verdicts for attributes are in `last_record`. Raises `MergeError` for outputs that no rule explains.
         """
         record, numbers = self._find_or_add_record(call.plan, call.values, fingerprint)
         if numbers != record.numbers and not self._try_numbers(call, record, numbers):
             self.numbers_matter = True
             self._records.clear()
             self._by_plan.clear()
-            self.prepare(call, fingerprint)
+            self.prepare(call, fingerprint, compare_weights=compare_weights)
             return
         if record.error:
             raise MergeError(record.error)
         record.count_call()
         trial_due, check_due = record.trials.is_due, record.integer_checks.is_due
-        if trial_due or check_due:
+        weights = self._compare_weights(record, call) if compare_weights and not trial_due else []
+        if trial_due or weights or check_due:
             trial = self._trial(call)
-            if trial_due or trial.has_untested_traits(record):
-                self._run_trial(trial, record)
-                if not trial_due:
+            if trial_due or weights or trial.has_untested_traits(record):
+                self._run_trial(trial, record, weights)
+                if check_due and not trial_due:
                     record.integer_checks.record()
             record.schedule_check()
-        self._use_record(record)
-        self._checks_weights = not trial_due
-        self._start_weights(record, call)
-
-    def _use_record(self, record: ProbeRecord) -> None:
-        """Merge the outputs of the call by the verdicts of a record."""
         self._check_additive(record)
         self.last_record = record
         self.merger.set_verdicts(record.outputs)
-
-    def _start_weights(self, record: ProbeRecord, call: TrialCall) -> None:
-        """Start to read the weights that the merge needs. The replicas run meanwhile."""
         self.merger.known_weights = {}
+        self._pending_weights = self._start_weights(record, call)
+        self._can_disagree = not trial_due and not compare_weights
+
+    def _start_weights(self, record: ProbeRecord, call: TrialCall) -> WeightTransfer | None:
+        """Start to read the weights that the merge needs, and those that have to be compared; None if there are none.
+
+        The replicas run meanwhile.
+        """
         compared = [weight for verdict in record.ambiguous() for weight in verdict.weights]
         weights = list(dict.fromkeys([*self.merger.weights, *compared]))
-        self._weights = WeightTransfer(weights, call.shards()) if weights else None
+        return WeightTransfer(weights, call.shards()) if weights else None
 
-    @property
-    def has_weights(self) -> bool:
-        """Whether the merge of the call needs weights, so that `settle` has to be called."""
-        return self._weights is not None
-
-    def settle(self, call: TrialCall) -> bool:
-        """After the replicas have run: if the rules that remain for a mean disagree on this call, run a trial with it.
-
-        Returns whether there was a trial. Raises `MergeError` like `prepare`.
-        """
-        pending, self._weights = self._weights, None
-        assert pending is not None
-        known, record = pending.wait(), self.last_record
-        self.merger.known_weights = known
-        context = MergeContext(call.plan.sizes, weights=dict(known))
-        disagreeing = [verdict for verdict in record.ambiguous() if not verdict.ops_agree(context)]
-        if not disagreeing or not self._checks_weights or record.trials.count > 4 * MAX_TRIALS:
+    def weights_disagree(self, sizes: tuple[int, ...]) -> bool:
+        """Whether the call has to run again, prepared with `compare_weights`. Called when the replicas have run."""
+        pending, self._pending_weights = self._pending_weights, None
+        if pending is None:
             return False
-        weights = [op.weight for verdict in disagreeing for op in verdict.ops if isinstance(op, WeightedBy)]
-        self._run_trial(self._trial(call), record, weights)
-        record.schedule_check()
-        self._use_record(record)
-        return True
+        self.merger.known_weights = pending.wait()
+        return self._can_disagree and bool(_disagreeing_weights(self.last_record, sizes, self.merger.known_weights))
+
+    def _compare_weights(self, record: ProbeRecord, call: TrialCall) -> list[Any]:
+        """The weights of those rules that remain for a mean and disagree on this call."""
+        pending = self._start_weights(record, call)
+        return [] if pending is None else _disagreeing_weights(record, call.plan.sizes, pending.wait())
 
     def _try_numbers(self, call: TrialCall, record: ProbeRecord, numbers: Values) -> bool:
         """Run a trial with other numbers than in the last call, if one is due. Returns False if it contradicts others.
@@ -346,6 +340,17 @@ class Probe:
             flags = [contains_placement(Replicate, placement) for placement in plan.placements]
             entry = self._plain_by_plan[id(plan)] = plan, flags
         return entry[1]
+
+
+def _disagreeing_weights(
+    record: ProbeRecord, sizes: tuple[int, ...], known: Mapping[Weight, list[Scalar]]
+) -> list[Any]:
+    """The weights of those rules that remain for a mean and disagree on shards with these sizes and weights."""
+    if record.trials.count > 4 * MAX_TRIALS:
+        return []
+    context = MergeContext(sizes, weights=dict(known))
+    disagreeing = [verdict for verdict in record.ambiguous() if not verdict.ops_agree(context)]
+    return [op.weight for verdict in disagreeing for op in verdict.ops if isinstance(op, WeightedBy)]
 
 
 def _is_proven_not_sum(verdict: Verdict | None) -> bool:

@@ -48,7 +48,7 @@ class ScalarTransfer:
 
 
 def _start_transfer(words: Tensor) -> Callable[[], Tensor]:
-    """Start to copy words to the host. Returns a function that waits for them; nothing else here synchronizes."""
+    """Start to copy words to the host. Only the function that it returns waits for a device."""
     if words.device.type != "cuda":
         return lambda: words.cpu()
     copy = torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True).copy_(words, non_blocking=True)

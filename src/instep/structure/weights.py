@@ -77,6 +77,8 @@ class CriterionWeight(Weight):
         """The weight of each entry."""
         target = value[..., 1:] if self.shifted else value
         ignore_index, weight = _ignored_and_weight(self.criterion)
+        if weight is not None and target.device.type == "cpu":  # the other way round, the host would wait for a device
+            target = target.to(weight.device, non_blocking=True)
         counted = target != ignore_index
         if weight is None:
             return counted
