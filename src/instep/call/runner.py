@@ -61,6 +61,8 @@ class ForwardVerdict(NamedTuple):
     """The replicas now have private copies of what they must not share: run them again."""
     serialize: bool = False
     """They drew from one generator at the same time: run them again, one after another."""
+    compare_weights: bool = False
+    """The rules that the probe has left for a mean give the shards different weights: probe and run them again."""
     one_device: Reason | None = None
 
 
@@ -139,7 +141,7 @@ class ParallelRunner:
 
     def _run(self, call: BoundCall, transaction: Transaction) -> Any:
         serialize = reading_chosen = repeated = probed = False
-        compare_weights = call.binding.writes_arguments  # such a call cannot run again
+        compare_weights = call.binding.writes_arguments  # before such a call: it cannot run again
         while True:  # one pass, unless the probe chooses another reading, or replicas must not run concurrently
             plan = call.plan
             synced, local = self.replicas.sync(), self.engine.local_indices(plan.parts)
@@ -150,12 +152,12 @@ class ParallelRunner:
             if selection.one_device or selection.unchecked:
                 return self._run_with_carried_state(call, selection)
             carried = selection.split
-            if not (serialize and probed):
+            if not probed:
                 other = self._probe(call, replicas, carried, reading_chosen, compare_weights)
                 if other is not None:
-                    call, reading_chosen, probed = other, True, False
+                    call, reading_chosen = other, True
                     continue
-            probe, probed = call.binding.probe, True
+            probe = call.binding.probe
             self.batchnorm_patch.warn_once(probe is not None and probe.last_record.calls_batch_norm)
             rng = self._replica_rng(transaction.rng, replicas, serialize)
             parts = apply_plan(plan, call.values)
@@ -169,20 +171,15 @@ class ParallelRunner:
                 dispatch = self._prepared_dispatch(prepared, call, transaction.ambient, rng)
             results, verdict = self._forward(call, dispatch, shards)
             verdict = self.engine.agree(verdict)
-            if self._written_argument is not None:
-                call.binding.writes_arguments = True
             if verdict == ACCEPTED:
-                if probe is None or not probe.weights_disagree(plan.sizes):
-                    break
-                transaction.rollback()
-                compare_weights, probed, repeated = True, False, True
-                continue
+                break
             if verdict.one_device:
                 self.one_device.record(verdict.one_device, call.method)  # before the rollback, which may fail
             transaction.rollback()
             if verdict.one_device:
                 return self._on_one_device(call, verdict.one_device)
-            serialize, repeated = verdict.serialize or serialize, True
+            serialize, probed, repeated = verdict.serialize or serialize, verdict.serialize, True
+            compare_weights = verdict.compare_weights or compare_weights
         self._check_parameter_writes(replicas, results)
         outputs = [result.output for result in results]
         if not isinstance(dispatch, PreparedDispatch) or not dispatch.plain_outputs:
@@ -424,6 +421,8 @@ class ParallelRunner:
                 raise
             return [], ForwardVerdict(retry=True)
         self._written_argument = dispatch.written_argument()
+        if self._written_argument is not None:
+            call.binding.writes_arguments = True
         if reason := self._reason_in_results(call, dispatch):
             dispatch.restore_shared_arguments()
             return results, ForwardVerdict(one_device=reason)
@@ -434,6 +433,8 @@ class ParallelRunner:
             return results, ForwardVerdict(serialize=True)
         if any(result.changes.is_structural for result in results):
             return results, ForwardVerdict(one_device=self.one_device.record_structure_change())
+        if call.binding.probe is not None and call.binding.probe.weights_disagree(call.plan.sizes):
+            return results, ForwardVerdict(compare_weights=True)
         return results, ACCEPTED
 
     def _failure_notes(self, call: BoundCall, error: Exception) -> Iterator[str]:

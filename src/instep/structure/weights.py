@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.structure.host_scalars import Scalar, ScalarTransfer, read_scalars
+from instep.structure.host_scalars import Scalar, ScalarTransfer
 from instep.structure.shapes import is_dense
 from instep.structure.tree import Path, flatten_one_level, format_path, get_by_path, is_sequence
 from instep.structure.types import handler_for_type
@@ -92,7 +92,7 @@ class CriterionWeight(Weight):
 
 
 class WeightTransfer:
-    """A transfer to the host of the weights that the shards of a call have, started before the replicas run."""
+    """A transfer to the host of the weights that the shards of a call have (see `ScalarTransfer`)."""
 
     def __init__(self, weights: Sequence[Weight], inputs: Sequence[Mapping[str, Any]]) -> None:
         self._weights, self._num_shards = list(weights), len(inputs)
@@ -141,11 +141,9 @@ def possible_weights(
     """
     counts = label_and_mask_counts(inputs[2], sizes[2])
     weights: list[Weight] = [*counts, *_criterion_weights(inputs[2], sizes[2], criteria, counts)]
-    totals = [
-        float(total.real) for total in read_scalars([weight(**shard) for weight in weights for shard in inputs[:2]])
-    ]
     possible = []
-    for weight, first, second in zip(weights, totals[::2], totals[1::2], strict=True):
+    for weight, totals in WeightTransfer(weights, inputs[:2]).wait().items():
+        first, second = [float(total.real) for total in totals]
         total = first + second
         is_count = isinstance(weight, EntryCount)
         if total and (is_count or abs(first / total - sizes[0] / sizes[2]) > 1e-9):
