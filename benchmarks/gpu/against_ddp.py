@@ -29,6 +29,8 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import instep
+from instep.engines.processes.controller import nccl_manager, remote_replica
+from instep.runtime.env import is_peer_access_enabled
 
 
 class Block(nn.Module):
@@ -51,6 +53,8 @@ class Block(nn.Module):
 
 VOCABULARY = 32_000
 DEVICE = os.environ.get("DEVICE", "cuda")
+SEPARATE = os.environ.get("SEPARATE") == "1"
+"""Whether replicas of instep are treated as if each had its own GPU."""
 WARM_UP_STEPS = 36
 
 
@@ -209,7 +213,15 @@ def ddp_sides(case: Case, replicas: int, rank: int) -> dict[str, Side]:
     return sides
 
 
+def treat_as_separate_gpus() -> None:
+    """Let instep treat replicas as if each had its own GPU that reaches the others', with free collectives."""
+    nccl_manager.are_distinct_gpus = lambda _: True
+    nccl_manager.BACKEND = "free_group:make_group"
+    remote_replica.can_reach = lambda *_: is_peer_access_enabled()
+
+
 def data_parallel(net: nn.Module, replicas: int, **options: Any) -> instep.DataParallel:
+    options["private_copies"] = SEPARATE
     devices = [torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)] * replicas
     return instep.DataParallel(net, devices, engine="processes", **options)
 
@@ -254,6 +266,8 @@ def compare(rank: int, case: Case, replicas: int, rounds: int, steps: int) -> di
 def work(rank: int, folder: str, names: list[str], replicas: int, rounds: int, steps: int) -> None:
     if DEVICE == "cuda":
         torch.cuda.set_device(0)
+    if SEPARATE:
+        treat_as_separate_gpus()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=replicas)
     for name in names:
@@ -296,7 +310,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--only", default="", help="run only cases whose name contains this text")
+    parser.add_argument("--separate", action="store_true", help="treat replicas as if each had its own GPU")
     arguments = parser.parse_args()
+    if arguments.separate:  # for the ranks and the workers, which import `free_group`
+        folders = [os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH", "")]
+        os.environ.update(SEPARATE="1", PYTHONPATH=os.pathsep.join(filter(None, folders)))
     names = [name for name in CASES if arguments.only in name]
     with tempfile.TemporaryDirectory() as pipes, mps(pipes):
         for replicas in arguments.replicas:

@@ -14,7 +14,9 @@ UNRENDERED: dict[str, frozenset[str]] = {
             "engines/processes/engine.py: ProcessesEngine._raise_lost_broadcast",
             "engines/processes/transport/cuda_driver.py: _raise_driver_error",
             "engines/processes/transport/cuda_driver.py: _primary_context",
+            "engines/processes/transport/cuda_driver.py: DeviceMemory.tensor",
             "engines/processes/worker/ambient.py: use_device",
+            "engines/processes/worker/ambient.py: check_device_memory",
             "parallel.py: DataParallel._fall_back",
         }
     ),
@@ -86,7 +88,7 @@ INTERNAL: dict[str, frozenset[str]] = {
         {
             "engines/processes/controller/client.py: WorkerClient._receive_reply",
             "engines/processes/controller/nccl_manager.py: NcclManager._send_join",
-            "engines/processes/controller/nccl_reduction.py: GradientReduction._send_reduce",
+            "engines/processes/controller/nccl_reduction.py: GradientReduction._reduce_from",
             "engines/processes/controller/replies.py: wrap_stop_iteration",
             "engines/processes/nccl/group.py: NcclGroup._run",
             "engines/processes/nccl/group.py: NcclGroup.collective",

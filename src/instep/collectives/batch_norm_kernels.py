@@ -88,7 +88,7 @@ class Kernels(Protocol):
     Inputs are `dense`; gradients are made so. A replica may be without samples.
 
     A row is the mean and the variance of each channel, and the number of values per channel. It is the same on all
-    types of devices, unless there is a `buffer`, which means that all replicas share a device: then it has the inverse
+    types of devices, unless there is a `buffer`, which means that all replicas run on CUDA: then it has the inverse
     standard deviation in place of the variance, which saves CUDA's kernels the conversion. It is written to the buffer.
     """
 

@@ -86,7 +86,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         self._repeats_broadcast = False
         """Whether the next call repeats one whose broadcast over NCCL was lost."""
         self.ipc_status: dict[int, str | None] = {}
-        """By replica index: why CUDA IPC is not used (see `WorkerClient.ipc_refusal`)."""
+        """By replica index: why CUDA IPC is not used (see `WorkerClient.refusal_for`)."""
         self._clients: dict[int, WorkerClient] = {}
         """By replica index: the client of the last call."""
         self._running_backward: _BackwardState | None = None
@@ -139,9 +139,11 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         self._clients[index] = client
         return worker, client
 
-    def prepare_device(self, index: int, client: WorkerClient, streams: CallStreams, same_device: bool) -> None:
-        client.prepare_device(self._devices[index], same_device)
-        self.ipc_status[index] = client.ipc_refusal if same_device else None
+    def prepare_device(self, index: int, client: WorkerClient, streams: CallStreams, uses_ipc: bool) -> None:
+        memory_device = self._devices[0] if uses_ipc else None
+        client.prepare_device(self._devices[index], memory_device)
+        if uses_ipc or index not in self.ipc_status:
+            self.ipc_status[index] = client.refusal_for(memory_device)
         client.worker.connection.receiver = streams.receiver()
 
     def replace_dead(self, index: int, worker: WorkerProcess | None, closed: ConnectionClosed) -> None:
@@ -202,7 +204,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         if group is None:
             yield
             return
-        remote.broadcast = ParameterBroadcast(group)
+        remote.broadcast = ParameterBroadcast(group, deferred=remote.streams.in_caller)
         try:
             yield
         except BaseException as error:
@@ -210,6 +212,8 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             if isinstance(error, Exception) and not isinstance(error, WorkerFailure):
                 self._raise_lost_broadcast(remote.broadcast)
             raise
+        finally:
+            remote.broadcast.close()
         self._raise_lost_broadcast(remote.broadcast)
 
     def _raise_lost_broadcast(self, broadcast: ParameterBroadcast) -> None:
@@ -222,17 +226,22 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             raise LostExchange("the broadcast of the weights may be incomplete.")
 
     @property
-    def _same_device(self) -> bool:
-        """Whether all replicas are on the caller's device, so that the calling thread need not wait for copies."""
+    def _needs_no_threads(self) -> bool:
+        """Whether the calling thread can do all copies, because they do not make it wait for a device.
+
+        All replicas are on the caller's device, or their workers are known to reach its memory.
+        """
         if self._on_cpu:
             return True
         is_one_gpu = self._devices[0].type == "cuda" and len(set(self._devices)) == 1
-        return is_one_gpu and not self._nccl.can_use(len(self._devices))
+        if is_one_gpu and not self._nccl.can_use(len(self._devices)):
+            return True
+        return all(self.ipc_status.get(index) == "" for index in range(1, len(self._devices)))
 
     def _can_run_in_caller(self, call: ReplicaCall) -> bool:
         """Whether the calling thread can run replica 0 and wait for all workers, without other threads."""
         return (
-            self._same_device
+            self._needs_no_threads
             and not call.rng.serialized
             and not is_replica_thread()
             and call.ambient.default_device is None
@@ -255,6 +264,8 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
                 return run_replicas(group, run_first, tasks)
 
         def run_first() -> ReplicaResult:
+            if remote.broadcast is not None:
+                remote.broadcast.run_deferred()
             if call.ambient.autocast:  # weights may have changed since they were cast in the caller's block
                 torch.clear_autocast_cache()
             result = self._run_forward(remote, 0)
@@ -276,7 +287,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
 
     def _row_exchange(self, group: ControllerRendezvous) -> AbstractContextManager[None]:
         """Context manager: a group whose replica 0 runs in this thread exchanges rows through shared memory."""
-        return self._exchange_rows(group) if self._exchanges_rows and self._same_device else NO_CONTEXT
+        return self._exchange_rows(group) if self._exchanges_rows and self._needs_no_threads else NO_CONTEXT
 
     @contextmanager
     def _exchange_rows(self, group: ControllerRendezvous) -> Iterator[None]:
@@ -366,8 +377,12 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         state = self._backward_state
         if self._nccl.can_use(len(tasks)):
             with GradientReduction(self, self._nccl, state.streams, len(tasks)) as state.reduction:
-                super().backward_replicas(tasks, group)
-        elif state.streams.in_caller:
+                self._run_backwards(tasks, group)
+        else:
+            self._run_backwards(tasks, group)
+
+    def _run_backwards(self, tasks: Sequence[BackwardTask[ControllerRendezvous]], group: ControllerRendezvous) -> None:
+        if self._backward_state.streams.in_caller:
             self._backward_in_caller(tasks, group)
         else:
             super().backward_replicas(tasks, group)
@@ -379,7 +394,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         all outputs have to be there: otherwise another thread of autograd would run the collectives.
         """
         first, *others = graph.replicas
-        if not self._same_device or graph.rng.serialized or first.remote is not None:
+        if not self._needs_no_threads or graph.rng.serialized or first.remote is not None:
             return False
         if not first.tokens:
             return True

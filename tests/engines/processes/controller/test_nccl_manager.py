@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import instep
 from instep.devices import make_buckets
 from instep.engines.processes.controller import nccl_manager
+from instep.engines.processes.engine import ProcessesEngine
 from instep.engines.processes.lifecycle.pool import WorkerPool
 from instep.engines.processes.messages import JoinGroupRequest
 from instep.engines.processes.nccl import group
@@ -39,9 +40,14 @@ def up(workers: WorkerPool) -> None:
     workers.get(2)
 
 
-@pytest.fixture
-def grouped(monkeypatch: pytest.MonkeyPatch, up: None) -> Iterator[None]:
-    """Replicas of the CPU are taken for replicas of different GPUs."""
+@pytest.fixture(params=["in the caller", pytest.param("in threads", marks=pytest.mark.slow)])
+def grouped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, up: None) -> Iterator[None]:
+    """Replicas of the CPU are taken for replicas of different GPUs.
+
+    The caller asks all workers, as if their GPUs reached the memory of the caller's, or each worker has its own thread.
+    """
+    in_caller = request.param == "in the caller"
+    monkeypatch.setattr(ProcessesEngine, "_needs_no_threads", property(lambda _: in_caller))
     monkeypatch.setattr(nccl_manager, "BACKEND", "gloo")
     monkeypatch.setattr(nccl_manager, "are_distinct_gpus", lambda _: True)
     monkeypatch.setattr("instep.engines.processes.controller.remote_module.needs_staging", lambda _: True)
@@ -76,7 +82,7 @@ class Net(nn.Module):
 def wrap(net: nn.Module, count: int, **options: Any) -> instep.DataParallel:
     model = instep.DataParallel(net, ["cpu"] * count, engine="processes", state={"seen": "sum"}, probe=False, **options)
     engine: Any = model._instep_engine
-    engine._on_cpu = False  # each worker has its own thread, as on accelerators
+    engine._on_cpu = False
     return model
 
 
@@ -153,8 +159,9 @@ def test_a_call_whose_group_is_aborted_runs_again(plain: Net, monkeypatch: pytes
             nonlocal step_number
             step_number = step
             if (step, phase) == (2, "forward"):
+                module = "processes.engine" if engine._needs_no_threads else "concurrent"
                 run_before_next_call(  # when the broadcast is complete in this process
-                    "instep.engines.concurrent.raise_first_error",
+                    f"instep.engines.{module}.raise_first_error",
                     lambda: controller_group(model).process_group.abort("a member has failed"),
                     monkeypatch,
                 )

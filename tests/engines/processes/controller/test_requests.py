@@ -155,6 +155,19 @@ def test_workers_leave_the_sender_its_core() -> None:
         assert os.sched_getaffinity(0) == before
 
 
+def test_a_worker_uses_the_memory_of_one_device() -> None:
+    """Wrappers with different first devices may share a worker. The first one decides."""
+    first, other = torch.device("cuda:0"), torch.device("cuda:1")
+    client = object.__new__(WorkerClient)
+    client.ipc_refusal, client._ipc_device = None, None
+    assert client.refusal_for(None) is None
+    assert client.refusal_for(first) is None  # not tried yet
+    client.ipc_refusal, client._ipc_device = "", first
+    assert client.refusal_for(first) == ""
+    assert client.refusal_for(None) is None
+    assert "cuda:0 for another wrapper" in (client.refusal_for(other) or "")
+
+
 def test_concurrent_threads_share_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """With two, each would listen on the one line for itself."""
     made = []

@@ -192,3 +192,22 @@ def test_an_empty_ring_restarts_at_offset_0() -> None:
     assert ring.reserve(100) is None
     ring.read = ring.written
     assert ring.reserve(1024) == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "other", "enabled", "expected"),
+    [
+        ("cuda:1", "cuda:0", "1", True),
+        ("cuda:2", "cuda:0", "1", False),  # the driver says that it does not reach it
+        ("cuda:0", "cuda:0", "1", False),
+        ("cpu", "cuda:0", "1", False),
+        ("cuda:0", "cpu", "1", False),
+        ("cuda:1", "cuda:0", "0", False),
+    ],
+)
+def test_which_devices_reach_each_other(
+    device: str, other: str, enabled: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INSTEP_PEER_ACCESS", enabled)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, _: one.index == 1)
+    assert cuda_ipc.can_reach(torch.device(device), torch.device(other)) is expected

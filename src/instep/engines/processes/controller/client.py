@@ -59,7 +59,13 @@ from instep.engines.processes.transport.doorbell import gradient_chunks, make_do
 from instep.engines.processes.transport.row_memory import RowMemory
 from instep.engines.processes.transport.shared_memory import SharedMemory
 from instep.engines.processes.transport.stream_flags import StreamFlags
-from instep.engines.processes.worker.ambient import describe_device
+from instep.engines.processes.worker.ambient import (
+    RETURNED_BYTE,
+    SENT_BYTE,
+    TEST_BYTES,
+    describe_device,
+    holds_byte,
+)
 from instep.engines.processes.worker.module import gradient_slot
 from instep.errors import EngineError, WorkerFailure
 from instep.replicas.names import module_names
@@ -89,6 +95,8 @@ class WorkerClient:
         self._device_ready = False
         self.ipc_refusal: str | None = None
         """Why CUDA IPC cannot be used; empty if it can, None if not tried yet."""
+        self._ipc_device: torch.device | None = None
+        """The device of the memory through which tensors are sent."""
         self._opened_memory: dict[int, list[DeviceMemory]] = {}
         """By module id: device memory that the worker has opened."""
         self._released_memory: list[DeviceMemory] = []
@@ -120,32 +128,49 @@ class WorkerClient:
         self.released: deque[tuple[str, int]] = deque()
         """Calls and modules that the worker can drop. Finalizers append to it."""
 
-    def prepare_device(self, device: torch.device, same_device: bool) -> None:
+    def prepare_device(self, device: torch.device, memory_device: torch.device | None) -> None:
         """Make the worker select its device, before its first request.
 
-        If it uses the caller's device, also test CUDA IPC, and use it for the next requests if it works.
+        With a `memory_device`, which may be another one, also test whether the worker can open memory on it, and use
+        such memory for the next requests if it can.
         """
         if device.type == "cpu":
             return
         if not self._device_ready:
             self._send_device(describe_device(device))
             self._device_ready = True
-        use_ipc = same_device and not self.ipc_refusal
-        if use_ipc and self.ipc_refusal is None:
-            try:
-                memory, flags = allocate_shared(1, device), StreamFlags.create(FLAG_COUNT, device)
-                refusal = self._send_device(describe_device(device, memory.handle), [flags.fd])
-            except DriverError as error:
-                refusal = str(error)
-            if not refusal and not call_at_exit_of(self.worker, self.release_waits):
-                refusal = "the kernel does not report the exit of processes (pidfd_open)"
-            self.ipc_refusal = refusal or ""
-            if not refusal:
-                self.channel.cuda_ipc = CudaIpcChannel(device, flags, is_parent=True)
-                reference = weakref.WeakMethod(self.wait_for_results)
-                self.worker.before_stop = lambda: None if (wait := reference()) is None else wait()
+        if memory_device is not None and self.ipc_refusal is None:
+            self._ipc_device = memory_device
+            self.ipc_refusal = self._connect_ipc(device, memory_device)
         if self.channel.cuda_ipc is not None:
-            self.channel.cuda_ipc.enabled = use_ipc
+            self.channel.cuda_ipc.enabled = self.refusal_for(memory_device) == ""
+
+    def refusal_for(self, memory_device: torch.device | None) -> str | None:
+        """Why tensors are not sent through memory on a device; empty if they are, None if that was not asked for."""
+        if memory_device is None:
+            return None
+        if self._ipc_device not in (None, memory_device):
+            return f"the worker uses memory of {self._ipc_device} for another wrapper"
+        return self.ipc_refusal
+
+    def _connect_ipc(self, device: torch.device, memory_device: torch.device) -> str:
+        """Test CUDA IPC, and create the channel if it works; otherwise returns why it does not."""
+        try:
+            memory, flags = allocate_shared(TEST_BYTES, memory_device), StreamFlags.create(FLAG_COUNT, memory_device)
+            memory.fill(SENT_BYTE)
+            refusal = self._send_device(describe_device(device, memory.handle), [flags.fd])
+            if refusal is None and not holds_byte(memory, RETURNED_BYTE):
+                refusal = f"what {device} writes to memory of {memory_device} does not arrive"
+        except DriverError as error:
+            refusal = str(error)
+        if not refusal and not call_at_exit_of(self.worker, self.release_waits):
+            refusal = "the kernel does not report the exit of processes (pidfd_open)"
+        if refusal:
+            return refusal
+        self.channel.cuda_ipc = CudaIpcChannel(memory_device, flags, is_parent=True)
+        reference = weakref.WeakMethod(self.wait_for_results)
+        self.worker.before_stop = lambda: None if (wait := reference()) is None else wait()
+        return ""
 
     def disable_ipc(self, reason: str) -> None:
         """Send tensors through host memory from now on."""
@@ -200,7 +225,7 @@ class WorkerClient:
         return None if refusal is None else str(refusal)
 
     @property
-    def same_device(self) -> bool:
+    def uses_ipc(self) -> bool:
         """Whether tensors of the current call are sent by CUDA IPC."""
         return self.channel.cuda_ipc is not None and self.channel.cuda_ipc.enabled
 
@@ -219,7 +244,7 @@ class WorkerClient:
         if (
             module_state is None
             or replica.needs_full_sync
-            or module_state.used_ipc != self.same_device
+            or module_state.used_ipc != self.uses_ipc
             or module_state.has_changed()
         ):
             module_state = replica.worker_states[self] = self._send_module(replica)
@@ -258,7 +283,7 @@ class WorkerClient:
         """Send the whole module: its tensor table, then its objects."""
         pairs = [*replica.tensors.trainable, *replica.tensors.state]
         tensors = [source for source, _ in pairs]
-        table = TensorTableBuilder(tensors, replica, self.same_device)
+        table = TensorTableBuilder(tensors, replica, self._shares_memory(replica))
         with_slot = [number for number, tensor in enumerate(tensors) if tensor.requires_grad and tensor.numel()]
         offsets, nbytes = pack_offsets([tensors[n].numel() * tensors[n].element_size() for n in with_slot])
         slot_offsets = dict(zip(with_slot, offsets, strict=True))
@@ -298,8 +323,8 @@ class WorkerClient:
             memory,
             slot_offsets,
             table.staging,
-            replica.same_device,
-            self.same_device,
+            replica.uses_ipc,
+            self.uses_ipc,
             generators,
             self.channel.registry.closure_cells,
             doorbell,
@@ -331,18 +356,22 @@ class WorkerClient:
         )
         return generators
 
+    def _shares_memory(self, replica: RemoteReplica) -> bool:
+        """Whether the worker uses the source's memory on their common device."""
+        return replica.same_device and self.uses_ipc
+
     def _gradient_memory(self, replica: RemoteReplica, nbytes: int) -> SharedMemory | DeviceMemory:
         """The memory for a replica's gradients: the one that it has, if it fits."""
-        memory = replica.gradient_memory
-        if memory is None or memory.nbytes != nbytes or isinstance(memory, DeviceMemory) != self.same_device:
-            memory = replica.gradient_memory = self._allocate_slots(nbytes, replica.worker_device)
+        memory, on_device = replica.gradient_memory, self._shares_memory(replica)
+        if memory is None or memory.nbytes != nbytes or isinstance(memory, DeviceMemory) != on_device:
+            memory = replica.gradient_memory = self._allocate_slots(nbytes, replica)
         return memory
 
-    def _allocate_slots(self, nbytes: int, device: torch.device) -> SharedMemory | DeviceMemory:
-        """Memory for gradients: on the device with CUDA IPC if possible, else in shared host memory."""
-        if self.same_device:
+    def _allocate_slots(self, nbytes: int, replica: RemoteReplica) -> SharedMemory | DeviceMemory:
+        """Memory for gradients: on a common device with CUDA IPC if possible, else in shared host memory."""
+        if self._shares_memory(replica):
             try:
-                memory = allocate_shared(nbytes, device)
+                memory = allocate_shared(nbytes, replica.worker_device)
             except DriverError:
                 pass
             else:
@@ -362,10 +391,10 @@ class WorkerClient:
         if memory is not None and memory.device_rows is not None:
             memory.device_rows.set_request(replica_index, pending.request_id)
         if memory is not None and memory not in self._row_memories:
-            value: list[Any] = [memory.capacity, memory.memory.nbytes, None, None]
+            value: list[Any] = [memory.capacity, memory.memory.nbytes, None]
             fds = [memory.memory.fd]
             if memory.device_rows is not None:
-                value[2:] = memory.device_rows.device, memory.device_rows.device_memory.handle
+                value[2] = memory.device_rows.device_memory.handle
                 fds += memory.device_rows.fds
                 self._opened_memory[memory.memory_id] = [memory.device_rows.device_memory]
             self.channel.send(messages.ROW_MEMORY, memory.memory_id, value, fds=fds)

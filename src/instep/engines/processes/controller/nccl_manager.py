@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from instep.engines.processes import messages
 from instep.engines.processes.controller.client import WorkerClient
 from instep.engines.processes.controller.remote_module import RemoteModuleState
 from instep.engines.processes.controller.requests import WorkerProvider
+from instep.engines.processes.lifecycle.exit_monitor import call_at_exit_of
 from instep.engines.processes.lifecycle.pool import StartTimeout
 from instep.engines.processes.lifecycle.process import WorkerProcess
 from instep.engines.processes.lifecycle.watchdog import ReplyTimeout
@@ -30,7 +32,7 @@ from instep.engines.thread_pool import ReplicaThreads, is_replica_thread
 from instep.errors import WorkerFailure
 from instep.runtime.caller_warnings import warn_caller
 from instep.runtime.env import is_nccl_enabled
-from instep.runtime.locks import ForkSafeLock
+from instep.runtime.locks import ForkSafeLock, start_thread
 from instep.runtime.torch_private import nccl_group_class
 
 BACKEND = "nccl"
@@ -60,6 +62,16 @@ class ControllerGroup:
         self.process_group = NcclGroup(self.join_request(0, device), os.dup(self.store_fd), os.dup(self.abort_fd))
         self.lock = threading.Lock()
         """Held while a collective is started."""
+        for worker in self.workers:
+            call_at_exit_of(worker, self.on_worker_exit)
+
+    def on_worker_exit(self) -> None:
+        """Abort the group when a worker exits: other threads may wait for a device, which waits for the worker.
+
+        In a thread of its own, because an abort may wait for the device until all waits for the worker are released.
+        """
+        abort = partial(self.process_group.abort, "a worker ended")
+        start_thread(threading.Thread(target=abort, name="instep-abort", daemon=True))
 
     def join_request(self, rank: int, device: torch.device) -> JoinGroupRequest:
         """The request that makes a worker join."""
@@ -255,10 +267,18 @@ atexit.register(abort_all_groups)
 
 
 class GroupCollective:
-    """One collective of a group. The first thread to join starts it; each worker has its own thread."""
+    """One collective of a group. The first worker to join starts it.
 
-    def __init__(self, group: ControllerGroup) -> None:
-        self._group = group
+    If each worker has its own thread, that of the first one also runs the controller's part. In a call that the calling
+    thread makes alone, the controller's part is `deferred` until all workers were sent their requests: it may wait for
+    them. The caller then calls `run_deferred`, and `close` at the end.
+    """
+
+    def __init__(self, group: ControllerGroup, *, deferred: bool = False) -> None:
+        self._group, self._is_deferred = group, deferred
+        self._exit = ExitStack()
+        """Ends the collective and releases the group's lock."""
+        self._deferred_run: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._workers_seen: list[WorkerProcess] = []
         self._started = threading.Event()
@@ -295,11 +315,15 @@ class GroupCollective:
     def _start(self, run: Callable[[NcclGroup], None], send: Callable[[int], object]) -> int:
         group = self._group.process_group
         try:
-            with self._group.lock:
+            with ExitStack() as stack:
+                stack.enter_context(self._group.lock)
                 self._sequence_number = group.last_sequence_number + 1
-                with group.collective(self._sequence_number):
-                    self._send(self._sequence_number, send)
-                    self._started.set()
+                stack.enter_context(group.collective(self._sequence_number))
+                self._send(self._sequence_number, send)
+                self._started.set()
+                if self._is_deferred:
+                    self._deferred_run, self._exit = partial(run, group), stack.pop_all()
+                else:
                     run(group)
         except RuntimeError:  # of NCCL, or out of memory: the tensors are sent through host memory instead
             self._has_failed = True
@@ -318,11 +342,30 @@ class GroupCollective:
             raise
         return sequence_number
 
+    def run_deferred(self) -> None:
+        """Run the controller's part, if the collective has begun."""
+        run, self._deferred_run = self._deferred_run, None
+        try:
+            with self._exit:
+                if run is not None and not self._has_failed:
+                    run()
+        except RuntimeError:
+            self._has_failed = True
+
+    def close(self) -> None:
+        """End a deferred collective, and abort the group if the controller has not taken part in it."""
+        if self._deferred_run is not None:
+            self.fail("the call ended")
+        self._exit.close()
+
     @property
     def was_aborted(self) -> bool:
-        """Whether somebody else aborted the group after the collective began: workers may have incomplete tensors."""
-        has_begun = self._sequence_number != 0
-        return has_begun and not self._has_failed and bool(self._group.process_group.abort_reason)
+        """Whether the group was aborted after the collective began, so that workers may have incomplete tensors.
+
+        Unless it was deferred, that was somebody else: after its own failure the workers are sent the tensors again.
+        """
+        has_begun, failed_alone = self._sequence_number != 0, self._has_failed and not self._is_deferred
+        return has_begun and not failed_alone and bool(self._group.process_group.abort_reason)
 
     def abandon(self) -> None:
         """Abort the group if the call ended before every worker was sent its request."""

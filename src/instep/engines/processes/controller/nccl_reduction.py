@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -71,8 +72,15 @@ class GradientReduction:
                 return
         self._run_per_worker(self._fetch, self._backwards)
 
-    def _run_per_worker(self, function: Callable[[int], None], indices: Iterable[int]) -> None:
-        """Run a function per worker, each in its replica's thread. `GroupAborted` is raised only if nothing else is."""
+    def _run_per_worker(self, function: Callable[[int], object], indices: Iterable[int]) -> None:
+        """Run a function per worker, each in its replica's thread. `GroupAborted` is raised only if nothing else is.
+
+        In a call that the calling thread makes alone, it runs them one after another.
+        """
+        if self._streams.in_caller:
+            for index in indices:
+                function(index)
+            return
         aborted: list[GroupAborted] = []
 
         def run_one(index: int) -> None:
@@ -110,34 +118,45 @@ class GradientReduction:
         leaves = [owner.leaf(position) for owner, position in zip(owners, positions, strict=True)]
         buckets, numels = make_buckets(leaves), [leaf.numel() for leaf in leaves]
         sums: list[Tensor] = []
-        collective = GroupCollective(group)
+        collective = GroupCollective(group, deferred=self._streams.in_caller)
 
         def run(nccl_group: NcclGroup) -> None:
             sums.extend(reduce_coalesced(nccl_group, buckets, numels, {}))
 
-        def reduce_from(index: int) -> None:
+        def reduce_from(index: int) -> Iterator[None]:
             backward_id = self._backwards[index].request_id if index in kept else 0
             tensor_indices = [kept.get(index, {}).get(position) for position in positions]
             request = ReduceRequest(0, backward_id, tensor_indices, numels, buckets)
-            self._send_reduce(index, collective, run, request)
+            return self._reduce_from(index, collective, run, request)
 
+        workers = range(1, self._num_replicas)
         try:
-            self._run_per_worker(reduce_from, range(1, self._num_replicas))
+            if self._streams.in_caller:
+                replies = [reduce_from(index) for index in workers]
+                for reply in replies:
+                    next(reply)
+                collective.run_deferred()
+                for reply in replies:
+                    next(reply, None)
+            else:
+                self._run_per_worker(lambda index: deque(reduce_from(index), maxlen=0), workers)
         except GroupAborted:
             return False
         except BaseException:
             collective.abandon()
             raise
+        finally:
+            collective.close()
         self._streams.record_stream(sums)
         for flat, bucket in zip(sums, buckets, strict=True):
             for index, gradient in zip(bucket.indices, unpack(flat, leaves, bucket), strict=True):
                 owners[index].set_gradient(positions[index], gradient)
         return True
 
-    def _send_reduce(
+    def _reduce_from(
         self, index: int, collective: GroupCollective, run: Callable[[NcclGroup], None], request: ReduceRequest
-    ) -> None:
-        """Make one worker take part in the reduction."""
+    ) -> Iterator[None]:
+        """Make one worker take part in the reduction. Suspends between its request and its reply."""
         pending: list[PendingReply] = []
         worker: WorkerProcess | None = None
 
@@ -148,6 +167,7 @@ class GradientReduction:
             worker, client = self._provider.get_worker(index)
             if not collective.join(worker, run, send):
                 raise GroupAborted("a worker does not take part in a reduction")
+            yield
             client.wait_reply(pending[0], None)
         except ConnectionClosed as error:
             collective.fail("a worker ended")

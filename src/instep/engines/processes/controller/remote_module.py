@@ -45,10 +45,10 @@ class RemoteModuleState:
     """By tensor index: the slot's offset in `gradient_memory`."""
     staging: HostStagingCopy | None
     """Host copy of the tensors that the worker cannot map."""
-    same_device: bool
-    """Whether the worker uses the caller's device."""
+    uses_ipc: bool
+    """Whether tensors are sent through memory on the caller's device, if the worker can open it."""
     used_ipc: bool
-    """Whether CUDA IPC was in use when the module was sent."""
+    """Whether they were when the module was sent."""
     generators: list[torch.Generator]
     """The module's generators, by index."""
     closure_cells: list[tuple[CellType, ValueSnapshot]]
@@ -133,11 +133,11 @@ def _attributes_changed(tensor: Tensor, snapshots: dict[str, ValueSnapshot]) -> 
 class TensorTableBuilder:
     """Builds a tensor table: the specs, the memory blocks that they refer to, and storages to send."""
 
-    def __init__(self, tensors: Sequence[Tensor], replica: RemoteReplica, same_device: bool) -> None:
-        """`same_device`: whether the worker can open memory on the source device."""
+    def __init__(self, tensors: Sequence[Tensor], replica: RemoteReplica, share_memory: bool) -> None:
+        """`share_memory`: whether the worker uses the source's memory on its device, and can open it."""
         self.blocks: dict[int, SharedMemory] = {}
         self.ipc_blocks: dict[int, DeviceMemory] = {}
-        self._same_device = same_device
+        self._share_memory = share_memory
         self.storages: list[Tensor] = []
         self.unshared: list[int] = []
         self._source_device = replica.source_device
@@ -200,7 +200,7 @@ class TensorTableBuilder:
 
     def _ipc_location(self, tensor: Tensor) -> tuple[int, int] | None:
         """The block id and offset of a tensor in device memory that the worker opens by CUDA IPC."""
-        shared = locate(tensor) if self._same_device else None
+        shared = locate(tensor) if self._share_memory else None
         if shared is None or not isinstance(shared.block.memory, DeviceMemory):
             return None
         self.ipc_blocks[shared.block.block_id] = shared.block.memory

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.engines.processes.transport.cuda_driver import DeviceMemory
+from instep.engines.processes.transport.cuda_ipc import can_reach
 from instep.engines.processes.transport.shared_memory import SharedMemory
 from instep.replicas.clone import reaches_source
 from instep.replicas.diff import AttributeChange, Changes
@@ -118,7 +119,9 @@ class RemoteReplica(Replica):
         super().__init__(index, source, argument_device, sharing, source_device=source_device, **kwargs)
         self.name = f"replica {index} on {device}"
         self.same_device = device == source_device and device.type != "cpu" and sharing is ParameterSharing.ALIAS
-        """Whether the worker uses the caller's device."""
+        """Whether the worker uses the source's memory, on its device."""
+        self.uses_ipc = self.same_device or can_reach(device, source_device)
+        """Whether tensors are sent through memory on the source's device, if the worker can open it."""
 
     def accepts_host_arguments(self, chosen: bool) -> bool:
         self.worker_moves_args = (

@@ -32,8 +32,8 @@ class Request(Protocol[ReplyT]):
     """A request to a worker."""
 
     @property
-    def same_device(self) -> bool:
-        """Whether the worker uses the caller's device."""
+    def uses_ipc(self) -> bool:
+        """Whether tensors are sent through memory on the caller's device, if the worker can open it."""
         ...
 
     def send(self, client: WorkerClient) -> PendingReply | None:
@@ -54,8 +54,8 @@ class ReachabilityRequest:
         self._pending: PendingReply
 
     @property
-    def same_device(self) -> bool:
-        return self._call.module_state.same_device
+    def uses_ipc(self) -> bool:
+        return self._call.module_state.uses_ipc
 
     def send(self, client: WorkerClient) -> PendingReply:
         consumed = self._call.ensure_on(client, self._outputs)
@@ -72,14 +72,14 @@ class ReachabilityRequest:
 class IpcCheck:
     """Asks whether CUDA IPC works with a worker on the caller's device."""
 
-    same_device = True
+    uses_ipc = True
 
     def send(self, client: WorkerClient) -> None:
         """Nothing to send: it was tested when the worker selected its device."""
 
     def receive(self, client: WorkerClient) -> ReplyGenerator[bool]:
         yield from ()
-        return client.same_device
+        return client.uses_ipc
 
 
 class WorkerProvider(Protocol):
@@ -89,7 +89,7 @@ class WorkerProvider(Protocol):
         """The worker of a replica, and its client."""
         ...
 
-    def prepare_device(self, index: int, client: WorkerClient, streams: CallStreams, same_device: bool) -> None:
+    def prepare_device(self, index: int, client: WorkerClient, streams: CallStreams, uses_ipc: bool) -> None:
         """Make a worker select its device, and set up the transfer of tensors."""
         ...
 
@@ -141,7 +141,7 @@ class RetryingRequest(Generic[T]):
                 try:
                     if self._streams.on_accelerator and self._locks is not None:
                         self._locks.enter_context(self._client.lock)
-                    self._provider.prepare_device(self._index, self._client, self._streams, self._request.same_device)
+                    self._provider.prepare_device(self._index, self._client, self._streams, self._request.uses_ipc)
                     self._pending = self._request.send(self._client)
                     if self._pending is not None:
                         self._pending.holds_lock = self._streams.on_accelerator

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pkgutil
 import select
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -90,9 +91,15 @@ def _set_variable(name: str, value: str | None) -> None:
 
 _environment_lock = ForkSafeLock(_restore_environment)
 
-_GROUP_FACTORIES = {"nccl": make_nccl_group, "gloo": make_gloo_group}
+_GROUP_FACTORIES: dict[str, Callable[..., Any]] = {"nccl": make_nccl_group, "gloo": make_gloo_group}
 _POLL_SECONDS = 0.02
 _TIMEOUT = timedelta(minutes=10)
+
+
+def _group_factory(backend: str) -> Callable[..., Any]:
+    """The function that creates a group; for tests and benchmarks, that of another backend as `module:function`."""
+    factory: Callable[..., Any] = _GROUP_FACTORIES.get(backend) or pkgutil.resolve_name(backend)
+    return factory
 
 
 class GroupAborted(EngineError):
@@ -136,7 +143,7 @@ class NcclGroup:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
             store = make_file_store(f"/proc/self/fd/{self._store_fd}", self.size)
-            backend.group = _GROUP_FACTORIES[self._config.backend](store, self.rank, self.size, _TIMEOUT)
+            backend.group = _group_factory(self._config.backend)(store, self.rank, self.size, _TIMEOUT)
             tensor = torch.zeros(1, device=self.device)
             # The first collective of each kind opens connections, which may block.
             backend.broadcast(tensor)

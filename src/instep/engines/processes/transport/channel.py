@@ -69,7 +69,7 @@ class Channel:
         self.connection = connection
         self.registry = CodeRegistry(is_parent)
         self.cuda_ipc: CudaIpcChannel | None = None
-        """Sends CUDA tensors through IPC memory if both processes use the same device."""
+        """Sends CUDA tensors through memory on the parent's device, if the worker can open it."""
 
     def send(
         self,

@@ -212,7 +212,10 @@ class DeviceMemory:
         """A part of the memory as a uint8 tensor, with a storage of exactly that size."""
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
-        return torch.as_tensor(_CudaArray(self, self._address + offset, nbytes), device=self.device)
+        tensor = torch.as_tensor(_CudaArray(self, self._address + offset, nbytes), device=self.device)
+        if tensor.data_ptr() != self._address + offset:
+            raise DriverError("this torch copies memory of another device instead of using it")
+        return tensor
 
     def fill(self, byte: int) -> None:
         """Set every byte, on a stream of its own, and wait for that."""

@@ -1,4 +1,6 @@
-"""Sends CUDA tensors between processes on one device through IPC ring buffers, ordered by their streams.
+"""Sends CUDA tensors between processes through IPC ring buffers, ordered by their streams.
+
+The buffers are on the parent's device. A worker uses the same device, or one that reaches the memory of the parent's.
 
 No host waits for its device: a sender queues copies into a ring and a signal, and sends the message at once. The
 receiver queues a wait for that signal before it uses the tensors. The parent owns all memory and all signals, so that
@@ -29,6 +31,7 @@ from instep.engines.processes.transport.shared_memory import RingAllocator, alig
 from instep.engines.processes.transport.stream_flags import StreamFlags
 from instep.engines.processes.transport.tensor_codec import DTYPE_CODES, DTYPES
 from instep.errors import EngineError
+from instep.runtime.env import is_peer_access_enabled
 
 
 class IpcError(EngineError):
@@ -109,9 +112,10 @@ class _DeviceRing:
 
 
 class CudaIpcChannel:
-    """One end of a channel for tensors between two processes that use the same device."""
+    """One end of a channel for tensors between two processes."""
 
     def __init__(self, device: torch.device, flags: StreamFlags, *, is_parent: bool) -> None:
+        """`device` is that of this process."""
         self.device, self.flags = device, flags
         self._is_parent = is_parent
         self.enabled = False
@@ -296,6 +300,16 @@ class CudaIpcChannel:
                 self.flags.store(self._peer_read_flag, self._sent_number)
                 self.flags.store(self._peer_written_flag, self._read_number)
         return awaited
+
+
+def can_reach(device: torch.device, other: torch.device) -> bool:
+    """Whether a device has access to the memory of another one."""
+    return (
+        device.type == other.type == "cuda"
+        and device != other
+        and is_peer_access_enabled()
+        and torch.cuda.can_device_access_peer(device, other)
+    )
 
 
 def poison(memory: DeviceMemory) -> None:

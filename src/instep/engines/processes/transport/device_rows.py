@@ -1,4 +1,4 @@
-"""All-gather of small rows on a GPU that several processes use, ordered by their streams.
+"""All-gather of small rows in the memory of a GPU that several processes use or reach, ordered by their streams.
 
 Every replica has two regions in device memory and a flag. To take part in a collective it queues the writing of its row
 to one of them and a signal with the number of the collective, and then waits for the other flags, all on its stream.

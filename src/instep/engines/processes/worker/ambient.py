@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from instep.engines.processes.messages import DeviceRequest
-from instep.engines.processes.transport.cuda_driver import DeviceMemory
+from instep.engines.processes.transport.cuda_driver import DeviceMemory, DriverError
 from instep.errors import EngineError
 from instep.runtime.ambient import AmbientState, EncodedAmbientState
 
@@ -49,10 +49,22 @@ def use_device(request: DeviceRequest) -> None:
         )
 
 
+TEST_BYTES, SENT_BYTE, RETURNED_BYTE = 256, 0x5A, 0xA5
+"""The size of the memory that tests CUDA IPC, what the parent writes to it, and what the worker then writes."""
+
+
 def check_device_memory(request: DeviceRequest) -> None:
-    """In a worker: raise `DriverError` if device memory cannot be opened by an IPC handle."""
+    """In a worker: raise `DriverError` if memory, perhaps of another device, cannot be opened, read and written."""
     assert request.ipc_handle is not None
-    DeviceMemory.open(request.ipc_handle, 1, request.device).tensor(0, 1).clone()
+    memory = DeviceMemory.open(request.ipc_handle, TEST_BYTES, request.device)
+    if not holds_byte(memory, SENT_BYTE):
+        raise DriverError(f"{request.device} does not read what was written to the memory")
+    memory.fill(RETURNED_BYTE)
+
+
+def holds_byte(memory: DeviceMemory, byte: int) -> bool:
+    """Whether every byte of a memory has this value. Waits for the device."""
+    return bool((memory.tensor(0, memory.nbytes) == byte).all())
 
 
 def _device_uuid(device: torch.device) -> str:

@@ -212,9 +212,10 @@ class WorkerServer:
         self._note_foreign_leaves(())
 
     def _receive_row_memory(self, message: Message) -> None:
-        (capacity, nbytes, device, handle), _ = self._channel.decode(message)
+        (capacity, nbytes, handle), _ = self._channel.decode(message)
         memory = RowMemory.attach(message.fds[0], nbytes, capacity)
         if handle is not None:
+            device = torch.device("cuda", torch.cuda.current_device())
             memory.device_rows = DeviceRowMemory.attach(handle, message.fds[1:], capacity, device)
         self._row_memories[message.call_id] = memory
 
