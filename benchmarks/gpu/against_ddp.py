@@ -217,11 +217,11 @@ def treat_as_separate_gpus() -> None:
     """Let instep treat replicas as if each had its own GPU that reaches the others', with free collectives."""
     nccl_manager.are_distinct_gpus = lambda _: True
     nccl_manager.BACKEND = "free_group:make_group"
+    remote_replica.is_same_accelerator = lambda *_: False
     remote_replica.can_reach = lambda *_: is_peer_access_enabled()
 
 
 def data_parallel(net: nn.Module, replicas: int, **options: Any) -> instep.DataParallel:
-    options["private_copies"] = SEPARATE
     devices = [torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)] * replicas
     return instep.DataParallel(net, devices, engine="processes", **options)
 
@@ -246,13 +246,15 @@ def instep_sides(case: Case, replicas: int, stack: ExitStack) -> dict[str, Side]
 def compare(rank: int, case: Case, replicas: int, rounds: int, steps: int) -> dict[str, Side]:
     """Run all sides alternately. The other ranks run only DDP's. The first time of each side is that of its first step.
 
-    The warm-up is longer than the calls before which the probe of instep may run a trial: the last is the 32nd.
+    The warm-up is longer than the calls before which the probe of instep may run a trial: the last is the 32nd. As free
+    collectives send nothing, instep sends its tensors through host memory until shortly before its end.
     """
     torch.manual_seed(0)
     shared = ddp_sides(case, replicas, rank)
     with ExitStack() as stack:
         own = instep_sides(case, replicas, stack) if rank == 0 else {}
-        for count in (1, WARM_UP_STEPS, *[steps] * rounds):
+        for number, count in enumerate((1, WARM_UP_STEPS, steps, *[steps] * rounds)):
+            os.environ["INSTEP_NCCL"] = str(int(number > 1))
             for side in shared.values():
                 dist.barrier()
                 side.run(count)
@@ -283,7 +285,7 @@ def work(rank: int, folder: str, names: list[str], replicas: int, rounds: int, s
 def report(title: str, sides: dict[str, Side]) -> None:
     """Print the times of all sides, inference relative to the bare module's."""
     print(title)
-    medians = {label: statistics.median(side.times[2:]) for label, side in sides.items()}
+    medians = {label: statistics.median(side.times[3:]) for label, side in sides.items()}
     for label, side in sides.items():
         base = "DDP" if side.training else "bare, inference"
         ratio = f"{medians[label] / medians[base]:8.2f} x {base}"

@@ -39,13 +39,10 @@ def peers(monkeypatch: pytest.MonkeyPatch, gpu_workers: Any) -> Iterator[None]:
     """Treat replicas that share a GPU as replicas on different GPUs that reach each other."""
     monkeypatch.setattr(nccl_manager, "are_distinct_gpus", lambda _: True)
     monkeypatch.setattr(nccl_manager, "EXTRA_ENVIRONMENT", HOSTS)
+    monkeypatch.setattr(remote_replica, "is_same_accelerator", lambda *_: False)
     monkeypatch.setattr(remote_replica, "can_reach", lambda *_: True)
     yield
     nccl_manager.abort_all_groups()
-
-
-def wrap_peers(net: nn.Module, count: int, **options: Any) -> instep.DataParallel:
-    return wrap(net, [0] * count, private=True, **options)
 
 
 def train(model: nn.Module, net: nn.Module, batches: list[Tensor]) -> list[float]:
@@ -72,16 +69,21 @@ def assert_uses_peer_access(model: instep.DataParallel) -> None:
 @pytest.mark.parametrize("make", [mlp, conv_net])
 def test_training_equals_one_device(make: Any, with_nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSTEP_NCCL", str(int(with_nccl)))
+    memory: list[Tensor | None] = []
+    find = nccl_manager.find_shared_memory
+    monkeypatch.setattr(nccl_manager, "find_shared_memory", lambda run: memory.append(find(run)) or memory[-1])
     torch.manual_seed(0)
     net = make().double().cuda()
     plain = copy.deepcopy(net)
     shape = (6,) if make is mlp else (4, 6, 6)
     batches = [torch.randn(size, *shape, device="cuda", dtype=torch.float64) for size in (9, 9, 7, 9, 2, 9, 8)]
-    with wrap_peers(net, 3) as model:
+    with wrap(net, [0, 0, 0]) as model:
         losses = train(model, net, batches)
         assert_uses_peer_access(model)
         engine: Any = model._instep_engine
         assert (engine._nccl._group is not None) == with_nccl
+        assert bool(memory) == with_nccl
+        assert all(found is not None for found in memory)  # the weights are broadcast from where they are
         if make is conv_net:
             assert engine._row_memory.device_rows is not None
     assert losses == pytest.approx(train(plain, plain, batches), rel=1e-9)
@@ -94,7 +96,7 @@ def test_the_caller_does_not_wait_for_the_device_in_a_warm_step(make: Any) -> No
     torch.manual_seed(0)
     net = make().cuda()
     shape = (6,) if make is mlp else (4, 6, 6)
-    with wrap_peers(net, 2) as model:
+    with wrap(net, [0, 0]) as model:
         optimizer = torch.optim.SGD(net.parameters(), 1e-3, foreach=True)
         for step in range(12):
             x = torch.randn(12, *shape, device="cuda")
@@ -107,15 +109,14 @@ def test_the_caller_does_not_wait_for_the_device_in_a_warm_step(make: Any) -> No
 
 
 @pytest.mark.usefixtures("peers")
-def test_all_features() -> None:
-    """Random numbers, batch normalization, tensors stored on the module, and state."""
+def test_all_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random numbers, batch normalization, tensors stored on the module, and state: as without peer access."""
     found = []
-    for peer in (True, False):
+    for reaches in (True, False):
+        monkeypatch.setattr(remote_replica, "can_reach", lambda *_, reaches=reaches: reaches)
         torch.manual_seed(0)
         net = Net().double().cuda()
-        options: dict[str, Any] = {"merge": {"penalty": "mean"}}
-        model = wrap_peers(net, 3, **options) if peer else wrap(net, [0, 0, 0], **options)
-        with model:
+        with wrap(net, [0, 0, 0], merge={"penalty": "mean"}) as model:
             optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
             for _ in range(3):
                 optimizer.zero_grad()
@@ -133,7 +134,7 @@ def test_workers_that_are_killed_while_idle_are_replaced() -> None:
     net = conv_net().double().cuda()
     plain = copy.deepcopy(net)
     batches = [torch.randn(8, 4, 6, 6, device="cuda", dtype=torch.float64) for _ in range(5)]
-    with wrap_peers(net, 3) as model:
+    with wrap(net, [0, 0, 0]) as model:
         losses = train(model, net, batches[:3])
         os.kill(pids(model)[0], signal.SIGKILL)
         losses += train(model, net, batches[3:4])
@@ -157,7 +158,7 @@ def test_workers_that_are_killed_while_idle_are_replaced() -> None:
 @pytest.mark.timeout(60)
 def test_a_worker_that_is_killed_while_its_device_computes() -> None:
     net = FailsInWorker("sleep").cuda()
-    with wrap_peers(net, 2, merge={"": "cat"}) as model:
+    with wrap(net, [0, 0], merge={"": "cat"}) as model:
         x = torch.randn(6, 4, device="cuda")
         for _ in range(4):
             model(x, bad=False)
@@ -177,7 +178,7 @@ def test_a_worker_that_is_killed_while_its_device_computes() -> None:
 def test_memory_that_does_not_arrive_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "holds_byte", lambda *_: False)
     net = mlp().cuda()
-    with wrap_peers(net, 2) as model:
+    with wrap(net, [0, 0]) as model:
         os.kill(pids(model)[0], signal.SIGKILL)  # a new worker tests it anew
         x = torch.randn(6, 6, device="cuda")
         torch.testing.assert_close(model(x), net(x))

@@ -115,7 +115,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         uses_ipc: bool = bool(same_device) and send_and_wait(
             self, same_device[0], IpcCheck(), CallStreams(self._devices)
         )
-        if uses_ipc:
+        if uses_ipc or self._nccl.can_use(len(self._devices)):  # NCCL broadcasts neighbours at once
             with suppress(DriverError):  # without memory for it, tensors stay in place and workers get copies
                 share_parameters(tensors, partial(allocate_shared, device=source_device), source_device)
 
@@ -142,8 +142,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
     def prepare_device(self, index: int, client: WorkerClient, streams: CallStreams, uses_ipc: bool) -> None:
         memory_device = self._devices[0] if uses_ipc else None
         client.prepare_device(self._devices[index], memory_device)
-        if uses_ipc or index not in self.ipc_status:
-            self.ipc_status[index] = client.refusal_for(memory_device)
+        self.ipc_status[index] = client.refusal_for(memory_device)
         client.worker.connection.receiver = streams.receiver()
 
     def replace_dead(self, index: int, worker: WorkerProcess | None, closed: ConnectionClosed) -> None:
@@ -200,7 +199,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         repeats, self._repeats_broadcast = self._repeats_broadcast, False
         uses_nccl = not repeats and call.sync_state and not call.rng.serialized
         uses_nccl = uses_nccl and self._nccl.can_use(len(call.replicas))
-        group = self._nccl.get_group(remote.streams) if uses_nccl else None
+        group = self._nccl.get_group() if uses_nccl else None
         if group is None:
             yield
             return

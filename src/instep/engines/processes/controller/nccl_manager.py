@@ -19,6 +19,7 @@ from instep.engines.processes import messages
 from instep.engines.processes.controller.client import WorkerClient
 from instep.engines.processes.controller.remote_module import RemoteModuleState
 from instep.engines.processes.controller.requests import WorkerProvider
+from instep.engines.processes.controller.shared_parameters import find_shared_memory
 from instep.engines.processes.lifecycle.exit_monitor import call_at_exit_of
 from instep.engines.processes.lifecycle.pool import StartTimeout
 from instep.engines.processes.lifecycle.process import WorkerProcess
@@ -27,7 +28,6 @@ from instep.engines.processes.messages import BroadcastRequest, JoinGroupRequest
 from instep.engines.processes.nccl.collectives import broadcast_coalesced
 from instep.engines.processes.nccl.group import NCCL_ENVIRONMENT, NcclGroup
 from instep.engines.processes.transport.connection import ConnectionClosed
-from instep.engines.processes.transport.copy_streams import CallStreams
 from instep.engines.thread_pool import ReplicaThreads, is_replica_thread
 from instep.errors import WorkerFailure
 from instep.runtime.caller_warnings import warn_caller
@@ -123,7 +123,7 @@ class NcclManager:
             return ", weights and gradients by NCCL"
         return f", weights and gradients too, because NCCL cannot be used ({self.refusal})" if self.refusal else ""
 
-    def get_group(self, streams: CallStreams) -> ControllerGroup | None:
+    def get_group(self) -> ControllerGroup | None:
         """The group of the current workers; None if a worker has just died or NCCL cannot be used.
 
         After a worker was replaced, the next call creates a new group.
@@ -135,7 +135,7 @@ class NcclManager:
                 return None
             if self._group is None or self._group.process_group.abort_reason or self._group.workers != workers:
                 self.leave()
-                self._group = self._find_group(workers) or self._create_group(workers, streams)
+                self._group = self._find_group(workers) or self._create_group(workers)
             return self._group
 
     def _find_group(self, workers: Sequence[WorkerProcess]) -> ControllerGroup | None:
@@ -146,12 +146,12 @@ class NcclManager:
                 group.users.add(self)
             return group
 
-    def _create_group(self, workers: Sequence[WorkerProcess], streams: CallStreams) -> ControllerGroup | None:
+    def _create_group(self, workers: Sequence[WorkerProcess]) -> ControllerGroup | None:
         group = ControllerGroup(workers, self._devices[0])
         group.users.add(self)
         _warn_existing_groups()
         tasks: list[Callable[[], None]] = [partial(_init_group, group)]
-        tasks += [partial(self._send_join, group, index, streams) for index in range(1, len(self._devices))]
+        tasks += [partial(self._send_join, group, index) for index in range(1, len(self._devices))]
         try:
             self._provider.threads.run(
                 tasks, on_interrupt=lambda: group.process_group.abort("the call was interrupted")
@@ -175,7 +175,7 @@ class NcclManager:
             f"{self.refusal}\nTo silence this warning, set INSTEP_NCCL=0.",
         )
 
-    def _send_join(self, group: ControllerGroup, index: int, streams: CallStreams) -> None:
+    def _send_join(self, group: ControllerGroup, index: int) -> None:
         """Make a worker join a group."""
         worker: WorkerProcess | None = None
         try:
@@ -183,7 +183,7 @@ class NcclManager:
             if worker is not group.workers[index - 1]:
                 raise ConnectionClosed(f"{worker.name} was replaced")
             with client.lock:
-                self._provider.prepare_device(index, client, streams, False)
+                client.prepare_device(self._devices[index], None)
                 pending = client.send(
                     messages.JOIN_GROUP,
                     group.join_request(index, self._devices[index]),
@@ -396,4 +396,4 @@ class ParameterBroadcast(GroupCollective):
             request = BroadcastRequest(module_id, sequence_number, len(tensors), nbytes)
             client.channel.send(messages.BROADCAST, 0, request)
 
-        return self.join(client.worker, lambda group: broadcast_coalesced(group, tensors), send)
+        return self.join(client.worker, lambda group: broadcast_coalesced(group, tensors, find_shared_memory), send)

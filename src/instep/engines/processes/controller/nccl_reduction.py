@@ -65,7 +65,7 @@ class GradientReduction:
             lost = [index for index in self._backwards if not self._is_current(index)]
             if lost:
                 self._run_per_worker(self._rerun, lost)
-            group = self._nccl.get_group(self._streams) if self._nccl.can_use(self._num_replicas) else None
+            group = self._nccl.get_group() if self._nccl.can_use(self._num_replicas) else None
             if group is None and not self._nccl.can_use(self._num_replicas):
                 break
             if group is not None and self._reduce(group):

@@ -60,6 +60,10 @@ def registered_recorders(root: nn.Module) -> list[ChangeRecorder]:
         return list(_recorders.get(root, ()))
 
 
+def is_same_accelerator(device: torch.device, source_device: torch.device) -> bool:
+    return device == source_device and device.type != "cpu"
+
+
 class SourceViews(ReplicaTensors):
     """The tensors of a remote replica: views of the source's memory, until the worker reports writes."""
 
@@ -118,7 +122,7 @@ class RemoteReplica(Replica):
         argument_device = source_device if source_device.type != "cpu" and device.type != "cpu" else device
         super().__init__(index, source, argument_device, sharing, source_device=source_device, **kwargs)
         self.name = f"replica {index} on {device}"
-        self.same_device = device == source_device and device.type != "cpu" and sharing is ParameterSharing.ALIAS
+        self.same_device = is_same_accelerator(device, source_device) and sharing is ParameterSharing.ALIAS
         """Whether the worker uses the source's memory, on its device."""
         self.uses_ipc = self.same_device or can_reach(device, source_device)
         """Whether tensors are sent through memory on the source's device, if the worker can open it."""

@@ -105,6 +105,17 @@ def locate(tensor: Tensor) -> SharedLocation | None:
     return None
 
 
+def find_shared_memory(run: Sequence[StagedTensor]) -> Tensor | None:
+    """The shared device memory of neighbouring tensors, as bytes; None if they are not neighbours there."""
+    first, start = locate(run[0].tensor), run[0].offset
+    if first is None or not isinstance(first.block.memory, DeviceMemory):
+        return None
+    address = run[0].tensor.data_ptr()
+    if any(staged.tensor.data_ptr() - address != staged.offset - start for staged in run):
+        return None
+    return first.block.memory.tensor(first.offset, run[-1].end - start)
+
+
 def pack_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Aligned offsets for pieces of these sizes in one block, and the size of the block."""
     offsets, at = [], 0

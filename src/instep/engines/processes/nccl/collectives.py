@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,13 +16,24 @@ REDUCIBLE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 """Dtypes of gradients that a group reduces."""
 
 
-def broadcast_coalesced(group: NcclGroup, tensors_to_send: Sequence[StagedTensor]) -> None:
-    """Broadcast tensors from rank 0. They have the same offsets on every member."""
+def broadcast_coalesced(
+    group: NcclGroup,
+    tensors_to_send: Sequence[StagedTensor],
+    find_memory: Callable[[Sequence[StagedTensor]], Tensor | None] = lambda _: None,
+) -> None:
+    """Broadcast tensors from rank 0. They have the same offsets on every member.
+
+    `find_memory` returns the memory of neighbouring tensors, as bytes, if they are neighbours in this process too.
+    Otherwise they are copied.
+    """
     with torch.no_grad(), set_inference_mode(False):
         for run in contiguous_runs(tensors_to_send):
             tensors = [staged.tensor for staged in run]
-            if len(run) == 1 and tensors[0].is_contiguous():
-                group.broadcast(tensors[0])
+            memory = find_memory(run)
+            if memory is None and len(run) == 1 and tensors[0].is_contiguous():
+                memory = tensors[0]
+            if memory is not None:
+                group.broadcast(memory)
                 continue
             start = run[0].offset
             flat = torch.empty(run[-1].end - start, dtype=torch.uint8, device=group.device)

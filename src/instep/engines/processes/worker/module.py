@@ -6,6 +6,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import is_, itemgetter
 
@@ -28,8 +29,8 @@ from instep.engines.processes.serialization.containers import encode_items
 from instep.engines.processes.serialization.reducers import make_generator
 from instep.engines.processes.transport.channel import SOURCE, TensorTag, rebuild_by_value
 from instep.engines.processes.transport.copy_streams import StagedTensor, copy_all_to_device, copy_all_to_host
-from instep.engines.processes.transport.cuda_driver import DeviceMemory
-from instep.engines.processes.transport.cuda_ipc import open_shared
+from instep.engines.processes.transport.cuda_driver import DeviceMemory, DriverError
+from instep.engines.processes.transport.cuda_ipc import allocate_shared, open_shared
 from instep.engines.processes.transport.doorbell import Doorbell, gradient_chunks
 from instep.engines.processes.transport.shared_memory import SharedMemory
 from instep.replicas.replica import Replica, ReplicaResult, TensorPair
@@ -95,6 +96,8 @@ class WorkerModule:
         """By method: at which calls the values of arguments are compared, to find writes through `.data`."""
         self._staged_by_block: dict[int, list[StagedTensor]] = {}
         """Device copies of tensors in shared memory, by block number."""
+        self._copies_by_block: dict[int, DeviceMemory] = {}
+        """The device memory of these copies."""
         self.tensors = [self._rebuild_tensor(entry, table.storages) for entry in table.tensors]
         self._gradient_slots: dict[int, Tensor] = {}
         self._replica: Replica | None = None
@@ -152,7 +155,12 @@ class WorkerModule:
             return storages[location.offset].to(self.device) if on_source_device else storages[location.offset]
         if not location.needs_copy:
             return block.tensor(location.offset, location.nbytes)
-        private = torch.empty(location.nbytes, dtype=torch.uint8, device=self.device)
+        copies = self._device_copies(location.block_id, block.nbytes)
+        private = (
+            torch.empty(location.nbytes, dtype=torch.uint8, device=self.device)
+            if copies is None
+            else copies.tensor(location.offset, location.nbytes)
+        )
         self._staged_by_block.setdefault(location.block_id, []).append(StagedTensor(location.offset, private))
         return private
 
@@ -187,6 +195,20 @@ class WorkerModule:
         """Copy staged tensors from shared memory to the device."""
         for number, tensors in self._staged_by_block.items():
             copy_all_to_device(self._shared_blocks[number], tensors)
+
+    def _device_copies(self, block_id: int, nbytes: int) -> DeviceMemory | None:
+        """Device memory for copies of a block of shared memory, at the same offsets; None on the CPU."""
+        if block_id not in self._copies_by_block and self.device.type == "cuda":
+            with suppress(DriverError):  # each copy is then allocated on its own
+                self._copies_by_block[block_id] = allocate_shared(nbytes, self.device)
+        return self._copies_by_block.get(block_id)
+
+    def find_memory(self, run: Sequence[StagedTensor]) -> Tensor | None:
+        """The device memory of neighbouring `staged_tensors`, as bytes; None if each was allocated on its own."""
+        if len(self._copies_by_block) != 1 or len(self._staged_by_block) != 1:
+            return None
+        (memory,) = self._copies_by_block.values()
+        return memory.tensor(run[0].offset, run[-1].end - run[0].offset)
 
     def staged_tensors(self) -> list[StagedTensor]:
         """Device copies of tensors in shared memory, which a broadcast can update too."""

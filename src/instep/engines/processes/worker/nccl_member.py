@@ -48,7 +48,7 @@ class NcclMember:
             tensors = module.staged_tensors()
             if (len(tensors), sum(staged.tensor.nbytes for staged in tensors)) != (request.num_tensors, request.nbytes):
                 raise GroupAborted("the tensors of a worker differ from those that are broadcast")
-            broadcast_coalesced(group, tensors)
+            broadcast_coalesced(group, tensors, module.find_memory)
             synchronize_stream(group.device)
             group.raise_if_aborted()
             module.sequence_number = request.sequence_number
