@@ -79,11 +79,14 @@ class ConcurrentEngine(Engine, Generic[GroupT]):
 
     @property
     def threads(self) -> ReplicaThreads:
-        with self._lock:
-            if self._threads is None:
-                self._threads = ReplicaThreads(self._devices)
-                weakref.finalize(self, self._threads.release_async)
-            return self._threads
+        threads = self._threads
+        if threads is None:
+            with self._lock:
+                if self._threads is None:
+                    self._threads = ReplicaThreads(self._devices)
+                    weakref.finalize(self, self._threads.release_async)
+                threads = self._threads
+        return threads
 
     def forward(self, call: ReplicaCall) -> list[ReplicaResult]:
         group = self.forward_group(call)

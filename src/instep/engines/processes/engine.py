@@ -204,15 +204,15 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             yield
             return
         remote.broadcast = ParameterBroadcast(group, deferred=remote.streams.in_caller)
+        if not remote.streams.in_caller:
+            _ = self.threads  # created now: that takes a lock which a backward holds while it waits for the group's
         try:
-            yield
-        except BaseException as error:
-            remote.broadcast.abandon()
-            if isinstance(error, Exception) and not isinstance(error, WorkerFailure):
+            with remote.broadcast:
+                yield
+        except Exception as error:
+            if not isinstance(error, WorkerFailure):
                 self._raise_lost_broadcast(remote.broadcast)
             raise
-        finally:
-            remote.broadcast.close()
         self._raise_lost_broadcast(remote.broadcast)
 
     def _raise_lost_broadcast(self, broadcast: ParameterBroadcast) -> None:
@@ -226,7 +226,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
 
     @property
     def _needs_no_threads(self) -> bool:
-        """Whether the calling thread can do all copies, because they do not make it wait for a device.
+        """Whether the calling thread asks all workers itself: it need not wait for the copies of batches and outputs.
 
         All replicas are on the caller's device, or their workers are known to reach its memory.
         """

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 import instep
 from instep.devices import make_buckets
 from instep.engines.processes.controller import nccl_manager
+from instep.engines.processes.controller.client import WorkerClient
+from instep.engines.processes.controller.nccl_reduction import GradientReduction
 from instep.engines.processes.engine import ProcessesEngine
 from instep.engines.processes.lifecycle.pool import WorkerPool
 from instep.engines.processes.messages import JoinGroupRequest
@@ -80,7 +82,8 @@ class Net(nn.Module):
 
 
 def wrap(net: nn.Module, count: int, **options: Any) -> instep.DataParallel:
-    model = instep.DataParallel(net, ["cpu"] * count, engine="processes", state={"seen": "sum"}, probe=False, **options)
+    state = {"seen": "sum"} if hasattr(net, "seen") else {}
+    model = instep.DataParallel(net, ["cpu"] * count, engine="processes", state=state, probe=False, **options)
     engine: Any = model._instep_engine
     engine._on_cpu = False
     return model
@@ -169,6 +172,45 @@ def test_a_call_whose_group_is_aborted_runs_again(plain: Net, monkeypatch: pytes
         train(net, model, during=during)
         assert forwards == [0, 1, 2, 2, 3]
     assert_alike(net, plain)
+
+
+@pytest.mark.usefixtures("grouped")
+@pytest.mark.timeout(60)
+def test_a_forward_beside_the_reduction_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both need the lock of the group and those of the clients."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3).double()
+    x, outputs = torch.randn(6, 4).double(), []
+    with wrap(net, 3) as model:
+        for _ in range(2):
+            model(x).sum().backward()
+        loss = model(x).sum()
+        sending = threading.Event()
+        send = WorkerClient.sync_module
+
+        def send_slowly(client: WorkerClient, replica: Any) -> Any:
+            sending.set()
+            time.sleep(0.1)
+            return send(client, replica)
+
+        def collect(reduction: GradientReduction) -> None:
+            forward.start()
+            sending.wait(1)
+            reduce(reduction)
+
+        forward = threading.Thread(target=lambda: outputs.append(model(x)), daemon=True)
+        reduce = GradientReduction._collect
+        monkeypatch.setattr(WorkerClient, "sync_module", send_slowly)
+        monkeypatch.setattr(GradientReduction, "_collect", collect)
+        net.zero_grad()
+        backward = threading.Thread(target=loss.backward, daemon=True)
+        backward.start()
+        backward.join(30)
+        forward.join(30)
+        assert not backward.is_alive()
+        assert not forward.is_alive()
+        torch.testing.assert_close(outputs[0], net(x))
+        torch.testing.assert_close(net.weight.grad, x.sum(0).expand(3, 4))
 
 
 class Ignores(Net):

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,16 +157,23 @@ def test_workers_leave_the_sender_its_core() -> None:
 
 
 def test_a_worker_uses_the_memory_of_one_device() -> None:
-    """Wrappers with different first devices may share a worker. The first one decides."""
-    first, other = torch.device("cuda:0"), torch.device("cuda:1")
-    client = object.__new__(WorkerClient)
-    client.ipc_refusal, client._ipc_device = None, None
-    assert client.refusal_for(None) is None
-    assert client.refusal_for(first) is None  # not tried yet
-    client.ipc_refusal, client._ipc_device = "", first
-    assert client.refusal_for(first) == ""
-    assert client.refusal_for(None) is None
-    assert "cuda:0 for another wrapper" in (client.refusal_for(other) or "")
+    """Wrappers with different first devices may share a worker. The first one whose memory it can open decides."""
+    devices = [torch.device("cuda", index) for index in range(3)]
+    client: Any = object.__new__(WorkerClient)
+    client._ipc_refusals, client._device_ready = {}, True
+    client.worker, client.channel = SimpleNamespace(name="replica 1"), SimpleNamespace(cuda_ipc=None)
+    connect = client._connect_ipc
+    client._connect_ipc = lambda *_: "no access"
+    client.prepare_device(devices[2], devices[0])
+    assert client.refusal_for(devices[0]) == "no access"
+    assert client.refusal_for(devices[1]) is None  # not tried yet
+    client.channel.cuda_ipc, client._connect_ipc = SimpleNamespace(device=devices[1], enabled=False), lambda *_: ""
+    client.prepare_device(devices[2], devices[1])
+    assert client.channel.cuda_ipc.enabled
+    client._connect_ipc = connect
+    client.prepare_device(devices[2], devices[2])
+    assert "cuda:1 for another wrapper" in client.refusal_for(devices[2])
+    assert not client.channel.cuda_ipc.enabled
 
 
 def test_concurrent_threads_share_one_client(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,8 @@ class ReplicaBackward:
         """Indices of the tensors whose gradients the worker keeps."""
 
     @property
-    def uses_ipc(self) -> bool:
-        return self._call.module_state.uses_ipc
+    def may_use_ipc(self) -> bool:
+        return self._call.module_state.may_use_ipc
 
     def send(self, client: WorkerClient) -> PendingReply:
         self.client = client

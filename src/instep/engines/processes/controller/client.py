@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -79,6 +79,14 @@ ABANDONED = error_result("the call was abandoned.")
 """The result of a collective in an abandoned call."""
 
 
+class WorkerGroup(Protocol):
+    """An NCCL group with a worker (`nccl_manager.ControllerGroup`)."""
+
+    def on_worker_exit(self) -> None:
+        """Called when a worker of the group has ended."""
+        ...
+
+
 class WorkerClient:
     """Sends requests to one worker and receives its replies; records what the worker has.
 
@@ -93,10 +101,10 @@ class WorkerClient:
         self._pending: weakref.WeakValueDictionary[int, PendingReply] = weakref.WeakValueDictionary()
         """Requests without a reply yet, by id."""
         self._device_ready = False
-        self.ipc_refusal: str | None = None
-        """Why CUDA IPC cannot be used; empty if it can, None if not tried yet."""
-        self._ipc_device: torch.device | None = None
-        """The device of the memory through which tensors are sent."""
+        self._ipc_refusals: dict[torch.device, str] = {}
+        """By device: why memory on it cannot be used to send tensors; empty if it can."""
+        self.groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
+        """The NCCL groups of the worker."""
         self._opened_memory: dict[int, list[DeviceMemory]] = {}
         """By module id: device memory that the worker has opened."""
         self._released_memory: list[DeviceMemory] = []
@@ -139,22 +147,19 @@ class WorkerClient:
         if not self._device_ready:
             self._send_device(describe_device(device))
             self._device_ready = True
-        if memory_device is not None and self.ipc_refusal is None:
-            self._ipc_device = memory_device
-            self.ipc_refusal = self._connect_ipc(device, memory_device)
+        if memory_device is not None and memory_device not in self._ipc_refusals:
+            self._ipc_refusals[memory_device] = self._connect_ipc(device, memory_device)
         if self.channel.cuda_ipc is not None:
             self.channel.cuda_ipc.enabled = self.refusal_for(memory_device) == ""
 
     def refusal_for(self, memory_device: torch.device | None) -> str | None:
         """Why tensors are not sent through memory on a device; empty if they are, None if that was not asked for."""
-        if memory_device is None:
-            return None
-        if self._ipc_device not in (None, memory_device):
-            return f"the worker uses memory of {self._ipc_device} for another wrapper"
-        return self.ipc_refusal
+        return None if memory_device is None else self._ipc_refusals.get(memory_device)
 
     def _connect_ipc(self, device: torch.device, memory_device: torch.device) -> str:
         """Test CUDA IPC, and create the channel if it works; otherwise returns why it does not."""
+        if self.channel.cuda_ipc is not None:
+            return f"the worker of {self.worker.name} uses memory of {self.channel.cuda_ipc.device} for another wrapper"
         try:
             memory, flags = allocate_shared(TEST_BYTES, memory_device), StreamFlags.create(FLAG_COUNT, memory_device)
             memory.fill(SENT_BYTE)
@@ -174,7 +179,8 @@ class WorkerClient:
 
     def disable_ipc(self, reason: str) -> None:
         """Send tensors through host memory from now on."""
-        self.ipc_refusal = reason
+        assert self.channel.cuda_ipc is not None
+        self._ipc_refusals[self.channel.cuda_ipc.device] = reason
 
     def wait_for_results(self) -> None:
         """Wait until the results that the worker has announced are complete, before it is stopped."""
@@ -183,7 +189,7 @@ class WorkerClient:
             time.sleep(0.001)
 
     def release_waits(self) -> None:
-        """After the worker's exit: release the streams of this process that wait for it. May be called again."""
+        """After the worker's exit: release all that waits for it on a device. May be called again."""
         ipc = self.channel.cuda_ipc
         with self._release_lock:
             results_lost = ipc is not None and ipc.awaits_peer()
@@ -191,6 +197,8 @@ class WorkerClient:
                 rows.release_request(index, row_call, results_lost=results_lost)
             if ipc is not None and ipc.release_waits(list(self.gradient_memory)):
                 self.lost_results = True
+        for group in list(self.groups):  # afterwards: an abort may wait for the device
+            group.on_worker_exit()
 
     def _late_error(self) -> BaseException | None:
         """The error that the worker reported before it ended, after its last reply."""
@@ -323,7 +331,7 @@ class WorkerClient:
             memory,
             slot_offsets,
             table.staging,
-            replica.uses_ipc,
+            replica.may_use_ipc,
             self.uses_ipc,
             generators,
             self.channel.registry.closure_cells,

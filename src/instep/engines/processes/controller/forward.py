@@ -102,8 +102,8 @@ class ReplicaForward:
         self._replayable: ReplayableCall | None = None
 
     @property
-    def uses_ipc(self) -> bool:
-        return self._replica.uses_ipc
+    def may_use_ipc(self) -> bool:
+        return self._replica.may_use_ipc
 
     def send(self, client: WorkerClient) -> PendingReply:
         remote, request = self._remote, self._request

@@ -8,7 +8,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
 
@@ -16,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 from instep.engines.processes import messages
-from instep.engines.processes.controller.client import WorkerClient
+from instep.engines.processes.controller.client import WorkerClient, client_for
 from instep.engines.processes.controller.remote_module import RemoteModuleState
 from instep.engines.processes.controller.requests import WorkerProvider
 from instep.engines.processes.controller.shared_parameters import find_shared_memory
-from instep.engines.processes.lifecycle.exit_monitor import call_at_exit_of
 from instep.engines.processes.lifecycle.pool import StartTimeout
 from instep.engines.processes.lifecycle.process import WorkerProcess
 from instep.engines.processes.lifecycle.watchdog import ReplyTimeout
@@ -32,7 +30,7 @@ from instep.engines.thread_pool import ReplicaThreads, is_replica_thread
 from instep.errors import WorkerFailure
 from instep.runtime.caller_warnings import warn_caller
 from instep.runtime.env import is_nccl_enabled
-from instep.runtime.locks import ForkSafeLock, start_thread
+from instep.runtime.locks import ForkSafeLock
 from instep.runtime.torch_private import nccl_group_class
 
 BACKEND = "nccl"
@@ -61,17 +59,14 @@ class ControllerGroup:
         self.store_fd, self.abort_fd = os.memfd_create("instep-group", os.MFD_CLOEXEC), os.eventfd(0, os.EFD_CLOEXEC)
         self.process_group = NcclGroup(self.join_request(0, device), os.dup(self.store_fd), os.dup(self.abort_fd))
         self.lock = threading.Lock()
-        """Held while a collective is started."""
+        """Held while the members are sent their requests for a collective. Taken before the lock of any client."""
         for worker in self.workers:
-            call_at_exit_of(worker, self.on_worker_exit)
+            client_for(worker).groups.add(self)
 
     def on_worker_exit(self) -> None:
-        """Abort the group when a worker exits: other threads may wait for a device, which waits for the worker.
-
-        In a thread of its own, because an abort may wait for the device until all waits for the worker are released.
-        """
-        abort = partial(self.process_group.abort, "a worker ended")
-        start_thread(threading.Thread(target=abort, name="instep-abort", daemon=True))
+        """Abort the group: all threads may wait for a device that waits for the worker in a collective."""
+        self.worker_lost = True
+        self.process_group.abort("a worker ended")
 
     def join_request(self, rank: int, device: torch.device) -> JoinGroupRequest:
         """The request that makes a worker join."""
@@ -267,23 +262,46 @@ atexit.register(abort_all_groups)
 
 
 class GroupCollective:
-    """One collective of a group. The first worker to join starts it.
+    """One collective of a group, used as a context. The first worker to join starts it.
 
     If each worker has its own thread, that of the first one also runs the controller's part. In a call that the calling
     thread makes alone, the controller's part is `deferred` until all workers were sent their requests: it may wait for
-    them. The caller then calls `run_deferred`, and `close` at the end.
+    them. The caller then calls `run_deferred`.
     """
 
     def __init__(self, group: ControllerGroup, *, deferred: bool = False) -> None:
         self._group, self._is_deferred = group, deferred
-        self._exit = ExitStack()
-        """Ends the collective and releases the group's lock."""
-        self._deferred_run: Callable[[], None] | None = None
         self._lock = threading.Lock()
+        self._has_group_lock = False
+        self._num_joining = len(group.workers)
+        """The number of workers that have not joined yet."""
         self._workers_seen: list[WorkerProcess] = []
         self._started = threading.Event()
         self._was_sent = self._has_failed = False
         self._sequence_number = 0
+        self._deferred_run: Callable[[], None] | None = None
+
+    def __enter__(self) -> GroupCollective:
+        self._group.lock.acquire()
+        self._has_group_lock = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Abort the group if a member was not sent its request or did not take part."""
+        is_interrupted = kind is not None and not issubclass(kind, Exception)
+        if is_interrupted and (self._has_group_lock or not self._was_sent):  # the lock may be taken without a record
+            self._group.process_group.abort("the call was interrupted")
+        elif self._deferred_run is not None:
+            self.fail("the call ended")
+        elif kind is not None and len(set(self._workers_seen)) < len(self._group.workers):
+            self.fail("not every worker was sent its request")
+        self._release()
+
+    def _release(self) -> None:
+        with self._lock:
+            held, self._has_group_lock = self._has_group_lock, False
+        if held:
+            self._group.lock.release()
 
     def join(self, worker: WorkerProcess, run: Callable[[NcclGroup], None], send: Callable[[int], object]) -> int:
         """Make a worker take part in the collective.
@@ -305,24 +323,26 @@ class GroupCollective:
         if not can_join:
             self.fail("a worker does not take part")
             return 0
-        if is_first:
-            return self._start(run, send)
-        self._started.wait()
-        if self._has_failed:
-            return 0
-        return self._send(self._sequence_number, send)
+        try:
+            if is_first:
+                return self._start(run, send)
+            self._started.wait()
+            return 0 if self._has_failed else self._send(self._sequence_number, send)
+        finally:
+            with self._lock:
+                self._num_joining -= 1
+            if not self._num_joining and not self._is_deferred:
+                self._release()
 
     def _start(self, run: Callable[[NcclGroup], None], send: Callable[[int], object]) -> int:
         group = self._group.process_group
         try:
-            with ExitStack() as stack:
-                stack.enter_context(self._group.lock)
-                self._sequence_number = group.last_sequence_number + 1
-                stack.enter_context(group.collective(self._sequence_number))
+            self._sequence_number = group.last_sequence_number + 1
+            with group.collective(self._sequence_number):
                 self._send(self._sequence_number, send)
                 self._started.set()
                 if self._is_deferred:
-                    self._deferred_run, self._exit = partial(run, group), stack.pop_all()
+                    self._deferred_run = partial(run, group)
                 else:
                     run(group)
         except RuntimeError:  # of NCCL, or out of memory: the tensors are sent through host memory instead
@@ -343,20 +363,14 @@ class GroupCollective:
         return sequence_number
 
     def run_deferred(self) -> None:
-        """Run the controller's part, if the collective has begun."""
-        run, self._deferred_run = self._deferred_run, None
-        try:
-            with self._exit:
-                if run is not None and not self._has_failed:
-                    run()
-        except RuntimeError:
-            self._has_failed = True
-
-    def close(self) -> None:
-        """End a deferred collective, and abort the group if the controller has not taken part in it."""
-        if self._deferred_run is not None:
-            self.fail("the call ended")
-        self._exit.close()
+        """Run the controller's part, if the collective has begun and every worker was sent its request."""
+        if self._deferred_run is not None and not self._has_failed:
+            try:
+                self._deferred_run()
+            except RuntimeError as error:
+                self.fail(f"{type(error).__name__}: {error}")
+        self._deferred_run = None  # at the end: after an interruption, the group is aborted
+        self._release()
 
     @property
     def was_aborted(self) -> bool:
@@ -366,11 +380,6 @@ class GroupCollective:
         """
         has_begun, failed_alone = self._sequence_number != 0, self._has_failed and not self._is_deferred
         return has_begun and not failed_alone and bool(self._group.process_group.abort_reason)
-
-    def abandon(self) -> None:
-        """Abort the group if the call ended before every worker was sent its request."""
-        if len(set(self._workers_seen)) < len(self._group.workers):
-            self.fail("not every worker was sent its request")
 
     def fail(self, reason: str) -> None:
         """Abort the collective because a worker cannot take part."""

@@ -131,22 +131,18 @@ class GradientReduction:
 
         workers = range(1, self._num_replicas)
         try:
-            if self._streams.in_caller:
-                replies = [reduce_from(index) for index in workers]
-                for reply in replies:
-                    next(reply)
-                collective.run_deferred()
-                for reply in replies:
-                    next(reply, None)
-            else:
-                self._run_per_worker(lambda index: deque(reduce_from(index), maxlen=0), workers)
+            with collective:
+                if self._streams.in_caller:
+                    replies = [reduce_from(index) for index in workers]
+                    for reply in replies:
+                        next(reply)
+                    collective.run_deferred()
+                    for reply in replies:
+                        next(reply, None)
+                else:
+                    self._run_per_worker(lambda index: deque(reduce_from(index), maxlen=0), workers)
         except GroupAborted:
             return False
-        except BaseException:
-            collective.abandon()
-            raise
-        finally:
-            collective.close()
         self._streams.record_stream(sums)
         for flat, bucket in zip(sums, buckets, strict=True):
             for index, gradient in zip(bucket.indices, unpack(flat, leaves, bucket), strict=True):

@@ -45,7 +45,7 @@ class RemoteModuleState:
     """By tensor index: the slot's offset in `gradient_memory`."""
     staging: HostStagingCopy | None
     """Host copy of the tensors that the worker cannot map."""
-    uses_ipc: bool
+    may_use_ipc: bool
     """Whether tensors are sent through memory on the caller's device, if the worker can open it."""
     used_ipc: bool
     """Whether they were when the module was sent."""

@@ -124,7 +124,7 @@ class RemoteReplica(Replica):
         self.name = f"replica {index} on {device}"
         self.same_device = is_same_accelerator(device, source_device) and sharing is ParameterSharing.ALIAS
         """Whether the worker uses the source's memory, on its device."""
-        self.uses_ipc = self.same_device or can_reach(device, source_device)
+        self.may_use_ipc = self.same_device or can_reach(device, source_device)
         """Whether tensors are sent through memory on the source's device, if the worker can open it."""
 
     def accepts_host_arguments(self, chosen: bool) -> bool:

@@ -32,7 +32,7 @@ class Request(Protocol[ReplyT]):
     """A request to a worker."""
 
     @property
-    def uses_ipc(self) -> bool:
+    def may_use_ipc(self) -> bool:
         """Whether tensors are sent through memory on the caller's device, if the worker can open it."""
         ...
 
@@ -54,8 +54,8 @@ class ReachabilityRequest:
         self._pending: PendingReply
 
     @property
-    def uses_ipc(self) -> bool:
-        return self._call.module_state.uses_ipc
+    def may_use_ipc(self) -> bool:
+        return self._call.module_state.may_use_ipc
 
     def send(self, client: WorkerClient) -> PendingReply:
         consumed = self._call.ensure_on(client, self._outputs)
@@ -70,9 +70,9 @@ class ReachabilityRequest:
 
 
 class IpcCheck:
-    """Asks whether CUDA IPC works with a worker on the caller's device."""
+    """Asks whether CUDA IPC works with a worker."""
 
-    uses_ipc = True
+    may_use_ipc = True
 
     def send(self, client: WorkerClient) -> None:
         """Nothing to send: it was tested when the worker selected its device."""
@@ -141,7 +141,7 @@ class RetryingRequest(Generic[T]):
                 try:
                     if self._streams.on_accelerator and self._locks is not None:
                         self._locks.enter_context(self._client.lock)
-                    self._provider.prepare_device(self._index, self._client, self._streams, self._request.uses_ipc)
+                    self._provider.prepare_device(self._index, self._client, self._streams, self._request.may_use_ipc)
                     self._pending = self._request.send(self._client)
                     if self._pending is not None:
                         self._pending.holds_lock = self._streams.on_accelerator

@@ -155,9 +155,12 @@ def operation_array(*operations: StreamOperation) -> ctypes.Array[StreamOperatio
 
 def queue_operations(device: torch.device, stream: int, operations: ctypes.Array[StreamOperation]) -> None:
     """Queue operations on a stream of a device, in order."""
-    code = _driver().cuStreamBatchMemOp_v2(stream, len(operations), operations, 0)
-    if code == _INVALID_CONTEXT:  # this thread has not used the device yet
-        with _current_context(device.index or 0):
+    ordinal = device.index or 0
+    code = _INVALID_CONTEXT
+    if stream or torch._C._cuda_getDevice() == ordinal:  # the default stream has the same handle on every device
+        code = _driver().cuStreamBatchMemOp_v2(stream, len(operations), operations, 0)
+    if code == _INVALID_CONTEXT:  # this thread uses another device, or none yet
+        with _current_context(ordinal):
             code = _driver().cuStreamBatchMemOp_v2(stream, len(operations), operations, 0)
     if code:
         _raise_driver_error("cuStreamBatchMemOp", code)
