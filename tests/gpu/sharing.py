@@ -5,6 +5,9 @@ With `private`, tensors are sent through host memory, as between two GPUs; other
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +26,17 @@ def wrap(net: nn.Module, devices: Sequence[int | str], private: bool = False, **
 def pids(model: instep.DataParallel) -> list[int]:
     engine: Any = model._instep_engine
     return [engine._pool.get(index).pid for index in range(1, len(model._instep_devices))]
+
+
+def kill_worker(model: instep.DataParallel, index: int) -> None:
+    """Kill the worker of a replica, and wait until it has ended: later requests are not sent to it."""
+    engine: Any = model._instep_engine
+    worker = engine._pool.get(index)
+    os.kill(worker.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while worker.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not worker.is_alive()
 
 
 def mlp() -> nn.Module:

@@ -22,7 +22,7 @@ from instep.errors import WorkerFailure
 from instep.runtime.torch_private import nccl_group_class
 
 from ..all_features import Net
-from .sharing import mlp, pids, wrap
+from .sharing import kill_worker, mlp, pids, wrap
 from .test_nccl import HOSTS, wait_for_group_threads
 from .test_stream_order import FailsInWorker, conv_net, no_waits
 
@@ -136,18 +136,13 @@ def test_workers_that_are_killed_while_idle_are_replaced() -> None:
     batches = [torch.randn(8, 4, 6, 6, device="cuda", dtype=torch.float64) for _ in range(5)]
     with wrap(net, [0, 0, 0]) as model:
         losses = train(model, net, batches[:3])
-        os.kill(pids(model)[0], signal.SIGKILL)
+        kill_worker(model, 1)
         losses += train(model, net, batches[3:4])
         optimizer = torch.optim.SGD(net.parameters(), 1e-2)
         optimizer.zero_grad()
         loss = model(batches[4]).square().mean()
-        os.kill(pids(model)[1], signal.SIGKILL)
-        try:
-            loss.backward()
-        except WorkerFailure:  # replicas exchange rows in this backward
-            assert all(parameter.grad is None for parameter in net.parameters())
-            loss = model(batches[4]).square().mean()
-            loss.backward()
+        kill_worker(model, 2)
+        loss.backward()
         optimizer.step()
         losses.append(loss.item())
     assert losses == pytest.approx(train(plain, plain, batches), rel=1e-9)
@@ -179,7 +174,7 @@ def test_memory_that_does_not_arrive_is_not_used(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(client, "holds_byte", lambda *_: False)
     net = mlp().cuda()
     with wrap(net, [0, 0]) as model:
-        os.kill(pids(model)[0], signal.SIGKILL)  # a new worker tests it anew
+        kill_worker(model, 1)  # a new one tests it anew
         x = torch.randn(6, 6, device="cuda")
         torch.testing.assert_close(model(x), net(x))
         assert "does not arrive" in repr(model)

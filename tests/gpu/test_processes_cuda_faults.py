@@ -25,7 +25,7 @@ from instep.runtime.process_role import inside_worker
 
 from ..all_features import Net
 from ..system_usage import assert_gone
-from .sharing import each_transport, mlp, pids, wrap
+from .sharing import each_transport, kill_worker, mlp, pids, wrap
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,7 +67,7 @@ def run_step(model: instep.DataParallel, optimizer: torch.optim.Optimizer, phase
         out = model(x)
         if phase == "between":
             torch.cuda.synchronize()
-            kill.function(*kill.args)
+            kill_worker(model, 2)
         if phase == "backward":
             kill.start()
         optimizer.zero_grad()
@@ -78,7 +78,7 @@ def run_step(model: instep.DataParallel, optimizer: torch.optim.Optimizer, phase
         optimizer.step()
         if phase == "idle":
             torch.cuda.synchronize()
-            kill.function(*kill.args)
+            kill_worker(model, 2)
     finally:
         if kill.ident is not None:
             kill.join()
