@@ -139,8 +139,8 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         self._clients[index] = client
         return worker, client
 
-    def prepare_device(self, index: int, client: WorkerClient, streams: CallStreams, uses_ipc: bool) -> None:
-        memory_device = self._devices[0] if uses_ipc else None
+    def prepare_device(self, index: int, client: WorkerClient, streams: CallStreams, may_use_ipc: bool) -> None:
+        memory_device = self._devices[0] if may_use_ipc else None
         client.prepare_device(self._devices[index], memory_device)
         self.ipc_status[index] = client.refusal_for(memory_device)
         client.worker.connection.receiver = streams.receiver()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -19,6 +18,7 @@ from instep.engines.processes.controller.nccl_manager import (
     NcclManager,
     ThreadedWorkerProvider,
 )
+from instep.engines.processes.controller.replies import RUNNING, ReplyGenerator, run_to_end
 from instep.engines.processes.controller.requests import send_and_wait
 from instep.engines.processes.lifecycle.process import WorkerProcess
 from instep.engines.processes.lifecycle.watchdog import PendingReply, ReplyTimeout
@@ -72,7 +72,7 @@ class GradientReduction:
                 return
         self._run_per_worker(self._fetch, self._backwards)
 
-    def _run_per_worker(self, function: Callable[[int], object], indices: Iterable[int]) -> None:
+    def _run_per_worker(self, function: Callable[[int], None], indices: Iterable[int]) -> None:
         """Run a function per worker, each in its replica's thread. `GroupAborted` is raised only if nothing else is.
 
         In a call that the calling thread makes alone, it runs them one after another.
@@ -123,7 +123,7 @@ class GradientReduction:
         def run(nccl_group: NcclGroup) -> None:
             sums.extend(reduce_coalesced(nccl_group, buckets, numels, {}))
 
-        def reduce_from(index: int) -> Iterator[None]:
+        def reduce_from(index: int) -> ReplyGenerator[None]:
             backward_id = self._backwards[index].request_id if index in kept else 0
             tensor_indices = [kept.get(index, {}).get(position) for position in positions]
             request = ReduceRequest(0, backward_id, tensor_indices, numels, buckets)
@@ -138,9 +138,9 @@ class GradientReduction:
                         next(reply)
                     collective.run_deferred()
                     for reply in replies:
-                        next(reply, None)
+                        run_to_end(reply)
                 else:
-                    self._run_per_worker(lambda index: deque(reduce_from(index), maxlen=0), workers)
+                    self._run_per_worker(lambda index: run_to_end(reduce_from(index)), workers)
         except GroupAborted:
             return False
         self._streams.record_stream(sums)
@@ -151,7 +151,7 @@ class GradientReduction:
 
     def _reduce_from(
         self, index: int, collective: GroupCollective, run: Callable[[NcclGroup], None], request: ReduceRequest
-    ) -> Iterator[None]:
+    ) -> ReplyGenerator[None]:
         """Make one worker take part in the reduction. Suspends between its request and its reply."""
         pending: list[PendingReply] = []
         worker: WorkerProcess | None = None
@@ -163,7 +163,7 @@ class GradientReduction:
             worker, client = self._provider.get_worker(index)
             if not collective.join(worker, run, send):
                 raise GroupAborted("a worker does not take part in a reduction")
-            yield
+            yield RUNNING
             client.wait_reply(pending[0], None)
         except ConnectionClosed as error:
             collective.fail("a worker ended")

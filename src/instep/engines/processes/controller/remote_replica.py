@@ -61,6 +61,7 @@ def registered_recorders(root: nn.Module) -> list[ChangeRecorder]:
 
 
 def is_same_accelerator(device: torch.device, source_device: torch.device) -> bool:
+    """Whether a worker's device is the accelerator of the source."""
     return device == source_device and device.type != "cpu"
 
 

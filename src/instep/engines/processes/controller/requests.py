@@ -89,7 +89,7 @@ class WorkerProvider(Protocol):
         """The worker of a replica, and its client."""
         ...
 
-    def prepare_device(self, index: int, client: WorkerClient, streams: CallStreams, uses_ipc: bool) -> None:
+    def prepare_device(self, index: int, client: WorkerClient, streams: CallStreams, may_use_ipc: bool) -> None:
         """Make a worker select its device, and set up the transfer of tensors."""
         ...
 
