@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +10,9 @@ import pytest
 
 
 def run_before_next_call(target: str, action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Call `action` before the next call of the function at the dotted path `target`, and only before that one."""
-    module, _, name = target.rpartition(".")
-    original = getattr(sys.modules[module], name)
+    """Call `action` before the next call of what is at the dotted path `target`, and only before that one."""
+    owner, _, name = target.rpartition(".")
+    original = getattr(pkgutil.resolve_name(owner), name)
 
     def wrapper(*args: Any) -> Any:
         monkeypatch.setattr(target, original)

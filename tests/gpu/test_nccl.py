@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 import instep
-from instep.devices import make_buckets
 from instep.engines.processes.controller import nccl_manager
 from instep.engines.processes.messages import JoinGroupRequest
-from instep.engines.processes.nccl.collectives import broadcast_coalesced, reduce_coalesced
+from instep.engines.processes.nccl.broadcast import broadcast_coalesced
+from instep.engines.processes.nccl.bucket_reducer import BucketReducer, gradient_buckets
 from instep.engines.processes.nccl.group import NCCL_ENVIRONMENT, GroupAborted, NcclGroup
 from instep.engines.processes.transport.copy_streams import StagedTensor
 from instep.runtime.torch_private import nccl_group_class
@@ -100,10 +100,11 @@ def test_a_group_of_one_rank() -> None:
     assert all(map(torch.equal, tensors, expected))
     like = [torch.randn(5, 3), torch.randn(7).bfloat16(), torch.randn(2, 2), torch.randn(9).half(), torch.randn(1)]
     like = [tensor.cuda() for tensor in like]
-    buckets = make_buckets(like, limit=64)
+    buckets = gradient_buckets(like)
+    assert len(buckets) == 3
     sizes = [tensor.numel() for tensor in like]
     with group.collective(9):
-        sums = reduce_coalesced(group, buckets, sizes, dict(enumerate(like[:4])))
+        sums = BucketReducer(group, buckets, sizes, lambda index: like[index] if index < 4 else None).finish()
     for bucket, flat in zip(buckets, sums, strict=True):
         for index, part in zip(bucket.indices, flat.split([sizes[i] for i in bucket.indices]), strict=True):
             assert torch.equal(part, like[index].flatten() if index < 4 else torch.zeros_like(part))
@@ -213,7 +214,7 @@ PHASES = (
 )
 COLLECTIVE_STARTS = {
     "share": ("forward", "instep.engines.processes.controller.nccl_manager.broadcast_coalesced"),
-    "sum": ("backward", "instep.engines.processes.controller.nccl_reduction.reduce_coalesced"),
+    "sum": ("backward", "instep.engines.processes.controller.overlapped_reduction.BucketReducer.finish"),
     "join": ("forward", "instep.engines.processes.controller.nccl_manager._init_group"),
 }
 """Where this process starts its part of a collective of the group."""

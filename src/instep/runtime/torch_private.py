@@ -129,12 +129,16 @@ _recorders: list[RegisteredHooks] = []
 _recorders_lock = ForkSafeLock(_recorders.clear)
 
 
-def register_own_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+def register_own_hook(
+    tensor: Tensor, hook: Callable[[Tensor], Tensor | None], *, after_accumulation: bool = False
+) -> RemovableHandle:
     """Register a hook of instep on a tensor, which no `RegisteredHooks` reports, in this thread or another."""
     with _recorders_lock:
-        handle = tensor.register_hook(hook)
+        register: Any = tensor.register_post_accumulate_grad_hook if after_accumulation else tensor.register_hook
+        handle: RemovableHandle = register(hook)
         for recorder in _recorders:
             recorder.own_ids.add(handle.id)
+    return handle
 
 
 class RegisteredHooks:

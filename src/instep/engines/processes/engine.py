@@ -200,7 +200,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         uses_nccl = not repeats and call.sync_state and not call.rng.serialized
         uses_nccl = uses_nccl and self._nccl.can_use(len(call.replicas))
         group = self._nccl.get_group() if uses_nccl else None
-        if group is None:
+        if group is None or group.in_backward:
             yield
             return
         remote.broadcast = ParameterBroadcast(group, deferred=remote.streams.in_caller)
@@ -375,7 +375,8 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
     ) -> None:
         state = self._backward_state
         if self._nccl.can_use(len(tasks)):
-            with GradientReduction(self, self._nccl, state.streams, len(tasks)) as state.reduction:
+            replicas, overlaps = [task.replica for task in tasks], not tasks[0].graph.rng.serialized
+            with GradientReduction(self, self._nccl, state.streams, replicas, overlaps=overlaps) as state.reduction:
                 self._run_backwards(tasks, group)
         else:
             self._run_backwards(tasks, group)
@@ -425,7 +426,10 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
                 raise WorkerFailure(f"{error}\nNo gradient has changed. Run the step again.") from error
 
     def backward_replica(self, task: BackwardTask[ControllerRendezvous]) -> None:
-        if task.replica.remote is None:
+        reduction = self._backward_state.reduction
+        if task.index == 0 and reduction is not None and reduction.overlapped is not None:
+            reduction.overlapped.run_first(partial(super().backward_replica, task))
+        elif task.replica.remote is None:
             super().backward_replica(task)
         else:
             with self._backward_state.streams.side_stream(), ExitStack() as locks:
@@ -445,12 +449,16 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             backward = ReplicaBackward(call, task, state.streams)
             if state.reduction is not None:
                 state.reduction.add(task.index, backward)
-            retrying.send(backward, replace_at_once=task.group.uses_device_rows)
+            # The other replicas may wait for this one before it is received.
+            replace_at_once = task.group.uses_device_rows or backward.reduction is not None
+            retrying.send(backward, replace_at_once=replace_at_once)
             backward.register_overlap(state.overlap)
             yield RUNNING
             backward.store_gradients((yield from retrying.receive()), state.overlap.late_gradients)
         except BaseException as error:
             failure = unwrap_stop_iteration(error)
+            if state.reduction is not None:
+                state.reduction.abort("a replica failed")
             retrying.abandon()
             raise
         finally:

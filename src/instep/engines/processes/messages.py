@@ -312,6 +312,18 @@ class BackwardRequest(PositionalMessage):
     anomaly_mode: int = 0
     gathered_rows: list[Tensor] = field(default_factory=list)
     """For a backward that is run again: the results of the first calls of `Group.all_gather`."""
+    reduction: tuple[Any, ...] = ()
+    """How the gradients are reduced while the backward runs (see `ReductionRequest`); empty if they are not."""
+
+
+class ReductionRequest(NamedTuple):
+    """A worker's part of a reduction to rank 0 that begins with its backward."""
+
+    sequence_number: int
+    numel: int
+    """The number of elements of all buckets."""
+    waits: bool
+    """Whether the worker replies when the sums are complete. If not, the parent's stream waits for them."""
 
 
 @dataclass
@@ -329,6 +341,8 @@ class BackwardReply(PositionalMessage):
     host_rng_used: bool = False
     kept_gradients: list[int] = field(default_factory=list)
     """Module tensors whose gradients the worker keeps, by index."""
+    is_reduced: bool = False
+    """Whether the sums of these over all workers have been sent to rank 0."""
 
 
 @dataclass
@@ -366,4 +380,4 @@ class ReduceRequest:
     """Module tensors in the order of the buckets' indices; None for a tensor that this worker does not have."""
     numels: list[int]
     """The number of elements of each tensor."""
-    buckets: list[Bucket]
+    buckets: tuple[Bucket, ...]

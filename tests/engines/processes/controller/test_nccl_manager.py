@@ -11,22 +11,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import instep
-from instep.devices import make_buckets
 from instep.engines.processes.controller import nccl_manager
+from instep.engines.processes.controller.backward import ReplicaBackward
 from instep.engines.processes.controller.client import WorkerClient
 from instep.engines.processes.controller.nccl_reduction import GradientReduction
+from instep.engines.processes.controller.overlapped_reduction import OverlappedReduction
+from instep.engines.processes.controller.replay import ReplayableCall
 from instep.engines.processes.engine import ProcessesEngine
 from instep.engines.processes.lifecycle.pool import WorkerPool
 from instep.engines.processes.messages import JoinGroupRequest
 from instep.engines.processes.nccl import group
-from instep.engines.processes.nccl.collectives import reduce_coalesced
+from instep.engines.processes.nccl.bucket_reducer import BucketReducer, gradient_buckets
 from instep.engines.processes.nccl.group import NCCL_ENVIRONMENT, GroupAborted, NcclGroup, override_environment
 from instep.errors import WorkerFailure
 from instep.runtime.process_role import inside_worker
@@ -200,6 +204,7 @@ def test_a_forward_beside_the_reduction_of_another_thread(monkeypatch: pytest.Mo
 
         forward = threading.Thread(target=lambda: outputs.append(model(x)), daemon=True)
         reduce = GradientReduction._collect
+        monkeypatch.setattr(GradientReduction, "_store_sums", lambda _: False)  # reduce after the backward
         monkeypatch.setattr(WorkerClient, "sync_module", send_slowly)
         monkeypatch.setattr(GradientReduction, "_collect", collect)
         net.zero_grad()
@@ -211,6 +216,173 @@ def test_a_forward_beside_the_reduction_of_another_thread(monkeypatch: pytest.Mo
         assert not forward.is_alive()
         torch.testing.assert_close(outputs[0], net(x))
         torch.testing.assert_close(net.weight.grad, x.sum(0).expand(3, 4))
+
+
+@pytest.mark.usefixtures("grouped")
+@pytest.mark.timeout(60)
+def test_a_forward_of_a_wrapper_with_the_same_group_while_a_backward_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group is in use, so its weights go through host memory."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3).double()
+    x, outputs = torch.randn(6, 4).double(), []
+    with wrap(net, 3) as model, wrap(copy.deepcopy(net), 3) as other:
+        for one in (model, other):
+            one(x).sum().backward()
+        assert controller_group(model) is controller_group(other)
+        run_first = OverlappedReduction.run_first
+
+        def run_after_forward(reduction: OverlappedReduction, backward: Callable[[], None]) -> None:
+            forward.start()
+            time.sleep(0.1)
+            run_first(reduction, backward)
+
+        forward = threading.Thread(target=lambda: outputs.append(other(x)), daemon=True)
+        loss, group = model(x).sum(), controller_group(model).process_group
+        monkeypatch.setattr(OverlappedReduction, "run_first", run_after_forward)
+        net.zero_grad()
+        last_number = group.last_sequence_number
+        loss.backward()
+        forward.join(30)
+        assert group.last_sequence_number == last_number + 1
+        torch.testing.assert_close(outputs[0], net(x))
+        torch.testing.assert_close(net.weight.grad, x.sum(0).expand(3, 4))
+
+
+class TwoBuckets(nn.Module):
+    """Its first layer runs again in the backward, when the gradients of the last one, the first bucket, have arrived.
+
+    Then it notes how many reductions its process has started; a worker that finds the file `kill` there ends.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.first, self.last = nn.Linear(4, 8).double(), nn.Linear(8, 20000).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.utils.checkpoint.checkpoint(self._run_first, x, use_reentrant=False))
+
+    def _run_first(self, x: Tensor) -> Tensor:
+        started = [one._num_started for one in gc.get_objects() if type(one) is BucketReducer]
+        if started:
+            (self.folder / f"started in {os.getpid()}").write_text(str(started))
+        if started and inside_worker() and (self.folder / "kill").exists():
+            (self.folder / "kill").unlink()
+            os._exit(9)
+        return self.first(x)
+
+
+def step_twice(net: nn.Module, model: nn.Module, during: Callable[[int], object] = nothing) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+    for step in range(2):
+        during(step)
+        net.zero_grad()
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("grouped")
+def test_gradients_are_reduced_while_backward_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = TwoBuckets(tmp_path)
+    plain = copy.deepcopy(net)
+    assert [bucket.indices for bucket in gradient_buckets(list(net.parameters()))] == [(3, 2), (1, 0)]
+    monkeypatch.setattr(GradientReduction, "_collect", refuse)
+    with wrap(net, 3) as model:
+        step_twice(net, model)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["[1]"] * 3
+    step_twice(plain, plain)
+    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def refuse(*_: Any) -> None:
+    raise AssertionError("the gradients were reduced after the backward")
+
+
+@pytest.mark.usefixtures("grouped")
+@pytest.mark.timeout(60)
+def test_a_worker_dies_after_it_has_reduced_a_bucket(tmp_path: Path) -> None:
+    """All gradients are reduced again, to the same bits."""
+    torch.manual_seed(0)
+    net, undisturbed = TwoBuckets(tmp_path), TwoBuckets(tmp_path)
+    undisturbed.load_state_dict(net.state_dict())
+    with wrap(undisturbed, 3) as model:
+        step_twice(undisturbed, model)
+    with wrap(net, 3) as model:
+        step_twice(net, model, during=lambda _: (tmp_path / "kill").touch())
+    assert not (tmp_path / "kill").exists()
+    for mine, other in zip(net.parameters(), undisturbed.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.usefixtures("grouped")
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("position", [1, 2])
+def test_a_worker_that_fails_before_its_backward(plain: Net, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have begun to reduce, and are released."""
+    torch.manual_seed(0)
+    net = Net()
+    send = ReplicaBackward.send
+
+    def send_unknown_call(backward: ReplicaBackward, client: WorkerClient) -> Any:
+        if backward._task.index == position:
+            monkeypatch.setattr(backward._call, "call_id", -1)
+        return send(backward, client)
+
+    with wrap(net, 3) as model:
+        loss = model(batch(0)).square().mean()
+        net.seen.zero_()
+        with monkeypatch.context() as patch:
+            patch.setattr(ReplicaBackward, "send", send_unknown_call)
+            patch.setattr(ReplayableCall, "ensure_on", lambda *_: [])
+            with pytest.raises(KeyError):
+                loss.backward()
+        assert all(parameter.grad is None for parameter in net.parameters())
+        train(net, model)
+    assert_alike(net, plain)
+
+
+@pytest.mark.usefixtures("grouped")
+@pytest.mark.timeout(60)
+def test_replicas_that_run_one_after_another_reduce_at_the_end(plain: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them could wait for the others while its backward runs."""
+    monkeypatch.setattr(OverlappedReduction, "__init__", refuse)
+    torch.manual_seed(0)
+    net = Net()
+    with wrap(net, 3) as model:
+        runner: Any = model._instep_runner
+        runner.serialization.serialize = True
+        train(net, model)
+        assert controller_group(model) is not None
+    assert_alike(net, plain)
+
+
+class Twice(nn.Module):
+    """Reentrant checkpoints accumulate the gradient of a layer twice in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.usefixtures("grouped")
+def test_a_gradient_that_grows_after_its_bucket_was_reduced() -> None:
+    torch.manual_seed(0)
+    net = Twice()
+    plain = copy.deepcopy(net)
+    x = torch.randn(7, 4).double().requires_grad_()
+    with wrap(net, 3) as model:
+        for _ in range(2):
+            for one in (model, plain):
+                one(x).square().mean().backward()
+    torch.testing.assert_close(net.layer.weight.grad, plain.layer.weight.grad)
+    torch.testing.assert_close(net.layer.bias.grad, plain.layer.bias.grad)
 
 
 class Ignores(Net):
@@ -238,13 +410,23 @@ def test_members_of_a_reduction_wait_until_rank_0_has_all_data() -> None:
     class Group:
         device, rank = torch.device("cpu"), 1
 
-        def __getattr__(self, name: str) -> Any:
-            return lambda _: operations.append(name)
+        def raise_if_aborted(self) -> None:
+            pass
+
+        def start_reduce(self, _: Tensor) -> Callable[[], None]:
+            operations.append("start")
+            return lambda: operations.append("wait")
+
+        def broadcast(self, _: Tensor) -> None:
+            operations.append("broadcast")
+
+        def end(self) -> None:
+            operations.append("end")
 
     tensors = [torch.ones(3), torch.ones(2).double()]
     member: Any = Group()
-    reduce_coalesced(member, make_buckets(tensors), [3, 2], dict(enumerate(tensors)))
-    assert operations == ["reduce", "reduce", "broadcast"]
+    BucketReducer(member, gradient_buckets(tensors), [3, 2], tensors.__getitem__).finish()
+    assert operations == ["start", "start", "wait", "wait", "broadcast", "end"]
 
 
 @pytest.mark.usefixtures("grouped")
@@ -341,7 +523,7 @@ def test_an_interruption_in_a_collective(plain: Net, monkeypatch: pytest.MonkeyP
     with wrap(net, 3) as model:
         for place in (
             "instep.engines.processes.controller.nccl_manager.broadcast_coalesced",
-            "instep.engines.processes.controller.nccl_reduction.reduce_coalesced",
+            "instep.engines.processes.controller.overlapped_reduction.BucketReducer.finish",
         ):
             run_before_next_call(place, interrupt, monkeypatch)
             with pytest.raises(KeyboardInterrupt):
@@ -428,7 +610,7 @@ def test_an_existing_nccl_group_warns(monkeypatch: pytest.MonkeyPatch) -> None:
 PHASES = ("none", "between", "share", "sum", "join", "none")
 BEGINNINGS = {
     "share": ("forward", "instep.engines.processes.controller.nccl_manager.broadcast_coalesced"),
-    "sum": ("backward", "instep.engines.processes.controller.nccl_reduction.reduce_coalesced"),
+    "sum": ("backward", "instep.engines.processes.controller.overlapped_reduction.BucketReducer.finish"),
     "join": ("forward", "instep.engines.processes.controller.nccl_manager._init_group"),
     "between": ("backward", ""),
 }

@@ -10,9 +10,10 @@ from torch import Tensor
 from instep.engines.concurrent import BackwardTask
 from instep.engines.processes.controller.client import WorkerClient
 from instep.engines.processes.controller.overlap import LateGradient, OverlappedSum
+from instep.engines.processes.controller.overlapped_reduction import OverlappedReduction
 from instep.engines.processes.controller.rendezvous import CollectiveLog, ControllerRendezvous
 from instep.engines.processes.controller.replay import ReplayableCall
-from instep.engines.processes.controller.replies import ReplyGenerator
+from instep.engines.processes.controller.replies import RUNNING, ReplyGenerator
 from instep.engines.processes.lifecycle.watchdog import PendingReply
 from instep.engines.processes.messages import BackwardReply, BackwardRequest
 from instep.engines.processes.transport.copy_streams import CallStreams
@@ -47,6 +48,10 @@ class ReplicaBackward:
         """By position: the index in the worker's tensor table."""
         self.kept_gradients: list[int] = []
         """Indices of the tensors whose gradients the worker keeps."""
+        self.is_reduced = False
+        """Whether the worker has sent their sums to rank 0."""
+        self.reduction: OverlappedReduction | None = None
+        """The reduction over NCCL that begins with the backward."""
 
     @property
     def may_use_ipc(self) -> bool:
@@ -65,6 +70,9 @@ class ReplicaBackward:
         self._tensor_indices = call.tensor_indices(self._graph.leaves)
         request.wanted_tensors = [index for index in self._tensor_indices if index is not None]
         request.call_id = call.call_id
+        if self.reduction is not None:
+            can_join = None not in self._tensor_indices and not self._was_tried
+            request.reduction = self.reduction.request_for(client.worker if can_join else None)
         pending, self._was_tried = client.new_pending(), True
         client.share_rows(request, task.group, task.index, pending)
         client.send_backward(request, call.module_state, pending)
@@ -75,7 +83,10 @@ class ReplicaBackward:
 
     def receive(self, client: WorkerClient) -> ReplyGenerator[BackwardReply]:
         assert self._pending is not None
-        fields, _ = client.channel.decode((yield from client.receive_reply(self._pending, self._collectives)))
+        message = yield from client.receive_reply(self._pending, self._collectives)
+        while self.reduction is not None and self.reduction.is_running and self._streams.in_caller:
+            yield RUNNING  # otherwise the stream would wait for the worker, which waits for the controller's part
+        fields, _ = client.channel.decode(message)
         if self._call.module_state.doorbell is not None:
             self._call.module_state.doorbell.finish()
         return BackwardReply(*fields)
@@ -140,7 +151,7 @@ class ReplicaBackward:
 
     def store_gradients(self, reply: BackwardReply, late: list[LateGradient]) -> None:
         """Store the gradients on the replica's graph; late ones are appended to `late`."""
-        self.kept_gradients = reply.kept_gradients
+        self.kept_gradients, self.is_reduced = reply.kept_gradients, reply.is_reduced
         if not self._task.retain_graph:
             self._call.consumed_tokens.append(self._task.collectives)
         if reply.host_rng_used:

@@ -222,7 +222,8 @@ class WorkerClient:
             raise self._late_error() or WorkerFailure(
                 f"the worker of {self.worker.name} ended before its last results were complete: "
                 f"{self.worker.exit_reason()}\n"
-                f"Outputs and gradients of that call are NaN. Restore the weights if the optimizer has used them."
+                f"Outputs and gradients of that call are NaN, or incomplete sums. Restore the weights if the optimizer "
+                f"has used them."
             )
 
     def _send_device(self, request: DeviceRequest, fds: Sequence[int] = ()) -> str | None:

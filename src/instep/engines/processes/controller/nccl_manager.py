@@ -23,7 +23,7 @@ from instep.engines.processes.lifecycle.pool import StartTimeout
 from instep.engines.processes.lifecycle.process import WorkerProcess
 from instep.engines.processes.lifecycle.watchdog import ReplyTimeout
 from instep.engines.processes.messages import BroadcastRequest, JoinGroupRequest
-from instep.engines.processes.nccl.collectives import broadcast_coalesced
+from instep.engines.processes.nccl.broadcast import broadcast_coalesced
 from instep.engines.processes.nccl.group import NCCL_ENVIRONMENT, NcclGroup
 from instep.engines.processes.transport.connection import ConnectionClosed
 from instep.engines.thread_pool import ReplicaThreads, is_replica_thread
@@ -60,13 +60,28 @@ class ControllerGroup:
         self.process_group = NcclGroup(self.join_request(0, device), os.dup(self.store_fd), os.dup(self.abort_fd))
         self.lock = threading.Lock()
         """Held while the members are sent their requests for a collective. Taken before the lock of any client."""
+        self.in_backward = False
+        """Whether a backward holds the lock to its end. What runs meanwhile does not wait for it, but uses host memory:
+        the backward may wait for it."""
         for worker in self.workers:
             client_for(worker).groups.add(self)
+
+    def begin_backward(self) -> bool:
+        """Take the lock for a whole backward; False if somebody else has it."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        self.in_backward = True
+        return True
+
+    def end_backward(self) -> None:
+        """Release the lock at the end of a backward."""
+        self.in_backward = False
+        self.lock.release()
 
     def on_worker_exit(self) -> None:
         """Abort the group: all threads may wait for a device that waits for the worker in a collective."""
         self.worker_lost = True
-        self.process_group.abort("a worker ended")
+        self.process_group.abort("a worker ended", at_once=True)
 
     def join_request(self, rank: int, device: torch.device) -> JoinGroupRequest:
         """The request that makes a worker join."""
@@ -203,7 +218,7 @@ class NcclManager:
         with _groups_lock:
             groups = [group for group in (*_groups, self._group) if group is not None and worker in group.workers]
         for group in groups:
-            group.process_group.abort("a worker ended")
+            group.process_group.abort("a worker ended", at_once=True)
 
     def leave(self) -> None:
         """Leave the group; abort it if no engine uses it."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 
 from torch import Tensor
 
-from instep.devices import make_buckets, unpack
+from instep.autograd.bridge import ReplicaGraph
+from instep.devices import unpack
 from instep.engines.processes import messages
 from instep.engines.processes.controller.backward import ReplicaBackward
 from instep.engines.processes.controller.nccl_manager import (
@@ -18,12 +20,13 @@ from instep.engines.processes.controller.nccl_manager import (
     NcclManager,
     ThreadedWorkerProvider,
 )
+from instep.engines.processes.controller.overlapped_reduction import OverlappedReduction, reduce_during_backward
 from instep.engines.processes.controller.replies import RUNNING, ReplyGenerator, run_to_end
 from instep.engines.processes.controller.requests import send_and_wait
 from instep.engines.processes.lifecycle.process import WorkerProcess
 from instep.engines.processes.lifecycle.watchdog import PendingReply, ReplyTimeout
 from instep.engines.processes.messages import BackwardReply, ReduceRequest
-from instep.engines.processes.nccl.collectives import reduce_coalesced
+from instep.engines.processes.nccl.bucket_reducer import BucketReducer, gradient_buckets
 from instep.engines.processes.nccl.group import GroupAborted, NcclGroup
 from instep.engines.processes.transport.connection import ConnectionClosed
 from instep.engines.processes.transport.copy_streams import CallStreams
@@ -33,30 +36,71 @@ _MAX_ATTEMPTS = 4
 
 
 class GradientReduction:
-    """Reduces the gradients of one backward on exit; used as a context around the replicas' backwards."""
+    """Reduces the gradients of one backward; used as a context around the replicas' backwards.
+
+    If possible, the reduction begins while they run. Otherwise, and if that fails, gradients are reduced on exit.
+    """
 
     def __init__(
-        self, provider: ThreadedWorkerProvider, manager: NcclManager, streams: CallStreams, count: int
+        self,
+        provider: ThreadedWorkerProvider,
+        manager: NcclManager,
+        streams: CallStreams,
+        replicas: Sequence[ReplicaGraph],
+        *,
+        overlaps: bool,
     ) -> None:
+        """`overlaps` is whether all replicas run at the same time, so that each can wait for the others."""
         self._provider, self._nccl, self._streams = provider, manager, streams
-        self._num_replicas = count
+        self._num_replicas, self._leaves = len(replicas), replicas[0].leaves
+        self._overlaps = overlaps and all((replica.remote is None) == (replica is replicas[0]) for replica in replicas)
         self._backwards: dict[int, ReplicaBackward] = {}
+        self.overlapped: OverlappedReduction | None = None
+        """The reduction that begins while the backwards run."""
+        self._running = ExitStack()
 
     def __enter__(self) -> GradientReduction:
+        if self._overlaps:
+            self.overlapped = self._running.enter_context(
+                reduce_during_backward(self._nccl.get_group(), self._leaves, workers_wait=not self._streams.in_caller)
+            )
         return self
 
     def add(self, index: int, backward: ReplicaBackward) -> None:
         """Make a worker keep its gradients."""
         backward.set_keep_gradients(True)
+        backward.reduction = self.overlapped
         self._backwards[index] = backward
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def abort(self, reason: str) -> None:
+        """Release all members of a reduction that has begun."""
+        if self.overlapped is not None:
+            self.overlapped.abort(reason)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         try:
-            if error is None:
+            self._running.__exit__(kind, error, traceback)
+            if error is None and not self._store_sums():
                 self._collect()
         finally:
             for backward in self._backwards.values():
                 backward.release()
+
+    def _store_sums(self) -> bool:
+        """Store each sum as the gradient of the first replica that has one; False if they are incomplete."""
+        is_reduced = len(self._backwards) == self._num_replicas - 1 and all(
+            backward.is_reduced for backward in self._backwards.values()
+        )
+        sums = self.overlapped.sums() if self.overlapped is not None and is_reduced else None
+        if sums is None:
+            return False
+        for _, backward in sorted(self._backwards.items()):
+            for position in backward.kept_by_position():
+                if position in sums:
+                    backward.set_gradient(position, sums.pop(position))
+        return True
 
     def _collect(self) -> None:
         if not any(backward.kept_gradients for backward in self._backwards.values()):
@@ -67,6 +111,8 @@ class GradientReduction:
                 self._run_per_worker(self._rerun, lost)
             group = self._nccl.get_group() if self._nccl.can_use(self._num_replicas) else None
             if group is None and not self._nccl.can_use(self._num_replicas):
+                break
+            if group is not None and group.in_backward:  # another one, which may wait for this one
                 break
             if group is not None and self._reduce(group):
                 return
@@ -113,19 +159,22 @@ class GradientReduction:
     def _reduce(self, group: ControllerGroup) -> bool:
         """Reduce the kept gradients, and store each sum as the gradient of the first replica that has one."""
         kept = {index: backward.kept_by_position() for index, backward in sorted(self._backwards.items())}
-        positions = sorted(set().union(*kept.values()))
-        owners = [self._backwards[next(index for index in kept if p in kept[index])] for p in positions]
-        leaves = [owner.leaf(position) for owner, position in zip(owners, positions, strict=True)]
-        buckets, numels = make_buckets(leaves), [leaf.numel() for leaf in leaves]
+        owners = {
+            position: backward
+            for index, backward in sorted(self._backwards.items(), reverse=True)
+            for position in kept[index]
+        }
+        leaves, buckets = self._leaves, gradient_buckets(self._leaves)
+        numels = [leaf.numel() for leaf in leaves]
         sums: list[Tensor] = []
         collective = GroupCollective(group, deferred=self._streams.in_caller)
 
         def run(nccl_group: NcclGroup) -> None:
-            sums.extend(reduce_coalesced(nccl_group, buckets, numels, {}))
+            sums.extend(BucketReducer(nccl_group, buckets, numels, lambda _: None).finish())
 
         def reduce_from(index: int) -> ReplyGenerator[None]:
             backward_id = self._backwards[index].request_id if index in kept else 0
-            tensor_indices = [kept.get(index, {}).get(position) for position in positions]
+            tensor_indices = [kept.get(index, {}).get(position) for position in range(len(leaves))]
             request = ReduceRequest(0, backward_id, tensor_indices, numels, buckets)
             return self._reduce_from(index, collective, run, request)
 
@@ -145,8 +194,9 @@ class GradientReduction:
             return False
         self._streams.record_stream(sums)
         for flat, bucket in zip(sums, buckets, strict=True):
-            for index, gradient in zip(bucket.indices, unpack(flat, leaves, bucket), strict=True):
-                owners[index].set_gradient(positions[index], gradient)
+            for position, gradient in zip(bucket.indices, unpack(flat, leaves, bucket), strict=True):
+                if position in owners:
+                    owners[position].set_gradient(position, gradient)
         return True
 
     def _reduce_from(

@@ -14,10 +14,12 @@ import os
 import pkgutil
 import select
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,6 +95,8 @@ _environment_lock = ForkSafeLock(_restore_environment)
 
 _GROUP_FACTORIES: dict[str, Callable[..., Any]] = {"nccl": make_nccl_group, "gloo": make_gloo_group}
 _POLL_SECONDS = 0.02
+_LAST_END_SECONDS = 60
+"""How long an abort waits for the last collective."""
 _TIMEOUT = timedelta(minutes=10)
 
 
@@ -121,6 +125,8 @@ class NcclGroup:
         self._backend: _Backend | None = None
         self._init_done = threading.Event()
         self._init_error: Exception | None = None
+        self._last_end: torch.cuda.Event | None = None
+        """The end of the last collective on the device. Its host may be further."""
 
     def connect(self) -> None:
         """Connect to the other members. Raises `GroupAborted` on failure, or if the group is aborted meanwhile.
@@ -163,7 +169,7 @@ class NcclGroup:
         poll = select.poll()
         poll.register(self._abort_fd, select.POLLIN)
         poll.poll()
-        self.abort("another member aborted the group")
+        self.abort("another member aborted the group", at_once=True)
         os.close(self._abort_fd)
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -174,12 +180,29 @@ class NcclGroup:
         """Sum to rank 0. Makes the current stream wait, not this thread."""
         self._run("reduce", tensor)
 
-    def _run(self, operation: str, tensor: Tensor) -> None:
+    def start_reduce(self, tensor: Tensor) -> Callable[[], None]:
+        """Start to sum to rank 0. Returns a function that makes the current stream wait for it, not this thread.
+
+        On the CPU, that function does it all: Gloo cannot abort what it has started.
+        """
+        if self.device.type == "cpu":
+            return partial(self.reduce, tensor)
+        wait = self._run("start_reduce", tensor)
+
+        def wait_for_sum() -> None:
+            try:
+                wait()
+            except RuntimeError as error:
+                raise GroupAborted(str(error)) from error
+
+        return wait_for_sum
+
+    def _run(self, operation: str, tensor: Tensor) -> Any:
         backend = self._backend
         if backend is None:
             raise GroupAborted(self.abort_reason or "the group is not connected")
         try:
-            getattr(backend, operation)(tensor)
+            return getattr(backend, operation)(tensor)
         except RuntimeError as error:
             raise GroupAborted(str(error)) from error
 
@@ -187,28 +210,41 @@ class NcclGroup:
     def collective(self, sequence_number: int) -> Iterator[None]:
         """Run the collective with this sequence number. Aborts the group on an exception or a number out of order."""
         try:
-            self.raise_if_aborted()
-            if sequence_number != self.last_sequence_number + 1:
-                raise GroupAborted(f"collective {sequence_number} follows {self.last_sequence_number}")
-            self.last_sequence_number = sequence_number
+            self.begin(sequence_number)
             yield
         except BaseException as error:
             self.abort(f"{type(error).__name__}: {error}")
             raise
+
+    def begin(self, sequence_number: int) -> None:
+        """Begin the collective with this sequence number. A number out of order aborts the group."""
+        self.raise_if_aborted()
+        if sequence_number != self.last_sequence_number + 1:
+            self.abort(f"collective {sequence_number} follows {self.last_sequence_number}")
+            self.raise_if_aborted()
+        self.last_sequence_number = sequence_number
+
+    def end(self) -> None:
+        """End a collective that the current stream waits for: an abort does not affect it any more."""
+        if self.device.type == "cuda":
+            self._last_end = torch.cuda.current_stream(self.device).record_event()
 
     def raise_if_aborted(self) -> None:
         """Raise `GroupAborted` if the group was aborted: earlier collectives may be incomplete."""
         if self.abort_reason:
             raise GroupAborted(self.abort_reason)
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, *, at_once: bool = False) -> None:
         """Abort the group for all members; nothing waits for it any longer, on the host or on a device.
 
-        In a forked child the parent's group is left alone.
+        Collectives that have ended on the host complete before, unless they cannot because a member is lost: then it is
+        aborted `at_once`. In a forked child the parent's group is left alone.
         """
         if self._owner_pid != os.getpid():
             self.abort_reason = reason
             return
+        if not at_once:
+            self._wait_for_last_end()
         with self._lock:
             if self.abort_reason:
                 return
@@ -217,6 +253,12 @@ class NcclGroup:
             backend, self._backend = self._backend, None
         if backend is not None:
             _abort_backend(backend)
+
+    def _wait_for_last_end(self) -> None:
+        event, deadline = self._last_end, time.monotonic() + _LAST_END_SECONDS
+        with suppress(RuntimeError):  # the device has failed
+            while event is not None and not self.abort_reason and time.monotonic() < deadline and not event.query():
+                time.sleep(0.001)
 
 
 class _Backend:
@@ -233,14 +275,31 @@ class _Backend:
         self.group.broadcast([tensor], options).wait()
 
     def reduce(self, tensor: Tensor) -> None:
+        self.start_reduce(tensor)()
+
+    def start_reduce(self, tensor: Tensor) -> Callable[[], None]:
         options = dist.ReduceOptions()
         options.rootRank = options.rootTensor = 0
-        self.group.reduce([tensor], options).wait()
+        return _Started(self, self.group.reduce([tensor], options)).wait
 
     def __del__(self) -> None:
         self.group = None
         with suppress(OSError):
             os.close(self._store_fd)
+
+
+class _Started:
+    """A collective that was started. Keeps the backend alive, because torch's object refers to its store."""
+
+    def __init__(self, backend: _Backend, work: Any) -> None:
+        self._backend, self._work = backend, work
+
+    def wait(self) -> None:
+        """Make the current stream wait for it."""
+        self._work.wait()
+
+    def __del__(self) -> None:
+        self._work = None  # before the backend, which closes the store's descriptor
 
 
 def _abort_backend(backend: _Backend) -> None:

@@ -12,6 +12,7 @@ from operator import is_, itemgetter
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.autograd.graph_walk import reachable_leaves
 from instep.collectives.sync_batchnorm import SyncBatchNormPatch
@@ -100,6 +101,13 @@ class WorkerModule:
         """The device memory of these copies."""
         self.tensors = [self._rebuild_tensor(entry, table.storages) for entry in table.tensors]
         self._gradient_slots: dict[int, Tensor] = {}
+        self._on_gradient: Callable[[int], None] | None = None
+        self._leaf_indices: dict[int, int] = {}
+        """By id of a leaf: its index in the backward whose gradients are reported."""
+        self._reporting_leaves = WeakTensorKeyDictionary()
+        """The leaves that have a hook for `report_gradients`."""
+        self._last_leaves: list[Tensor] = []
+        """The leaves of the last backward whose gradients were reported."""
         self._replica: Replica | None = None
         self.sequence_number = 0
         """The broadcast that brought the current values of `staged_tensors`; 0 if they came from shared memory."""
@@ -358,6 +366,28 @@ class WorkerModule:
         replica.revert(result.changes)
         return reply
 
+    def report_gradients(self, leaves: Sequence[Tensor], on_gradient: Callable[[int], None]) -> None:
+        """Until `stop_reports`, call a function with the index of each leaf whose gradient arrives or grows."""
+        self._on_gradient, self._leaf_indices = on_gradient, {id(leaf): index for index, leaf in enumerate(leaves)}
+        if len(leaves) == len(self._last_leaves) and all(map(is_, leaves, self._last_leaves)):
+            return
+        self._last_leaves = list(leaves)
+        for leaf in leaves:
+            if leaf not in self._reporting_leaves and leaf.is_leaf and leaf.requires_grad:
+                self._reporting_leaves[leaf] = leaf.register_post_accumulate_grad_hook(
+                    partial(_report_gradient_hook, weakref.ref(self))
+                )
+
+    def stop_reports(self) -> None:
+        """End `report_gradients`. The hooks stay for the next backward."""
+        self._on_gradient = None
+
+    def report_gradient(self, leaf: Tensor) -> None:
+        """Called when the gradient of a leaf has been accumulated."""
+        index = self._leaf_indices.get(id(leaf))
+        if self._on_gradient is not None and index is not None:
+            self._on_gradient(index)
+
     def begin_backward(self, wanted: Iterable[int]) -> None:
         """Reset the slots. Gradients of the tensors in `wanted` are stored as backward produces them."""
         self._wanted_gradients = set(wanted)
@@ -461,6 +491,12 @@ def _store_gradient_hook(module_ref: weakref.ref[WorkerModule], number: int, lea
     module = module_ref()
     if module is not None:
         module.store_gradient(number, leaf)
+
+
+def _report_gradient_hook(module_ref: weakref.ref[WorkerModule], leaf: Tensor) -> None:
+    module = module_ref()
+    if module is not None:
+        module.report_gradient(leaf)
 
 
 def gradient_slot(memory: SharedMemory | DeviceMemory, offset: int, tensor: Tensor) -> Tensor:

@@ -7,8 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from instep.engines.processes import messages
-from instep.engines.processes.messages import BackwardReply, BroadcastRequest, JoinGroupRequest, ReduceRequest
-from instep.engines.processes.nccl.collectives import REDUCIBLE_DTYPES, broadcast_coalesced, reduce_coalesced
+from instep.engines.processes.messages import (
+    BackwardReply,
+    BackwardRequest,
+    BroadcastRequest,
+    JoinGroupRequest,
+    ReduceRequest,
+    ReductionRequest,
+)
+from instep.engines.processes.nccl.broadcast import broadcast_coalesced
+from instep.engines.processes.nccl.bucket_reducer import REDUCIBLE_DTYPES, BucketReducer, gradient_buckets
 from instep.engines.processes.nccl.group import GroupAborted, NcclGroup
 from instep.engines.processes.transport.channel import Channel
 from instep.engines.processes.transport.connection import Message
@@ -59,11 +67,52 @@ class NcclMember:
         group = self._require_group()
         with group.collective(request.sequence_number):
             kept: dict[int, Tensor] = self._kept_gradients[request.backward_id][1] if request.backward_id else {}
-            gradients = {index: kept[number] for index, number in enumerate(request.tensor_indices) if number in kept}
-            reduce_coalesced(group, request.buckets, request.numels, gradients)
+            gradients = [None if number is None else kept.get(number) for number in request.tensor_indices]
+            BucketReducer(group, request.buckets, request.numels, gradients.__getitem__).finish()
             synchronize_stream(group.device)
             group.raise_if_aborted()
         self._channel.send(messages.DONE, message.call_id, None)
+
+    def start_reduction(
+        self, request: BackwardRequest, module: WorkerModule, leaves: Sequence[Tensor]
+    ) -> BucketReducer | None:
+        """Reduce gradients while the backward that follows runs; None if that is not asked for, or not possible."""
+        if not request.reduction:
+            return None
+        reduction, group, numbers = ReductionRequest(*request.reduction), self._require_group(), request.wanted_tensors
+        buckets = gradient_buckets(leaves)
+        if sum(bucket.numel for bucket in buckets) != reduction.numel:
+            group.abort("the gradients of a worker differ from those that are reduced")
+
+        def gradient_of(index: int) -> Tensor | None:
+            gradient = leaves[index].grad
+            return gradient if gradient is not None and _is_kept(module, numbers[index], gradient) else None
+
+        try:
+            group.begin(reduction.sequence_number)
+        except GroupAborted:
+            return None
+        reducer = BucketReducer(group, buckets, [leaf.numel() for leaf in leaves], gradient_of)
+        module.report_gradients(leaves, reducer.add)
+        return reducer
+
+    def finish_reduction(self, request: BackwardRequest, reducer: BucketReducer) -> bool:
+        """Reduce the rest. Returns whether this worker's part is complete."""
+        group = self._require_group()
+        try:
+            reducer.finish()
+            if ReductionRequest(*request.reduction).waits:
+                synchronize_stream(group.device)
+            group.raise_if_aborted()
+        except GroupAborted as error:
+            group.abort(str(error))
+            return False
+        return reducer.is_exact
+
+    def abort(self, reason: str) -> None:
+        """Abort the group: this worker does not take part in the reduction that the others have begun."""
+        if self._group is not None:
+            self._group.abort(reason)
 
     def _send_gradients(self, message: Message) -> None:
         """Send kept gradients through their slots, without the group."""
@@ -80,11 +129,7 @@ class NcclMember:
 
     def keep_gradients(self, backward_id: int, module: WorkerModule, gradients: dict[int, Tensor | None]) -> list[int]:
         """Keep the gradients that a group can reduce: remove them from `gradients` and return their numbers."""
-        kept = {
-            n: g
-            for n, g in gradients.items()
-            if g is not None and module.fits_slot(n, g) and g.dtype in REDUCIBLE_DTYPES
-        }
+        kept = {n: g for n, g in gradients.items() if g is not None and _is_kept(module, n, g)}
         for number in kept:
             del gradients[number]
         self._kept_gradients[backward_id] = module, kept
@@ -94,3 +139,8 @@ class NcclMember:
         """Drop the kept gradients of these backwards."""
         for backward_id in calls:
             self._kept_gradients.pop(backward_id, None)
+
+
+def _is_kept(module: WorkerModule, number: int, gradient: Tensor) -> bool:
+    """Whether a gradient is kept for a reduction, and not sent."""
+    return module.fits_slot(number, gradient) and gradient.dtype in REDUCIBLE_DTYPES

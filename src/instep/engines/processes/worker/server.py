@@ -147,6 +147,8 @@ class WorkerServer:
             self._discard_preparation()
             if message.kind in (messages.FORWARD, messages.BACKWARD):
                 self._release_rows(message.call_id)
+            if message.kind == messages.BACKWARD:
+                self._nccl_member.abort("a backward failed")
             if message.kind in messages.EXPECTS_REPLY:
                 self._send_error(message.call_id, error)
             else:  # no reply is expected: the next call raises it
@@ -470,6 +472,7 @@ class WorkerServer:
         check_no_stray_gradients(leaves)
         module.begin_backward(() if request.keep_gradients else request.wanted_tensors)
         set_anomaly_mode(request.anomaly_mode)
+        reducer = self._nccl_member.start_reduction(request, module, leaves)
         try:
             with AutocastState(*request.autocast).enter():
                 backward_in_group(group, index, graph, outputs, grads, request.retain_graph, rng_context)
@@ -477,6 +480,9 @@ class WorkerServer:
             module.begin_backward(())
             take_gradients([*leaves, *graph.inputs])
             raise
+        finally:
+            module.stop_reports()
+        is_reduced = reducer is not None and self._nccl_member.finish_reduction(request, reducer)
         rng.advance()
         gradients = dict(zip(request.wanted_tensors, take_gradients(leaves), strict=True))
         kept = self._nccl_member.keep_gradients(message.call_id, module, gradients) if request.keep_gradients else []
@@ -484,7 +490,7 @@ class WorkerServer:
         inputs = {
             n: g for n, g in zip(retained.input_numbers, take_gradients(graph.inputs), strict=True) if g is not None
         }
-        reply = BackwardReply(present, inputs, others, rng.caller.cpu.streams_used, kept)
+        reply = BackwardReply(present, inputs, others, rng.caller.cpu.streams_used, kept, is_reduced)
         self._wait_unless_ordered(module.device)
         self._channel.send(messages.DONE, message.call_id, reply)
         if not request.retain_graph:

@@ -1,0 +1,160 @@
+"""Reduces gradients to rank 0 over an NCCL group, in buckets, also while the backward that computes them runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.devices import Bucket
+from instep.engines.processes.nccl.group import GroupAborted, NcclGroup
+from instep.runtime.modes import NO_CONTEXT, set_inference_mode
+from instep.structure.shapes import is_dense
+
+REDUCIBLE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+"""Dtypes of gradients that a group reduces."""
+
+FIRST_BUCKET_BYTES = 2**20
+"""The first bucket is small, so that its reduction starts early, as in DistributedDataParallel."""
+BUCKET_BYTES = 25 * 2**20
+
+
+def gradient_buckets(leaves: Sequence[Tensor]) -> tuple[Bucket, ...]:
+    """The buckets of the leaves' gradients in the order of their reduction: the last leaves, which come first, first.
+
+    All members form the same buckets, because these depend on sizes and dtypes only. A leaf whose gradient cannot be
+    reduced is in no bucket.
+    """
+    return _make_buckets(
+        tuple(
+            (leaf.numel(), leaf.dtype) if leaf.dtype in REDUCIBLE_DTYPES and is_dense(leaf) else None for leaf in leaves
+        )
+    )
+
+
+@lru_cache(maxsize=64)
+def _make_buckets(leaves: tuple[tuple[int, torch.dtype] | None, ...]) -> tuple[Bucket, ...]:
+    buckets: list[Bucket] = []
+    filling: dict[torch.dtype, tuple[list[int], int]] = {}
+    for index, leaf in reversed(list(enumerate(leaves))):
+        if leaf is None:
+            continue
+        numel, dtype = leaf
+        indices, filled = filling.pop(dtype, ([], 0))
+        indices.append(index)
+        filled += numel
+        if filled * dtype.itemsize >= (BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES):
+            buckets.append(Bucket(tuple(indices), dtype, filled))
+        else:
+            filling[dtype] = indices, filled
+    buckets += [Bucket(tuple(indices), dtype, numel) for dtype, (indices, numel) in filling.items()]
+    return tuple(buckets)
+
+
+class BucketReducer:
+    """One member's part of a reduction to rank 0.
+
+    All members reduce the same buckets in the same order: a bucket when all its gradients have arrived, and the rest in
+    `finish`. A gradient that has not arrived by then counts as zero. No member changes its own gradients, so that they
+    can be reduced again if the reduction fails.
+    """
+
+    def __init__(
+        self,
+        group: NcclGroup,
+        buckets: Sequence[Bucket],
+        numels: Sequence[int],
+        gradient_of: Callable[[int], Tensor | None],
+    ) -> None:
+        """`numels` are the sizes of all gradients, and `gradient_of` returns this member's, by index."""
+        self._group, self._buckets, self._numels = group, buckets, numels
+        self._gradient_of = gradient_of
+        self._stream: Any = torch.cuda.current_stream(group.device) if group.device.type == "cuda" else None
+        """The stream of the backward. All work of the reduction is ordered with it."""
+        self._numbers = {index: number for number, bucket in enumerate(buckets) for index in bucket.indices}
+        self._num_missing = [len(bucket.indices) for bucket in buckets]
+        """For each bucket: the number of gradients that have not arrived."""
+        self._arrived: set[int] = set()
+        self._flats: list[Tensor] = []
+        self._waits: list[Callable[[], None]] = []
+        """One function for each reduction that has started, which waits for it."""
+        self._num_started = 0
+        self._error: RuntimeError | None = None
+        self._lock = threading.Lock()
+        """Held by the thread of autograd in which gradients arrive."""
+        self.is_exact = True
+        """False if a gradient has grown after its bucket was reduced."""
+
+    def add(self, index: int) -> None:
+        """Called when a gradient has arrived, or has grown, on the current stream."""
+        number = self._numbers.get(index)
+        if number is None:
+            return
+        with self._lock:
+            if self._stream is not None:
+                current = torch.cuda.current_stream(self._group.device)
+                if current != self._stream:
+                    self._stream.wait_stream(current)
+            if index not in self._arrived:
+                self._arrived.add(index)
+                self._num_missing[number] -= 1
+            elif number < self._num_started:  # for example by a reentrant checkpoint
+                self.is_exact = False
+            while self._num_started < len(self._buckets) and not self._num_missing[self._num_started]:
+                self._start_next()
+
+    def start_through(self, number: int) -> None:
+        """Start the reduction of all buckets up to one."""
+        with self._lock:
+            while self._num_started <= number:
+                self._start_next()
+
+    def _start_next(self) -> None:
+        """Start the reduction of the next bucket. A backward goes on if that is not possible."""
+        bucket = self._buckets[self._num_started]
+        self._num_started += 1
+        if self._error is not None:
+            return
+        try:
+            self._group.raise_if_aborted()
+            with NO_CONTEXT if self._stream is None else torch.cuda.stream(self._stream):
+                flat = self._pack(bucket)
+                self._waits.append(self._group.start_reduce(flat))
+            self._flats.append(flat)
+        except RuntimeError as error:  # of the group, or out of memory
+            self._error = error
+            self._group.abort(f"{type(error).__name__}: {error}")
+
+    def _pack(self, bucket: Bucket) -> Tensor:
+        with torch.no_grad(), set_inference_mode(False):
+            flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=self._group.device)
+            parts = flat.split([self._numels[index] for index in bucket.indices])
+            gradients = [self._gradient_of(index) for index in bucket.indices]
+            pairs = [
+                (part.view(gradient.shape), gradient.detach())
+                for part, gradient in zip(parts, gradients, strict=True)
+                if gradient is not None
+            ]
+            if pairs:
+                torch._foreach_copy_([part for part, _ in pairs], [gradient for _, gradient in pairs])
+        return flat
+
+    def finish(self) -> list[Tensor]:
+        """Reduce the rest. The current stream waits for the sums, not this thread. Raises `GroupAborted` on failure.
+
+        Returns the flat buckets, which are the sums on rank 0 only. A member's part is complete when it has sent its
+        data, perhaps before rank 0 has received them. So rank 0 broadcasts a word at the end: a member that has
+        received it knows that the sums are complete.
+        """
+        self.start_through(len(self._buckets) - 1)
+        if self._error is not None:
+            raise GroupAborted(str(self._error)) from self._error
+        for wait in self._waits:
+            wait()
+        self._group.broadcast(torch.zeros(1, dtype=torch.uint8, device=self._group.device))
+        self._group.end()
+        return self._flats
