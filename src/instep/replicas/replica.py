@@ -149,6 +149,8 @@ class Replica:
     def _forget(self, copies: Iterable[Any]) -> None:
         """Forget copies that the replica no longer uses."""
         ids = {id(copy) for copy in copies if isinstance(copy, Tensor)}
+        if not ids:
+            return
         self.tensors.forget(ids)
         if self.statistics is not None and not self.statistics.copy_ids.isdisjoint(ids):
             self._release_statistics()
