@@ -145,9 +145,17 @@ class Side:
         self.times: list[float] = []
 
     def run(self, steps: int) -> None:
+        """Run steps. The first one, after another side or in another mode, is not timed, unless it is the only one."""
         self.model.train(self.training)
+        if steps > 1:
+            self._run(1)
         synchronize()
         start = time.perf_counter()
+        self._run(steps)
+        synchronize()
+        self.times.append((time.perf_counter() - start) / steps * 1e3)
+
+    def _run(self, steps: int) -> None:
         for batch in itertools.islice(self.batches, steps):
             if self.training:
                 self.optimizer.zero_grad()
@@ -156,8 +164,6 @@ class Side:
             if self.training:
                 output.backward()
                 self.optimizer.step()
-        synchronize()
-        self.times.append((time.perf_counter() - start) / steps * 1e3)
 
 
 def training_side(model: nn.Module, batches: list[Batch]) -> Side:
