@@ -104,7 +104,7 @@ INTERNAL: dict[str, frozenset[str]] = {
             "engines/processes/transport/cuda_ipc.py: open_shared",
             "engines/processes/worker/module.py: WorkerModule.prepare_replica",
             "engines/processes/worker/nccl_member.py: NcclMember._receive_broadcast",
-            "engines/processes/worker/nccl_member.py: NcclMember._require_group",
+            "engines/processes/worker/nccl_member.py: NcclMember._get_group",
             "engines/processes/worker/rendezvous.py: Inbox.receive_collective_result",
             "engines/processes/worker/rendezvous.py: WorkerRendezvous._exchange",
             "engines/rendezvous.py: Rendezvous.leave",

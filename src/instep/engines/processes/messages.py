@@ -312,18 +312,16 @@ class BackwardRequest(PositionalMessage):
     anomaly_mode: int = 0
     gathered_rows: list[Tensor] = field(default_factory=list)
     """For a backward that is run again: the results of the first calls of `Group.all_gather`."""
-    reduction: tuple[Any, ...] = ()
-    """How the gradients are reduced while the backward runs (see `ReductionRequest`); empty if they are not."""
+    reduction: tuple[int, ...] = ()
+    """How the gradients are reduced while the backward runs (see `BackwardReduction`); empty if they are not."""
 
 
-class ReductionRequest(NamedTuple):
-    """A worker's part of a reduction to rank 0 that begins with its backward."""
+class BackwardReduction(NamedTuple):
+    """The reduction of gradients to rank 0 that begins with a backward."""
 
     sequence_number: int
     numel: int
     """The number of elements of all buckets."""
-    waits: bool
-    """Whether the worker replies when the sums are complete. If not, the parent's stream waits for them."""
 
 
 @dataclass
@@ -342,7 +340,7 @@ class BackwardReply(PositionalMessage):
     kept_gradients: list[int] = field(default_factory=list)
     """Module tensors whose gradients the worker keeps, by index."""
     is_reduced: bool = False
-    """Whether the sums of these over all workers have been sent to rank 0."""
+    """Whether the worker takes part in their reduction, with their final values."""
 
 
 @dataclass

@@ -49,7 +49,7 @@ class ReplicaBackward:
         self.kept_gradients: list[int] = []
         """Indices of the tensors whose gradients the worker keeps."""
         self.is_reduced = False
-        """Whether the worker has sent their sums to rank 0."""
+        """Whether the worker takes part in their reduction."""
         self.reduction: OverlappedReduction | None = None
         """The reduction over NCCL that begins with the backward."""
 
@@ -84,8 +84,10 @@ class ReplicaBackward:
     def receive(self, client: WorkerClient) -> ReplyGenerator[BackwardReply]:
         assert self._pending is not None
         message = yield from client.receive_reply(self._pending, self._collectives)
-        while self.reduction is not None and self.reduction.is_running and self._streams.in_caller:
-            yield RUNNING  # otherwise the stream would wait for the worker, which waits for the controller's part
+        if self.reduction is not None and self._streams.in_caller:
+            self._task.group.leave(self._task.index)
+            while self.reduction.is_running:
+                yield RUNNING  # otherwise the stream would wait for the worker, which waits for the controller's part
         fields, _ = client.channel.decode(message)
         if self._call.module_state.doorbell is not None:
             self._call.module_state.doorbell.finish()

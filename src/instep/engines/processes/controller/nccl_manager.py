@@ -68,15 +68,17 @@ class ControllerGroup:
 
     def begin_backward(self) -> bool:
         """Take the lock for a whole backward; False if somebody else has it."""
-        if not self.lock.acquire(blocking=False):
+        if self.in_backward:
             return False
-        self.in_backward = True
-        return True
+        self.in_backward = True  # whenever the lock is held: after an interruption here, nobody waits for it
+        if not self.lock.acquire(blocking=False):
+            self.in_backward = False
+        return self.in_backward
 
     def end_backward(self) -> None:
         """Release the lock at the end of a backward."""
-        self.in_backward = False
         self.lock.release()
+        self.in_backward = False
 
     def on_worker_exit(self) -> None:
         """Abort the group: all threads may wait for a device that waits for the worker in a collective."""

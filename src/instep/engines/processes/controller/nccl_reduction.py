@@ -62,7 +62,7 @@ class GradientReduction:
     def __enter__(self) -> GradientReduction:
         if self._overlaps:
             self.overlapped = self._running.enter_context(
-                reduce_during_backward(self._nccl.get_group(), self._leaves, workers_wait=not self._streams.in_caller)
+                reduce_during_backward(self._nccl.get_group(), self._leaves, stream_ordered=self._streams.in_caller)
             )
         return self
 

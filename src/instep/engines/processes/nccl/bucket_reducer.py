@@ -89,7 +89,7 @@ class BucketReducer:
         self.is_exact = True
         """False if a gradient has grown after its bucket was reduced."""
 
-    def add(self, index: int) -> None:
+    def mark_ready(self, index: int) -> None:
         """Called when a gradient has arrived, or has grown, on the current stream."""
         number = self._numbers.get(index)
         if number is None:
@@ -107,11 +107,15 @@ class BucketReducer:
             while self._num_started < len(self._buckets) and not self._num_missing[self._num_started]:
                 self._start_next()
 
-    def start_through(self, number: int) -> None:
+    def start_up_to(self, number: int) -> None:
         """Start the reduction of all buckets up to one."""
         with self._lock:
             while self._num_started <= number:
                 self._start_next()
+
+    def start_rest(self) -> None:
+        """Start the reduction of all other buckets, at the end of a backward. Gradients may change afterwards."""
+        self.start_up_to(len(self._buckets) - 1)
 
     def _start_next(self) -> None:
         """Start the reduction of the next bucket. A backward goes on if that is not possible."""
@@ -131,9 +135,10 @@ class BucketReducer:
 
     def _pack(self, bucket: Bucket) -> Tensor:
         with torch.no_grad(), set_inference_mode(False):
-            flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=self._group.device)
-            parts = flat.split([self._numels[index] for index in bucket.indices])
             gradients = [self._gradient_of(index) for index in bucket.indices]
+            make = torch.zeros if any(gradient is None for gradient in gradients) else torch.empty
+            flat: Tensor = make(bucket.numel, dtype=bucket.dtype, device=self._group.device)
+            parts = flat.split([self._numels[index] for index in bucket.indices])
             pairs = [
                 (part.view(gradient.shape), gradient.detach())
                 for part, gradient in zip(parts, gradients, strict=True)
@@ -144,17 +149,16 @@ class BucketReducer:
         return flat
 
     def finish(self) -> list[Tensor]:
-        """Reduce the rest. The current stream waits for the sums, not this thread. Raises `GroupAborted` on failure.
+        """Start the rest, and make the current stream wait for all, not this thread. Raises `GroupAborted` on failure.
 
         Returns the flat buckets, which are the sums on rank 0 only. A member's part is complete when it has sent its
-        data, perhaps before rank 0 has received them. So rank 0 broadcasts a word at the end: a member that has
+        data, perhaps before rank 0 has received them. So rank 0 broadcasts one byte at the end: a member that has
         received it knows that the sums are complete.
         """
-        self.start_through(len(self._buckets) - 1)
+        self.start_rest()
         if self._error is not None:
             raise GroupAborted(str(self._error)) from self._error
         for wait in self._waits:
             wait()
         self._group.broadcast(torch.zeros(1, dtype=torch.uint8, device=self._group.device))
-        self._group.end()
         return self._flats

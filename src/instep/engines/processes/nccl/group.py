@@ -10,6 +10,7 @@ eventfd that all members poll and aborts the group for all of them.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import pkgutil
 import select
@@ -95,7 +96,7 @@ _environment_lock = ForkSafeLock(_restore_environment)
 
 _GROUP_FACTORIES: dict[str, Callable[..., Any]] = {"nccl": make_nccl_group, "gloo": make_gloo_group}
 _POLL_SECONDS = 0.02
-_LAST_END_SECONDS = 60
+_ABORT_SECONDS = 60
 """How long an abort waits for the last collective."""
 _TIMEOUT = timedelta(minutes=10)
 
@@ -125,8 +126,8 @@ class NcclGroup:
         self._backend: _Backend | None = None
         self._init_done = threading.Event()
         self._init_error: Exception | None = None
-        self._last_end: torch.cuda.Event | None = None
-        """The end of the last collective on the device. Its host may be further."""
+        self.last_end: torch.cuda.Event | None = None
+        """The end, on the device, of the last collective in which all members take part: an abort waits for it."""
 
     def connect(self) -> None:
         """Connect to the other members. Raises `GroupAborted` on failure, or if the group is aborted meanwhile.
@@ -224,10 +225,9 @@ class NcclGroup:
             self.raise_if_aborted()
         self.last_sequence_number = sequence_number
 
-    def end(self) -> None:
-        """End a collective that the current stream waits for: an abort does not affect it any more."""
-        if self.device.type == "cuda":
-            self._last_end = torch.cuda.current_stream(self.device).record_event()
+    def record_end(self) -> torch.cuda.Event | None:
+        """The end of a collective that the current stream waits for; None on the CPU, where it has ended."""
+        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
     def raise_if_aborted(self) -> None:
         """Raise `GroupAborted` if the group was aborted: earlier collectives may be incomplete."""
@@ -237,14 +237,14 @@ class NcclGroup:
     def abort(self, reason: str, *, at_once: bool = False) -> None:
         """Abort the group for all members; nothing waits for it any longer, on the host or on a device.
 
-        Collectives that have ended on the host complete before, unless they cannot because a member is lost: then it is
-        aborted `at_once`. In a forked child the parent's group is left alone.
+        The collective that ends at `last_end` completes before, unless it cannot because a member is lost: then the
+        group is aborted `at_once`. In a forked child the parent's group is left alone.
         """
         if self._owner_pid != os.getpid():
             self.abort_reason = reason
             return
         if not at_once:
-            self._wait_for_last_end()
+            self.wait_for_last_end(_ABORT_SECONDS)
         with self._lock:
             if self.abort_reason:
                 return
@@ -254,8 +254,9 @@ class NcclGroup:
         if backend is not None:
             _abort_backend(backend)
 
-    def _wait_for_last_end(self) -> None:
-        event, deadline = self._last_end, time.monotonic() + _LAST_END_SECONDS
+    def wait_for_last_end(self, seconds: float = math.inf) -> None:
+        """Wait in this thread until the last collective is complete, or the group is aborted."""
+        event, deadline = self.last_end, time.monotonic() + seconds
         with suppress(RuntimeError):  # the device has failed
             while event is not None and not self.abort_reason and time.monotonic() < deadline and not event.query():
                 time.sleep(0.001)

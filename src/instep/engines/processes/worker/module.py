@@ -106,8 +106,8 @@ class WorkerModule:
         """By id of a leaf: its index in the backward whose gradients are reported."""
         self._reporting_leaves = WeakTensorKeyDictionary()
         """The leaves that have a hook for `report_gradients`."""
-        self._last_leaves: list[Tensor] = []
-        """The leaves of the last backward whose gradients were reported."""
+        self._last_leaf_ids: list[int] = []
+        """The ids of the leaves of the last backward whose gradients were reported."""
         self._replica: Replica | None = None
         self.sequence_number = 0
         """The broadcast that brought the current values of `staged_tensors`; 0 if they came from shared memory."""
@@ -369,9 +369,10 @@ class WorkerModule:
     def report_gradients(self, leaves: Sequence[Tensor], on_gradient: Callable[[int], None]) -> None:
         """Until `stop_reports`, call a function with the index of each leaf whose gradient arrives or grows."""
         self._on_gradient, self._leaf_indices = on_gradient, {id(leaf): index for index, leaf in enumerate(leaves)}
-        if len(leaves) == len(self._last_leaves) and all(map(is_, leaves, self._last_leaves)):
+        ids = list(self._leaf_indices)
+        if ids == self._last_leaf_ids:
             return
-        self._last_leaves = list(leaves)
+        self._last_leaf_ids = ids
         for leaf in leaves:
             if leaf not in self._reporting_leaves and leaf.is_leaf and leaf.requires_grad:
                 self._reporting_leaves[leaf] = leaf.register_post_accumulate_grad_hook(

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from instep.engines.processes import messages
 from instep.engines.processes.messages import (
+    BackwardReduction,
     BackwardReply,
     BackwardRequest,
     BroadcastRequest,
     JoinGroupRequest,
     ReduceRequest,
-    ReductionRequest,
 )
 from instep.engines.processes.nccl.broadcast import broadcast_coalesced
 from instep.engines.processes.nccl.bucket_reducer import REDUCIBLE_DTYPES, BucketReducer, gradient_buckets
@@ -25,11 +25,12 @@ from instep.engines.processes.worker.module import WorkerModule
 
 
 class NcclMember:
-    """A worker as a member of the NCCL group that it joined last."""
+    """A worker as a member of NCCL groups: wrappers with other replicas may share it."""
 
     def __init__(self, channel: Channel, modules: Mapping[int, WorkerModule]) -> None:
         self._channel, self._modules = channel, modules
-        self._group: NcclGroup | None = None
+        self._groups: dict[int, NcclGroup] = {}
+        """By the first part of their sequence numbers (see `JoinGroupRequest`)."""
         self._kept_gradients: dict[int, tuple[WorkerModule, dict[int, Tensor]]] = {}
         """Gradients kept for a reduction, by the id of their backward."""
         self.handlers: dict[str, Callable[[Message], None]] = {
@@ -42,14 +43,15 @@ class NcclMember:
     def _join_group(self, message: Message) -> None:
         request, _ = self._channel.decode(message)
         assert isinstance(request, JoinGroupRequest)
-        self._group = NcclGroup(request, *message.fds)
-        self._group.connect()
+        self._groups = {key: group for key, group in self._groups.items() if not group.abort_reason}
+        group = self._groups[request.sequence_base >> 32] = NcclGroup(request, *message.fds)
+        group.connect()
         self._channel.send(messages.DONE, message.call_id, None)
 
     def _receive_broadcast(self, message: Message) -> None:
         request, _ = self._channel.decode(message)
         assert isinstance(request, BroadcastRequest)
-        group = self._require_group()
+        group = self._get_group(request.sequence_number)
         with group.collective(request.sequence_number):
             module = self._modules[request.module_id]
             module.sequence_number = 0
@@ -64,7 +66,7 @@ class NcclMember:
     def _reduce_gradients(self, message: Message) -> None:
         request, _ = self._channel.decode(message)
         assert isinstance(request, ReduceRequest)
-        group = self._require_group()
+        group = self._get_group(request.sequence_number)
         with group.collective(request.sequence_number):
             kept: dict[int, Tensor] = self._kept_gradients[request.backward_id][1] if request.backward_id else {}
             gradients = [None if number is None else kept.get(number) for number in request.tensor_indices]
@@ -79,8 +81,8 @@ class NcclMember:
         """Reduce gradients while the backward that follows runs; None if that is not asked for, or not possible."""
         if not request.reduction:
             return None
-        reduction, group, numbers = ReductionRequest(*request.reduction), self._require_group(), request.wanted_tensors
-        buckets = gradient_buckets(leaves)
+        reduction, numbers = BackwardReduction(*request.reduction), request.wanted_tensors
+        group, buckets = self._get_group(reduction.sequence_number), gradient_buckets(leaves)
         if sum(bucket.numel for bucket in buckets) != reduction.numel:
             group.abort("the gradients of a worker differ from those that are reduced")
 
@@ -93,26 +95,26 @@ class NcclMember:
         except GroupAborted:
             return None
         reducer = BucketReducer(group, buckets, [leaf.numel() for leaf in leaves], gradient_of)
-        module.report_gradients(leaves, reducer.add)
+        module.report_gradients(leaves, reducer.mark_ready)
         return reducer
 
-    def finish_reduction(self, request: BackwardRequest, reducer: BucketReducer) -> bool:
-        """Reduce the rest. Returns whether this worker's part is complete."""
-        group = self._require_group()
+    def finish_reduction(self, request: BackwardRequest, reducer: BucketReducer) -> None:
+        """Wait for the reduction, on the device. If that fails, the group is aborted."""
+        group = self._get_group(request.reduction[0])
         try:
             reducer.finish()
-            if ReductionRequest(*request.reduction).waits:
-                synchronize_stream(group.device)
-            group.raise_if_aborted()
+            group.last_end = group.record_end()
         except GroupAborted as error:
             group.abort(str(error))
-            return False
-        return reducer.is_exact
 
-    def abort(self, reason: str) -> None:
-        """Abort the group: this worker does not take part in the reduction that the others have begun."""
-        if self._group is not None:
-            self._group.abort(reason)
+    def abort(self, request: BackwardRequest | None) -> None:
+        """Abort the reduction that the others have begun with a backward; if that is unknown, all groups."""
+        if request is None:
+            groups = list(self._groups.values())
+        else:
+            groups = [self._get_group(request.reduction[0])] if request.reduction else []
+        for group in groups:
+            group.abort("a worker does not take part in the reduction")
 
     def _send_gradients(self, message: Message) -> None:
         """Send kept gradients through their slots, without the group."""
@@ -122,10 +124,11 @@ class NcclMember:
         synchronize_stream(module.device)
         self._channel.send(messages.DONE, message.call_id, BackwardReply(present, other_gradients=others))
 
-    def _require_group(self) -> NcclGroup:
-        if self._group is None:
-            raise GroupAborted("the worker has not joined an NCCL group")
-        return self._group
+    def _get_group(self, sequence_number: int) -> NcclGroup:
+        group = self._groups.get(sequence_number >> 32)
+        if group is None:
+            raise GroupAborted("the worker is not in the NCCL group")
+        return group
 
     def keep_gradients(self, backward_id: int, module: WorkerModule, gradients: dict[int, Tensor | None]) -> list[int]:
         """Keep the gradients that a group can reduce: remove them from `gradients` and return their numbers."""

@@ -147,8 +147,6 @@ class WorkerServer:
             self._discard_preparation()
             if message.kind in (messages.FORWARD, messages.BACKWARD):
                 self._release_rows(message.call_id)
-            if message.kind == messages.BACKWARD:
-                self._nccl_member.abort("a backward failed")
             if message.kind in messages.EXPECTS_REPLY:
                 self._send_error(message.call_id, error)
             else:  # no reply is expected: the next call raises it
@@ -411,11 +409,16 @@ class WorkerServer:
 
     def _wait_unless_ordered(self, device: torch.device) -> None:
         """Wait for the device, unless the parent's stream waits for it instead."""
-        ipc = self._channel.cuda_ipc
-        if ipc is not None and ipc.enabled:
+        if self._is_stream_ordered:
             self._busy_device = device
         else:
             synchronize_stream(device)
+
+    @property
+    def _is_stream_ordered(self) -> bool:
+        """Whether the parent's stream waits for the device of this process."""
+        ipc = self._channel.cuda_ipc
+        return ipc is not None and ipc.enabled
 
     def is_device_busy(self) -> bool:
         """Whether work of an earlier reply still runs. Raises its error."""
@@ -448,8 +451,16 @@ class WorkerServer:
         return reply
 
     def _backward(self, message: Message) -> None:
-        fields, _ = self._channel.decode(message)
-        request = BackwardRequest(*fields)
+        request: BackwardRequest | None = None
+        try:
+            fields, _ = self._channel.decode(message)
+            request = BackwardRequest(*fields)
+            self._run_backward(message.call_id, request)
+        except BaseException:
+            self._nccl_member.abort(request)
+            raise
+
+    def _run_backward(self, call_id: int, request: BackwardRequest) -> None:
         retained = self._retained_calls[request.call_id]
         module, graph = retained.module, retained.graph
         for number in request.written_arguments:
@@ -467,7 +478,7 @@ class WorkerServer:
         rng, index = retained.rng, retained.index
         if not rng.caller.cpu.streams_used:
             rng.caller.cpu.set_base_seed(request.seed)
-        group = self._group(message.call_id, request, index, _num_replicas(graph))
+        group = self._group(call_id, request, index, _num_replicas(graph))
         rng_context = rng.backward_context(index) if module.device.type == "cpu" else rng.joint_backward_context(index)
         check_no_stray_gradients(leaves)
         module.begin_backward(() if request.keep_gradients else request.wanted_tensors)
@@ -482,17 +493,23 @@ class WorkerServer:
             raise
         finally:
             module.stop_reports()
-        is_reduced = reducer is not None and self._nccl_member.finish_reduction(request, reducer)
+        if reducer is not None:
+            reducer.start_rest()
         rng.advance()
         gradients = dict(zip(request.wanted_tensors, take_gradients(leaves), strict=True))
-        kept = self._nccl_member.keep_gradients(message.call_id, module, gradients) if request.keep_gradients else []
+        kept = self._nccl_member.keep_gradients(call_id, module, gradients) if request.keep_gradients else []
         present, others = module.flush_gradients(gradients)
         inputs = {
             n: g for n, g in zip(retained.input_numbers, take_gradients(graph.inputs), strict=True) if g is not None
         }
+        is_reduced = reducer is not None and reducer.is_exact
         reply = BackwardReply(present, inputs, others, rng.caller.cpu.streams_used, kept, is_reduced)
+        if reducer is not None and self._is_stream_ordered:  # the parent's stream waits for the reduction too
+            self._nccl_member.finish_reduction(request, reducer)
         self._wait_unless_ordered(module.device)
-        self._channel.send(messages.DONE, message.call_id, reply)
+        self._channel.send(messages.DONE, call_id, reply)
+        if reducer is not None and not self._is_stream_ordered:  # which may wait for the parent
+            self._nccl_member.finish_reduction(request, reducer)
         if not request.retain_graph:
             for number in request.gradients:
                 del retained.outputs[number]
