@@ -312,8 +312,13 @@ class BackwardRequest(PositionalMessage):
     anomaly_mode: int = 0
     gathered_rows: list[Tensor] = field(default_factory=list)
     """For a backward that is run again: the results of the first calls of `Group.all_gather`."""
-    reduction: tuple[int, ...] = ()
+    reduction: tuple[Any, ...] = ()
     """How the gradients are reduced while the backward runs (see `BackwardReduction`); empty if they are not."""
+
+    @property
+    def is_reduction_ordered(self) -> bool:
+        """Whether the parent's stream waits for the reduction."""
+        return bool(self.reduction) and BackwardReduction(*self.reduction).stream_ordered
 
 
 class BackwardReduction(NamedTuple):
@@ -322,6 +327,8 @@ class BackwardReduction(NamedTuple):
     sequence_number: int
     numel: int
     """The number of elements of all buckets."""
+    stream_ordered: bool
+    """Whether the parent's stream waits for the worker's, and so for its part of the reduction."""
 
 
 @dataclass

@@ -70,7 +70,7 @@ class ControllerGroup:
         """Take the lock for a whole backward; False if somebody else has it."""
         if self.in_backward:
             return False
-        self.in_backward = True  # whenever the lock is held: after an interruption here, nobody waits for it
+        self.in_backward = True  # before the lock is taken: after an interruption in between, nobody waits for it
         if not self.lock.acquire(blocking=False):
             self.in_backward = False
         return self.in_backward

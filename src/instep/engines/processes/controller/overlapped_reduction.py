@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class OverlappedReduction:
         self._buckets = gradient_buckets(leaves)
         self._process_group.begin(self._process_group.last_sequence_number + 1)
         numel = sum(bucket.numel for bucket in self._buckets)
-        self._request = BackwardReduction(self._process_group.last_sequence_number, numel)
+        self._request = BackwardReduction(self._process_group.last_sequence_number, numel, stream_ordered)
         self._stream_ordered = stream_ordered
         self._reducer = BucketReducer(
             self._process_group, self._buckets, [leaf.numel() for leaf in leaves], lambda _: None
@@ -52,7 +53,7 @@ class OverlappedReduction:
     def _start_up_to(self, number: int, _: Tensor) -> None:
         self._reducer.start_up_to(number)
 
-    def request_for(self, worker: WorkerProcess | None) -> tuple[int, ...]:
+    def request_for(self, worker: WorkerProcess | None) -> tuple[Any, ...]:
         """The part of a worker. Without one, or for one that is not in the group, the reduction is aborted."""
         if worker not in self._group.workers:
             self.abort("a worker does not take part")
@@ -89,7 +90,7 @@ class OverlappedReduction:
         self._process_group.last_end = self._end
         if not self._stream_ordered:
             self._process_group.wait_for_last_end()
-        if self._process_group.abort_reason:
+        if self._process_group.is_aborted():
             return None
         return {
             index: part

@@ -87,7 +87,7 @@ class BucketReducer:
         self._lock = threading.Lock()
         """Held by the thread of autograd in which gradients arrive."""
         self.is_exact = True
-        """False if a gradient has grown after its bucket was reduced."""
+        """False if a gradient has grown after its bucket was reduced, or a reduction could not be started."""
 
     def mark_ready(self, index: int) -> None:
         """Called when a gradient has arrived, or has grown, on the current stream."""
@@ -114,7 +114,7 @@ class BucketReducer:
                 self._start_next()
 
     def start_rest(self) -> None:
-        """Start the reduction of all other buckets, at the end of a backward. Gradients may change afterwards."""
+        """Start the reduction of all other buckets, at the end of a backward, which copies the gradients."""
         self.start_up_to(len(self._buckets) - 1)
 
     def _start_next(self) -> None:
@@ -130,7 +130,7 @@ class BucketReducer:
                 self._waits.append(self._group.start_reduce(flat))
             self._flats.append(flat)
         except RuntimeError as error:  # of the group, or out of memory
-            self._error = error
+            self._error, self.is_exact = error, False
             self._group.abort(f"{type(error).__name__}: {error}")
 
     def _pack(self, bucket: Bucket) -> Tensor:

@@ -234,6 +234,15 @@ class NcclGroup:
         if self.abort_reason:
             raise GroupAborted(self.abort_reason)
 
+    def is_aborted(self) -> bool:
+        """Whether any member has aborted the group, also if the thread that watches for that has not noticed it yet."""
+        with self._lock:
+            if self.abort_reason:
+                return True
+            poll = select.poll()
+            poll.register(self._abort_fd, select.POLLIN)  # open until the watching thread has set the reason
+            return bool(poll.poll(0))
+
     def abort(self, reason: str, *, at_once: bool = False) -> None:
         """Abort the group for all members; nothing waits for it any longer, on the host or on a device.
 

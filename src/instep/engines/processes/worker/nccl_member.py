@@ -25,7 +25,7 @@ from instep.engines.processes.worker.module import WorkerModule
 
 
 class NcclMember:
-    """A worker as a member of NCCL groups: wrappers with other replicas may share it."""
+    """A worker as a member of NCCL groups. Several wrappers may share a worker, each with a group of its own."""
 
     def __init__(self, channel: Channel, modules: Mapping[int, WorkerModule]) -> None:
         self._channel, self._modules = channel, modules
@@ -82,7 +82,9 @@ class NcclMember:
         if not request.reduction:
             return None
         reduction, numbers = BackwardReduction(*request.reduction), request.wanted_tensors
-        group, buckets = self._get_group(reduction.sequence_number), gradient_buckets(leaves)
+        group, buckets = self._find_group(reduction.sequence_number), gradient_buckets(leaves)
+        if group is None:  # it was aborted
+            return None
         if sum(bucket.numel for bucket in buckets) != reduction.numel:
             group.abort("the gradients of a worker differ from those that are reduced")
 
@@ -98,22 +100,24 @@ class NcclMember:
         module.report_gradients(leaves, reducer.mark_ready)
         return reducer
 
-    def finish_reduction(self, request: BackwardRequest, reducer: BucketReducer) -> None:
-        """Wait for the reduction, on the device. If that fails, the group is aborted."""
+    def finish_reduction(self, request: BackwardRequest, reducer: BucketReducer) -> bool:
+        """Wait for the reduction, on the device. Returns whether that has succeeded; if not, the group is aborted."""
         group = self._get_group(request.reduction[0])
         try:
             reducer.finish()
             group.last_end = group.record_end()
-        except GroupAborted as error:
+        except RuntimeError as error:  # of the group, or out of memory
             group.abort(str(error))
+            return False
+        return reducer.is_exact
 
     def abort(self, request: BackwardRequest | None) -> None:
         """Abort the reduction that the others have begun with a backward; if that is unknown, all groups."""
         if request is None:
-            groups = list(self._groups.values())
+            groups: list[NcclGroup | None] = list(self._groups.values())
         else:
-            groups = [self._get_group(request.reduction[0])] if request.reduction else []
-        for group in groups:
+            groups = [self._find_group(request.reduction[0])] if request.reduction else []
+        for group in filter(None, groups):
             group.abort("a worker does not take part in the reduction")
 
     def _send_gradients(self, message: Message) -> None:
@@ -124,8 +128,11 @@ class NcclMember:
         synchronize_stream(module.device)
         self._channel.send(messages.DONE, message.call_id, BackwardReply(present, other_gradients=others))
 
+    def _find_group(self, sequence_number: int) -> NcclGroup | None:
+        return self._groups.get(sequence_number >> 32)
+
     def _get_group(self, sequence_number: int) -> NcclGroup:
-        group = self._groups.get(sequence_number >> 32)
+        group = self._find_group(sequence_number)
         if group is None:
             raise GroupAborted("the worker is not in the NCCL group")
         return group

@@ -502,13 +502,14 @@ class WorkerServer:
         inputs = {
             n: g for n, g in zip(retained.input_numbers, take_gradients(graph.inputs), strict=True) if g is not None
         }
+        is_ordered = self._is_stream_ordered and request.is_reduction_ordered
         is_reduced = reducer is not None and reducer.is_exact
+        if reducer is not None and is_ordered:
+            is_reduced = self._nccl_member.finish_reduction(request, reducer)
         reply = BackwardReply(present, inputs, others, rng.caller.cpu.streams_used, kept, is_reduced)
-        if reducer is not None and self._is_stream_ordered:  # the parent's stream waits for the reduction too
-            self._nccl_member.finish_reduction(request, reducer)
         self._wait_unless_ordered(module.device)
         self._channel.send(messages.DONE, call_id, reply)
-        if reducer is not None and not self._is_stream_ordered:  # which may wait for the parent
+        if reducer is not None and not is_ordered:  # after the reply: the reduction may wait for the parent's part
             self._nccl_member.finish_reduction(request, reducer)
         if not request.retain_graph:
             for number in request.gradients:
