@@ -7,12 +7,11 @@ instep. The table shows medians.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from contextlib import ExitStack
 
 import torch
-from against_ddp import CASES, DEVICE, WARM_UP_STEPS, Case, Side, training_side
+from against_ddp import CASES, DEVICE, WARM_UP_STEPS, Case, Side, make_parser, training_side
 from torch import nn
 
 import instep
@@ -44,12 +43,7 @@ def compare(name: str, replicas: int, rounds: int, steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--only", default="", help="run only cases whose name contains this text")
-    arguments = parser.parse_args()
+    arguments = make_parser().parse_args()
     if DEVICE == "cuda":
         print(f"torch {torch.__version__}, {torch.cuda.get_device_name(0)}")
     for replicas in arguments.replicas:

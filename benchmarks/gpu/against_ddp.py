@@ -312,12 +312,17 @@ def mps(folder: str) -> Iterator[None]:
         subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=True)
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--only", default="", help="run only cases whose name contains this text")
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
     parser.add_argument("--separate", action="store_true", help="treat replicas as if each had its own GPU")
     arguments = parser.parse_args()
     if arguments.separate:  # for the ranks and the workers, which import `free_group`

@@ -61,8 +61,7 @@ class ControllerGroup:
         self.lock = threading.Lock()
         """Held while the members are sent their requests for a collective. Taken before the lock of any client."""
         self.in_backward = False
-        """Whether a backward holds the lock to its end. What runs meanwhile does not wait for it, but uses host memory:
-        the backward may wait for it."""
+        """Whether a backward holds the lock. Calls that begin before its end send their tensors through host memory."""
         for worker in self.workers:
             client_for(worker).groups.add(self)
 

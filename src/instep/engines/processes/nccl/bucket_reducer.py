@@ -24,7 +24,7 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def gradient_buckets(leaves: Sequence[Tensor]) -> tuple[Bucket, ...]:
-    """The buckets of the leaves' gradients in the order of their reduction: the last leaves, which come first, first.
+    """The buckets of the leaves' gradients, from the last leaf to the first, as a backward usually computes them.
 
     All members form the same buckets, because these depend on sizes and dtypes only. A leaf whose gradient cannot be
     reduced is in no bucket.

@@ -30,7 +30,7 @@ class NcclMember:
     def __init__(self, channel: Channel, modules: Mapping[int, WorkerModule]) -> None:
         self._channel, self._modules = channel, modules
         self._groups: dict[int, NcclGroup] = {}
-        """By the first part of their sequence numbers (see `JoinGroupRequest`)."""
+        """By the upper half of their sequence numbers, which is unique to each group."""
         self._kept_gradients: dict[int, tuple[WorkerModule, dict[int, Tensor]]] = {}
         """Gradients kept for a reduction, by the id of their backward."""
         self.handlers: dict[str, Callable[[Message], None]] = {
