@@ -22,10 +22,11 @@ import torch
 from torch import nn
 
 import instep
+from instep.collectives.buckets import gradient_buckets
 from instep.engines.processes.controller import nccl_manager
 from instep.engines.processes.messages import JoinGroupRequest
 from instep.engines.processes.nccl.broadcast import broadcast_coalesced
-from instep.engines.processes.nccl.bucket_reducer import BucketReducer, gradient_buckets
+from instep.engines.processes.nccl.bucket_reducer import BucketReducer
 from instep.engines.processes.nccl.group import NCCL_ENVIRONMENT, GroupAborted, NcclGroup
 from instep.engines.processes.transport.copy_streams import StagedTensor
 from instep.runtime.torch_private import nccl_group_class

@@ -1,8 +1,9 @@
-"""Summing and moving gradients in flat buckets."""
+"""Buckets of gradients, and summing and moving gradients in flat buckets."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from itertools import repeat
 from operator import is_not
 from typing import cast
@@ -10,11 +11,52 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from instep.devices import make_buckets, pack, unpack
+from instep.devices import Bucket, make_buckets, pack, unpack
 from instep.runtime.torch_private import storage_use_count
+from instep.structure.shapes import is_dense
 
 MIN_REUSE_BYTES = 64 * 2**10
 """Gradients of at least this many bytes are checked for whether their memory can hold the sum."""
+
+
+REDUCIBLE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+"""Dtypes of gradients that are reduced in the buckets of `gradient_buckets`."""
+
+FIRST_BUCKET_BYTES = 2**20
+"""The first bucket is small, so that its reduction starts early, as in DistributedDataParallel."""
+BUCKET_BYTES = 25 * 2**20
+
+
+def gradient_buckets(leaves: Sequence[Tensor]) -> tuple[Bucket, ...]:
+    """The buckets of the leaves' gradients, from the last leaf to the first, as a backward usually computes them.
+
+    All members form the same buckets, because these depend on sizes and dtypes only. A leaf whose gradient cannot be
+    reduced is in no bucket.
+    """
+    return _make_buckets(
+        tuple(
+            (leaf.numel(), leaf.dtype) if leaf.dtype in REDUCIBLE_DTYPES and is_dense(leaf) else None for leaf in leaves
+        )
+    )
+
+
+@lru_cache(maxsize=64)
+def _make_buckets(leaves: tuple[tuple[int, torch.dtype] | None, ...]) -> tuple[Bucket, ...]:
+    buckets: list[Bucket] = []
+    filling: dict[torch.dtype, tuple[list[int], int]] = {}
+    for index, leaf in reversed(list(enumerate(leaves))):
+        if leaf is None:
+            continue
+        numel, dtype = leaf
+        indices, filled = filling.pop(dtype, ([], 0))
+        indices.append(index)
+        filled += numel
+        if filled * dtype.itemsize >= (BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES):
+            buckets.append(Bucket(tuple(indices), dtype, filled))
+        else:
+            filling[dtype] = indices, filled
+    buckets += [Bucket(tuple(indices), dtype, numel) for dtype, (indices, numel) in filling.items()]
+    return tuple(buckets)
 
 
 def gather_gradients(gradients: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:

@@ -20,6 +20,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import instep
+from instep.collectives.buckets import gradient_buckets
 from instep.collectives.group import current_context
 from instep.engines.processes.controller import nccl_manager
 from instep.engines.processes.controller.backward import ReplicaBackward
@@ -31,7 +32,7 @@ from instep.engines.processes.engine import ProcessesEngine
 from instep.engines.processes.lifecycle.pool import WorkerPool
 from instep.engines.processes.messages import JoinGroupRequest
 from instep.engines.processes.nccl import group
-from instep.engines.processes.nccl.bucket_reducer import BucketReducer, gradient_buckets
+from instep.engines.processes.nccl.bucket_reducer import BucketReducer
 from instep.engines.processes.nccl.group import NCCL_ENVIRONMENT, GroupAborted, NcclGroup, override_environment
 from instep.errors import WorkerFailure
 from instep.runtime.process_role import inside_worker

@@ -21,7 +21,6 @@ from instep.engines.processes.controller.replay import ReplayableCall, record_ol
 from instep.engines.processes.controller.replies import ReplyGenerator
 from instep.engines.processes.lifecycle.watchdog import PendingReply
 from instep.engines.processes.messages import ForwardReply, ForwardRequest, OutputOnlyReply
-from instep.engines.processes.serialization.containers import decode_contents
 from instep.engines.processes.serialization.diagnose import check_not_aliased, describe_unnamed, lost_gradient_error
 from instep.engines.processes.serialization.registry import sendable_context
 from instep.engines.processes.transport.channel import reply_rebuilder
@@ -32,6 +31,7 @@ from instep.replicas.mutable_arguments import mutable_arguments
 from instep.replicas.object_graph import is_unchanged, read_contents, write_contents
 from instep.replicas.replica import RemoteEffects, ReplicaResult
 from instep.replicas.state.batch_norm import WrittenStatistics
+from instep.replicas.state.container_encoding import decode_contents
 from instep.replicas.write_watch import deduplicate_views
 from instep.runtime.ambient import AmbientState, EncodedAmbientState
 from instep.runtime.rng import GeneratorPairs, generators_in

@@ -11,6 +11,7 @@ from types import TracebackType
 from torch import Tensor
 
 from instep.autograd.bridge import ReplicaGraph
+from instep.collectives.buckets import gradient_buckets
 from instep.devices import unpack
 from instep.engines.processes import messages
 from instep.engines.processes.controller.backward import ReplicaBackward
@@ -26,7 +27,7 @@ from instep.engines.processes.controller.requests import send_and_wait
 from instep.engines.processes.lifecycle.process import WorkerProcess
 from instep.engines.processes.lifecycle.watchdog import PendingReply, ReplyTimeout
 from instep.engines.processes.messages import BackwardReply, ReduceRequest
-from instep.engines.processes.nccl.bucket_reducer import BucketReducer, gradient_buckets
+from instep.engines.processes.nccl.bucket_reducer import BucketReducer
 from instep.engines.processes.nccl.group import GroupAborted, NcclGroup
 from instep.engines.processes.transport.connection import ConnectionClosed
 from instep.engines.processes.transport.copy_streams import CallStreams

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.collectives.buckets import gradient_buckets
 from instep.devices import unpack
 from instep.engines.processes.controller.nccl_manager import ControllerGroup
 from instep.engines.processes.lifecycle.process import WorkerProcess
 from instep.engines.processes.messages import BackwardReduction
-from instep.engines.processes.nccl.bucket_reducer import BucketReducer, gradient_buckets
+from instep.engines.processes.nccl.bucket_reducer import BucketReducer
 from instep.engines.processes.nccl.group import GroupAborted
 from instep.runtime.torch_private import register_own_hook
 

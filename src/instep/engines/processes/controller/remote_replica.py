@@ -17,12 +17,11 @@ from instep.engines.processes.transport.shared_memory import SharedMemory
 from instep.replicas.clone import reaches_source
 from instep.replicas.diff import AttributeChange, Changes
 from instep.replicas.object_graph import is_atomic
-from instep.replicas.replica import Replica, TensorPair
+from instep.replicas.stand_in import ReplicaStandIn
 from instep.replicas.state.batch_norm import FlatCopy
 from instep.replicas.state.carried import Attribute
-from instep.replicas.tensors import ParameterSharing, ReplicaTensors, leaf_like
+from instep.replicas.tensors import ParameterSharing
 from instep.runtime.locks import ForkSafeLock
-from instep.runtime.modes import set_inference_mode
 
 module_ids = itertools.count(1)
 """Ids of modules, and of memory, that workers have."""
@@ -65,23 +64,8 @@ def is_same_accelerator(device: torch.device, source_device: torch.device) -> bo
     return device == source_device and device.type != "cpu"
 
 
-class SourceViews(ReplicaTensors):
-    """The tensors of a remote replica: views of the source's memory, until the worker reports writes."""
-
-    def copy(self, source: Tensor) -> Tensor:
-        with set_inference_mode(False), torch.no_grad():
-            data = source.detach()
-            if isinstance(source, nn.Parameter):
-                return leaf_like(source, data)
-            data.__dict__ = source.__dict__
-            return data
-
-
-class RemoteReplica(Replica):
+class RemoteReplica(ReplicaStandIn):
     """The controller's stand-in for a replica in a worker. It records what the worker has not been sent yet."""
-
-    tensors_class = SourceViews
-    is_remote = True
 
     def __init__(
         self,
@@ -118,7 +102,6 @@ class RemoteReplica(Replica):
         """Creates another remote replica with the same arguments."""
         self.carried_state: list[tuple[int, str, Any]] = []
         """Shards of carried state for the next call: the submodule's index, the attribute, the shard."""
-        self._written: list[TensorPair] = []
         # Arguments for another accelerator are first moved to the source's device, from where the worker gets them.
         argument_device = source_device if source_device.type != "cpu" and device.type != "cpu" else device
         super().__init__(index, source, argument_device, sharing, source_device=source_device, **kwargs)
@@ -133,24 +116,6 @@ class RemoteReplica(Replica):
             not chosen and self.worker_device != self.source_device and self.worker_device.type != "cpu"
         )
         return self.worker_moves_args
-
-    def _find_statistics(self) -> None:
-        """The worker's replica has them."""
-
-    def write_state(self, values: Mapping[int, Tensor]) -> list[TensorPair]:
-        """Show what the worker wrote to state, by `id()` of the source's tensors, until `restore_views`."""
-        for source, view in self.tensors.state:
-            value = values.get(id(source))
-            if value is not None:
-                view.data = value.to(view.device)
-                self._written.append((source, view))
-        return list(self._written)
-
-    def restore_views(self) -> None:
-        """Make state views of the source's memory again."""
-        for source, view in self._written:
-            view.data = source.detach()
-        self._written = []
 
     def apply(self, changes: Changes) -> None:
         super().apply(changes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,46 +12,6 @@ from torch import Tensor
 from instep.devices import Bucket
 from instep.engines.processes.nccl.group import GroupAborted, NcclGroup
 from instep.runtime.modes import NO_CONTEXT, set_inference_mode
-from instep.structure.shapes import is_dense
-
-REDUCIBLE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-"""Dtypes of gradients that a group reduces."""
-
-FIRST_BUCKET_BYTES = 2**20
-"""The first bucket is small, so that its reduction starts early, as in DistributedDataParallel."""
-BUCKET_BYTES = 25 * 2**20
-
-
-def gradient_buckets(leaves: Sequence[Tensor]) -> tuple[Bucket, ...]:
-    """The buckets of the leaves' gradients, from the last leaf to the first, as a backward usually computes them.
-
-    All members form the same buckets, because these depend on sizes and dtypes only. A leaf whose gradient cannot be
-    reduced is in no bucket.
-    """
-    return _make_buckets(
-        tuple(
-            (leaf.numel(), leaf.dtype) if leaf.dtype in REDUCIBLE_DTYPES and is_dense(leaf) else None for leaf in leaves
-        )
-    )
-
-
-@lru_cache(maxsize=64)
-def _make_buckets(leaves: tuple[tuple[int, torch.dtype] | None, ...]) -> tuple[Bucket, ...]:
-    buckets: list[Bucket] = []
-    filling: dict[torch.dtype, tuple[list[int], int]] = {}
-    for index, leaf in reversed(list(enumerate(leaves))):
-        if leaf is None:
-            continue
-        numel, dtype = leaf
-        indices, filled = filling.pop(dtype, ([], 0))
-        indices.append(index)
-        filled += numel
-        if filled * dtype.itemsize >= (BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES):
-            buckets.append(Bucket(tuple(indices), dtype, filled))
-        else:
-            filling[dtype] = indices, filled
-    buckets += [Bucket(tuple(indices), dtype, numel) for dtype, (indices, numel) in filling.items()]
-    return tuple(buckets)
 
 
 class BucketReducer:

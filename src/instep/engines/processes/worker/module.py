@@ -26,7 +26,6 @@ from instep.engines.processes.messages import (
     TensorTableRequest,
 )
 from instep.engines.processes.nccl.group import GroupAborted
-from instep.engines.processes.serialization.containers import encode_items
 from instep.engines.processes.serialization.reducers import make_generator
 from instep.engines.processes.transport.channel import SOURCE, TensorTag, rebuild_by_value
 from instep.engines.processes.transport.copy_streams import StagedTensor, copy_all_to_device, copy_all_to_host
@@ -36,6 +35,7 @@ from instep.engines.processes.transport.doorbell import Doorbell, gradient_chunk
 from instep.engines.processes.transport.shared_memory import SharedMemory
 from instep.replicas.replica import Replica, ReplicaResult, TensorPair
 from instep.replicas.replica_set import ReplicaSet
+from instep.replicas.state.container_encoding import encode_items
 from instep.replicas.tensors import ReplicaTensors, has_gradients
 from instep.replicas.write_watch import SavedValues, WriteDetector
 from instep.runtime.backoff import NEVER, Backoff

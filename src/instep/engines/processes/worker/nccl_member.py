@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from instep.collectives.buckets import REDUCIBLE_DTYPES, gradient_buckets
 from instep.engines.processes import messages
 from instep.engines.processes.messages import (
     BackwardReduction,
@@ -16,7 +17,7 @@ from instep.engines.processes.messages import (
     ReduceRequest,
 )
 from instep.engines.processes.nccl.broadcast import broadcast_coalesced
-from instep.engines.processes.nccl.bucket_reducer import REDUCIBLE_DTYPES, BucketReducer, gradient_buckets
+from instep.engines.processes.nccl.bucket_reducer import BucketReducer
 from instep.engines.processes.nccl.group import GroupAborted, NcclGroup
 from instep.engines.processes.transport.channel import Channel
 from instep.engines.processes.transport.connection import Message
