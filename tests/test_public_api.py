@@ -16,6 +16,7 @@ FUNCTIONS = {
     "all_reduce": "(x, op='sum')",
     "data_parallel": "(module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None, **options)",
     "gather": "(outputs, target_device, dim=0, *, merge='auto')",
+    "is_primary": "()",
     "merge": "(parts, sizes=None, *, merge='auto', out_dims='auto', dim=0)",
     "parallel_apply": "(modules, inputs, kwargs_tup=None, devices=None)",
     "register": "(cls, *, size, split, merge, map=None)",
@@ -32,8 +33,8 @@ FUNCTIONS = {
 DATA_PARALLEL = (
     "(module, device_ids=None, output_device=None, dim=0, *, engine='auto', in_dims='auto', out_dims='auto', "
     "merge='auto', state=None, methods=(), min_shard=1, shares=None, cost=None, place=None, "
-    "on_unmerged_state='error', hooks='whole', private_copies=False, sync_batchnorm=True, probe=True, restarts=3, "
-    "timeout=600.0)"
+    "on_unmerged_state='error', hooks='whole', private_copies=False, sync_batchnorm=True, probe=True, "
+    "batches='global', gather=None, reduce=None, restarts=3, timeout=600.0)"
 )
 
 METHODS = {
@@ -52,6 +53,7 @@ ERRORS = {
     "CollectiveError",
     "EngineError",
     "MergeError",
+    "RankFailure",
     "StateError",
     "StructureError",
     "WorkerFailure",

@@ -12,6 +12,7 @@ from instep.errors import (
     EngineError,
     InstepError,
     MergeError,
+    RankFailure,
     StateError,
     StructureError,
     WorkerFailure,
@@ -19,6 +20,7 @@ from instep.errors import (
 )
 from instep.functional import data_parallel, gather, parallel_apply, replicate, scatter
 from instep.parallel import DataParallel
+from instep.runtime.launcher import is_primary, use_own_gpu
 from instep.structure.merge import merge
 from instep.structure.merge_rules import weighted_by
 from instep.structure.register import register
@@ -35,6 +37,7 @@ __all__ = [
     "EngineError",
     "InstepError",
     "MergeError",
+    "RankFailure",
     "Shards",
     "StateError",
     "StructureError",
@@ -44,6 +47,7 @@ __all__ = [
     "all_reduce",
     "data_parallel",
     "gather",
+    "is_primary",
     "merge",
     "parallel_apply",
     "register",
@@ -56,3 +60,5 @@ __all__ = [
     "whole",
     "with_loss",
 ]
+
+use_own_gpu()

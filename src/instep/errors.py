@@ -66,5 +66,9 @@ class LostExchange(WorkerFailure):
     """A worker died and other replicas may have used incomplete data: the call is run again on all replicas."""
 
 
+class RankFailure(EngineError):
+    """The ranks of a job are not in step: they make different calls, or one has ended. The message names them."""
+
+
 class WrapError(InstepError, TypeError):
     """A module cannot be wrapped with these arguments."""

@@ -44,7 +44,7 @@ from instep.devices import (
     resolve_devices,
 )
 from instep.engines.base import Engine
-from instep.engines.select import EngineChoice, choose_engine, create_engine, fallback_engine
+from instep.engines.select import EngineChoice, choose_engine, create_engine, engine_class, fallback_engine
 from instep.errors import CannotCross, WrapError
 from instep.replicas.clone import ModuleWrapper
 from instep.replicas.replica_set import ReplicaSet
@@ -81,8 +81,9 @@ class DataParallel(Transparent, ModuleWrapper):
             accelerators, or the device of the module if there are none.
         output_device: The device of the outputs. Default: the first device.
         dim: The batch dimension of tensors.
-        engine: How replicas run: `"threads"`, `"processes"`, `"serial"`, or `"auto"`, which chooses one of them.
-            `repr(model)` shows the choice and the reason for it.
+        engine: How replicas run: `"threads"`, `"processes"`, `"serial"`, `"torchrun"` (one replica in each process
+            that torchrun has started), or `"auto"`, which chooses one of them. `repr(model)` shows the choice and the
+            reason for it.
         in_dims: The batch dimension of arguments, in the form that `torch.vmap` takes or by name:
             `{"hidden": 1, "class_weights": None}`. None passes the whole argument to every replica. Default: inferred
             from the sizes of the arguments.
@@ -111,6 +112,14 @@ class DataParallel(Transparent, ModuleWrapper):
             False is faster; each replica then normalizes over its own shard.
         probe: Whether to run a few samples, in parts and together, before the first call of each structure, to find
             out how outputs merge. Without the probe, they are merged by shape.
+        batches: What each rank passes under torchrun. `"global"`: all ranks pass the whole batch. `"local"`: each rank
+            passes a batch of its own, as with a `DistributedSampler`; the batch is their concatenation.
+        gather: What a call returns under torchrun. `"all"`: every rank gets the outputs of all ranks. `"sharded"`: each
+            rank gets those of its own samples. Its loss has to be a mean over these; gradients are those of the mean
+            over all samples. Default: `"all"`; with `batches="local"`, `"sharded"` unless `with_loss` computes the
+            loss.
+        reduce: How gradients are sent under torchrun: `"bf16"` or `"fp16"` sends half the bytes. A function
+            `(bucket, group)` sums a flat tensor over the group in place, and may return a `Work` or `Future`.
         restarts: How many worker processes may die within a minute before a call fails. After each death the worker is
             replaced and the step runs again.
         timeout: Seconds to wait for a worker process that does not respond, and for a replica that does not reach a
@@ -139,6 +148,9 @@ class DataParallel(Transparent, ModuleWrapper):
         private_copies: bool = False,
         sync_batchnorm: bool = True,
         probe: bool = True,
+        batches: str = "global",
+        gather: str | None = None,
+        reduce: str | Callable[..., Any] | None = None,
         restarts: int = 3,
         timeout: float = 600.0,
     ) -> None:
@@ -162,6 +174,9 @@ class DataParallel(Transparent, ModuleWrapper):
             private_copies=private_copies,
             sync_batchnorm=sync_batchnorm,
             probe=probe,
+            batches=batches,
+            gather=gather,
+            reduce=reduce,
             restarts=restarts,
             timeout=timeout,
         )
@@ -172,7 +187,8 @@ class DataParallel(Transparent, ModuleWrapper):
         """Resolve the options for this machine and create the engine, the replicas and the runner."""
         set_class(self, class_like(self.module, wrapper_class(self)))
         check_options(options, self.module)
-        devices = resolve_devices(options.device_ids, self.module)
+        choice = choose_engine(options.engine, resolve_devices(options.device_ids, self.module))
+        devices = engine_class(choice).resolve_devices(options.device_ids, self.module)
         check_shares(options.shares, len(devices))
         if module_device(self.module) not in (None, devices[0]):
             self.module.to(devices[0])
@@ -183,12 +199,13 @@ class DataParallel(Transparent, ModuleWrapper):
             len(devices) == 1 and devices[0].type == self._instep_output.type == "cpu" and not options.place
         )
         """Whether calls go straight to the module, because nothing is split and nothing is moved."""
-        self._start_engine(choose_engine(options.engine, devices))
+        self._start_engine(choice)
 
     def _start_engine(self, choice: EngineChoice, methods: dict[str, MethodBinding] | None = None) -> None:
         """Create an engine, its replicas and the runner. `methods` are bindings of a previous runner to keep."""
         options, devices = self._instep_options, self._instep_devices
         engine: Engine = create_engine(choice, devices, options.restarts, options.timeout)
+        engine.attach(self.module, options.for_ranks(self.module))
         batchnorm_patch = SyncBatchNormPatch(options.sync_batchnorm)
         replicas = ReplicaSet(
             self.module,

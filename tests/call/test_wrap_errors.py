@@ -65,7 +65,7 @@ def test_modules_that_cannot_be_wrapped() -> None:
         instep.DataParallel(Net(), [])
     with pytest.raises(instep.WrapError, match="on_unmerged_state='shrug'"):
         instep.DataParallel(Net(), ["cpu"], on_unmerged_state="shrug")
-    choices = r"Choose one of: auto, serial, processes, threads"
+    choices = r"Choose one of: auto, torchrun, serial, processes, threads"
     with pytest.raises(instep.EngineError, match=rf"engine='rocket' is not an engine\. {choices}"):
         instep.DataParallel(Net(), ["cpu"], engine="rocket")
     with pytest.raises(instep.MergeError, match="there is no merge rule 'average'"):

@@ -56,6 +56,8 @@ class ReplicaDispatch:
     """Arguments that every replica receives whole; None if there are none that can be written to."""
     argument_ids: Collection[int] = ()
     """Ids of mutable objects, other than tensors, in the arguments."""
+    select_output: Callable[[Any], Any] | None = None
+    """Returns an output without what is not merged."""
     find_functions: bool = False
     """Whether to look for custom autograd functions in the graphs of the outputs."""
 
@@ -154,6 +156,7 @@ class ReplicaDispatch:
             [inputs.inputs for inputs in self._inputs],
             self.argument_ids,
             names,
+            self.select_output,
         )
         count_reads = self.engine.joint_graph and len({replica.device.type for replica in self.replicas}) > 1
         state_reads = rng_state_reads() if count_reads else 0

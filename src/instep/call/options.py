@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from instep.call.loss import TARGET_NAME, Loss, WithLoss
 from instep.call.transparent import WRAPPED_TWICE_MESSAGE
 from instep.devices import DeviceLike
+from instep.engines.base import RankOptions
 from instep.errors import StructureError, WrapError
 from instep.probe.probe import Probe
 from instep.replicas.clone import ModuleWrapper
@@ -158,8 +159,22 @@ class Options:
     private_copies: bool = False
     sync_batchnorm: bool = True
     probe: bool = True
+    batches: str = "global"
+    gather: str | None = None
+    reduce: str | Callable[..., Any] | None = None
     restarts: int = 3
     timeout: float = 600.0
+
+    def for_ranks(self, module: nn.Module) -> RankOptions:
+        """What ranks exchange; `WrapError` if it does not fit the module."""
+        has_loss, local = isinstance(module, WithLoss), self.batches == "local"
+        if has_loss and self.gather == "sharded":
+            raise WrapError(
+                "gather='sharded' has no use with with_loss, which returns the loss of the whole batch on every rank.\n"
+                "Leave gather out."
+            )
+        sharded = self.gather == "sharded" or (self.gather is None and local and not has_loss)
+        return RankOptions(sharded, local, self.reduce)
 
     def for_method(self, name: str) -> Options:
         """The options of one method. The wrapper's describe `forward`; only names in `in_dims` apply to others too."""
@@ -255,6 +270,8 @@ class BoundCall:
     values: Sequence[Any]
     """The arguments, positional ones first."""
     positional: int
+    local_sizes: tuple[int, ...] = ()
+    """The sizes of the batches that the ranks have passed, if each has passed its own."""
 
     @property
     def args(self) -> Sequence[Any]:
@@ -288,6 +305,12 @@ def check_options(options: Options, module: nn.Module) -> None:
             )
     if options.on_unmerged_state not in ("error", "warn"):
         raise WrapError(f"on_unmerged_state={options.on_unmerged_state!r}: write 'error' or 'warn'.")
+    if options.batches not in ("global", "local"):
+        raise WrapError(f"batches={options.batches!r}: write 'global' or 'local'.")
+    if options.gather not in (None, "all", "sharded"):
+        raise WrapError(f"gather={options.gather!r}: write 'all' or 'sharded'.")
+    if not (options.reduce in (None, "bf16", "fp16") or callable(options.reduce)):
+        raise WrapError(f"reduce={options.reduce!r}: write 'bf16', 'fp16' or a function (bucket, group).")
     if options.hooks not in ("whole", "per_replica"):
         raise WrapError(f"hooks={options.hooks!r}: write 'whole' or 'per_replica'.")
 

@@ -169,6 +169,7 @@ class PreparedDispatch:
         rng: ReplicaRng,
     ) -> None:
         self._prepared, self._engine, self._method = prepared, engine, method
+        self.replicas = prepared.replicas
         self._ambient, self._sync_state, self.rng = ambient, sync_state, rng
         self._versions: list[list[tuple[Tensor, int, Tensor]]] = []
         """For each replica, the entries of a `VersionTracker` for its arguments."""

@@ -27,7 +27,7 @@ from instep.collectives.sync_batchnorm import SyncBatchNormPatch
 from instep.devices import has_accelerator_tensors, place, to_output_device
 from instep.engines.base import Engine
 from instep.engines.thread_pool import is_replica_thread
-from instep.errors import LostExchange, MergeError, StateError, StructureError
+from instep.errors import EngineError, LostExchange, MergeError, RankFailure, StateError, StructureError
 from instep.probe.probe import Outcome, has_sequence_first_layers
 from instep.probe.readings import merge_message, reading_line, split_message, try_readings
 from instep.probe.trial_call import TrialCall
@@ -45,8 +45,8 @@ from instep.structure.graph_arguments import EDGES, list_of_graphs_notes, mark_g
 from instep.structure.merge_messages import rules_of_method
 from instep.structure.plan import SplitPlan
 from instep.structure.problems import SplitLine
-from instep.structure.spec import strip_marks
-from instep.structure.split import apply_plan
+from instep.structure.spec import Shards, strip_marks
+from instep.structure.split import apply_plan, undo_plan
 
 DIM_1_NOTE = (
     "If the samples are in dim 1, as in sequences [T, B], write (tried on samples of this batch: it gives the value of "
@@ -58,12 +58,33 @@ class ForwardVerdict(NamedTuple):
     """What a forward on the replicas has shown about the call."""
 
     retry: bool = False
-    """The replicas now have private copies of what they must not share: run them again."""
+    """A worker died in it: run the replicas again."""
+    changed_containers: tuple[str, ...] = ()
+    """Paths of containers that replicas share, and that forward changed: run them again, each with its own copy."""
     serialize: bool = False
     """They drew from one generator at the same time: run them again, one after another."""
     compare_weights: bool = False
     """The rules that the probe has left for a mean give the shards different weights: probe and run them again."""
     one_device: Reason | None = None
+    failed: bool = False
+    """It raised an error, which the caller gets unless another rank says how to run the replicas again."""
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether the call runs again, in some way."""
+        return self._replace(failed=False) != ACCEPTED
+
+    @classmethod
+    def combine(cls, verdicts: Sequence[ForwardVerdict]) -> ForwardVerdict:
+        """The verdict of processes that have to go on in the same way, in an order that is the same for all."""
+        return cls(
+            any(verdict.retry for verdict in verdicts),
+            tuple(dict.fromkeys(path for verdict in verdicts for path in verdict.changed_containers)),
+            any(verdict.serialize for verdict in verdicts),
+            any(verdict.compare_weights for verdict in verdicts),
+            next((verdict.one_device for verdict in verdicts if verdict.one_device), None),
+            any(verdict.failed for verdict in verdicts),
+        )
 
 
 ACCEPTED = ForwardVerdict()
@@ -102,20 +123,57 @@ class ParallelRunner:
             found = self.methods[method] = MethodBinding(self.module, method, self.options, len(self.devices))
         return found
 
-    def bind(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
+    def _join_batches(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], dict[str, Any], tuple[int, ...]]:
+        """The arguments of a call with the batches of all ranks, and the sizes of these batches."""
+        binding = self.binding(method)
+        names, values = binding.bind(args, kwargs)
+        plan = binding.plan(names, values, None)
+        rows = self.engine.gather_arguments((plan.batch_size, *values))
+        sizes = tuple(row[0] or 0 for row in rows)
+        if len(rows) == 1 or not any(sizes):
+            return args, dict(kwargs), ()
+        if not all(sizes):
+            raise StructureError(
+                f"batches='local': the ranks passed batches of {', '.join(map(str, sizes))} samples.\n"
+                f"Every rank needs at least one sample in every call."
+            )
+        parts = [row[1:] for row in rows]
+        try:
+            joined = undo_plan(plan, parts)
+        except (MergeError, RuntimeError, ValueError):  # such as batches that are padded to different lengths
+            joined = [Shards(column) for column in zip(*parts, strict=True)]
+        return joined[: len(args)], dict(zip(names[len(args) :], joined[len(args) :], strict=True)), sizes
+
+    def bind(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], local_sizes: tuple[int, ...] = ()
+    ) -> BoundCall:
         """A call with the names of its arguments and its split plan."""
         binding = self.binding(method)
         names, values = binding.bind(args, kwargs)
         if EDGES in names:
             values = mark_graphs(names, values, binding.planner.in_dims, binding.planner.dim)
-        return BoundCall(method, binding, binding.plan(names, values, self.options.cost), values, len(args))
+        plan = self._plan(binding, names, values, local_sizes)
+        return BoundCall(method, binding, plan, values, len(args), local_sizes)
+
+    def _plan(
+        self, binding: MethodBinding, names: Sequence[str], values: Sequence[Any], local_sizes: tuple[int, ...]
+    ) -> SplitPlan:
+        plan = binding.plan(names, values, self.options.cost)
+        return replace(plan, sizes=local_sizes, split_fns=[]) if local_sizes else plan
 
     def run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What one device would return. A call that fails leaves the module, gradients and RNG as they were."""
+        sizes: tuple[int, ...] = ()
+        if len(self.devices) > 1 and not is_replica_thread():
+            if self.options.batches == "local":
+                args, kwargs, sizes = self._join_batches(method, args, kwargs)
+            self.engine.begin_call(method, args, kwargs)
         if reason := self.one_device.before():
             self.one_device.record(reason, method)
             return self.run_on_one_device(method, args, kwargs)
-        call = self.bind(method, args, kwargs)
+        call = self.bind(method, args, kwargs, sizes)
         if self.one_device.for_plan(call.plan):
             return self.run_on_one_device(method, args, kwargs)
         with self.lock:
@@ -144,6 +202,7 @@ class ParallelRunner:
         compare_weights = call.binding.writes_arguments  # before such a call: it cannot run again
         while True:  # one pass, unless the probe chooses another reading, or replicas must not run concurrently
             plan = call.plan
+            self._check_own_output(plan.parts)
             synced, local = self.replicas.sync(), self.engine.local_indices(plan.parts)
             replicas = [synced[index] for index in local]
             if reason := self.one_device.for_module(call.method):
@@ -169,10 +228,11 @@ class ParallelRunner:
                 dispatch = self._dispatch(call, replicas, transaction.ambient, rng, carried)
             else:
                 dispatch = self._prepared_dispatch(prepared, call, transaction.ambient, rng)
-            results, verdict = self._forward(call, dispatch, shards)
-            verdict = self.engine.agree(verdict)
+            results, verdict = self._agreed_forward(call, dispatch, shards)
             if verdict == ACCEPTED:
                 break
+            if verdict.changed_containers:
+                self.replicas.privatize(verdict.changed_containers)
             if verdict.one_device:
                 self.one_device.record(verdict.one_device, call.method)  # before the rollback, which may fail
             transaction.rollback()
@@ -180,7 +240,6 @@ class ParallelRunner:
                 return self._on_one_device(call, verdict.one_device)
             serialize, probed, repeated = verdict.serialize or serialize, verdict.serialize, True
             compare_weights = verdict.compare_weights or compare_weights
-        self._check_parameter_writes(replicas, results)
         outputs = [result.output for result in results]
         if not isinstance(dispatch, PreparedDispatch) or not dispatch.plain_outputs:
             outputs = [to_output_device(output, self.output_device) for output in outputs]
@@ -323,7 +382,7 @@ class ParallelRunner:
         tried = try_readings(probe, groups, trial_call, accept_unproven=undecided)
         if len(tried.agreeing) == 1:
             binding.planner.keep(tried.agreeing[0])
-            return replace(call, plan=binding.plan(names, call.values, self.options.cost))
+            return replace(call, plan=self._plan(binding, names, call.values, call.local_sizes))
         if error is None:
             return None
 
@@ -380,6 +439,7 @@ class ParallelRunner:
             carried,
             SharedArguments(call.plan, call.values) if shares else None,
             mutable_ids(call.values) if several and self.engine.out_of_process else (),
+            call.binding.merger.without_dropped,
             find_functions=probe is not None and ambient.grad_enabled and probe.claim_graph_check(),
         )
 
@@ -399,6 +459,22 @@ class ParallelRunner:
         method, sync_state = call.binding.replica_method, self.replicas.needs_state_sync
         return PreparedDispatch(prepared, self.engine, method, ambient, sync_state, rng)
 
+    def _agreed_forward(
+        self, call: BoundCall, dispatch: ReplicaDispatch | PreparedDispatch, shards: Sequence[Sequence[Any]]
+    ) -> tuple[list[ReplicaResult], ForwardVerdict]:
+        """Every replica's result, and the verdict of all ranks on it."""
+        failure: Exception | None = None
+        try:
+            results, verdict = self._forward(call, dispatch, shards)
+        except RankFailure:  # all ranks have it
+            raise
+        except Exception as error:
+            failure, results, verdict = error, [], ForwardVerdict(failed=True)
+        try:
+            return results, self.engine.agree(verdict, failure)
+        finally:
+            failure = None  # breaks the cycle with this frame
+
     def _forward(
         self, call: BoundCall, dispatch: ReplicaDispatch | PreparedDispatch, shards: Sequence[Sequence[Any]]
     ) -> tuple[list[ReplicaResult], ForwardVerdict]:
@@ -414,12 +490,12 @@ class ParallelRunner:
                 return [], ForwardVerdict(retry=True)
             if reason := self.one_device.take_caller_only_access(call.method):
                 return [], ForwardVerdict(one_device=reason)
-            if not self.replicas.privatize_changed():
+            if not (containers := self.replicas.restore_changed()):
                 if hasattr(error, "add_note"):
                     for note in self._failure_notes(call, error):
                         error.add_note(note)
                 raise
-            return [], ForwardVerdict(retry=True)
+            return [], ForwardVerdict(changed_containers=tuple(containers))
         self._written_argument = dispatch.written_argument()
         if self._written_argument is not None:
             call.binding.writes_arguments = True
@@ -427,14 +503,17 @@ class ParallelRunner:
             dispatch.restore_shared_arguments()
             return results, ForwardVerdict(one_device=reason)
         dispatch.check_shared_arguments()
-        if self.replicas.privatize_changed([path for result in results for path in result.remote.changed_containers]):
-            return results, ForwardVerdict(retry=True)
+        containers = self.replicas.restore_changed()
+        containers += [path for result in results for path in result.remote.changed_containers]
+        if containers:
+            return results, ForwardVerdict(changed_containers=tuple(containers))
         if not dispatch.rng.serialized and self._used_shared_generator(dispatch.rng.caller):
             return results, ForwardVerdict(serialize=True)
         if any(result.changes.is_structural for result in results):
             return results, ForwardVerdict(one_device=self.one_device.record_structure_change())
         if call.binding.probe is not None and call.binding.probe.weights_disagree(call.plan.sizes):
             return results, ForwardVerdict(compare_weights=True)
+        self._check_parameter_writes(dispatch.replicas, results)
         return results, ACCEPTED
 
     def _failure_notes(self, call: BoundCall, error: Exception) -> Iterator[str]:
@@ -468,6 +547,8 @@ class ParallelRunner:
         self, call: BoundCall, outputs: list[Any], inputs: list[dict[str, Any]], carried: Sequence[CarriedValue]
     ) -> Any:
         """One output from the replicas' outputs. Where the probe's verdicts do not fit them, it tries this batch."""
+        if self.engine.own_output is not None:
+            return outputs[self.engine.own_output]
         probe, merger = call.binding.probe, call.binding.merger
         try:
             return merger.merge(outputs, call.plan.sizes, inputs)
@@ -555,6 +636,8 @@ class ParallelRunner:
         """The module itself, on the first device."""
         function = self.module if method == "forward" else getattr(self.module, method)
         args, kwargs = strip_marks(args), strip_marks(kwargs)
+        if not is_replica_thread():
+            self._check_own_output(1)
         if self.keeps_cpu or is_replica_thread():
             return call_compiled(active_compiler(), function, args, kwargs)
         device, rules = self.devices[0], self.options.place
@@ -565,6 +648,15 @@ class ParallelRunner:
             args, kwargs = moved[: len(args)], dict(zip(names[len(args) :], moved[len(args) :], strict=True))
         output = call_compiled(active_compiler(), function, args, kwargs)
         return output if self.output_device == device else to_output_device(output, self.output_device)
+
+    def _check_own_output(self, parts: int) -> None:
+        """`EngineError` if each rank gets the outputs of its own samples, and some rank has none in this call."""
+        if self.engine.own_output is not None and parts < len(self.devices):
+            raise EngineError(
+                f"gather='sharded': this call runs on {parts} of {len(self.devices)} ranks (print(model.explain(...)) "
+                f"shows why), so that the other ranks have no samples of their own.\n"
+                f"Use gather='all', or larger batches."
+            )
 
     def check_rerun_allowed(self) -> None:
         """`StateError` if the call must run again and has written to an argument, which would be written twice."""

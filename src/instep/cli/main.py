@@ -1,8 +1,9 @@
-"""The command line, `instep demo`. Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted by Ctrl-C."""
+"""The command line: `instep demo`, `instep run`. Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 import instep
+from instep.cli import launch
 from instep.engines.select import engine_names
 from instep.errors import InstepError
 
@@ -18,9 +20,11 @@ INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors of instep and of the system are printed without a traceback."""
-    options = parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        return demo(options)
+        if arguments[:1] == ["run"]:  # its options are those of torchrun
+            return launch.run(arguments[1:])
+        return demo(parser().parse_args(arguments))
     except KeyboardInterrupt:
         print_error("interrupted")
         return INTERRUPTED
@@ -46,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--engine", choices=engine_names(), default="auto", help="how replicas run")
     command.add_argument("--out", type=Path, default=Path("instep-demo.pt"), help="where to save the weights")
     command.add_argument("--seed", type=int, default=0, help="seed of the weights and the order of the samples")
+    commands.add_parser("run", help=f"run a script on one rank per GPU: {launch.USAGE}", add_help=False)
     return top
 
 

@@ -6,9 +6,21 @@ import sys
 from collections.abc import Sequence
 
 import torch
+import torch.distributed
 
 from instep.engines.select import register_engine
+from instep.runtime.launcher import is_started_by_torchrun
 from instep.runtime.process_role import inside_worker
+
+
+def _torchrun_reason(devices: Sequence[torch.device]) -> str | None:  # noqa: ARG001
+    if inside_worker():
+        return None
+    if is_started_by_torchrun():
+        return "torchrun has started one process per device"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "the default process group is initialized"
+    return None
 
 
 def _serial_reason(devices: Sequence[torch.device]) -> str | None:
@@ -27,6 +39,7 @@ def _threads_reason(devices: Sequence[torch.device]) -> str | None:
 
 
 # engine="auto" takes the first engine whose rule gives a reason.
+register_engine("torchrun", "instep.engines.torchrun.engine:TorchrunEngine", _torchrun_reason)
 register_engine("serial", "instep.engines.serial:SerialEngine", _serial_reason)
 register_engine("processes", "instep.engines.processes.engine:ProcessesEngine", _processes_reason, fallback="threads")
 register_engine("threads", "instep.engines.threads:ThreadsEngine", _threads_reason)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.autograd.bridge import CallGraph, Gradients
 from instep.collectives.group import Group, PeerFailure, ReplicaContext, ReplicaInfo, first_error, use_context
 from instep.collectives.sync_batchnorm import SyncBatchNormPatch, replace_batch_norm
+from instep.devices import DeviceLike, resolve_devices
 from instep.replicas.replica import Replica, ReplicaResult, run_replica
 from instep.replicas.tensors import check_no_inner_backward
 from instep.runtime.ambient import AmbientState
@@ -41,6 +42,8 @@ class ReplicaCall:
     """The ids of mutable objects in the caller's arguments, other than tensors."""
     argument_names: Sequence[str] = ()
     """The names of the arguments, positional ones first; for messages."""
+    select_output: Callable[[Any], Any] | None = None
+    """Returns an output without what no other process needs."""
     has_plain_arguments: bool = False
     """Whether the arguments consist of tensors, scalars, and containers that were made for this call."""
 
@@ -61,6 +64,18 @@ class ReplicaCall:
             sync_batchnorm=isinstance(replica.patch, SyncBatchNormPatch) and replica.patch.enabled,
             statistics_written=replica.statistics_written,
         )
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """Options of a wrapper that say what ranks exchange. Engines of one process ignore them."""
+
+    sharded: bool = False
+    """Whether each rank keeps the output of its own replica, instead of those of all."""
+    local_batches: bool = False
+    """Whether each rank passes a batch of its own."""
+    reduce: str | Callable[..., Any] | None = None
+    """How the gradients of a bucket are summed."""
 
 
 class Engine:
@@ -90,15 +105,40 @@ class Engine:
         raise NotImplementedError
 
     @classmethod
+    def resolve_devices(cls, specs: Sequence[DeviceLike] | None, module: nn.Module) -> list[torch.device]:
+        """The devices of the replicas: those given, else every accelerator, else the module's device."""
+        return resolve_devices(specs, module)
+
+    @classmethod
     def shutdown(cls) -> None:
         """Release what the engines of this class share in this process."""
+
+    def attach(self, module: nn.Module, options: RankOptions) -> None:
+        """Called once with the source module, when a wrapper is created."""
+
+    @property
+    def own_output(self) -> int | None:
+        """The index of the replica whose output alone a call returns; None if it returns all outputs, merged."""
+        return None
+
+    def begin_call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Check that all processes make this call with these arguments."""
+
+    def gather_arguments(self, values: Sequence[Any]) -> list[Sequence[Any]]:
+        """The values that each process passes to this call."""
+        return [values]
 
     def local_indices(self, count: int) -> Sequence[int]:
         """Which of the `count` replicas of a call are run from this process."""
         return range(count)
 
-    def agree(self, verdict: VerdictT) -> VerdictT:
-        """The verdict on which all processes that make this call agree. One process decides alone."""
+    def agree(self, verdict: VerdictT, failure: Exception | None) -> VerdictT:
+        """The verdict on which all processes that make this call agree. One process decides alone.
+
+        `failure` is the error of this process, which is raised on all unless another one says how to run again.
+        """
+        if failure is not None:
+            raise failure
         return verdict
 
     def replica_classes(self) -> Sequence[type[Replica]]:

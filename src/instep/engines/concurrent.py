@@ -245,6 +245,10 @@ class ConcurrentEngine(Engine, Generic[GroupT]):
         tasks = self.threads.run([partial(_sum_chunk, columns, *chunk) for chunk in chunks])
         return [gradient for task in tasks for gradient in task]
 
+    def _sum_deferred(self, sources: Sequence[Tensor], columns: Sequence[Gradients]) -> Gradients:  # noqa: ARG002
+        """Reduce the gradients of `sources` that `no_sync` has deferred."""
+        return self._sum_gradients(columns)
+
     def _defer(self, sources: list[Tensor], columns: list[Gradients]) -> None:
         key = id(sources[0]) if sources else 0
         existing = self._deferred.get(key)
@@ -272,8 +276,9 @@ class ConcurrentEngine(Engine, Generic[GroupT]):
     def _release_deferred(self, deferred: tuple[list[Tensor], list[Gradients]] | None) -> None:
         """Sum deferred gradients and accumulate them into the sources through autograd."""
         if deferred is not None:
+            sums = self._sum_deferred(*deferred)
             pairs = [
-                (s, g) for s, g in zip(deferred[0], self._sum_gradients(deferred[1]), strict=True) if g is not None
+                (source, gradient) for source, gradient in zip(deferred[0], sums, strict=True) if gradient is not None
             ]
             if pairs:
                 torch.autograd.backward([source for source, _ in pairs], [gradient for _, gradient in pairs])

@@ -80,13 +80,17 @@ def fallback_engine(choice: EngineChoice, error: CannotCross) -> EngineChoice:
     return EngineChoice(fallback, f"engine={choice.name!r} cannot be used: {str(error).splitlines()[0]}")
 
 
+def engine_class(choice: EngineChoice) -> type[Engine]:
+    """The class of the chosen engine."""
+    module, _, name = _registry[choice.name].target.partition(":")
+    return cast(type[Engine], getattr(importlib.import_module(module), name))
+
+
 def create_engine(
     choice: EngineChoice, devices: Sequence[torch.device], restarts: int = 3, timeout: float = 600.0
 ) -> Engine:
     """Create the chosen engine. It starts threads or worker processes when it is first used."""
-    module, _, name = _registry[choice.name].target.partition(":")
-    engine = cast(type[Engine], getattr(importlib.import_module(module), name))
-    return engine.create(devices, restarts=restarts, timeout=timeout)
+    return engine_class(choice).create(devices, restarts=restarts, timeout=timeout)
 
 
 def shutdown() -> None:

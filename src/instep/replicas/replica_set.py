@@ -131,13 +131,14 @@ class ReplicaSet:
         """Whether the source holds one of these caller-only objects."""
         return any(self.replicas[0].cloner.has_clone(value) for value in objects)
 
-    def privatize_changed(self, paths: Sequence[str] = ()) -> bool:
-        """Restore shared containers that `forward` changed and give each replica a copy from now on.
+    def restore_changed(self) -> list[str]:
+        """Restore shared containers that `forward` changed. Returns their paths."""
+        return [str(self.shared_containers.paths[id(container)]) for container in self.restore_containers()]
 
-        `paths` are those that replicas in other processes changed. Returns whether there were any.
-        """
-        changed = [*self.restore_containers(), *self.shared_containers.at_paths(paths)]
-        for container in {id(container): container for container in changed}.values():
+    def privatize(self, paths: Sequence[str]) -> None:
+        """Give each replica a copy of the shared containers at some paths from now on."""
+        changed = self.shared_containers.at_paths(paths)
+        for container in changed:
             if id(container) in self._private_containers:
                 raise StateError(
                     f"forward changes {str(self.shared_containers.paths[id(container)])!r}, which all replicas share "
@@ -146,7 +147,6 @@ class ReplicaSet:
             self._private_containers[id(container)] = container
         if changed:
             self.discard()
-        return bool(changed)
 
     def restore_containers(self) -> list[Any]:
         """Undo changes of `forward` to shared containers. Returns the containers."""

@@ -291,9 +291,13 @@ class ReplicaRng:
 
     def advance(self) -> None:
         """Advance the caller's generators by one number each, if something was drawn."""
+        self.report_use()
+        self.caller.advance()
+
+    def report_use(self) -> None:
+        """Set `streams_used` of the caller's generator if something was drawn from a stream on the CPU."""
         for stream in (*self._streams, *self._autograd_streams.values()):
             stream.report_use()
-        self.caller.advance()
 
 
 class _SeededGenerator:

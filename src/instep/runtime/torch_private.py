@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -49,11 +49,24 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     Checkpointing matches tensors by the order in which they are saved, which replicas do not preserve. Without its
     hooks the call is recomputed as a whole.
     """
+    hooks = _top_saved_tensor_hooks()
+    return None if _is_checkpointing(hooks) else hooks
+
+
+def without_checkpoint_hooks() -> AbstractContextManager[Any]:
+    """Context manager: tensors are saved as they are, where checkpointing would recompute them."""
+    if not _is_checkpointing(_top_saved_tensor_hooks()):
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _top_saved_tensor_hooks() -> tuple[Any, Any] | None:
     getter: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
-    hooks: tuple[Any, Any] | None = None if getter is None else getter(False)
-    if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
-        return None
-    return hooks
+    return None if getter is None else getter(False)
+
+
+def _is_checkpointing(hooks: tuple[Any, Any] | None) -> bool:
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def has_no_saved_tensor_hooks() -> bool:
@@ -397,3 +410,19 @@ def abort_group(group: Any) -> None:
     end: Any = next((getattr(group, name) for name in _ABORT_METHODS if hasattr(group, name)), None)
     if end is not None and isinstance(group, nccl_group_class() or ()):
         end()
+
+
+def all_gather_flat(output: Tensor, row: Tensor, group: Any) -> None:
+    """All-gather of equal rows into one flat tensor, without the Python checks of `all_gather_into_tensor`."""
+    group._allgather_base(output, row).wait()
+
+
+def default_store() -> Any:
+    """The store of the default process group."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def call_when_cuda_starts(function: Callable[[], None]) -> None:
+    """Call a function when CUDA is initialized in this process; at once if it already is."""
+    lazy_call: Any = torch.cuda._lazy_call
+    lazy_call(function)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,6 +119,20 @@ class Merger:
         if not self.rules and self.dim_spec.is_auto and not self.dim_spec.patterns and len(parts) > 1:
             self._cache_merge(parts, sizes)
         return merged
+
+    def without_dropped(self, output: Any, path: Path = ()) -> Any:
+        """An output with None in place of what a rule drops, so that it need not be sent."""
+        if "drop" not in self.path_rules.values():
+            return output
+        if find_rule(self.path_rules, path) == "drop":
+            return None
+        node = flatten_one_level(output)
+        if node is None:
+            return output
+        children = [
+            self.without_dropped(child, (*path, key)) for key, child in zip(node.keys, node.children, strict=True)
+        ]
+        return node.unflatten(children) if any(map(operator.is_not, children, node.children)) else output
 
     def set_verdicts(self, verdicts: Verdicts) -> None:
         """Use these verdicts for later merges."""

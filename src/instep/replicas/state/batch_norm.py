@@ -132,21 +132,29 @@ class StatisticsBlocks:
         pairs = zip(self._blocks, self._sources, strict=True)
         return not all(tensors_equal(block, _flatten(group).to(block.device)) for block, group in pairs)
 
-    def merge(self, results: Sequence[WrittenStatistics | None], sizes: Sequence[int], synced: bool) -> bool:
-        """Merge the statistics of all replicas in this one's blocks. Returns False if that needs a rule per tensor.
+    @property
+    def counters(self) -> list[Tensor]:
+        """The numbers of batches, in the order of the last keys."""
+        return [block for views in self._views[self._num_values :] for block in views]
 
-        Synchronized statistics are the first replica's, others the mean weighted by samples.
+    def merge(
+        self, results: Sequence[WrittenStatistics | None], sizes: Sequence[int], synced: bool, index: int = 0
+    ) -> bool:
+        """Merge the statistics of all replicas in the blocks of this one, the replica with this index.
+
+        Synchronized statistics are this replica's, others the mean weighted by samples. Returns False if that needs a
+        rule per tensor.
         """
-        first, *others = results
-        if first is None or any(other is not None and other.keys != self.keys for other in others):
+        own, others = results[index], [*results[:index], *results[index + 1 :]]
+        if own is None or any(other is not None and other.keys != self.keys for other in others):
             return False
         if synced:
-            return not (first.by_user and len(others)) and all(map(self._equals, others))
+            return not (own.by_user and len(others)) and all(map(self._equals, others))
         if any(other is None for other in others):
             return False
         device = self._blocks[0].device
-        for number, block in enumerate(first.blocks):
-            values = [block, *(other.blocks[number].to(device) for other in others if other is not None)]
+        for number, block in enumerate(own.blocks):
+            values = [result.blocks[number].to(device) for result in results if result is not None]
             block.copy_(weighted_mean(values, sizes))
         return True
 

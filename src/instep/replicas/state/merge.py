@@ -19,7 +19,6 @@ from instep.replicas.names import TensorOwners, module_names, parameter_write_er
 from instep.replicas.object_graph import Contents, read_contents, values_equal, write_contents
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.replicas.shared_containers import StatePath
-from instep.replicas.state.batch_norm import StatisticsBlocks
 from instep.replicas.state.carried import CarriedState, tensors_by_path
 from instep.replicas.state.containers import merge_contents
 from instep.replicas.state.rules import (
@@ -154,8 +153,9 @@ class StateMerger:
         sent: list[dict[int, Tensor]] = [{} for _ in replicas]
         writes: list[StateWrite] = []
         if any(result.statistics for result in results):
-            statistics = replicas[0].statistics
-            if statistics is not None and self._merge_statistics(source, statistics, replicas, results, sizes, touched):
+            local = next((index for index, replica in enumerate(replicas) if not replica.is_remote), 0)
+            statistics = replicas[local].statistics
+            if statistics is not None and self._merge_statistics(source, local, replicas, results, sizes, touched):
                 writes.append(statistics.write_to_source)
             else:
                 sent = _separate_statistics(replicas, results, touched)
@@ -183,20 +183,24 @@ class StateMerger:
     def _merge_statistics(
         self,
         source: nn.Module,
-        statistics: StatisticsBlocks,
+        local: int,
         replicas: Sequence[Replica],
         results: Sequence[ReplicaResult],
         sizes: Sequence[int],
         touched: Mapping[int, Tensor],
     ) -> bool:
-        """Merge running statistics in the blocks of the first replica. Returns False if each needs a rule."""
+        """Merge running statistics in the blocks of a replica of this process. Returns False if each needs a rule."""
+        statistics = replicas[local].statistics
+        assert statistics is not None
         if self.rules and statistics.has_user_rule is None:
             owners = self._owners_for(source, replicas[0])
             paths = [StatePath(owners.find(original).path) for original, _ in statistics.pairs]
             statistics.has_user_rule = any(self.state_rule(path) is not None for path in paths)
         if statistics.has_user_rule or not touched.keys().isdisjoint(statistics.keys):
             return False
-        return statistics.merge([result.statistics for result in results], sizes, replicas[0].syncs_statistics)
+        return statistics.merge(
+            [result.statistics for result in results], sizes, replicas[local].syncs_statistics, local
+        )
 
     def _owners_for(self, source: nn.Module, replica: Replica) -> TensorOwners:
         """The owners of the source's tensors, cached while the replicas are the same."""

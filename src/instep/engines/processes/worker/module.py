@@ -190,7 +190,7 @@ class WorkerModule:
         )
         if request.private_containers:
             self.replica_set.sync()
-            self.replica_set.privatize_changed(request.private_containers)
+            self.replica_set.privatize(request.private_containers)
 
     def set_attributes(self, request: AttributesRequest) -> None:
         """Set attributes of the module. The replica follows at the next call."""

@@ -1,0 +1,1 @@
+"""The engine for ranks that a launcher such as torchrun has started: one replica per rank."""

@@ -1,0 +1,290 @@
+"""One rank's part of a backward: the backward of its replica, and the reduction of all ranks' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from instep.autograd.bridge import CallGraph, Gradients, ReplicaGraph, outputs_with_gradients, take_gradients
+from instep.autograd.graph_walk import ReachedCollectives, find_reached_collectives, required_collectives
+from instep.collectives.buckets import sum_gradients
+from instep.collectives.group import first_error
+from instep.engines.base import RankOptions, add_replica_note
+from instep.engines.concurrent import backward_in_group
+from instep.engines.thread_pool import is_replica_thread, set_replica_thread
+from instep.engines.torchrun.channel import END, FAILED, IDLE, Message, RankChannel
+from instep.engines.torchrun.checks import describe_ranks
+from instep.engines.torchrun.codec import RankGraph, decode_error, encode_error
+from instep.engines.torchrun.group import RankGroup
+from instep.engines.torchrun.reduction import BucketAllReduce
+from instep.errors import RankFailure
+from instep.runtime.ambient import AutocastState
+from instep.runtime.torch_private import will_accumulate_grad
+
+_BEGIN = "the beginning"
+_COMPARED_ELEMENTS = 2**16
+"""Gradients of outputs on the CPU with at most this many elements are compared between ranks."""
+_TOLERANCE = 1e-3
+"""The largest relative difference between ranks: losses that are computed twice may differ in their last bits."""
+
+
+class BackwardBegin(NamedTuple):
+    """What ranks tell each other before a backward."""
+
+    with_gradient: tuple[tuple[int, ...], ...]
+    """For each replica, the indices of its outputs with a gradient."""
+    norms: tuple[float, ...]
+    """Norms of the outputs' gradients; empty if they are not compared."""
+    reached: ReachedCollectives | None
+    """The collectives of forward that this rank's backward reaches."""
+
+
+class BackwardEnd(NamedTuple):
+    """What ranks tell each other after a backward. The tensors are other gradients, then those of inputs."""
+
+    absent: list[int]
+    """The indices of the sources without a gradient."""
+    others: list[tuple[int, tuple[int, ...] | None]]
+    """The indices of gradients that are not reduced in buckets, and the shapes of sparse ones."""
+    inputs: list[int]
+    """The indices of inputs with a gradient."""
+    rng_used: bool
+    is_exact: bool
+    """Whether no gradient has grown after it was reduced."""
+
+
+class RankEngine(Protocol):
+    """What a backward asks of its engine."""
+
+    channel: RankChannel
+    options: RankOptions
+
+    @property
+    def defers_gradients(self) -> bool:
+        """Whether a backward runs inside `no_sync`."""
+        ...
+
+    def begin_reduction(
+        self, sources: Sequence[Tensor], leaves: Sequence[Tensor], *, meanwhile: bool
+    ) -> BucketAllReduce:
+        """A reduction of the gradients of leaves; with `meanwhile`, buckets start when the gradients arrive."""
+        ...
+
+    def end_reduction(self) -> None:
+        """Gradients that arrive from now on are not reduced."""
+        ...
+
+
+class RankBackward:
+    """One backward."""
+
+    def __init__(
+        self, engine: RankEngine, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool
+    ) -> None:
+        self._engine, self._channel, self._graph, self._gradients = engine, engine.channel, graph, gradients
+        self._retain_graph = retain_graph
+        self._rank = engine.channel.rank
+        self._local = graph.replicas[self._rank] if self._rank < len(graph.replicas) else None
+        remote = next(r.remote for r in graph.replicas if isinstance(r.remote, RankGraph))
+        self._weight = remote.sizes[self._rank] / sum(remote.sizes) if self._local is not None else 0.0
+        self.deferred = engine.defers_gradients and all(map(will_accumulate_grad, graph.sources))
+        self._operation = f"backward of {remote.operation}" + (", with gradients deferred" if self.deferred else "")
+        self._num_tokens = max(
+            [0 if self._local is None else len(self._local.tokens)]
+            + [r.remote.num_tokens for r in graph.replicas if isinstance(r.remote, RankGraph)]
+        )
+
+    def run(self) -> tuple[Gradients, list[Gradients]]:
+        """Run this rank's backward. Returns the gradients of the sources and each replica's input gradients.
+
+        If gradients are deferred, those of the sources are this rank's own; otherwise they are sums over all ranks.
+        """
+        graph, local = self._graph, self._local
+        outputs: list[Tensor] = []
+        grads: list[Tensor] = []
+        if local is not None:
+            outputs, grads = outputs_with_gradients(local, self._gradients[self._rank])
+            if self._engine.options.sharded:  # of a mean over this rank's samples: its part of the mean over all
+                grads = [grad * self._weight for grad in grads]
+        needed = self._begin(outputs)
+        if local is not None:
+            self._add_tokens(local, outputs, grads, needed)
+        group = RankGroup(self._channel, self._operation, len(graph.replicas))
+        leaves = [] if local is None else local.leaves
+        meanwhile = not needed and not self.deferred  # collectives and buckets must not wait for each other
+        reducer = self._engine.begin_reduction(graph.sources, leaves, meanwhile=meanwhile)
+        error: Exception | None = None
+        graph.rng.refresh()
+        try:
+            if local is not None:
+                self._run_local(group, local, outputs, grads)
+        except Exception as failure:
+            if group.broken is not None:
+                raise self._first_error(group.broken, failure) from None
+            error = failure
+        finally:
+            self._engine.end_reduction()
+        if meanwhile:
+            reducer.start_rest()  # also after an error: the other ranks reduce them too
+        column: Gradients = [None] * len(graph.sources) if local is None else take_gradients(leaves)
+        reducer.set_gradients(column)
+        messages = self._end(reducer, column, local, error)
+        ends: list[BackwardEnd] = [message.body for message in messages]
+        if any(end.rng_used for end in ends):
+            graph.rng.caller.cpu.streams_used = True
+            graph.rng.caller.cpu.seed(0)
+        graph.rng.advance()
+        inputs = self._input_gradients(messages, ends)
+        if self.deferred:
+            return column, inputs
+        return sum_over_ranks(reducer, messages), inputs
+
+    def _begin(self, outputs: Sequence[Tensor]) -> list[int]:
+        """Check that all ranks begin the same backward. Returns the collectives that any rank reaches."""
+        with_gradient = tuple(
+            tuple(index for index, gradient in enumerate(row) if gradient is not None) for row in self._gradients
+        )
+        reached = None
+        if self._num_tokens and self._local is not None:
+            reached = find_reached_collectives(self._local.tokens, outputs)
+        begin = BackwardBegin(with_gradient, self._norms(), reached)
+        messages = self._channel.exchange(Message(self._operation, _BEGIN, body=begin))
+        self._channel.check(messages)
+        for rank, message in enumerate(messages):
+            other: BackwardBegin = message.body
+            differ = any(
+                abs(a - b) > _TOLERANCE * max(abs(a), abs(b)) for a, b in zip(begin.norms, other.norms, strict=False)
+            )
+            if (other.with_gradient != with_gradient or differ) and not self._engine.options.sharded:
+                raise RankFailure(
+                    f"{describe_ranks([self._rank, rank])} compute different losses from the same outputs: the "
+                    f"gradients of the outputs differ in the {self._operation}.\n"
+                    f"Pass the same targets and compute the same loss on every rank."
+                )
+        found = [message.body.reached for message in messages if message.body.reached is not None]
+        return required_collectives(found) if found else []
+
+    def _norms(self) -> tuple[float, ...]:
+        present = [g for row in self._gradients for g in row if g is not None]
+        if any(g.device.type != "cpu" or g.layout is not torch.strided for g in present):
+            return ()
+        if sum(g.numel() for g in present) > _COMPARED_ELEMENTS:
+            return ()
+        return tuple(float(torch.linalg.vector_norm(g.detach().double())) for g in present if not g.is_complex())
+
+    def _add_tokens(
+        self, local: ReplicaGraph, outputs: list[Tensor], grads: list[Tensor], needed: Sequence[int]
+    ) -> None:
+        tokens = local.tokens
+        outputs += [tokens[number] for number in needed]
+        grads += [torch.zeros_like(tokens[number]) for number in needed]
+        if not self._retain_graph and local.context is not None:
+            local.context.tokens = [token for number, token in enumerate(tokens) if number not in needed]
+
+    def _run_local(self, group: RankGroup, local: ReplicaGraph, outputs: list[Tensor], grads: list[Tensor]) -> None:
+        rng, on_cpu = self._graph.rng, self._channel.device.type == "cpu"
+        context = rng.backward_context(self._rank) if on_cpu else rng.joint_backward_context(self._rank)
+        outer = is_replica_thread()
+        set_replica_thread(True)  # a checkpointed call around this one runs again inside it, on one device
+        try:
+            with AutocastState.capture().enter():
+                backward_in_group(group, self._rank, local, outputs, grads, self._retain_graph, context)
+        finally:
+            set_replica_thread(outer)
+
+    def _end(
+        self, reducer: BucketAllReduce, column: Gradients, local: ReplicaGraph | None, error: Exception | None
+    ) -> list[Message]:
+        """Exchange what is not reduced in buckets. Raises the error of any rank."""
+        self._graph.rng.report_use()
+        inputs = [] if local is None else take_gradients(local.inputs)
+        rng_used = self._graph.rng.caller.cpu.streams_used
+        message = end_message(self._operation, reducer, [] if self.deferred else column, inputs, rng_used)
+        if error is not None:
+            message = Message(self._operation, state=FAILED, body=encode_error(error))
+        if local is None:
+            message.state = IDLE
+            messages = self._follow(message)
+        else:
+            messages = self._channel.exchange(message)
+        if any(other.state == FAILED for other in messages):
+            raise self._first_error(messages, error)
+        self._channel.check(messages)
+        return messages
+
+    def _follow(self, message: Message) -> list[Message]:
+        """Take part in the exchanges of a backward without a replica, until it ends."""
+        while True:
+            messages = self._channel.exchange(message)
+            ended = any(other.step == END and other.state != IDLE for other in messages)
+            if ended or any(other.operation != message.operation for other in messages):
+                return messages
+
+    def _first_error(self, messages: Sequence[Message], own: Exception | None) -> BaseException:
+        """The error of the first rank that failed."""
+        errors: dict[int, BaseException] = {} if own is None else {self._rank: own}
+        for rank, message in enumerate(messages):
+            if message.state == FAILED and rank != self._rank:
+                errors[rank] = add_replica_note(f"rank {rank}", decode_error(message.body))
+        return first_error(errors)
+
+    def _input_gradients(self, messages: Sequence[Message], ends: Sequence[BackwardEnd]) -> list[Gradients]:
+        found: list[Gradients] = []
+        for rank, replica in enumerate(self._graph.replicas):
+            end, tensors = ends[rank], list(messages[rank].tensors)
+            row: Gradients = [None] * len(replica.inputs)
+            for index, gradient in zip(end.inputs, tensors[len(tensors) - len(end.inputs) :], strict=True):
+                row[index] = gradient
+            found.append(row)
+        return found
+
+
+def end_message(
+    operation: str,
+    reducer: BucketAllReduce,
+    column: Gradients,
+    inputs: Sequence[Tensor | None] = (),
+    rng_used: bool = False,
+) -> Message:
+    """The last message of a reduction: what is not reduced in buckets."""
+    shapes: list[tuple[int, tuple[int, ...] | None]] = []
+    tensors: list[Tensor] = []
+    for index, gradient in enumerate(column):
+        if gradient is None or reducer.reduces(index, gradient):
+            continue
+        is_sparse = gradient.layout is not torch.strided
+        shapes.append((index, tuple(gradient.shape) if is_sparse else None))
+        tensors += [gradient.coalesce().indices(), gradient.coalesce().values()] if is_sparse else [gradient]
+    with_gradient = {index: gradient for index, gradient in enumerate(inputs) if gradient is not None}
+    absent = [index for index, gradient in enumerate(column) if gradient is None]
+    end = BackwardEnd(absent, shapes, list(with_gradient), rng_used, reducer.is_exact)
+    return Message(operation, body=end, tensors=[*tensors, *with_gradient.values()])
+
+
+def sum_over_ranks(reducer: BucketAllReduce, messages: Sequence[Message]) -> Gradients:
+    """The sums of all ranks' gradients, given the last messages; None for a source that has none on any rank."""
+    ends: list[BackwardEnd] = [message.body for message in messages]
+    sums = reducer.finish()
+    if not all(end.is_exact for end in ends):  # the buckets are reduced once more, on all ranks
+        sums = reducer.again().finish()
+    found: dict[int, list[Tensor]] = {}
+    for message, end in zip(messages, ends, strict=True):
+        tensors = iter(message.tensors)
+        for index, shape in end.others:
+            value = next(tensors) if shape is None else _sparse(next(tensors), next(tensors), shape)
+            found.setdefault(index, []).append(value)
+    for index, values in found.items():
+        columns: list[Gradients] = [[value] for value in values]
+        in_bucket = any(index not in end.absent and all(index != i for i, _ in end.others) for end in ends)
+        if in_bucket:
+            columns.insert(0, [sums[index]])
+        sums[index] = sum_gradients(columns)[0]
+    absent = set(ends[0].absent).intersection(*(end.absent for end in ends))
+    return [None if index in absent else value for index, value in enumerate(sums)]
+
+
+def _sparse(indices: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.sparse_coo_tensor(indices, values, torch.Size(shape)).coalesce()

@@ -1,0 +1,184 @@
+"""What ranks exchange on the host: one all-gather at a time, with a description of what each rank is doing.
+
+Every step in which ranks wait for each other on the host goes through one channel, in one order. A rank that is about
+to do something else than the others is therefore seen at once, by all ranks, and each can name it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from instep.collectives.group import PeerFailure
+from instep.engines.torchrun.checks import out_of_step
+from instep.engines.torchrun.monitor import RankMonitor
+from instep.errors import CollectiveError
+from instep.runtime.modes import set_inference_mode
+from instep.runtime.torch_private import all_gather_flat
+
+SLOT_BYTES = 2048
+"""What each rank sends in every exchange. A longer message takes a second all-gather."""
+
+_ALIGNMENT = 64
+_MAX_LABEL = 300
+
+END = "the end"
+"""The last step of a forward or backward."""
+
+RUNNING, IDLE, FAILED = "running", "idle", "failed"
+
+
+@dataclass
+class Message:
+    """What one rank sends in an exchange."""
+
+    operation: str
+    """What the rank is doing, such as a forward with a certain batch. All ranks have to do the same."""
+    step: str = END
+    """Where it is in the operation: a collective, or `END`. Idle ranks may be elsewhere."""
+    state: str = RUNNING
+    body: Any = None
+    """Any object that can be pickled."""
+    tensors: Sequence[Tensor] = ()
+    """Dense tensors, on the CPU or on the rank's accelerator. What is received must not be written to."""
+
+
+class RankChannel:
+    """Exchanges messages between all ranks."""
+
+    def __init__(self, host_group: Any, device_group: Any, device: torch.device, monitor: RankMonitor) -> None:
+        """
+        Args:
+            host_group: A Gloo group of all ranks.
+            device_group: A group that gathers tensors on `device`.
+            device: The device of this rank.
+            monitor: Knows where other ranks are, for messages.
+        """
+        self._host_group, self._device_group, self.device = host_group, device_group, device
+        self._monitor = monitor
+        self.rank: int = host_group.rank()
+        self.count: int = host_group.size()
+        self._slot = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+        self._slots = torch.zeros(self.count, SLOT_BYTES, dtype=torch.uint8)
+        self._lock = threading.Lock()
+
+    def exchange(self, message: Message) -> list[Message]:
+        """All-gather of messages. Raises `RankFailure` if a rank does not take part."""
+        with self._lock, self._monitor.waiting(f"{message.operation}: {message.step}"), set_inference_mode(False):
+            return self._exchange(message)
+
+    def _exchange(self, message: Message) -> list[Message]:
+        on_host = [tensor for tensor in message.tensors if tensor.device.type == "cpu"]
+        on_device = [tensor for tensor in message.tensors if tensor.device.type != "cpu"]
+        specs = [(tensor.device.type == "cpu", tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors]
+        layout = _nbytes(on_host), _nbytes(on_device)
+        fields = (message.operation[:_MAX_LABEL], message.step[:_MAX_LABEL], message.state)
+        body = pickle.dumps((*fields, message.body, specs, layout), pickle.HIGHEST_PROTOCOL)
+        bodies = self._gather_bytes(body)
+        received = [pickle.loads(other) for other in bodies]
+        host_rows = self._gather_tensors(on_host, [other[5][0] for other in received], self._host_group, "cpu")
+        device_rows = self._gather_tensors(on_device, [other[5][1] for other in received], self._device_group)
+        messages = []
+        for rank, (operation, step, state, content, other_specs, _) in enumerate(received):
+            rows = {True: _Reader(host_rows, rank), False: _Reader(device_rows, rank)}
+            tensors = [rows[is_host].read(dtype, shape) for is_host, dtype, shape in other_specs]
+            messages.append(Message(operation, step, state, content, tensors))
+        messages[self.rank] = message
+        return messages
+
+    def _gather_bytes(self, body: bytes) -> list[bytes]:
+        """All-gather of byte strings."""
+        length = len(body)
+        head = length.to_bytes(4, "little") + body[: SLOT_BYTES - 4]
+        self._slot[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        self._all_gather(self._slots.view(-1), self._slot, self._host_group)
+        rows = [bytes(row) for row in self._slots.numpy()]
+        lengths = [int.from_bytes(row[:4], "little") for row in rows]
+        rest = max(lengths) - (SLOT_BYTES - 4)
+        if rest <= 0:
+            return [row[4 : 4 + length] for row, length in zip(rows, lengths, strict=True)]
+        tail = torch.zeros(rest, dtype=torch.uint8)
+        own = body[SLOT_BYTES - 4 :]
+        if own:
+            tail[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        tails = torch.empty(self.count, rest, dtype=torch.uint8)
+        self._all_gather(tails.view(-1), tail, self._host_group)
+        joined = [row[4:] + bytes(other) for row, other in zip(rows, tails.numpy(), strict=True)]
+        return [row[:length] for row, length in zip(joined, lengths, strict=True)]
+
+    def _gather_tensors(
+        self, tensors: Sequence[Tensor], nbytes: Sequence[int], group: Any, device: str | None = None
+    ) -> Tensor:
+        """All-gather of tensors as one row of bytes per rank."""
+        size = max(nbytes)
+        where = torch.device(device) if device is not None else self.device
+        rows = torch.empty(self.count, size, dtype=torch.uint8, device=where)
+        if size:
+            row = torch.empty(size, dtype=torch.uint8, device=where)
+            places = _Reader(row.view(1, -1), 0)
+            with torch.no_grad():
+                views = [places.read(tensor.dtype, tensor.shape) for tensor in tensors]
+                if views:
+                    torch._foreach_copy_(views, [tensor.detach() for tensor in tensors])
+            self._all_gather(rows.view(-1), row, group)
+        return rows
+
+    def _all_gather(self, output: Tensor, row: Tensor, group: Any) -> None:
+        try:
+            all_gather_flat(output, row, group)
+        except (RuntimeError, dist.DistError) as error:
+            raise self._monitor.describe_failure(error) from error
+
+    def check(self, messages: Sequence[Message]) -> None:
+        """Raise unless all ranks are in the same operation, at the same step. Idle ranks may be at any step."""
+        own = messages[self.rank]
+        if any(message.operation != own.operation for message in messages):
+            raise out_of_step([message.operation for message in messages])
+        for rank, message in enumerate(messages):
+            if message.state == FAILED and rank != self.rank:
+                raise PeerFailure(f"rank {rank} failed before this collective.")
+        active = {rank: message for rank, message in enumerate(messages) if message.state != IDLE}
+        if own.state == IDLE or all(message.step == own.step for message in active.values()):
+            return
+        ended = next((rank for rank, message in active.items() if message.step == END), None)
+        if ended is not None:
+            waiting = next(rank for rank, message in active.items() if message.step != END)
+            raise CollectiveError(
+                f"rank {waiting} called {active[waiting].step}, and rank {ended} ended without it.\n"
+                f"Every replica has to make the same calls: move them out of branches and loops that depend on the "
+                f"shard."
+            )
+        calls = "".join(f"  rank {rank} called {message.step}\n" for rank, message in active.items())
+        raise CollectiveError(
+            f"the replicas called different collectives.\n{calls}"
+            f"Every replica has to make the same calls in the same order: move them out of branches that depend on the "
+            f"shard, and pass the same structure, sizes and dtypes."
+        )
+
+
+class _Reader:
+    """Consecutive tensors in one rank's row of bytes."""
+
+    def __init__(self, rows: Tensor, rank: int) -> None:
+        self._rows, self._rank, self._at = rows, rank, 0
+
+    def read(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        place = self._rows[self._rank][self._at : self._at + nbytes]
+        self._at += _aligned(nbytes)
+        return place.view(dtype).view(torch.Size(shape))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(_aligned(tensor.nbytes) for tensor in tensors)

@@ -1,0 +1,349 @@
+"""The `torchrun` engine: each rank runs one replica, and every rank gets the outputs and gradients of all."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from instep.autograd.bridge import CallGraph, Gradients
+from instep.devices import module_device, resolve_device
+from instep.engines.base import RankOptions, ReplicaCall, add_replica_note, raise_first_error, run_forward
+from instep.engines.concurrent import ConcurrentEngine
+from instep.engines.rendezvous import Rendezvous
+from instep.engines.thread_pool import is_replica_thread, set_replica_thread
+from instep.engines.torchrun.backward import RankBackward, end_message, sum_over_ranks
+from instep.engines.torchrun.channel import END, FAILED, IDLE, Message
+from instep.engines.torchrun.checks import CallDigests, check_digests, check_modules, check_seeds
+from instep.engines.torchrun.codec import (
+    ArgumentWrites,
+    RankGraph,
+    apply_result,
+    decode_error,
+    decode_result,
+    decode_value,
+    encode_error,
+    encode_result,
+    encode_value,
+)
+from instep.engines.torchrun.digest import digest_arguments, digest_tensors
+from instep.engines.torchrun.group import RankGroup
+from instep.engines.torchrun.launch import Ranks, connect, rank_device, world_size
+from instep.engines.torchrun.reduction import BucketAllReduce
+from instep.errors import EngineError, RankFailure
+from instep.replicas.replica import Replica, ReplicaResult
+from instep.replicas.stand_in import ReplicaStandIn
+from instep.runtime.backoff import NEVER, Backoff
+from instep.runtime.modes import set_inference_mode
+from instep.runtime.torch_private import without_checkpoint_hooks
+
+_numbers = itertools.count(1)
+VerdictT = TypeVar("VerdictT")
+
+
+class TorchrunEngine(ConcurrentEngine[Rendezvous]):
+    """Runs the replica of this rank in the calling thread."""
+
+    name = "torchrun"
+    out_of_process = True
+
+    def __init__(self, devices: Sequence[torch.device], ranks: Ranks, *, timeout: float) -> None:
+        super().__init__(devices, timeout=timeout)
+        self._ranks, self.channel = ranks, ranks.channel
+        self._number = next(_numbers)
+        self._name = "the module"
+        self._num_calls = 0
+        self._operation = ""
+        """The forward that runs, or was the last one."""
+        self._call_checks = Backoff(limit=NEVER, eager=2)
+        self.options = RankOptions()
+        self._module: Callable[[], nn.Module | None] = lambda: None
+        self._reducer: BucketAllReduce | None = None
+        """The reduction of the backward that runs, if it reduces gradients meanwhile."""
+        self._leaf_indices: dict[int, int] = {}
+        self._hooked_leaves = WeakTensorKeyDictionary()
+
+    @classmethod
+    def create(cls, devices: Sequence[torch.device], *, restarts: int, timeout: float) -> TorchrunEngine:  # noqa: ARG003
+        return cls(devices, connect(devices[0], timeout), timeout=timeout)
+
+    @property
+    def _rank(self) -> int:
+        return self._ranks.rank
+
+    @classmethod
+    def resolve_devices(cls, specs: Sequence[Any] | None, module: nn.Module) -> list[torch.device]:
+        if specs is not None and len(specs) != 1:
+            raise EngineError(
+                f"device_ids={list(specs)}: with engine='torchrun' every rank has one device. Leave device_ids out, "
+                f"and each rank takes the device of its LOCAL_RANK, or name one device for this rank: device_ids=[0]."
+            )
+        device = rank_device(module_device(module)) if specs is None else resolve_device(specs[0])
+        return [device] * world_size()
+
+    def describe_transport(self) -> str:
+        return f"this is rank {self._rank} of {self._ranks.count}"
+
+    def replica_classes(self) -> list[type[Replica]]:
+        return [Replica if rank == self._rank else ReplicaStandIn for rank in range(self._ranks.count)]
+
+    def attach(self, module: nn.Module, options: RankOptions) -> None:
+        """Check that all ranks have the same module, and give all of them the values and generators of rank 0."""
+        self.options, self._module = options, weakref.ref(module)
+        self._name = f"{type(module).__name__} (wrapper {self._number})"
+        tensors = [
+            (name, tensor)
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+            if not isinstance(tensor, (UninitializedBuffer, UninitializedParameter))
+        ]
+        versions = torch.__version__.partition("+")[0]
+        layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
+        operation = f"creating a wrapper of {self._name}"
+        messages = self.channel.exchange(Message(operation, body=(versions, layout)))
+        self.channel.check(messages)
+        check_modules([message.body for message in messages])
+        with torch.no_grad(), set_inference_mode(False):
+            values = [tensor.detach() for _, tensor in tensors if tensor.layout is torch.strided]
+            self._broadcast(operation, values)
+        self._share_generators(operation)
+
+    def _broadcast(self, operation: str, tensors: Sequence[Tensor]) -> None:
+        """Copy the values of rank 0 to all ranks."""
+        if not tensors or self._ranks.count == 1:
+            return
+        messages = self.channel.exchange(Message(operation, body=digest_tensors(tensors)))
+        self.channel.check(messages)
+        if all(message.body == messages[0].body for message in messages):
+            return
+        for tensor in tensors:
+            if tensor.is_contiguous():
+                dist.broadcast(tensor, 0, group=self._ranks.bucket_group)
+            else:
+                value = tensor.contiguous()
+                dist.broadcast(value, 0, group=self._ranks.bucket_group)
+                tensor.copy_(value)
+
+    def _share_generators(self, operation: str) -> None:
+        """Set the default generators of this rank to the states of those of rank 0."""
+        device = self._devices[0]
+        states = [torch.get_rng_state()]
+        if device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(device))
+        messages = self.channel.exchange(Message(operation, tensors=states))
+        self.channel.check(messages)
+        if self._rank:
+            torch.set_rng_state(messages[0].tensors[0].clone())
+            if device.type == "cuda":
+                torch.cuda.set_rng_state(messages[0].tensors[1].clone(), device)
+
+    def agree(self, verdict: VerdictT, failure: Exception | None) -> VerdictT:
+        body = verdict, None if failure is None else encode_error(failure)
+        messages = self.channel.exchange(Message(f"{self._operation}: deciding how to go on", body=body))
+        self.channel.check(messages)
+        verdicts = [message.body[0] for message in messages]
+        verdict_type: Any = type(verdict)
+        combined: Any = verdict if verdicts.count(verdict) == len(verdicts) else verdict_type.combine(verdicts)
+        if combined.failed and not combined.runs_again:
+            if failure is not None:
+                raise failure
+            rank = next(rank for rank, message in enumerate(messages) if message.body[1])
+            raise add_replica_note(f"rank {rank}", decode_error(messages[rank].body[1]))
+        return cast(VerdictT, combined)
+
+    @property
+    def own_output(self) -> int | None:
+        return self._rank if self.options.sharded else None
+
+    def begin_call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._call_checks.advance()
+        module = self._module()
+        if not self._call_checks.is_due or module is None:
+            return
+        self._call_checks.record()
+        what = f"call {self._call_checks.calls} of {self._describe(method)}, {_mode(module)}"
+        batch = "" if self.options.local_batches else digest_arguments(args, kwargs)
+        tensors = digest_tensors([*module.parameters(), *module.buffers()])
+        messages = self.channel.exchange(Message(what, body=CallDigests(batch, tensors)))
+        self.channel.check(messages)
+        check_digests([message.body for message in messages])
+
+    def gather_arguments(self, values: Sequence[Any]) -> list[Sequence[Any]]:
+        body, tensors = encode_value(values, self._devices[0])
+        what = f"a call of {self._name} with batches='local'"
+        messages = self.channel.exchange(Message(what, body=body, tensors=tensors))
+        self.channel.check(messages)
+        device = self._devices[0]
+        return [
+            values if rank == self._rank else decode_value(message.body, message.tensors, device)
+            for rank, message in enumerate(messages)
+        ]
+
+    def _describe(self, method: str) -> str:
+        return self._name if method == "forward" else f"{self._name}.{method}"
+
+    def forward(self, call: ReplicaCall) -> list[ReplicaResult]:
+        self._num_calls += 1
+        module = self._describe(call.method)
+        grad = "" if call.ambient.grad_enabled else " without gradients"
+        self._operation = f"forward {self._num_calls} of {module}{grad}, with a batch of {sum(call.sizes)}"
+        for replica in call.replicas:
+            if isinstance(replica, ReplicaStandIn):
+                replica.restore_views()
+        caller, index = call.rng.caller, self._rank
+        header = caller.cpu.base_seed, caller.accelerator_seed.base_seed
+        group = RankGroup(self.channel, self._operation, len(call.replicas))
+        if index >= len(call.replicas):
+            return self._finish_forward(call, self._follow(self._operation, header))
+        writes = ArgumentWrites(call, index)
+        outer = is_replica_thread()
+        set_replica_thread(True)
+        try:
+            with without_checkpoint_hooks():
+                own = run_forward(call, index, group)
+        finally:
+            set_replica_thread(outer)
+        if group.broken is not None:
+            return self._raise_broken(group.broken, own)
+        try:
+            if own.error is not None:
+                raise own.error
+            if call.select_output is not None and not self.options.sharded:
+                own.output = call.select_output(own.output)
+            body, tensors = encode_result(call, index, own, writes, with_output=not self.options.sharded)
+            message = Message(self._operation, body=(header, body), tensors=tensors)
+        except Exception as error:
+            own = ReplicaResult(error=error)
+            message = Message(self._operation, state=FAILED, body=(header, encode_error(error)))
+        messages = self.channel.exchange(message)
+        return self._finish_forward(call, messages, own)
+
+    def _follow(self, operation: str, header: Any) -> list[Message]:
+        """Take part in the exchanges of an operation without a replica, until it ends."""
+        while True:
+            messages = self.channel.exchange(Message(operation, state=IDLE, body=(header, b"")))
+            if any(message.operation != operation or message.state == FAILED for message in messages):
+                return messages
+            if any(message.step == END and message.state != IDLE for message in messages):
+                return messages
+
+    def _finish_forward(
+        self, call: ReplicaCall, messages: Sequence[Message], own: ReplicaResult | None = None
+    ) -> list[ReplicaResult]:
+        """The results of all replicas, from the last messages of a forward."""
+        failed = any(message.state == FAILED for message in messages)
+        if not failed:
+            self.channel.check(messages)
+        if all(message.step == END for message in messages):
+            check_seeds([message.body[0] for message in messages])
+        if failed:
+            self._raise_broken(messages, own)
+        results = []
+        encoded = [
+            None if rank == self._rank else decode_result(call, rank, messages[rank].body[1], messages[rank].tensors)
+            for rank in range(len(call.replicas))
+        ]
+        for rank, other in enumerate(encoded):
+            if other is None:
+                assert own is not None
+                results.append(own)
+                continue
+            result = apply_result(call, rank, other, idle=own is None)
+            result.remote.used_arguments = set(map(id, call.grad_inputs[rank])) if call.grad_inputs else ()
+            if call.ambient.grad_enabled:
+                result.remote.graph = RankGraph(self._operation, call.sizes, other.num_tokens)
+            results.append(result)
+        return results
+
+    def _raise_broken(self, messages: Sequence[Message], own: ReplicaResult | None) -> list[ReplicaResult]:
+        """Raise the error of the first rank that failed in a forward."""
+        names = [f"rank {rank}" for rank in range(self._ranks.count)]
+        results = [ReplicaResult() for _ in names]
+        for rank, message in enumerate(messages):
+            if message.state == FAILED and rank != self._rank:
+                results[rank] = ReplicaResult(error=decode_error(message.body[1]))
+        if own is not None:
+            results[self._rank] = own
+        raise_first_error(names, results)
+        raise RankFailure(f"{self._operation} failed on another rank.")
+
+    def backward(
+        self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool
+    ) -> tuple[Gradients, list[Gradients]]:
+        with self._lock:
+            backward = RankBackward(self, graph, gradients, retain_graph)
+            column, inputs = backward.run()
+            if backward.deferred:
+                self._defer(graph.sources, [column])
+                return [None] * len(graph.sources), inputs
+            return column, inputs
+
+    def begin_reduction(
+        self, sources: Sequence[Tensor], leaves: Sequence[Tensor], *, meanwhile: bool
+    ) -> BucketAllReduce:
+        """A reduction of the gradients of leaves; with `meanwhile`, buckets start when the gradients arrive."""
+        group, device = self._ranks.bucket_group, self._devices[0]
+        reducer = BucketAllReduce(
+            sources,
+            group,
+            device,
+            lambda index: leaves[index].grad if leaves else None,
+            self.options.reduce,
+        )
+        if meanwhile:
+            self._leaf_indices = {id(leaf): index for index, leaf in enumerate(leaves)}
+            for leaf in leaves:
+                if leaf not in self._hooked_leaves and leaf.is_leaf and leaf.requires_grad:
+                    hook = _GradientHook(weakref.ref(self))
+                    self._hooked_leaves[leaf] = leaf.register_post_accumulate_grad_hook(hook)
+            self._reducer = reducer
+        return reducer
+
+    def end_reduction(self) -> None:
+        """Gradients that arrive from now on are not reduced."""
+        self._reducer = None
+
+    def on_gradient(self, leaf: Tensor) -> None:
+        """Called when the gradient of a leaf has arrived."""
+        index = self._leaf_indices.get(id(leaf))
+        if self._reducer is not None and index is not None:
+            self._reducer.mark_ready(index)
+
+    @property
+    def defers_gradients(self) -> bool:
+        """Whether a backward runs inside `no_sync`."""
+        return self._in_no_sync
+
+    def _sum_deferred(self, sources: Sequence[Tensor], columns: Sequence[Gradients]) -> Gradients:
+        reducer = self.begin_reduction(sources, (), meanwhile=False)
+        reducer.set_gradients(columns[0])
+        reducer.start_rest()
+        messages = self.channel.exchange(end_message(f"end of no_sync of {self._name}", reducer, columns[0]))
+        self.channel.check(messages)
+        return sum_over_ranks(reducer, messages)
+
+    def close(self) -> None:
+        """The connections to the other ranks stay: other wrappers use them."""
+
+
+class _GradientHook:
+    __torch_unserializable__ = True  # not saved with the parameter
+
+    def __init__(self, engine: weakref.ref[TorchrunEngine]) -> None:
+        self._engine = engine
+
+    def __call__(self, leaf: Tensor) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.on_gradient(leaf)
+
+
+def _mode(module: nn.Module) -> str:
+    mode = "in training mode" if module.training else "in evaluation mode"
+    return mode if torch.is_grad_enabled() else f"{mode}, without gradients"

@@ -1,0 +1,70 @@
+"""A pytest plugin that runs tests on the ranks that torchrun has started.
+
+Every rank runs the same tests in the same order. A wrapper of several CPU replicas becomes one whose replicas are the
+ranks, whatever engine and number of replicas the test names.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import instep.parallel
+import instep.runtime.caller_warnings
+from instep.call.options import Options
+from instep.engines.torchrun.launch import connect, world_size
+
+TIMEOUT = 60.0
+
+NOT_FOR_RANKS = {
+    "test_calls_from_many_threads_at_once": "ranks make calls in one order",
+    "test_ddp_raises": "initializes the default process group, which the ranks have",
+    "test_ddp_refuses_a_fully_frozen_module": "initializes the default process group, which the ranks have",
+}
+OF_REPLICAS = {
+    "test_sparse_and_dense_gradients_of_one_weight": 3,
+    "test_seq2seq_with_the_batch_second": 2,
+    "test_shards_are_balanced": 3,
+    "test_min_shard_avoids_shards_of_one_without_sync_batchnorm": 3,
+    "test_gradients_with_shares_equal_the_plain_modules": 3,
+}
+"""Tests whose numbers hold for a certain number of replicas."""
+
+_set_up = instep.parallel.DataParallel._set_up
+
+
+def _set_up_on_ranks(self: Any, options: Options) -> None:
+    devices = options.device_ids
+    if devices is not None and len(devices) > 1:
+        options = replace(options, device_ids=None, engine="torchrun", timeout=TIMEOUT)
+    elif options.engine == "auto":
+        options = replace(options, engine="serial", device_ids=devices or ("cpu",))
+    _set_up(self, options)
+
+
+@pytest.fixture(autouse=True)
+def replicas_are_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tests of other folders, wrappers of several replicas run on the ranks, and every rank warns."""
+    if "torchrun" not in request.path.parts:
+        monkeypatch.setattr(instep.parallel.DataParallel, "_set_up", _set_up_on_ranks)
+        monkeypatch.setattr(instep.runtime.caller_warnings, "is_primary", lambda: True)
+
+
+def pytest_configure() -> None:
+    connect(torch.device("cpu"), TIMEOUT)  # its threads stay: no test has started them
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of one engine: all engines are the same here."""
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
+    for item in items:
+        words, name = re.split(r"\W", item.name), getattr(item, "originalname", item.name)
+        fits = name not in NOT_FOR_RANKS and OF_REPLICAS.get(name, world_size()) == world_size()
+        (kept if fits and not {"serial", "threads"} & set(words) else dropped).append(item)
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = kept

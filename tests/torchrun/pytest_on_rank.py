@@ -1,0 +1,15 @@
+"""Runs pytest on one rank: `torchrun ... pytest_on_rank.py ARGUMENTS`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+    plugins = ["-p", "tests.torchrun.in_ranks", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    sys.exit(pytest.main([*plugins, "-q", "--tb=short", "--timeout", "120", *sys.argv[1:]]))

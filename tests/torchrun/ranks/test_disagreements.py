@@ -1,0 +1,244 @@
+"""Ranks that do different things all get an error that names them, and are in step again afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import instep
+from instep.errors import CollectiveError, RankFailure, StateError
+
+from .conftest import Wrap
+
+RANK, COUNT = dist.get_rank(), dist.get_world_size()
+LAST = COUNT - 1
+
+pytestmark = pytest.mark.skipif(COUNT == 1, reason="one rank agrees with itself")
+
+
+@pytest.fixture(autouse=True)
+def in_step_afterwards(wrap: Wrap) -> Iterator[None]:
+    """After each test the ranks can work together."""
+    yield
+    torch.manual_seed(0)
+    model = wrap(nn.Linear(3, 2))
+    x = torch.ones(2 * COUNT, 3)
+    torch.testing.assert_close(model(x), model.module(x))
+
+
+def linear(wrap: Wrap, calls: int = 4) -> tuple[instep.DataParallel, Tensor]:
+    """A wrapper that was called a few times, so that not every call is checked, and a batch."""
+    model, x = wrap(nn.Linear(3, 2)), torch.randn(2 * COUNT, 3)
+    for _ in range(calls):
+        model(x)
+    return model, x
+
+
+def test_other_batches(wrap: Wrap) -> None:
+    model, x = wrap(nn.Linear(3, 2)), torch.randn(2 * COUNT, 3)
+    with pytest.raises(RankFailure, match=f"rank 0 and rank {LAST} were called with different batches"):
+        model(x + (RANK == LAST))
+
+
+def test_a_distributed_sampler_is_named(wrap: Wrap) -> None:
+    model = wrap(nn.Linear(3, 2))
+    dataset = TensorDataset(torch.randn(8 * COUNT, 3))
+    sampler = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+    with pytest.raises(RankFailure, match=r"This script has a DistributedSampler.*take it out, or write"):
+        model(next(iter(loader))[0])
+
+
+def test_other_sizes(wrap: Wrap) -> None:
+    model, x = linear(wrap)
+    message = rf"out of step:\n(.*\n)*.*with a batch of {2 * COUNT}\n.*with a batch of {2 * COUNT - 1}"
+    with pytest.raises(RankFailure, match=message):
+        model(x[RANK == LAST :])
+
+
+def test_another_method(wrap: Wrap) -> None:
+    class Two(nn.Linear):
+        def other(self, x: Tensor) -> Tensor:
+            return self(x) * 2
+
+    model, x = wrap(Two(3, 2)), torch.randn(2 * COUNT, 3)
+    with pytest.raises(
+        RankFailure, match=r"(?s)call 1 of Two \(wrapper \d+\), in.*call 1 of Two \(wrapper \d+\)\.other"
+    ):
+        model.call("other" if RANK == LAST else "forward", x)
+
+
+def test_another_structure(wrap: Wrap) -> None:
+    model, x = wrap(nn.Identity()), torch.randn(2 * COUNT, 3)
+    with pytest.raises(RankFailure, match="different batches"):
+        model([x] if RANK == LAST else x)
+
+
+def test_one_rank_evaluates(wrap: Wrap) -> None:
+    model, x = linear(wrap)
+    with torch.set_grad_enabled(RANK != LAST), pytest.raises(RankFailure, match="without gradients, with a batch"):
+        model(x)
+
+
+def test_one_rank_calls_another_wrapper(wrap: Wrap) -> None:
+    first, x = linear(wrap)
+    second, _ = linear(wrap)
+    with pytest.raises(RankFailure, match=r"(?s)out of step:\n  rank.*Linear \(wrapper.*Linear \(wrapper"):
+        (second if RANK == LAST else first)(x)
+
+
+def test_another_random_state(wrap: Wrap) -> None:
+    model, x = linear(wrap)
+    if RANK == LAST:
+        torch.rand(1)
+    with pytest.raises(RankFailure, match=f"rank 0 and rank {LAST} have different random states"):
+        model(x)
+
+
+def test_other_parameters(wrap: Wrap) -> None:
+    model, x = wrap(nn.Linear(3, 2)), torch.randn(2 * COUNT, 3)
+    if RANK == LAST:
+        with torch.no_grad():
+            model.module.weight.add_(1)
+    with pytest.raises(RankFailure, match=f"rank 0 and rank {LAST} have different parameters or buffers"):
+        model(x)
+
+
+def test_another_loss(wrap: Wrap) -> None:
+    model, x = linear(wrap)
+    loss = model(x).square().sum() * (2 if RANK == LAST else 1)
+    with pytest.raises(RankFailure, match="compute different losses from the same outputs"):
+        loss.backward()
+    assert model.module.weight.grad is None
+
+
+def test_one_rank_goes_on_to_the_next_forward(wrap: Wrap) -> None:
+    model, x = linear(wrap)
+    loss = model(x).sum()
+    go_on = partial(model, x) if RANK == LAST else loss.backward
+    with pytest.raises(RankFailure, match=r"(?s)out of step:.*backward of forward 5.*forward 6"):
+        go_on()
+
+
+def test_other_modules(wrap: Wrap) -> None:
+    with pytest.raises(RankFailure, match="wrap different modules: 'weight' is the first parameter or buffer that"):
+        wrap(nn.Linear(3, 2 + (RANK == LAST)))
+
+
+class FailsOn(nn.Module):
+    """Raises for samples with a negative value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if (x < 0).any():
+            raise KeyError("negative")
+        return self.layer(x)
+
+
+def test_an_error_on_one_rank_keeps_its_type(wrap: Wrap) -> None:
+    model, x = wrap(FailsOn(), probe=False), torch.ones(2 * COUNT, 3)
+    x[-1] = -1
+    state = torch.get_rng_state()
+    with pytest.raises(KeyError, match="negative") as caught:
+        model(x)
+    assert f"raised in rank {LAST}" in caught.value.__notes__[-1]
+    assert model.module.calls == 0
+    assert torch.equal(torch.get_rng_state(), state)
+    model(x.abs())
+    assert model.module.calls == 1
+
+
+class Divides(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        if (grad == 0).any():
+            raise ZeroDivisionError
+        return grad
+
+
+class FailsInBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Divides.apply(self.layer(x))
+
+
+def test_an_error_in_one_backward(wrap: Wrap) -> None:
+    model, x = wrap(FailsInBackward(), probe=False), torch.ones(2 * COUNT, 3)
+    weights = torch.ones(2 * COUNT, 1)
+    weights[-1] = 0
+    with pytest.raises(ZeroDivisionError):
+        (model(x) * weights).sum().backward()
+    assert model.module.layer.weight.grad is None
+    model(x).sum().backward()
+
+
+class Notes(nn.Module):
+    """Changes a list that the replicas share, where a sample says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[int]] = [[]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x < 0).any():
+            self.seen[0].append(1)
+        return x * 2
+
+
+def test_state_that_one_rank_changes(wrap: Wrap) -> None:
+    model, x = wrap(Notes(), probe=False), torch.ones(2 * COUNT, 3)
+    torch.testing.assert_close(model(x), x * 2)
+    x[-1] = -1
+    with pytest.raises(StateError, match="seen"):
+        model(x)
+
+
+class WritesWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x < 0).any():
+            with torch.no_grad():
+                self.layer.weight.mul_(2)
+        return self.layer(x)
+
+
+def test_a_parameter_that_one_rank_writes(wrap: Wrap) -> None:
+    model, x = wrap(WritesWeight(), probe=False), torch.ones(2 * COUNT, 3)
+    x[-1] = -1
+    with pytest.raises(StateError, match=r"layer\.weight"):
+        model(x)
+
+
+class Collective(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if (x < 0).any():
+            return instep.all_reduce(x, "sum")
+        return x
+
+
+def test_a_collective_that_one_rank_calls(wrap: Wrap) -> None:
+    model, x = wrap(Collective(), probe=False), torch.ones(2 * COUNT, 3)
+    x[-1] = -1
+    with pytest.raises(CollectiveError, match=f"rank {LAST} called all_reduce.*and rank 0 ended without it"):
+        model(x)

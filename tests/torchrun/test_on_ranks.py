@@ -1,0 +1,30 @@
+"""The tests of `ranks`, and those of parity and of the gallery, on 1, 2 and 3 ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .launch import ROOT, run_ranks
+
+SCRIPT = str(ROOT / "tests/torchrun/pytest_on_rank.py")
+FEW = "test_training_matches or test_uneven or dropout"
+
+
+def run_tests(tmp_path: Path, ranks: int, *arguments: str, timeout: float = 600) -> None:
+    job = run_ranks(tmp_path, ranks, [SCRIPT, *arguments], timeout=timeout).check()
+    assert all(" passed" in text for text in job.ranks), job.describe()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_own_tests(tmp_path: Path, ranks: int) -> None:
+    run_tests(tmp_path, ranks, "tests/torchrun/ranks")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("folder", ["parity", "gallery"])
+def test_folder(tmp_path: Path, folder: str, ranks: int) -> None:
+    run_tests(tmp_path, ranks, f"tests/{folder}", timeout=800)
