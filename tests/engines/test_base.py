@@ -16,18 +16,20 @@ from instep.engines.threads import ThreadsEngine
 
 
 @pytest.mark.parametrize("name", ["serial", "threads", "processes"])
-def test_one_process_runs_all_replicas_and_decides_alone(name: str) -> None:
+def test_one_process_decides_alone(name: str) -> None:
     engine = create_engine(EngineChoice(name, "test"), [torch.device("cpu")] * 3)
-    assert list(engine.local_indices(2)) == [0, 1]
     verdict = ForwardVerdict(retry=True)
-    assert engine.agree(verdict) is verdict
+    assert engine.agree(verdict, None) is verdict
+    with pytest.raises(KeyError, match="lost"):
+        engine.agree(verdict, KeyError("lost"))
     engine.close()
 
 
 def test_the_runner_follows_the_agreed_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     verdicts: list[Any] = []
 
-    def agree(_: ThreadsEngine, verdict: ForwardVerdict) -> ForwardVerdict:
+    def agree(_: ThreadsEngine, verdict: ForwardVerdict, failure: Exception | None) -> ForwardVerdict:
+        assert failure is None
         verdicts.append(verdict)
         return ForwardVerdict(one_device=BATCH_TOO_SMALL)
 

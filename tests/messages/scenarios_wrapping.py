@@ -39,6 +39,37 @@ def wrapped_by_ddp():
         torch.distributed.destroy_process_group()
 
 
+@scenario("engine='torchrun' without a launcher")
+def no_launcher():
+    model = instep.DataParallel(nn.Linear(3, 2), engine="torchrun")
+
+
+@scenario("Several devices for each rank")
+def devices_of_a_rank():
+    model = instep.DataParallel(nn.Linear(3, 2), ["cpu", "cpu"], engine="torchrun")
+
+
+@scenario("An unknown kind of batches")
+def unknown_batches():
+    model = instep.DataParallel(nn.Linear(3, 2), batches="rank")
+
+
+@scenario("An unknown way to gather outputs")
+def unknown_gather():
+    model = instep.DataParallel(nn.Linear(3, 2), gather="none")
+
+
+@scenario("An unknown way to send gradients")
+def unknown_reduce():
+    model = instep.DataParallel(nn.Linear(3, 2), reduce="int8")
+
+
+@scenario("gather='sharded' with a loss in the module")
+def sharded_loss():
+    net = instep.with_loss(nn.Linear(3, 2), nn.MSELoss())
+    model = instep.DataParallel(net, gather="sharded")
+
+
 @scenario("A script module")
 def script_module():
     net = torch.jit.script(nn.Linear(3, 2))

@@ -20,6 +20,32 @@ UNRENDERED: dict[str, frozenset[str]] = {
             "parallel.py: DataParallel._fall_back",
         }
     ),
+    "Several ranks, which torchrun or `instep run` starts": frozenset(
+        {
+            "call/runner.py: ParallelRunner._check_own_output",
+            "call/runner.py: ParallelRunner._join_batches",
+            "cli/launch.py: _number_of_gpus",
+            "cli/launch.py: run",
+            "engines/torchrun/backward.py: RankBackward._begin",
+            "engines/torchrun/backward.py: RankBackward._end",
+            "engines/torchrun/backward.py: RankBackward.run",
+            "engines/torchrun/channel.py: RankChannel._all_gather",
+            "engines/torchrun/channel.py: RankChannel.check",
+            "engines/torchrun/checks.py: check_digests",
+            "engines/torchrun/checks.py: check_modules",
+            "engines/torchrun/checks.py: check_seeds",
+            "engines/torchrun/checks.py: out_of_step",
+            "engines/torchrun/codec.py: encode_error",
+            "engines/torchrun/codec.py: encode_value",
+            "engines/torchrun/engine.py: TorchrunEngine._raise_broken",
+            "engines/torchrun/engine.py: TorchrunEngine.agree",
+            "engines/torchrun/launch.py: _connect_to_store",
+            "engines/torchrun/launch.py: _device_backend",
+            "engines/torchrun/launch.py: _sleep_before",
+            "engines/torchrun/launch.py: rank_device",
+            "engines/torchrun/monitor.py: RankMonitor.describe_failure",
+        }
+    ),
     "Too little shared memory, and workers that do not start": frozenset(
         {
             "engines/processes/controller/shared_parameters.py: HostStagingCopy.__init__",

@@ -203,8 +203,7 @@ class ParallelRunner:
         while True:  # one pass, unless the probe chooses another reading, or replicas must not run concurrently
             plan = call.plan
             self._check_own_output(plan.parts)
-            synced, local = self.replicas.sync(), self.engine.local_indices(plan.parts)
-            replicas = [synced[index] for index in local]
+            replicas = self.replicas.sync()[: plan.parts]
             if reason := self.one_device.for_module(call.method):
                 return self._on_one_device(call, reason)
             selection = self._select_carried(call, replicas)
@@ -219,8 +218,7 @@ class ParallelRunner:
             probe = call.binding.probe
             self.batchnorm_patch.warn_once(probe is not None and probe.last_record.calls_batch_norm)
             rng = self._replica_rng(transaction.rng, replicas, serialize)
-            parts = apply_plan(plan, call.values)
-            shards: Sequence[Sequence[Any]] = [parts[index] for index in local]
+            shards: Sequence[Sequence[Any]] = apply_plan(plan, call.values)
             prepared = None if carried or rng.serialized else self._find_prepared(call, replicas, transaction.ambient)
             dispatch: ReplicaDispatch | PreparedDispatch
             if prepared is None:

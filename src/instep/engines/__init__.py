@@ -18,8 +18,9 @@ def _torchrun_reason(devices: Sequence[torch.device]) -> str | None:  # noqa: AR
         return None
     if is_started_by_torchrun():
         return "torchrun has started one process per device"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return "the default process group is initialized"
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed and torch.distributed.get_world_size() > 1:
+        return "the default process group has several ranks"
     return None
 
 

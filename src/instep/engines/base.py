@@ -128,10 +128,6 @@ class Engine:
         """The values that each process passes to this call."""
         return [values]
 
-    def local_indices(self, count: int) -> Sequence[int]:
-        """Which of the `count` replicas of a call are run from this process."""
-        return range(count)
-
     def agree(self, verdict: VerdictT, failure: Exception | None) -> VerdictT:
         """The verdict on which all processes that make this call agree. One process decides alone.
 

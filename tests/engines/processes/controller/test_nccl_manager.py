@@ -657,6 +657,7 @@ def test_an_existing_nccl_group_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_manager, "_warned", False)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_backend", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     with pytest.warns(UserWarning, match="already has an NCCL group"):
         nccl_manager._warn_existing_groups()
     nccl_manager._warn_existing_groups()
