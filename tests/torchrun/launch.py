@@ -34,14 +34,19 @@ class Job:
 
 
 def start_ranks(
-    log_dir: Path, nproc: int, command: list[str], options: tuple[str, ...] = ("--standalone",), **variables: str
+    log_dir: Path,
+    nproc: int,
+    command: list[str],
+    options: tuple[str, ...] = ("--standalone",),
+    prefix: tuple[str, ...] = (),
+    **variables: str,
 ) -> subprocess.Popen[str]:
-    """Start torchrun. `command` is a script with its arguments."""
+    """Start torchrun. `command` is a script with its arguments, and `prefix` a command that runs torchrun."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CI": "1", "PYTHONPATH": str(ROOT), **variables}
     environment.pop("PYTEST_XDIST_WORKER", None)
     return subprocess.Popen(
-        [*torchrun, "--nproc-per-node", str(nproc), "--log-dir", str(log_dir), "--redirects", "3", *command],
+        [*prefix, *torchrun, "--nproc-per-node", str(nproc), "--log-dir", str(log_dir), "--redirects", "3", *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -9,7 +9,6 @@ import pytest
 from .launch import ROOT, run_ranks
 
 SCRIPT = str(ROOT / "tests/torchrun/pytest_on_rank.py")
-FEW = "test_training_matches or test_uneven or dropout"
 
 
 def run_tests(tmp_path: Path, ranks: int, *arguments: str, timeout: float = 600) -> None:
@@ -17,9 +16,14 @@ def run_tests(tmp_path: Path, ranks: int, *arguments: str, timeout: float = 600)
     assert all(" passed" in text for text in job.ranks), job.describe()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_own_tests(tmp_path: Path, ranks: int) -> None:
     run_tests(tmp_path, ranks, "tests/torchrun/ranks")
+
+
+@pytest.mark.slow
+def test_training_of_many_models(tmp_path: Path) -> None:
+    run_tests(tmp_path, 2, "tests/parity/test_parity.py", "-k", "test_batches_of_changing_size")
 
 
 @pytest.mark.slow

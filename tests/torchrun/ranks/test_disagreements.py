@@ -131,6 +131,14 @@ def test_other_modules(wrap: Wrap) -> None:
         wrap(nn.Linear(3, 2 + (RANK == LAST)))
 
 
+def test_other_versions(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        if RANK == LAST:
+            patch.setattr(torch, "__version__", "2.0.0")
+        with pytest.raises(RankFailure, match=rf"rank 0 has torch .* and rank {LAST} has torch 2\.0\.0 and instep"):
+            wrap(nn.Linear(3, 2))
+
+
 class FailsOn(nn.Module):
     """Raises for samples with a negative value."""
 

@@ -71,7 +71,8 @@ class RankChannel:
 
     def exchange(self, message: Message) -> list[Message]:
         """All-gather of messages. Raises `RankFailure` if a rank does not take part."""
-        with self._lock, self._monitor.waiting(f"{message.operation}: {message.step}"), set_inference_mode(False):
+        step = message.operation if message.step == END else f"{message.operation}: {message.step}"
+        with self._lock, self._monitor.waiting(step), set_inference_mode(False):
             return self._exchange(message)
 
     def _exchange(self, message: Message) -> list[Message]:

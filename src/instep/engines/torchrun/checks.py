@@ -52,12 +52,12 @@ def check_seeds(seeds: Sequence[tuple[int, ...]]) -> None:
 
 
 def check_modules(modules: Sequence[tuple[str, list[tuple[Any, ...]]]]) -> None:
-    """`RankFailure` if ranks wrap different modules, or use different releases of torch."""
-    version, layout = modules[0]
-    for rank, (other_version, other_layout) in enumerate(modules):
-        if other_version != version:
+    """`RankFailure` if ranks wrap different modules, or use different releases."""
+    versions, layout = modules[0]
+    for rank, (other_versions, other_layout) in enumerate(modules):
+        if other_versions != versions:
             raise RankFailure(
-                f"rank 0 has torch {version}, and rank {rank} has torch {other_version}. Install the same release."
+                f"rank 0 has {versions}, and rank {rank} has {other_versions}. Install the same releases."
             )
         if other_layout != layout:
             entry = next((a or b for a, b in zip_longest(layout, other_layout) if a != b), None)

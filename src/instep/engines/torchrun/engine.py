@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any, TypeVar, cast
 
 import torch
@@ -103,7 +104,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             for name, tensor in (*module.named_parameters(), *module.named_buffers())
             if not isinstance(tensor, (UninitializedBuffer, UninitializedParameter))
         ]
-        versions = torch.__version__.partition("+")[0]
+        versions = f"torch {torch.__version__.partition('+')[0]} and instep {version('instep')}"
         layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
         operation = f"creating a wrapper of {self._name}"
         messages = self.channel.exchange(Message(operation, body=(versions, layout)))

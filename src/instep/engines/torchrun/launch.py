@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,8 @@ from instep.runtime.launcher import LAUNCH_VARIABLES, local_rank
 from instep.runtime.torch_private import default_store
 
 _stores: Any = dist  # torch does not export the types of stores
+_CONNECT_SECONDS = 10.0
+"""How long a rank tries to reach the store before it says so."""
 _REREAD_SECONDS = 1.0
 """After this time without an answer, a rank reads again which generation of the job rank 0 has published."""
 
@@ -123,16 +126,25 @@ def _destroy_process_group() -> None:
 
 def _connect_to_store(environment: Mapping[str, str], rank: int, timeout: float) -> Any:
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    hosts_store = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        return _stores.TCPStore(
-            host, port, is_master=hosts_store, timeout=timedelta(seconds=timeout), wait_for_workers=False
-        )
-    except (RuntimeError, dist.DistError) as error:
-        raise EngineError(
-            f"rank {rank} cannot reach the store of the ranks at {host}:{port} (MASTER_ADDR and MASTER_PORT): {error}\n"
-            f"Check that rank 0 runs, that this machine resolves {host!r}, and that no firewall closes port {port}."
-        ) from error
+    started_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    deadline = time.monotonic() + timeout
+    while True:
+        limit = timedelta(seconds=min(timeout, _CONNECT_SECONDS))
+        try:
+            store = _stores.TCPStore(
+                host, port, is_master=rank == 0 and not started_by_agent, timeout=limit, wait_for_workers=False
+            )
+            break
+        except (RuntimeError, dist.DistError) as error:
+            problem = (
+                f"rank {rank} cannot reach the store of the ranks at {host}:{port} (MASTER_ADDR and MASTER_PORT).\n"
+                f"Check that rank 0 runs, that this machine resolves {host!r}, and that no firewall closes port {port}."
+            )
+            if started_by_agent or time.monotonic() > deadline:  # the agent has started the store before this process
+                raise EngineError(f"{problem}\nThe cause: {error}") from error
+            warnings.warn(f"{problem}\nThis rank goes on trying for {deadline - time.monotonic():.0f} s.", stacklevel=2)
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
 
 
 def _agree_on_generation(store: Any, rank: int, count: int, timeout: float) -> str:
