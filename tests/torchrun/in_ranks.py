@@ -6,6 +6,7 @@ ranks, whatever engine and number of replicas the test names.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,9 @@ from instep.call.options import Options
 from instep.engines.torchrun.launch import connect, world_size
 
 TIMEOUT = 60.0
+DEVICE = torch.device(os.environ.get("INSTEP_TEST_DEVICE", "cpu"))
+BACKEND = os.environ.get("INSTEP_TEST_BACKEND")
+"""The backend of a process group that the tests initialize themselves; instep does it otherwise."""
 
 NOT_FOR_RANKS = {
     "test_calls_from_many_threads_at_once": "ranks make calls in one order",
@@ -55,7 +59,9 @@ def replicas_are_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 
 def pytest_configure() -> None:
-    connect(torch.device("cpu"), TIMEOUT)  # its threads stay: no test has started them
+    if BACKEND is not None:
+        torch.distributed.init_process_group(BACKEND)
+    connect(DEVICE, TIMEOUT)  # its threads stay: no test has started them
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -58,6 +58,8 @@ class ReplicaDispatch:
     """Ids of mutable objects, other than tensors, in the arguments."""
     select_output: Callable[[Any], Any] | None = None
     """Returns an output without what is not merged."""
+    changed_shared: Callable[[], bool] | None = None
+    """Returns whether a forward in this process changed what the replicas share."""
     find_functions: bool = False
     """Whether to look for custom autograd functions in the graphs of the outputs."""
 
@@ -157,6 +159,7 @@ class ReplicaDispatch:
             self.argument_ids,
             names,
             self.select_output,
+            self._has_local_effects,
         )
         count_reads = self.engine.joint_graph and len({replica.device.type for replica in self.replicas}) > 1
         state_reads = rng_state_reads() if count_reads else 0
@@ -166,6 +169,14 @@ class ReplicaDispatch:
             self.hook_ids = hooks.ids
         self.read_rng_state = count_reads and rng_state_reads() != state_reads
         return results
+
+    def _has_local_effects(self, result: ReplicaResult) -> bool:
+        """Whether the forward of a replica had an effect that only its process can see."""
+        if self.find_functions or self.shared_arguments is not None:
+            return True
+        if self.changed_shared is not None and self.changed_shared():
+            return True
+        return any(tensor.retains_grad for tensor in _result_tensors(result) if tensor.grad_fn is not None)
 
     def _restore_module_tensors(self, results: Sequence[ReplicaResult]) -> None:
         """Replace replicas' parameters and buffers in outputs by the module's own."""

@@ -438,6 +438,7 @@ class ParallelRunner:
             SharedArguments(call.plan, call.values) if shares else None,
             mutable_ids(call.values) if several and self.engine.out_of_process else (),
             call.binding.merger.without_dropped,
+            self.replicas.has_local_effects,
             find_functions=probe is not None and ambient.grad_enabled and probe.claim_graph_check(),
         )
 

@@ -44,6 +44,8 @@ class ReplicaCall:
     """The names of the arguments, positional ones first; for messages."""
     select_output: Callable[[Any], Any] | None = None
     """Returns an output without what no other process needs."""
+    has_local_effects: Callable[[ReplicaResult], bool] | None = None
+    """Returns whether the forward of a replica had an effect that only its process can see."""
     has_plain_arguments: bool = False
     """Whether the arguments consist of tensors, scalars, and containers that were made for this call."""
 
@@ -131,7 +133,8 @@ class Engine:
     def agree(self, verdict: VerdictT, failure: Exception | None) -> VerdictT:
         """The verdict on which all processes that make this call agree. One process decides alone.
 
-        `failure` is the error of this process, which is raised on all unless another one says how to run again.
+        Called once after each forward. `failure` is the error of this process, which is raised on all unless another
+        one says how to run again.
         """
         if failure is not None:
             raise failure

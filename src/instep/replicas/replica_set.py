@@ -204,6 +204,16 @@ class ReplicaSet:
         """Whether replicas have to copy buffers and other state from the source before they run."""
         return self.state_changed or not self.frozen
 
+    def has_local_effects(self) -> bool:
+        """Whether a forward in this process changed what replicas share, or used what only the caller may use."""
+        return bool(
+            self.caller_only_accesses
+            or self.shared_containers.changed()
+            or self._version_detector.written()
+            or self._address_detector.written()
+            or (self._saved_values and self._saved_values.changed())
+        )
+
     def find_written_parameters(self) -> list[Tensor]:
         """Find trainable tensors of the source that `forward` wrote to in this call.
 

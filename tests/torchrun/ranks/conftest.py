@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import instep
 from instep.runtime.launcher import is_started_by_torchrun
 
-from ..in_ranks import TIMEOUT
+from ..in_ranks import DEVICE, TIMEOUT
 
 collect_ignore_glob = [] if is_started_by_torchrun() else ["test_*.py"]
 
@@ -25,7 +25,9 @@ def wrap() -> Wrap:
     """A wrapper of a copy of a module, on all ranks."""
 
     def make(module: nn.Module, **options: Any) -> instep.DataParallel:
-        return instep.DataParallel(copy.deepcopy(module), timeout=TIMEOUT, **options)
+        if DEVICE.type == "cuda":
+            options = {"device_ids": [DEVICE], **options}
+        return instep.DataParallel(copy.deepcopy(module).to(DEVICE), timeout=TIMEOUT, **options)
 
     return make
 
@@ -35,8 +37,8 @@ def batches(*sizes: int, features: int = 3, classes: int = 2) -> list[tuple[Tens
     generator = torch.Generator().manual_seed(len(sizes))
     return [
         (
-            torch.randn(size, features, generator=generator, dtype=torch.float64),
-            torch.randint(classes, (size,), generator=generator),
+            torch.randn(size, features, generator=generator, dtype=torch.float64).to(DEVICE),
+            torch.randint(classes, (size,), generator=generator).to(DEVICE),
         )
         for size in sizes
     ]

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import instep
 from instep.errors import CollectiveError, RankFailure, StateError
 
+from ..in_ranks import DEVICE
 from .conftest import Wrap
 
 RANK, COUNT = dist.get_rank(), dist.get_world_size()
@@ -28,20 +29,20 @@ def in_step_afterwards(wrap: Wrap) -> Iterator[None]:
     yield
     torch.manual_seed(0)
     model = wrap(nn.Linear(3, 2))
-    x = torch.ones(2 * COUNT, 3)
+    x = torch.ones(2 * COUNT, 3, device=DEVICE)
     torch.testing.assert_close(model(x), model.module(x))
 
 
 def linear(wrap: Wrap, calls: int = 4) -> tuple[instep.DataParallel, Tensor]:
     """A wrapper that was called a few times, so that not every call is checked, and a batch."""
-    model, x = wrap(nn.Linear(3, 2)), torch.randn(2 * COUNT, 3)
+    model, x = wrap(nn.Linear(3, 2)), torch.randn(2 * COUNT, 3).to(DEVICE)
     for _ in range(calls):
         model(x)
     return model, x
 
 
 def test_other_batches(wrap: Wrap) -> None:
-    model, x = wrap(nn.Linear(3, 2)), torch.randn(2 * COUNT, 3)
+    model, x = wrap(nn.Linear(3, 2)), torch.randn(2 * COUNT, 3).to(DEVICE)
     with pytest.raises(RankFailure, match=f"rank 0 and rank {LAST} were called with different batches"):
         model(x + (RANK == LAST))
 
@@ -67,7 +68,7 @@ def test_another_method(wrap: Wrap) -> None:
         def other(self, x: Tensor) -> Tensor:
             return self(x) * 2
 
-    model, x = wrap(Two(3, 2)), torch.randn(2 * COUNT, 3)
+    model, x = wrap(Two(3, 2)), torch.randn(2 * COUNT, 3).to(DEVICE)
     with pytest.raises(
         RankFailure, match=r"(?s)call 1 of Two \(wrapper \d+\), in.*call 1 of Two \(wrapper \d+\)\.other"
     ):
@@ -75,7 +76,7 @@ def test_another_method(wrap: Wrap) -> None:
 
 
 def test_another_structure(wrap: Wrap) -> None:
-    model, x = wrap(nn.Identity()), torch.randn(2 * COUNT, 3)
+    model, x = wrap(nn.Identity()), torch.randn(2 * COUNT, 3).to(DEVICE)
     with pytest.raises(RankFailure, match="different batches"):
         model([x] if RANK == LAST else x)
 
@@ -102,7 +103,7 @@ def test_another_random_state(wrap: Wrap) -> None:
 
 
 def test_other_parameters(wrap: Wrap) -> None:
-    model, x = wrap(nn.Linear(3, 2)), torch.randn(2 * COUNT, 3)
+    model, x = wrap(nn.Linear(3, 2)), torch.randn(2 * COUNT, 3).to(DEVICE)
     if RANK == LAST:
         with torch.no_grad():
             model.module.weight.add_(1)
@@ -155,7 +156,7 @@ class FailsOn(nn.Module):
 
 
 def test_an_error_on_one_rank_keeps_its_type(wrap: Wrap) -> None:
-    model, x = wrap(FailsOn(), probe=False), torch.ones(2 * COUNT, 3)
+    model, x = wrap(FailsOn(), probe=False), torch.ones(2 * COUNT, 3, device=DEVICE)
     x[-1] = -1
     state = torch.get_rng_state()
     with pytest.raises(KeyError, match="negative") as caught:
@@ -189,8 +190,8 @@ class FailsInBackward(nn.Module):
 
 
 def test_an_error_in_one_backward(wrap: Wrap) -> None:
-    model, x = wrap(FailsInBackward(), probe=False), torch.ones(2 * COUNT, 3)
-    weights = torch.ones(2 * COUNT, 1)
+    model, x = wrap(FailsInBackward(), probe=False), torch.ones(2 * COUNT, 3, device=DEVICE)
+    weights = torch.ones(2 * COUNT, 1, device=DEVICE)
     weights[-1] = 0
     with pytest.raises(ZeroDivisionError):
         (model(x) * weights).sum().backward()
@@ -212,7 +213,7 @@ class Notes(nn.Module):
 
 
 def test_state_that_one_rank_changes(wrap: Wrap) -> None:
-    model, x = wrap(Notes(), probe=False), torch.ones(2 * COUNT, 3)
+    model, x = wrap(Notes(), probe=False), torch.ones(2 * COUNT, 3, device=DEVICE)
     torch.testing.assert_close(model(x), x * 2)
     x[-1] = -1
     with pytest.raises(StateError, match="seen"):
@@ -232,7 +233,7 @@ class WritesWeight(nn.Module):
 
 
 def test_a_parameter_that_one_rank_writes(wrap: Wrap) -> None:
-    model, x = wrap(WritesWeight(), probe=False), torch.ones(2 * COUNT, 3)
+    model, x = wrap(WritesWeight(), probe=False), torch.ones(2 * COUNT, 3, device=DEVICE)
     x[-1] = -1
     with pytest.raises(StateError, match=r"layer\.weight"):
         model(x)
@@ -246,7 +247,7 @@ class Collective(nn.Module):
 
 
 def test_a_collective_that_one_rank_calls(wrap: Wrap) -> None:
-    model, x = wrap(Collective(), probe=False), torch.ones(2 * COUNT, 3)
+    model, x = wrap(Collective(), probe=False), torch.ones(2 * COUNT, 3, device=DEVICE)
     x[-1] = -1
     with pytest.raises(CollectiveError, match=f"rank {LAST} called all_reduce.*and rank 0 ended without it"):
         model(x)

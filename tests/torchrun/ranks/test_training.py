@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 import instep
 from instep.errors import EngineError, WrapError
 
+from ..in_ranks import DEVICE
 from .conftest import Wrap, assert_same_training, batches
 
 with warnings.catch_warnings():
@@ -28,7 +29,7 @@ RANK, COUNT = dist.get_rank(), dist.get_world_size()
 def net(features: int = 3, *, norm: bool = False) -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Linear(features, 8), nn.BatchNorm1d(8) if norm else nn.Tanh(), nn.Linear(8, 2)]
-    return nn.Sequential(*layers).double()
+    return nn.Sequential(*layers).double().to(DEVICE)
 
 
 def loss_of(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -89,9 +90,9 @@ class Branch(nn.Module):
 
 
 def test_parameters_that_some_or_all_ranks_do_not_use(wrap: Wrap) -> None:
-    plain = Branch().double()
-    data = [(x, torch.arange(len(x)) * 2 // len(x)) for x, _ in batches(6, 4)]
-    data.append((data[0][0], torch.zeros(6, dtype=torch.int64)))
+    plain = Branch().double().to(DEVICE)
+    data = [(x, torch.arange(len(x), device=DEVICE) * 2 // len(x)) for x, _ in batches(6, 4)]
+    data.append((data[0][0], torch.zeros(6, dtype=torch.int64, device=DEVICE)))
     model = wrap(plain)
     assert_same_training(model, plain, data, lambda module, x, y: module(x, y).square().mean())
     assert model.module.unused.weight.grad is None
@@ -120,7 +121,7 @@ class Structured(nn.Module):
 
 def test_structures_come_back_whole(wrap: Wrap) -> None:
     torch.manual_seed(1)
-    plain = Structured().double()
+    plain = Structured().double().to(DEVICE)
     model, words = wrap(plain), ["a", "bb", "ccc", "", "e", "ff", "g"]
     (x, _), *_ = batches(7)
     ours, expected = model(x, words), plain(x, words)
@@ -277,12 +278,12 @@ class Tokens(nn.Module):
 
 def test_local_batches_of_other_lengths(wrap: Wrap) -> None:
     torch.manual_seed(2)
-    plain = Tokens().double()
+    plain = Tokens().double().to(DEVICE)
     model = wrap(plain, batches="local")
     lengths = [2 + rank for rank in range(COUNT) for _ in range(2)]
-    ids = torch.zeros(2 * COUNT, COUNT + 1, dtype=torch.int64)
+    ids = torch.zeros(2 * COUNT, COUNT + 1, dtype=torch.int64, device=DEVICE)
     for row, length in enumerate(lengths):
-        ids[row, :length] = torch.arange(length) + row + 1
+        ids[row, :length] = torch.arange(length, device=DEVICE) + row + 1
     own = ids[2 * RANK : 2 * RANK + 2, : lengths[2 * RANK]]
     model(own).square().mean().backward()
     plain(ids).square().mean().backward()
@@ -300,7 +301,7 @@ class WithLogits(nn.Module):
 
 
 def test_dropped_outputs(wrap: Wrap) -> None:
-    plain = WithLogits().double()
+    plain = WithLogits().double().to(DEVICE)
     model = wrap(plain, merge={"logits": "drop"})
     (x, _), *_ = batches(5)
     for module in (model, plain):
@@ -323,7 +324,7 @@ def test_different_weights_become_those_of_rank_0(wrap: Wrap) -> None:
     torch.manual_seed(RANK)
     model = wrap(nn.Linear(3, 2))
     weights = [torch.empty(2, 3) for _ in range(COUNT)]
-    dist.all_gather(weights, model.module.weight.detach())
+    dist.all_gather(weights, model.module.weight.detach().cpu())
     torch.manual_seed(0)
     expected = nn.Linear(3, 2).weight
     assert all(torch.equal(weight, expected) for weight in weights)

@@ -22,17 +22,18 @@ from instep.engines.torchrun.group import RankGroup
 from instep.engines.torchrun.reduction import BucketAllReduce
 from instep.errors import RankFailure
 from instep.runtime.ambient import AutocastState
+from instep.runtime.backoff import Backoff
 from instep.runtime.torch_private import will_accumulate_grad
 
 _BEGIN = "the beginning"
-_COMPARED_ELEMENTS = 2**16
-"""Gradients of outputs on the CPU with at most this many elements are compared between ranks."""
+_FEW_ELEMENTS = 2**16
+"""Gradients of outputs on the CPU with at most this many elements are compared in every backward."""
 _TOLERANCE = 1e-3
 """The largest relative difference between ranks: losses that are computed twice may differ in their last bits."""
 
 
 class BackwardBegin(NamedTuple):
-    """What ranks tell each other before a backward."""
+    """What has to be the same for all ranks when a backward begins, and which collectives it will call."""
 
     with_gradient: tuple[tuple[int, ...], ...]
     """For each replica, the indices of its outputs with a gradient."""
@@ -54,6 +55,8 @@ class BackwardEnd(NamedTuple):
     rng_used: bool
     is_exact: bool
     """Whether no gradient has grown after it was reduced."""
+    begin: BackwardBegin | None
+    """If it was not sent before."""
 
 
 class RankEngine(Protocol):
@@ -61,6 +64,8 @@ class RankEngine(Protocol):
 
     channel: RankChannel
     options: RankOptions
+    loss_checks: Backoff
+    """Decides in which backwards gradients of outputs are compared, where that costs time."""
 
     @property
     def defers_gradients(self) -> bool:
@@ -109,7 +114,8 @@ class RankBackward:
             outputs, grads = outputs_with_gradients(local, self._gradients[self._rank])
             if self._engine.options.sharded:  # of a mean over this rank's samples: its part of the mean over all
                 grads = [grad * self._weight for grad in grads]
-        needed = self._begin(outputs)
+        begin = self._describe_begin(outputs)
+        needed = self._exchange_begin(begin) if self._num_tokens else []
         if local is not None:
             self._add_tokens(local, outputs, grads, needed)
         group = RankGroup(self._channel, self._operation, len(graph.replicas))
@@ -131,8 +137,10 @@ class RankBackward:
             reducer.start_rest()  # also after an error: the other ranks reduce them too
         column: Gradients = [None] * len(graph.sources) if local is None else take_gradients(leaves)
         reducer.set_gradients(column)
-        messages = self._end(reducer, column, local, error)
+        messages = self._end(reducer, column, local, error, None if self._num_tokens else begin)
         ends: list[BackwardEnd] = [message.body for message in messages]
+        if not self._num_tokens:
+            self._check_begins([end.begin for end in ends if end.begin is not None])
         if any(end.rng_used for end in ends):
             graph.rng.caller.cpu.streams_used = True
             graph.rng.caller.cpu.seed(0)
@@ -142,38 +150,53 @@ class RankBackward:
             return column, inputs
         return sum_over_ranks(reducer, messages), inputs
 
-    def _begin(self, outputs: Sequence[Tensor]) -> list[int]:
-        """Check that all ranks begin the same backward. Returns the collectives that any rank reaches."""
+    def _describe_begin(self, outputs: Sequence[Tensor]) -> BackwardBegin:
         with_gradient = tuple(
             tuple(index for index, gradient in enumerate(row) if gradient is not None) for row in self._gradients
         )
         reached = None
         if self._num_tokens and self._local is not None:
             reached = find_reached_collectives(self._local.tokens, outputs)
-        begin = BackwardBegin(with_gradient, self._norms(), reached)
+        return BackwardBegin(with_gradient, self._norms(), reached)
+
+    def _exchange_begin(self, begin: BackwardBegin) -> list[int]:
+        """Check that all ranks begin the same backward. Returns the collectives that any rank reaches.
+
+        Without collectives in the graph, this is checked at the end of the backward instead.
+        """
         messages = self._channel.exchange(Message(self._operation, _BEGIN, body=begin))
         self._channel.check(messages)
-        for rank, message in enumerate(messages):
-            other: BackwardBegin = message.body
-            differ = any(
-                abs(a - b) > _TOLERANCE * max(abs(a), abs(b)) for a, b in zip(begin.norms, other.norms, strict=False)
-            )
-            if (other.with_gradient != with_gradient or differ) and not self._engine.options.sharded:
-                raise RankFailure(
-                    f"{describe_ranks([self._rank, rank])} compute different losses from the same outputs: the "
-                    f"gradients of the outputs differ in the {self._operation}.\n"
-                    f"Pass the same targets and compute the same loss on every rank."
-                )
+        self._check_begins([message.body for message in messages])
         found = [message.body.reached for message in messages if message.body.reached is not None]
         return required_collectives(found) if found else []
 
+    def _check_begins(self, begins: Sequence[BackwardBegin]) -> None:
+        """`RankFailure` if the gradients of the outputs differ between ranks."""
+        if self._engine.options.sharded:
+            return
+        first = begins[0]
+        for rank, begin in enumerate(begins):
+            pairs = zip(first.norms, begin.norms, strict=False)
+            differ = any(abs(a - b) > _TOLERANCE * max(abs(a), abs(b)) for a, b in pairs)
+            if begin.with_gradient != first.with_gradient or differ:
+                raise RankFailure(
+                    f"{describe_ranks([0, rank])} compute different losses from the same outputs: the gradients of the "
+                    f"outputs differ in the {self._operation}.\n"
+                    f"Pass the same targets and compute the same loss on every rank."
+                )
+
     def _norms(self) -> tuple[float, ...]:
+        """Norms of the outputs' gradients. Where they cost time, they are compared in a few backwards only."""
+        checks = self._engine.loss_checks
+        checks.advance()
         present = [g for row in self._gradients for g in row if g is not None]
-        if any(g.device.type != "cpu" or g.layout is not torch.strided for g in present):
+        is_cheap = all(g.device.type == "cpu" for g in present) and sum(map(Tensor.numel, present)) <= _FEW_ELEMENTS
+        if any(g.layout is not torch.strided for g in present) or not (is_cheap or checks.is_due):
             return ()
-        if sum(g.numel() for g in present) > _COMPARED_ELEMENTS:
-            return ()
-        return tuple(float(torch.linalg.vector_norm(g.detach().double())) for g in present if not g.is_complex())
+        if checks.is_due:
+            checks.record()
+        with torch.no_grad():
+            return tuple(float(torch.linalg.vector_norm(g.detach().double())) for g in present if not g.is_complex())
 
     def _add_tokens(
         self, local: ReplicaGraph, outputs: list[Tensor], grads: list[Tensor], needed: Sequence[int]
@@ -196,13 +219,18 @@ class RankBackward:
             set_replica_thread(outer)
 
     def _end(
-        self, reducer: BucketAllReduce, column: Gradients, local: ReplicaGraph | None, error: Exception | None
+        self,
+        reducer: BucketAllReduce,
+        column: Gradients,
+        local: ReplicaGraph | None,
+        error: Exception | None,
+        begin: BackwardBegin | None,
     ) -> list[Message]:
         """Exchange what is not reduced in buckets. Raises the error of any rank."""
         self._graph.rng.report_use()
         inputs = [] if local is None else take_gradients(local.inputs)
         rng_used = self._graph.rng.caller.cpu.streams_used
-        message = end_message(self._operation, reducer, [] if self.deferred else column, inputs, rng_used)
+        message = end_message(self._operation, reducer, [] if self.deferred else column, inputs, rng_used, begin)
         if error is not None:
             message = Message(self._operation, state=FAILED, body=encode_error(error))
         if local is None:
@@ -210,6 +238,7 @@ class RankBackward:
             messages = self._follow(message)
         else:
             messages = self._channel.exchange(message)
+        self._channel.check_operations(messages)
         if any(other.state == FAILED for other in messages):
             raise self._first_error(messages, error)
         self._channel.check(messages)
@@ -248,6 +277,7 @@ def end_message(
     column: Gradients,
     inputs: Sequence[Tensor | None] = (),
     rng_used: bool = False,
+    begin: BackwardBegin | None = None,
 ) -> Message:
     """The last message of a reduction: what is not reduced in buckets."""
     shapes: list[tuple[int, tuple[int, ...] | None]] = []
@@ -260,7 +290,7 @@ def end_message(
         tensors += [gradient.coalesce().indices(), gradient.coalesce().values()] if is_sparse else [gradient]
     with_gradient = {index: gradient for index, gradient in enumerate(inputs) if gradient is not None}
     absent = [index for index, gradient in enumerate(column) if gradient is None]
-    end = BackwardEnd(absent, shapes, list(with_gradient), rng_used, reducer.is_exact)
+    end = BackwardEnd(absent, shapes, list(with_gradient), rng_used, reducer.is_exact, begin)
     return Message(operation, body=end, tensors=[*tensors, *with_gradient.values()])
 
 

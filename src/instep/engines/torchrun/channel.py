@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,6 +27,9 @@ from instep.runtime.torch_private import all_gather_flat
 SLOT_BYTES = 2048
 """What each rank sends in every exchange. A longer message takes a second all-gather."""
 
+_CPU = torch.device("cpu")
+_INLINE_BYTES = 1024
+"""Tensors on the CPU of at most this size are a part of the message itself."""
 _ALIGNMENT = 64
 _MAX_LABEL = 300
 
@@ -65,9 +69,11 @@ class RankChannel:
         self._monitor = monitor
         self.rank: int = host_group.rank()
         self.count: int = host_group.size()
-        self._slot = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
-        self._slots = torch.zeros(self.count, SLOT_BYTES, dtype=torch.uint8)
+        self._slot, self._slots = _host_bytes(SLOT_BYTES), _host_bytes(self.count, SLOT_BYTES)
+        self._flat_slots = self._slots.view(-1)
         self._lock = threading.Lock()
+        self.on_out_of_step: Callable[[], None] = lambda: None
+        """Called on every rank when the ranks are out of step, before the error is raised."""
 
     def exchange(self, message: Message) -> list[Message]:
         """All-gather of messages. Raises `RankFailure` if a rank does not take part."""
@@ -79,16 +85,20 @@ class RankChannel:
         on_host = [tensor for tensor in message.tensors if tensor.device.type == "cpu"]
         on_device = [tensor for tensor in message.tensors if tensor.device.type != "cpu"]
         specs = [(tensor.device.type == "cpu", tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors]
-        layout = _nbytes(on_host), _nbytes(on_device)
+        host_bytes, inline = _nbytes(on_host), b""
+        if host_bytes <= _INLINE_BYTES and on_host:
+            inline, host_bytes = _pack(on_host, host_bytes, _CPU).numpy().tobytes(), 0
         fields = (message.operation[:_MAX_LABEL], message.step[:_MAX_LABEL], message.state)
+        layout = host_bytes, _nbytes(on_device), inline
         body = pickle.dumps((*fields, message.body, specs, layout), pickle.HIGHEST_PROTOCOL)
         bodies = self._gather_bytes(body)
         received = [pickle.loads(other) for other in bodies]
-        host_rows = self._gather_tensors(on_host, [other[5][0] for other in received], self._host_group, "cpu")
+        host_rows = self._gather_tensors(on_host, [other[5][0] for other in received], self._host_group, _CPU)
         device_rows = self._gather_tensors(on_device, [other[5][1] for other in received], self._device_group)
         messages = []
-        for rank, (operation, step, state, content, other_specs, _) in enumerate(received):
-            rows = {True: _Reader(host_rows, rank), False: _Reader(device_rows, rank)}
+        for rank, (operation, step, state, content, other_specs, (_, _, other_inline)) in enumerate(received):
+            host_row = torch.from_numpy(np.frombuffer(bytearray(other_inline), np.uint8)) if other_inline else None
+            rows = {True: _Reader(host_rows[rank] if host_row is None else host_row), False: _Reader(device_rows[rank])}
             tensors = [rows[is_host].read(dtype, shape) for is_host, dtype, shape in other_specs]
             messages.append(Message(operation, step, state, content, tensors))
         messages[self.rank] = message
@@ -98,36 +108,28 @@ class RankChannel:
         """All-gather of byte strings."""
         length = len(body)
         head = length.to_bytes(4, "little") + body[: SLOT_BYTES - 4]
-        self._slot[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        self._all_gather(self._slots.view(-1), self._slot, self._host_group)
-        rows = [bytes(row) for row in self._slots.numpy()]
+        _write(self._slot, head)
+        self._all_gather(self._flat_slots, self._slot, self._host_group)
+        rows = [row.tobytes() for row in self._slots.numpy()]
         lengths = [int.from_bytes(row[:4], "little") for row in rows]
         rest = max(lengths) - (SLOT_BYTES - 4)
         if rest <= 0:
             return [row[4 : 4 + length] for row, length in zip(rows, lengths, strict=True)]
-        tail = torch.zeros(rest, dtype=torch.uint8)
-        own = body[SLOT_BYTES - 4 :]
-        if own:
-            tail[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        tails = torch.empty(self.count, rest, dtype=torch.uint8)
+        tail, tails = _host_bytes(rest), _host_bytes(self.count, rest)
+        _write(tail, body[SLOT_BYTES - 4 :])
         self._all_gather(tails.view(-1), tail, self._host_group)
-        joined = [row[4:] + bytes(other) for row, other in zip(rows, tails.numpy(), strict=True)]
+        joined = [row[4:] + other.tobytes() for row, other in zip(rows, tails.numpy(), strict=True)]
         return [row[:length] for row, length in zip(joined, lengths, strict=True)]
 
     def _gather_tensors(
-        self, tensors: Sequence[Tensor], nbytes: Sequence[int], group: Any, device: str | None = None
+        self, tensors: Sequence[Tensor], nbytes: Sequence[int], group: Any, device: torch.device | None = None
     ) -> Tensor:
-        """All-gather of tensors as one row of bytes per rank."""
+        """All-gather of tensors as one row of bytes per rank. `nbytes` is the length of each rank's row."""
         size = max(nbytes)
-        where = torch.device(device) if device is not None else self.device
+        where = device or self.device
         rows = torch.empty(self.count, size, dtype=torch.uint8, device=where)
         if size:
-            row = torch.empty(size, dtype=torch.uint8, device=where)
-            places = _Reader(row.view(1, -1), 0)
-            with torch.no_grad():
-                views = [places.read(tensor.dtype, tensor.shape) for tensor in tensors]
-                if views:
-                    torch._foreach_copy_(views, [tensor.detach() for tensor in tensors])
+            row = _pack(tensors if nbytes[self.rank] else (), size, where)
             self._all_gather(rows.view(-1), row, group)
         return rows
 
@@ -137,11 +139,16 @@ class RankChannel:
         except (RuntimeError, dist.DistError) as error:
             raise self._monitor.describe_failure(error) from error
 
+    def check_operations(self, messages: Sequence[Message]) -> None:
+        """`RankFailure` unless all ranks are in the same operation. Every rank raises it, or none."""
+        if any(message.operation != messages[0].operation for message in messages):
+            self.on_out_of_step()
+            raise out_of_step([message.operation for message in messages])
+
     def check(self, messages: Sequence[Message]) -> None:
         """Raise unless all ranks are in the same operation, at the same step. Idle ranks may be at any step."""
+        self.check_operations(messages)
         own = messages[self.rank]
-        if any(message.operation != own.operation for message in messages):
-            raise out_of_step([message.operation for message in messages])
         for rank, message in enumerate(messages):
             if message.state == FAILED and rank != self.rank:
                 raise PeerFailure(f"rank {rank} failed before this collective.")
@@ -164,15 +171,34 @@ class RankChannel:
         )
 
 
-class _Reader:
-    """Consecutive tensors in one rank's row of bytes."""
+def _pack(tensors: Sequence[Tensor], nbytes: int, device: torch.device) -> Tensor:
+    """A row of bytes that holds the values of tensors."""
+    row = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    places = _Reader(row)
+    with torch.no_grad():
+        views = [places.read(tensor.dtype, tensor.shape) for tensor in tensors]
+        if views:
+            torch._foreach_copy_(views, [tensor.detach() for tensor in tensors])
+    return row
 
-    def __init__(self, rows: Tensor, rank: int) -> None:
-        self._rows, self._rank, self._at = rows, rank, 0
+
+def _host_bytes(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.uint8, device="cpu")
+
+
+def _write(target: Tensor, data: bytes) -> None:
+    target.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
+
+
+class _Reader:
+    """Consecutive tensors in a row of bytes."""
+
+    def __init__(self, row: Tensor) -> None:
+        self._row, self._at = row, 0
 
     def read(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
-        place = self._rows[self._rank][self._at : self._at + nbytes]
+        place = self._row[self._at : self._at + nbytes]
         self._at += _aligned(nbytes)
         return place.view(dtype).view(torch.Size(shape))
 

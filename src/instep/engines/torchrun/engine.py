@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.autograd.bridge import CallGraph, Gradients
@@ -61,11 +62,14 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         self._number = next(_numbers)
         self._name = "the module"
         self._num_calls = 0
+        self._is_undecided = False
+        """Whether ranks may judge the last forward differently."""
         self._operation = ""
         """The forward that runs, or was the last one."""
         self._call_checks = Backoff(limit=NEVER, eager=2)
         self.options = RankOptions()
         self._module: Callable[[], nn.Module | None] = lambda: None
+        self.loss_checks = Backoff(limit=NEVER, eager=2)
         self._reducer: BucketAllReduce | None = None
         """The reduction of the backward that runs, if it reduces gradients meanwhile."""
         self._leaf_indices: dict[int, int] = {}
@@ -145,6 +149,10 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
                 torch.cuda.set_rng_state(messages[0].tensors[1].clone(), device)
 
     def agree(self, verdict: VerdictT, failure: Exception | None) -> VerdictT:
+        if not self._is_undecided:  # all ranks have come to the same verdict, from the same messages
+            if failure is not None:
+                raise failure
+            return verdict
         body = verdict, None if failure is None else encode_error(failure)
         messages = self.channel.exchange(Message(f"{self._operation}: deciding how to go on", body=body))
         self.channel.check(messages)
@@ -203,6 +211,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         if index >= len(call.replicas):
             return self._finish_forward(call, self._follow(self._operation, header))
         writes = ArgumentWrites(call, index)
+        handles = RemovableHandle.next_id
         outer = is_replica_thread()
         set_replica_thread(True)
         try:
@@ -211,6 +220,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         finally:
             set_replica_thread(outer)
         if group.broken is not None:
+            self._is_undecided = True
             return self._raise_broken(group.broken, own)
         try:
             if own.error is not None:
@@ -218,17 +228,18 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             if call.select_output is not None and not self.options.sharded:
                 own.output = call.select_output(own.output)
             body, tensors = encode_result(call, index, own, writes, with_output=not self.options.sharded)
-            message = Message(self._operation, body=(header, body), tensors=tensors)
+            effects = RemovableHandle.next_id != handles or (call.has_local_effects and call.has_local_effects(own))
+            message = Message(self._operation, body=(header, body, bool(effects)), tensors=tensors)
         except Exception as error:
             own = ReplicaResult(error=error)
-            message = Message(self._operation, state=FAILED, body=(header, encode_error(error)))
+            message = Message(self._operation, state=FAILED, body=(header, encode_error(error), True))
         messages = self.channel.exchange(message)
         return self._finish_forward(call, messages, own)
 
     def _follow(self, operation: str, header: Any) -> list[Message]:
         """Take part in the exchanges of an operation without a replica, until it ends."""
         while True:
-            messages = self.channel.exchange(Message(operation, state=IDLE, body=(header, b"")))
+            messages = self.channel.exchange(Message(operation, state=IDLE, body=(header, b"", False)))
             if any(message.operation != operation or message.state == FAILED for message in messages):
                 return messages
             if any(message.step == END and message.state != IDLE for message in messages):
@@ -238,6 +249,8 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         self, call: ReplicaCall, messages: Sequence[Message], own: ReplicaResult | None = None
     ) -> list[ReplicaResult]:
         """The results of all replicas, from the last messages of a forward."""
+        self._is_undecided = True
+        self.channel.check_operations(messages)
         failed = any(message.state == FAILED for message in messages)
         if not failed:
             self.channel.check(messages)
@@ -245,6 +258,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             check_seeds([message.body[0] for message in messages])
         if failed:
             self._raise_broken(messages, own)
+        self._is_undecided = any(message.body[2] for message in messages)
         results = []
         encoded = [
             None if rank == self._rank else decode_result(call, rank, messages[rank].body[1], messages[rank].tensors)

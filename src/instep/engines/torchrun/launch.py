@@ -8,9 +8,10 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from instep.engines.torchrun.channel import RankChannel
 from instep.engines.torchrun.monitor import RankMonitor
 from instep.errors import EngineError
 from instep.runtime.launcher import LAUNCH_VARIABLES, local_rank
-from instep.runtime.torch_private import default_store
+from instep.runtime.torch_private import abort_group, default_store
 
 _stores: Any = dist  # torch does not export the types of stores
 _CONNECT_SECONDS = 10.0
@@ -34,8 +35,17 @@ class Ranks:
     """This rank's connections to the others."""
 
     channel: RankChannel
-    bucket_group: Any
-    """The group in which gradients are reduced."""
+    new_bucket_group: Callable[[], Any]
+
+    def __post_init__(self) -> None:
+        self.bucket_group = self.new_bucket_group()
+        """The group in which gradients are reduced."""
+        self.channel.on_out_of_step = self._replace_bucket_group
+
+    def _replace_bucket_group(self) -> None:
+        """Called on all ranks when they are out of step: some may have begun a reduction that others never begin."""
+        abort_group(self.bucket_group)
+        self.bucket_group = self.new_bucket_group()
 
     @property
     def rank(self) -> int:
@@ -68,15 +78,14 @@ def _make_connections(device: torch.device, timeout: float) -> Ranks:
     limit = timedelta(seconds=timeout)
     backend = _device_backend(device)
     host_group = dist.new_group(backend="gloo", timeout=limit)
-    bucket_group = dist.new_group(backend=backend, timeout=limit)
-    device_group = None
-    if device.type != "cpu" and backend != "gloo":
-        device_group = dist.new_group(backend=backend, timeout=limit)
+    is_gloo = device.type == "cpu" or backend == "gloo"
+    device_group = host_group if is_gloo else dist.new_group(backend=backend, timeout=limit)
     rank, count = dist.get_rank(), dist.get_world_size()
     store = _stores.PrefixStore(f"instep/monitor/{len(_connections)}", _monitor_store())
     monitor = RankMonitor(store, rank, count, threading.main_thread().ident or 0)
     atexit.register(monitor.close)
-    return Ranks(RankChannel(host_group, device_group, device, monitor), bucket_group)
+    channel = RankChannel(host_group, device_group, device, monitor)
+    return Ranks(channel, partial(dist.new_group, backend=backend, timeout=limit))
 
 
 def _device_backend(device: torch.device) -> str:
