@@ -166,13 +166,12 @@ class ParallelRunner:
     def run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What one device would return. A call that fails leaves the module, gradients and RNG as they were."""
         sizes: tuple[int, ...] = ()
-        if len(self.devices) > 1 and not is_replica_thread():
-            if self.options.batches == "local":
-                args, kwargs, sizes = self._join_batches(method, args, kwargs)
-            self.engine.begin_call(method, args, kwargs)
+        if self.options.batches == "local" and len(self.devices) > 1 and not is_replica_thread():
+            args, kwargs, sizes = self._join_batches(method, args, kwargs)
         if reason := self.one_device.before():
             self.one_device.record(reason, method)
             return self.run_on_one_device(method, args, kwargs)
+        self.engine.begin_call(method, args, kwargs)
         call = self.bind(method, args, kwargs, sizes)
         if self.one_device.for_plan(call.plan):
             return self.run_on_one_device(method, args, kwargs)

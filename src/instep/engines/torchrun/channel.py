@@ -70,7 +70,8 @@ class RankChannel:
         self.rank: int = host_group.rank()
         self.count: int = host_group.size()
         self._slot, self._slots = _host_bytes(SLOT_BYTES), _host_bytes(self.count, SLOT_BYTES)
-        self._flat_slots = self._slots.view(-1)
+        self._flat_slots, self._no_rows = self._slots.view(-1), _host_bytes(self.count, 0)
+        self._slot_array, self._slot_arrays = self._slot.numpy(), self._slots.numpy()
         self._lock = threading.Lock()
         self.on_out_of_step: Callable[[], None] = lambda: None
         """Called on every rank when the ranks are out of step, before the error is raised."""
@@ -97,9 +98,14 @@ class RankChannel:
         device_rows = self._gather_tensors(on_device, [other[5][1] for other in received], self._device_group)
         messages = []
         for rank, (operation, step, state, content, other_specs, (_, _, other_inline)) in enumerate(received):
-            host_row = torch.from_numpy(np.frombuffer(bytearray(other_inline), np.uint8)) if other_inline else None
-            rows = {True: _Reader(host_rows[rank] if host_row is None else host_row), False: _Reader(device_rows[rank])}
-            tensors = [rows[is_host].read(dtype, shape) for is_host, dtype, shape in other_specs]
+            tensors: list[Tensor] = []
+            if other_specs and rank != self.rank:
+                inline_row = torch.from_numpy(np.frombuffer(bytearray(other_inline), np.uint8))
+                rows = {
+                    True: _Reader(inline_row if other_inline else host_rows[rank]),
+                    False: _Reader(device_rows[rank]),
+                }
+                tensors = [rows[is_host].read(dtype, shape) for is_host, dtype, shape in other_specs]
             messages.append(Message(operation, step, state, content, tensors))
         messages[self.rank] = message
         return messages
@@ -108,15 +114,16 @@ class RankChannel:
         """All-gather of byte strings."""
         length = len(body)
         head = length.to_bytes(4, "little") + body[: SLOT_BYTES - 4]
-        _write(self._slot, head)
+        self._slot_array[: len(head)] = np.frombuffer(head, np.uint8)
         self._all_gather(self._flat_slots, self._slot, self._host_group)
-        rows = [row.tobytes() for row in self._slots.numpy()]
+        rows = [row.tobytes() for row in self._slot_arrays]
         lengths = [int.from_bytes(row[:4], "little") for row in rows]
         rest = max(lengths) - (SLOT_BYTES - 4)
         if rest <= 0:
             return [row[4 : 4 + length] for row, length in zip(rows, lengths, strict=True)]
         tail, tails = _host_bytes(rest), _host_bytes(self.count, rest)
-        _write(tail, body[SLOT_BYTES - 4 :])
+        rest_of_body = body[SLOT_BYTES - 4 :]
+        tail.numpy()[: len(rest_of_body)] = np.frombuffer(rest_of_body, np.uint8)
         self._all_gather(tails.view(-1), tail, self._host_group)
         joined = [row[4:] + other.tobytes() for row, other in zip(rows, tails.numpy(), strict=True)]
         return [row[:length] for row, length in zip(joined, lengths, strict=True)]
@@ -126,11 +133,11 @@ class RankChannel:
     ) -> Tensor:
         """All-gather of tensors as one row of bytes per rank. `nbytes` is the length of each rank's row."""
         size = max(nbytes)
+        if not size:
+            return self._no_rows
         where = device or self.device
         rows = torch.empty(self.count, size, dtype=torch.uint8, device=where)
-        if size:
-            row = _pack(tensors if nbytes[self.rank] else (), size, where)
-            self._all_gather(rows.view(-1), row, group)
+        self._all_gather(rows.view(-1), _pack(tensors if nbytes[self.rank] else (), size, where), group)
         return rows
 
     def _all_gather(self, output: Tensor, row: Tensor, group: Any) -> None:
@@ -184,10 +191,6 @@ def _pack(tensors: Sequence[Tensor], nbytes: int, device: torch.device) -> Tenso
 
 def _host_bytes(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=torch.uint8, device="cpu")
-
-
-def _write(target: Tensor, data: bytes) -> None:
-    target.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
 
 
 class _Reader:
