@@ -21,13 +21,12 @@ from instep.errors import (
 from instep.functional import data_parallel, gather, parallel_apply, replicate, scatter
 from instep.parallel import DataParallel
 from instep.runtime.launcher import is_primary, use_own_gpu
+from instep.runtime.version import __version__ as __version__
 from instep.structure.merge import merge
 from instep.structure.merge_rules import weighted_by
 from instep.structure.register import register
 from instep.structure.spec import Shards, whole
 from instep.structure.split import split
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BridgeError",

@@ -100,11 +100,10 @@ class RankChannel:
         for rank, (operation, step, state, content, other_specs, (_, _, other_inline)) in enumerate(received):
             tensors: list[Tensor] = []
             if other_specs and rank != self.rank:
-                inline_row = torch.from_numpy(np.frombuffer(bytearray(other_inline), np.uint8))
-                rows = {
-                    True: _Reader(inline_row if other_inline else host_rows[rank]),
-                    False: _Reader(device_rows[rank]),
-                }
+                host_row = host_rows[rank]
+                if other_inline:
+                    host_row = torch.from_numpy(np.frombuffer(bytearray(other_inline), np.uint8))
+                rows = {True: _Reader(host_row), False: _Reader(device_rows[rank])}
                 tensors = [rows[is_host].read(dtype, shape) for is_host, dtype, shape in other_specs]
             messages.append(Message(operation, step, state, content, tensors))
         messages[self.rank] = message

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any, TypeVar, cast
 
 import torch
@@ -45,6 +44,7 @@ from instep.replicas.stand_in import ReplicaStandIn
 from instep.runtime.backoff import NEVER, Backoff
 from instep.runtime.modes import set_inference_mode
 from instep.runtime.torch_private import without_checkpoint_hooks
+from instep.runtime.version import __version__
 
 _numbers = itertools.count(1)
 VerdictT = TypeVar("VerdictT")
@@ -108,7 +108,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             for name, tensor in (*module.named_parameters(), *module.named_buffers())
             if not isinstance(tensor, (UninitializedBuffer, UninitializedParameter))
         ]
-        versions = f"torch {torch.__version__.partition('+')[0]} and instep {version('instep')}"
+        versions = f"torch {torch.__version__.partition('+')[0]} and instep {__version__}"
         layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
         operation = f"creating a wrapper of {self._name}"
         messages = self.channel.exchange(Message(operation, body=(versions, layout)))

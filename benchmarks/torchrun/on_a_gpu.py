@@ -1,0 +1,107 @@
+"""Compares engine="torchrun" with DistributedDataParallel: k ranks share one GPU, and run both alternately.
+
+The loss of instep is in the module (`with_loss`). Both sides communicate by the same backend: NCCL between processes
+that claim to be different hosts (it refuses ranks of one host on one GPU, and so uses sockets), or Gloo. Under MPS
+(`--mps`) each rank gets 1/k of the multiprocessors; otherwise the ranks take turns. The speed of links between GPUs is
+not measured. Steps are in bfloat16 autocast, with SGD. The table shows medians over all rounds, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from against_ddp import CASES, DEVICE, Batch, Case, Side, cross_entropy, make_parser, mps, training_side
+from torch import nn
+
+import instep
+
+WARM_UP_STEPS = 12
+
+
+def wrap(module: nn.Module, **options: Any) -> instep.DataParallel:
+    device = "cuda:0" if DEVICE == "cuda" else DEVICE
+    return instep.DataParallel(instep.with_loss(module, cross_entropy), [device], engine="torchrun", **options)
+
+
+def instep_side(model: nn.Module, batches: list[Batch]) -> Side:
+    return Side(lambda batch: model(*batch.inputs, batch.target), batches, model)
+
+
+def make_sides(case: Case, ranks: int, rank: int) -> list[tuple[str, Side, str, Side]]:
+    """Pairs of a side of instep and the side of DDP that it is compared with."""
+    batches = case.sample()
+    parts = [batch.part(ranks, rank) for batch in batches]
+
+    def ddp(module: nn.Module) -> Side:
+        model = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+        return training_side(model, parts)
+
+    plain = ddp(case.module())
+    if not case.has_batch_norm:
+        return [("with_loss", instep_side(wrap(case.module()), batches), "DDP", plain)]
+    synced = ddp(nn.SyncBatchNorm.convert_sync_batchnorm(case.module()))
+    shards = instep_side(wrap(case.module(), sync_batchnorm=False), batches)
+    return [
+        ("with_loss, sync_batchnorm=False", shards, "DDP", plain),
+        ("with_loss", instep_side(wrap(case.module()), batches), "DDP + SyncBatchNorm", synced),
+    ]
+
+
+def work(rank: int, folder: str, names: list[str], ranks: int, rounds: int, steps: int, backend: str) -> None:
+    os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
+    if DEVICE == "cuda":
+        torch.cuda.set_device(0)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    for name in names:
+        torch.manual_seed(0)
+        pairs = make_sides(CASES[name], ranks, rank)
+        for count in (WARM_UP_STEPS, *[steps] * rounds):
+            for _, ours, _, theirs in pairs:
+                for side in (ours, theirs):
+                    dist.barrier()
+                    side.run(count)
+        for label, ours, base, theirs in pairs:
+            if rank == 0:
+                ratio = statistics.median(a / b for a, b in zip(ours.times[1:], theirs.times[1:], strict=True))
+                times = [statistics.median(side.times[1:]) for side in (ours, theirs)]
+                print(
+                    f"{name}, {ranks} ranks, {label:32}{times[0]:9.1f} ms{times[1]:9.1f} ms{ratio:8.2f} x {base}",
+                    flush=True,
+                )
+        del pairs
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = make_parser()
+    parser.add_argument("--backend", default="cpu:gloo,cuda:nccl", help="of both sides; gloo also works on a GPU")
+    parser.add_argument("--mps", action="store_true", help="divide the multiprocessors among the ranks")
+    options = parser.parse_args()
+    names = [name for name in CASES if options.only in name and "32 to 128" not in name]
+    with tempfile.TemporaryDirectory() as folder, mps(folder) if options.mps else nullcontext():
+        for ranks in options.replicas:
+            if options.mps:
+                os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(100 // ranks)
+            with tempfile.TemporaryDirectory() as store:
+                arguments = (store, names, ranks, options.rounds, options.steps, options.backend)
+                mp.spawn(work, arguments, nprocs=ranks)
+
+
+if __name__ == "__main__":
+    if DEVICE == "cpu" or torch.cuda.device_count():  # does not initialize CUDA in this process
+        main()
+    else:
+        print("this benchmark needs a CUDA device")
