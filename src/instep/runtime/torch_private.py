@@ -412,6 +412,11 @@ def abort_group(group: Any) -> None:
         end()
 
 
+def backend_of(group: Any, device: torch.device) -> Any:
+    """The backend of a process group for the tensors of a device."""
+    return group._get_backend(device)
+
+
 def all_gather_flat(output: Tensor, row: Tensor, group: Any) -> None:
     """All-gather of equal rows into one flat tensor, without the Python checks of `all_gather_into_tensor`."""
     group._allgather_base(output, row).wait()

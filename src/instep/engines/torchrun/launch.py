@@ -21,7 +21,7 @@ from instep.engines.torchrun.channel import RankChannel
 from instep.engines.torchrun.monitor import RankMonitor
 from instep.errors import EngineError
 from instep.runtime.launcher import LAUNCH_VARIABLES, local_rank
-from instep.runtime.torch_private import abort_group, default_store
+from instep.runtime.torch_private import abort_group, backend_of, default_store
 
 _stores: Any = dist  # torch does not export the types of stores
 _CONNECT_SECONDS = 10.0
@@ -44,7 +44,7 @@ class Ranks:
 
     def _replace_bucket_group(self) -> None:
         """Called on all ranks when they are out of step: some may have begun a reduction that others never begin."""
-        abort_group(self.bucket_group)
+        abort_group(backend_of(self.bucket_group, self.channel.device))
         self.bucket_group = self.new_bucket_group()
 
     @property
@@ -79,13 +79,20 @@ def _make_connections(device: torch.device, timeout: float) -> Ranks:
     backend = _device_backend(device)
     host_group = dist.new_group(backend="gloo", timeout=limit)
     is_gloo = device.type == "cpu" or backend == "gloo"
-    device_group = host_group if is_gloo else dist.new_group(backend=backend, timeout=limit)
+    device_group = host_group if is_gloo else _new_group(backend, limit, device)
     rank, count = dist.get_rank(), dist.get_world_size()
     store = _stores.PrefixStore(f"instep/monitor/{len(_connections)}", _monitor_store())
     monitor = RankMonitor(store, rank, count, threading.main_thread().ident or 0)
     atexit.register(monitor.close)
     channel = RankChannel(host_group, device_group, device, monitor)
-    return Ranks(channel, partial(dist.new_group, backend=backend, timeout=limit))
+    return Ranks(channel, partial(_new_group, backend, limit, device))
+
+
+def _new_group(backend: str, limit: timedelta, device: torch.device) -> Any:
+    """A group of all ranks that is connected: NCCL connects in the first collective, which blocks the host."""
+    group = dist.new_group(backend=backend, timeout=limit)
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return group
 
 
 def _device_backend(device: torch.device) -> str:
