@@ -116,8 +116,8 @@ class DataParallel(Transparent, ModuleWrapper):
             passes a batch of its own, as with a `DistributedSampler`; the batch is their concatenation.
         gather: What a call returns under torchrun. `"all"`: every rank gets the outputs of all ranks. `"sharded"`: each
             rank gets those of its own samples. Its loss has to be a mean over these; gradients are those of the mean
-            over all samples. Default: `"all"`; with `batches="local"`, `"sharded"` unless `with_loss` computes the
-            loss.
+            over all samples, and every call needs a sample for each rank. Default: `"all"`; with `batches="local"`,
+            `"sharded"` unless `with_loss` computes the loss.
         reduce: How gradients are sent under torchrun: `"bf16"` or `"fp16"` sends half the bytes. A function
             `(bucket, group)` sums a flat tensor over the group in place, and may return a `Work` or `Future`.
         restarts: How many worker processes may die within a minute before a call fails. After each death the worker is

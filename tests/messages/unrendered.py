@@ -23,7 +23,7 @@ UNRENDERED: dict[str, frozenset[str]] = {
     "Several ranks, which torchrun or `instep run` starts": frozenset(
         {
             "call/runner.py: ParallelRunner._check_own_output",
-            "call/runner.py: ParallelRunner._join_batches",
+            "call/local_batches.py: join_batches",
             "cli/launch.py: _number_of_gpus",
             "cli/launch.py: run",
             "engines/torchrun/backward.py: RankBackward._begin",

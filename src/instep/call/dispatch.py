@@ -176,7 +176,7 @@ class ReplicaDispatch:
             return True
         if self.changed_shared is not None and self.changed_shared():
             return True
-        return any(tensor.retains_grad for tensor in _result_tensors(result) if tensor.grad_fn is not None)
+        return retains_grad(result)
 
     def _restore_module_tensors(self, results: Sequence[ReplicaResult]) -> None:
         """Replace replicas' parameters and buffers in outputs by the module's own."""
@@ -438,6 +438,11 @@ def _connected_sources(
         if source.is_leaf or any(id(pairs[index][1]) in used for pairs in trainable)
     ]
     return [sources[index] for index in kept], [[pairs[index][1] for index in kept] for pairs in trainable]
+
+
+def retains_grad(result: ReplicaResult) -> bool:
+    """Whether forward called `retain_grad()` on a tensor that it returns or keeps."""
+    return any(tensor.retains_grad for tensor in _result_tensors(result) if tensor.grad_fn is not None)
 
 
 def _result_tensors(result: ReplicaResult) -> list[Tensor]:

@@ -46,6 +46,8 @@ ONE_REPLICA = Reason("there is one replica")
 NESTED_CALL = Reason("the call is made by a replica")
 LAZY_MODULE = Reason("the module has uninitialized parameters")
 FUNC_TRANSFORM = Reason("a torch.func transform, forward-mode AD, tracing or a dispatch mode is active")
+UNCHECKED_REASONS = (NESTED_CALL, LAZY_MODULE, FUNC_TRANSFORM)
+"""Reasons for calls whose arguments or module cannot be compared between ranks."""
 NOT_BATCHED = Reason("no argument is batched")
 BATCH_TOO_SMALL = Reason("the batch is too small to split")
 USER_HOOKS = Reason(

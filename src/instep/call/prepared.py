@@ -8,7 +8,7 @@ shows to be unusual is handed to a `ReplicaDispatch`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from instep.autograd.bridge import CallGraph, ReplicaGraph, VersionTracker, bridge
-from instep.call.dispatch import ReplicaDispatch
+from instep.call.dispatch import ReplicaDispatch, retains_grad
 from instep.call.shared_arguments import has_shared_arguments
 from instep.engines.base import Engine, ReplicaCall
 from instep.replicas.replica import Replica, ReplicaResult
@@ -167,8 +167,11 @@ class PreparedDispatch:
         ambient: AmbientState,
         sync_state: bool,
         rng: ReplicaRng,
+        select_output: Callable[[Any], Any],
+        changed_shared: Callable[[], bool],
     ) -> None:
         self._prepared, self._engine, self._method = prepared, engine, method
+        self._select_output, self._changed_shared = select_output, changed_shared
         self.replicas = prepared.replicas
         self._ambient, self._sync_state, self.rng = ambient, sync_state, rng
         self._versions: list[list[tuple[Tensor, int, Tensor]]] = []
@@ -215,6 +218,8 @@ class PreparedDispatch:
             [()] * len(rows),
             (),
             names,
+            self._select_output,
+            lambda result: self._changed_shared() or retains_grad(result),
             has_plain_arguments=True,
         )
         with RegisteredHooks() as hooks:

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from instep.call.dispatch import ReplicaDispatch
+from instep.call.local_batches import join_batches
 from instep.call.one_device import (
     CARRIED_STATE,
     CPU_CHECKPOINT_RNG,
     CUSTOM_BACKWARD,
     TENSOR_HOOK,
+    UNCHECKED_REASONS,
     OneDevice,
     Reason,
 )
@@ -45,8 +47,8 @@ from instep.structure.graph_arguments import EDGES, list_of_graphs_notes, mark_g
 from instep.structure.merge_messages import rules_of_method
 from instep.structure.plan import SplitPlan
 from instep.structure.problems import SplitLine
-from instep.structure.spec import Shards, strip_marks
-from instep.structure.split import apply_plan, undo_plan
+from instep.structure.spec import strip_marks
+from instep.structure.split import apply_plan
 
 DIM_1_NOTE = (
     "If the samples are in dim 1, as in sequences [T, B], write (tried on samples of this batch: it gives the value of "
@@ -123,29 +125,6 @@ class ParallelRunner:
             found = self.methods[method] = MethodBinding(self.module, method, self.options, len(self.devices))
         return found
 
-    def _join_batches(
-        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], dict[str, Any], tuple[int, ...]]:
-        """The arguments of a call with the batches of all ranks, and the sizes of these batches."""
-        binding = self.binding(method)
-        names, values = binding.bind(args, kwargs)
-        plan = binding.plan(names, values, None)
-        rows = self.engine.gather_arguments((plan.batch_size, *values))
-        sizes = tuple(row[0] or 0 for row in rows)
-        if len(rows) == 1 or not any(sizes):
-            return args, dict(kwargs), ()
-        if not all(sizes):
-            raise StructureError(
-                f"batches='local': the ranks passed batches of {', '.join(map(str, sizes))} samples.\n"
-                f"Every rank needs at least one sample in every call."
-            )
-        parts = [row[1:] for row in rows]
-        try:
-            joined = undo_plan(plan, parts)
-        except (MergeError, RuntimeError, ValueError):  # such as batches that are padded to different lengths
-            joined = [Shards(column) for column in zip(*parts, strict=True)]
-        return joined[: len(args)], dict(zip(names[len(args) :], joined[len(args) :], strict=True)), sizes
-
     def bind(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], local_sizes: tuple[int, ...] = ()
     ) -> BoundCall:
@@ -167,11 +146,13 @@ class ParallelRunner:
         """What one device would return. A call that fails leaves the module, gradients and RNG as they were."""
         sizes: tuple[int, ...] = ()
         if self.options.batches == "local" and len(self.devices) > 1 and not is_replica_thread():
-            args, kwargs, sizes = self._join_batches(method, args, kwargs)
-        if reason := self.one_device.before():
+            args, kwargs, sizes = join_batches(self.engine, self.binding(method), args, kwargs)
+        reason = self.one_device.before()
+        if reason not in UNCHECKED_REASONS:
+            self.engine.begin_call(method, args, kwargs, "" if reason is None else reason.name)
+        if reason is not None:
             self.one_device.record(reason, method)
             return self.run_on_one_device(method, args, kwargs)
-        self.engine.begin_call(method, args, kwargs)
         call = self.bind(method, args, kwargs, sizes)
         if self.one_device.for_plan(call.plan):
             return self.run_on_one_device(method, args, kwargs)
@@ -455,18 +436,19 @@ class ParallelRunner:
     ) -> PreparedDispatch:
         self.replicas.release_carried((), len(prepared.replicas))
         method, sync_state = call.binding.replica_method, self.replicas.needs_state_sync
-        return PreparedDispatch(prepared, self.engine, method, ambient, sync_state, rng)
+        select, changed = call.binding.merger.without_dropped, self.replicas.has_local_effects
+        return PreparedDispatch(prepared, self.engine, method, ambient, sync_state, rng, select, changed)
 
     def _agreed_forward(
         self, call: BoundCall, dispatch: ReplicaDispatch | PreparedDispatch, shards: Sequence[Sequence[Any]]
     ) -> tuple[list[ReplicaResult], ForwardVerdict]:
         """Every replica's result, and the verdict of all ranks on it."""
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             results, verdict = self._forward(call, dispatch, shards)
-        except RankFailure:  # all ranks have it
+        except (RankFailure, KeyboardInterrupt):  # all ranks have it
             raise
-        except Exception as error:
+        except BaseException as error:
             failure, results, verdict = error, [], ForwardVerdict(failed=True)
         try:
             return results, self.engine.agree(verdict, failure)

@@ -16,12 +16,15 @@ USAGE = "instep run [--nproc N] [options of torchrun] script.py [arguments of th
 def run(arguments: Sequence[str]) -> int:
     """Run a script on several ranks. Returns the exit code."""
     from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     options = parse(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(options.nproc_per_node)))
     try:
         torchrun.run(options)
+    except SignalException:
+        raise KeyboardInterrupt from None
     except ChildFailedError as error:  # the ranks have printed their tracebacks
         raise EngineError(_describe_failures(error)) from None
     return 0

@@ -123,14 +123,14 @@ class Engine:
         """The index of the replica whose output alone a call returns; None if it returns all outputs, merged."""
         return None
 
-    def begin_call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Check that all processes make this call with these arguments."""
+    def begin_call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], one_device: str) -> None:
+        """Check that all processes make this call. `one_device` is why it runs on one device; empty if it does not."""
 
     def gather_arguments(self, values: Sequence[Any]) -> list[Sequence[Any]]:
         """The values that each process passes to this call."""
         return [values]
 
-    def agree(self, verdict: VerdictT, failure: Exception | None) -> VerdictT:
+    def agree(self, verdict: VerdictT, failure: BaseException | None) -> VerdictT:
         """The verdict on which all processes that make this call agree. One process decides alone.
 
         Called once after each forward. `failure` is the error of this process, which is raised on all unless another

@@ -278,7 +278,9 @@ class ConcurrentEngine(Engine, Generic[GroupT]):
         if deferred is not None:
             sums = self._sum_deferred(*deferred)
             pairs = [
-                (source, gradient) for source, gradient in zip(deferred[0], sums, strict=True) if gradient is not None
+                (source, gradient)
+                for source, gradient in zip(deferred[0], sums, strict=True)
+                if gradient is not None and source.requires_grad  # it may have been frozen meanwhile
             ]
             if pairs:
                 torch.autograd.backward([source for source, _ in pairs], [gradient for _, gradient in pairs])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -250,4 +251,116 @@ def test_a_collective_that_one_rank_calls(wrap: Wrap) -> None:
     model, x = wrap(Collective(), probe=False), torch.ones(2 * COUNT, 3, device=DEVICE)
     x[-1] = -1
     with pytest.raises(CollectiveError, match=f"rank {LAST} called all_reduce.*and rank 0 ended without it"):
+        model(x)
+
+
+class SometimesUnusual(nn.Module):
+    """Has an effect that only its own rank can see, where a sample is negative."""
+
+    def __init__(self, effect: str) -> None:
+        super().__init__()
+        self.layer, self.effect, self.log = nn.Linear(3, 2), effect, [[0]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if (x < 0).any():
+            if self.effect == "retain_grad":
+                y.retain_grad()
+            elif self.effect == "append":
+                self.log[0].append(1)
+            else:
+                with torch.no_grad():
+                    self.layer.weight.mul_(2)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:calls run on one device")
+@pytest.mark.parametrize(
+    ("effect", "error"), [("retain_grad", None), ("append", StateError), ("write", StateError)], ids=lambda value: value
+)
+def test_an_effect_on_one_rank_after_many_ordinary_calls(
+    wrap: Wrap, effect: str, error: type[Exception] | None
+) -> None:
+    model, x = wrap(SometimesUnusual(effect)), torch.ones(2 * COUNT, 3, device=DEVICE)
+    for _ in range(6):
+        model(x).sum().backward()
+    x[-1] = -1
+    if error is None:
+        torch.testing.assert_close(model(x), model.module.layer(x))
+    else:
+        with pytest.raises(error):
+            model(x)
+    if effect == "write":  # in place, as the message says: the weight is no longer that of the other ranks
+        return
+    torch.testing.assert_close(model(x.abs()), model.module.layer(x.abs()))
+
+
+@pytest.mark.skipif(COUNT < 3, reason="needs an idle rank beside two others")
+@pytest.mark.parametrize("other", ["nothing", "all_gather"])
+def test_different_collectives_beside_an_idle_rank(wrap: Wrap, other: str) -> None:
+    class Mismatched(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if (x < 0).any():
+                return instep.all_reduce(x, "sum")
+            return x if other == "nothing" else instep.all_gather(x)[: len(x)]
+
+    model, x = wrap(Mismatched(), probe=False), torch.tensor([[1.0], [-1.0]], device=DEVICE)
+    with pytest.raises(CollectiveError):
+        model(x)
+
+
+class ReducesInForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.last(Divides.apply(y + instep.all_reduce(y.sum())))
+
+
+def test_a_failed_backward_leaves_no_gradients(wrap: Wrap) -> None:
+    torch.manual_seed(0)
+    plain = ReducesInForward().to(DEVICE)
+    model, x = wrap(plain, probe=False), torch.randn(2 * COUNT, 3).to(DEVICE)
+    weights = torch.ones(2 * COUNT, 1, device=DEVICE)
+    weights[:2] = 0
+    with pytest.raises((ZeroDivisionError, CollectiveError)):
+        (model(x) * weights).sum().backward()
+    model(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad)
+
+
+def test_numpy_batches(wrap: Wrap) -> None:
+    model, x = wrap(FromNumpy()), np.ones((2 * COUNT, 3), np.float32)
+    with pytest.raises(RankFailure, match="different batches"):
+        model(x * (1 + (RANK == LAST)))
+
+
+class FromNumpy(nn.Module):
+    def forward(self, x: np.ndarray) -> Tensor:
+        return torch.from_numpy(x)
+
+
+@pytest.mark.filterwarnings("ignore:calls run on one device")
+def test_a_hook_on_one_rank(wrap: Wrap) -> None:
+    model, x = wrap(nn.Sequential(nn.Linear(3, 2))), torch.ones(2 * COUNT, 3, device=DEVICE)
+    if RANK == LAST:
+        model.module[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(RankFailure, match=r"call 1 of Sequential .* on one device, because the module has hooks"):
+        model(x)
+
+
+def test_an_exit_on_one_rank(wrap: Wrap) -> None:
+    class Exits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if (x < 0).any():
+                raise SystemExit(3)
+            return x
+
+    model, x = wrap(Exits(), probe=False), torch.ones(2 * COUNT, 3, device=DEVICE)
+    x[-1] = -1
+    with pytest.raises(SystemExit):
         model(x)

@@ -353,3 +353,51 @@ def test_options_that_cannot_be(wrap: Wrap) -> None:
             wrap(net(), **options)
     with pytest.raises(WrapError, match="gather='sharded' has no use with with_loss"):
         wrap(instep.with_loss(net(), nn.CrossEntropyLoss()), gather="sharded")
+
+
+def test_rows_that_few_elements_do_not_show_are_made_equal(wrap: Wrap) -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(5000, 8)
+    with torch.no_grad():
+        table.weight[-1] = RANK
+    model = wrap(table)
+    assert model(torch.full((2 * COUNT,), 4999, device=DEVICE)).eq(0).all()
+
+
+def test_local_batches_of_one_sample_beside_a_shared_mask(wrap: Wrap) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.layer(x * mask)
+
+    torch.manual_seed(1)
+    plain = Masked().double().to(DEVICE)
+    model, mask = wrap(plain, batches="local"), torch.tensor([[1.0, 0.0, 1.0]], dtype=torch.float64, device=DEVICE)
+    sizes = [5 if rank == 0 else 1 for rank in range(COUNT)]
+    (x, _), *_ = batches(sum(sizes))
+    start = sum(sizes[:RANK])
+    own = model(x[start : start + sizes[RANK]], mask)
+    torch.testing.assert_close(own, plain(x, mask)[start : start + sizes[RANK]])
+
+
+def test_collectives_with_long_descriptions(wrap: Wrap) -> None:
+    class Reduces(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            sums = instep.all_reduce({f"a_long_name_of_entry_{i}": x.sum() for i in range(40)})
+            return x + sums["a_long_name_of_entry_7"]
+
+    (x, _), *_ = batches(2 * COUNT)
+    torch.testing.assert_close(wrap(Reduces(), probe=False)(x), x + x.sum())
+
+
+def test_a_parameter_that_is_frozen_inside_no_sync(wrap: Wrap) -> None:
+    model, x = wrap(nn.Linear(3, 2).double()), batches(2 * COUNT)[0][0]
+    with model.no_sync():
+        model(x).sum().backward()
+        model.module.bias.requires_grad_(False)
+        model(x).sum().backward()
+    expected = 2 * x.sum(0).expand(2, 3)
+    torch.testing.assert_close(model.module.weight.grad, expected)

@@ -46,9 +46,9 @@ class BackwardBegin(NamedTuple):
 class BackwardEnd(NamedTuple):
     """What ranks tell each other after a backward. The tensors are other gradients, then those of inputs."""
 
-    absent: list[int]
+    without_gradient: list[int]
     """The indices of the sources without a gradient."""
-    others: list[tuple[int, tuple[int, ...] | None]]
+    unbucketed: list[tuple[int, tuple[int, ...] | None]]
     """The indices of gradients that are not reduced in buckets, and the shapes of sparse ones."""
     inputs: list[int]
     """The indices of inputs with a gradient."""
@@ -72,10 +72,8 @@ class RankEngine(Protocol):
         """Whether a backward runs inside `no_sync`."""
         ...
 
-    def begin_reduction(
-        self, sources: Sequence[Tensor], leaves: Sequence[Tensor], *, meanwhile: bool
-    ) -> BucketAllReduce:
-        """A reduction of the gradients of leaves; with `meanwhile`, buckets start when the gradients arrive."""
+    def begin_reduction(self, sources: Sequence[Tensor], leaves: Sequence[Tensor], *, overlap: bool) -> BucketAllReduce:
+        """A reduction of the gradients of leaves; with `overlap`, buckets start when the gradients arrive."""
         ...
 
     def end_reduction(self) -> None:
@@ -112,7 +110,8 @@ class RankBackward:
         grads: list[Tensor] = []
         if local is not None:
             outputs, grads = outputs_with_gradients(local, self._gradients[self._rank])
-            if self._engine.options.sharded:  # of a mean over this rank's samples: its part of the mean over all
+            if self._engine.options.sharded:
+                # The loss is a mean over this rank's samples. Its weight in the mean over all samples:
                 grads = [grad * self._weight for grad in grads]
         begin = self._describe_begin(outputs)
         needed = self._exchange_begin(begin) if self._num_tokens else []
@@ -120,20 +119,22 @@ class RankBackward:
             self._add_tokens(local, outputs, grads, needed)
         group = RankGroup(self._channel, self._operation, len(graph.replicas))
         leaves = [] if local is None else local.leaves
-        meanwhile = not needed and not self.deferred  # collectives and buckets must not wait for each other
-        reducer = self._engine.begin_reduction(graph.sources, leaves, meanwhile=meanwhile)
-        error: Exception | None = None
+        overlap = not needed and not self.deferred  # collectives and buckets must not wait for each other
+        reducer = self._engine.begin_reduction(graph.sources, leaves, overlap=overlap)
+        error: BaseException | None = None
         graph.rng.refresh()
         try:
             if local is not None:
                 self._run_local(group, local, outputs, grads)
-        except Exception as failure:
+        except KeyboardInterrupt:  # the launcher interrupts the other ranks too
+            raise
+        except BaseException as failure:
             if group.broken is not None:
                 raise self._first_error(group.broken, failure) from None
             error = failure
         finally:
             self._engine.end_reduction()
-        if meanwhile:
+        if overlap:
             reducer.start_rest()  # also after an error: the other ranks reduce them too
         column: Gradients = [None] * len(graph.sources) if local is None else take_gradients(leaves)
         reducer.set_gradients(column)
@@ -223,7 +224,7 @@ class RankBackward:
         reducer: BucketAllReduce,
         column: Gradients,
         local: ReplicaGraph | None,
-        error: Exception | None,
+        error: BaseException | None,
         begin: BackwardBegin | None,
     ) -> list[Message]:
         """Exchange what is not reduced in buckets. Raises the error of any rank."""
@@ -235,7 +236,7 @@ class RankBackward:
             message = Message(self._operation, state=FAILED, body=encode_error(error))
         if local is None:
             message.state = IDLE
-            messages = self._follow(message)
+            messages = self._follow_idle(message)
         else:
             messages = self._channel.exchange(message)
         self._channel.check_operations(messages)
@@ -244,15 +245,18 @@ class RankBackward:
         self._channel.check(messages)
         return messages
 
-    def _follow(self, message: Message) -> list[Message]:
+    def _follow_idle(self, message: Message) -> list[Message]:
         """Take part in the exchanges of a backward without a replica, until it ends."""
         while True:
             messages = self._channel.exchange(message)
-            ended = any(other.step == END and other.state != IDLE for other in messages)
-            if ended or any(other.operation != message.operation for other in messages):
+            self._channel.check_operations(messages)
+            if any(other.state == FAILED for other in messages):
+                return messages
+            self._channel.check(messages)
+            if any(other.step == END and other.state != IDLE for other in messages):
                 return messages
 
-    def _first_error(self, messages: Sequence[Message], own: Exception | None) -> BaseException:
+    def _first_error(self, messages: Sequence[Message], own: BaseException | None) -> BaseException:
         """The error of the first rank that failed."""
         errors: dict[int, BaseException] = {} if own is None else {self._rank: own}
         for rank, message in enumerate(messages):
@@ -303,18 +307,20 @@ def sum_over_ranks(reducer: BucketAllReduce, messages: Sequence[Message]) -> Gra
     found: dict[int, list[Tensor]] = {}
     for message, end in zip(messages, ends, strict=True):
         tensors = iter(message.tensors)
-        for index, shape in end.others:
+        for index, shape in end.unbucketed:
             value = next(tensors) if shape is None else _sparse(next(tensors), next(tensors), shape)
             found.setdefault(index, []).append(value)
     for index, values in found.items():
         columns: list[Gradients] = [[value] for value in values]
-        in_bucket = any(index not in end.absent and all(index != i for i, _ in end.others) for end in ends)
+        in_bucket = any(
+            index not in end.without_gradient and all(index != i for i, _ in end.unbucketed) for end in ends
+        )
         if in_bucket:
             columns.insert(0, [sums[index]])
         sums[index] = sum_gradients(columns)[0]
-    absent = set(ends[0].absent).intersection(*(end.absent for end in ends))
+    absent = set(ends[0].without_gradient).intersection(*(end.without_gradient for end in ends))
     return [None if index in absent else value for index, value in enumerate(sums)]
 
 
 def _sparse(indices: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
-    return torch.sparse_coo_tensor(indices, values, torch.Size(shape)).coalesce()
+    return torch.sparse_coo_tensor(indices, values, torch.Size(shape), check_invariants=False).coalesce()

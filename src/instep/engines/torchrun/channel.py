@@ -6,10 +6,11 @@ to do something else than the others is therefore seen at once, by all ranks, an
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,10 @@ class RankChannel:
         self._slot, self._slots = _host_bytes(SLOT_BYTES), _host_bytes(self.count, SLOT_BYTES)
         self._flat_slots, self._no_rows = self._slots.view(-1), _host_bytes(self.count, 0)
         self._slot_array, self._slot_arrays = self._slot.numpy(), self._slots.numpy()
+        self._kept: list[Tensor] = []
+        """Tensors of the last exchange. A thread of Gloo may still hold them for a moment, and must not be the one that
+        frees their Python objects: a process that is forked meanwhile, such as a worker of a data loader, would hang.
+        """
         self._lock = threading.Lock()
         self.on_out_of_step: Callable[[], None] = lambda: None
         """Called on every rank when the ranks are out of step, before the error is raised."""
@@ -89,7 +94,9 @@ class RankChannel:
         host_bytes, inline = _nbytes(on_host), b""
         if host_bytes <= _INLINE_BYTES and on_host:
             inline, host_bytes = _pack(on_host, host_bytes, _CPU).numpy().tobytes(), 0
-        fields = (message.operation[:_MAX_LABEL], message.step[:_MAX_LABEL], message.state)
+        self._kept = []
+        message = replace(message, operation=_shorten(message.operation), step=_shorten(message.step))
+        fields = (message.operation, message.step, message.state)
         layout = host_bytes, _nbytes(on_device), inline
         body = pickle.dumps((*fields, message.body, specs, layout), pickle.HIGHEST_PROTOCOL)
         bodies = self._gather_bytes(body)
@@ -122,6 +129,7 @@ class RankChannel:
             return [row[4 : 4 + length] for row, length in zip(rows, lengths, strict=True)]
         tail, tails = _host_bytes(rest), _host_bytes(self.count, rest)
         rest_of_body = body[SLOT_BYTES - 4 :]
+        self._kept += [tail, tails]
         tail.numpy()[: len(rest_of_body)] = np.frombuffer(rest_of_body, np.uint8)
         self._all_gather(tails.view(-1), tail, self._host_group)
         joined = [row[4:] + other.tobytes() for row, other in zip(rows, tails.numpy(), strict=True)]
@@ -136,14 +144,16 @@ class RankChannel:
             return self._no_rows
         where = device or self.device
         rows = torch.empty(self.count, size, dtype=torch.uint8, device=where)
-        self._all_gather(rows.view(-1), _pack(tensors if nbytes[self.rank] else (), size, where), group)
+        row = _pack(tensors if nbytes[self.rank] else (), size, where)
+        self._all_gather(rows.view(-1), row, group)
+        self._kept += [rows, row]
         return rows
 
     def _all_gather(self, output: Tensor, row: Tensor, group: Any) -> None:
         try:
             all_gather_flat(output, row, group)
         except (RuntimeError, dist.DistError) as error:
-            raise self._monitor.describe_failure(error) from error
+            raise self._monitor.describe_failure() from error
 
     def check_operations(self, messages: Sequence[Message]) -> None:
         """`RankFailure` unless all ranks are in the same operation. Every rank raises it, or none."""
@@ -154,12 +164,11 @@ class RankChannel:
     def check(self, messages: Sequence[Message]) -> None:
         """Raise unless all ranks are in the same operation, at the same step. Idle ranks may be at any step."""
         self.check_operations(messages)
-        own = messages[self.rank]
         for rank, message in enumerate(messages):
             if message.state == FAILED and rank != self.rank:
                 raise PeerFailure(f"rank {rank} failed before this collective.")
         active = {rank: message for rank, message in enumerate(messages) if message.state != IDLE}
-        if own.state == IDLE or all(message.step == own.step for message in active.values()):
+        if len({message.step for message in active.values()}) <= 1:
             return
         ended = next((rank for rank, message in active.items() if message.step == END), None)
         if ended is not None:
@@ -203,6 +212,13 @@ class _Reader:
         place = self._row[self._at : self._at + nbytes]
         self._at += _aligned(nbytes)
         return place.view(dtype).view(torch.Size(shape))
+
+
+def _shorten(label: str) -> str:
+    """A label of limited length, which differs if the labels do."""
+    if len(label) <= _MAX_LABEL:
+        return label
+    return f"{label[:_MAX_LABEL]}... ({hashlib.blake2b(label.encode(), digest_size=4).hexdigest()})"
 
 
 def _aligned(nbytes: int) -> int:

@@ -28,7 +28,8 @@ def check_digests(digests: Sequence[CallDigests]) -> None:
         raise RankFailure(
             f"rank 0 and {describe_ranks(different)} were called with different batches.\n"
             f"Every rank has to pass the same whole batch: seed what chooses and changes samples alike on all ranks. "
-            f"(The wrapper gives all ranks the random state of rank 0: create the data loader's iterator after it.)"
+            f"(The wrapper gives all ranks the random state of rank 0: create the data loader's iterator after it. "
+            f"What one rank draws alone, such as in an evaluation of its own, moves the random states apart.)"
             f"{_sampler_advice()}"
         )
     different = _differing([digest.module for digest in digests])
@@ -69,7 +70,7 @@ def check_modules(modules: Sequence[tuple[str, list[tuple[Any, ...]]]]) -> None:
 
 def _sampler_advice() -> str:
     """What to do about a `DistributedSampler`; empty if the script has none."""
-    if not any(isinstance(value, DistributedSampler) for value in gc.get_objects()):
+    if not any(issubclass(type(value), DistributedSampler) for value in gc.get_objects()):
         return ""
     return (
         "\nThis script has a DistributedSampler, which gives every rank other samples: take it out, or write "

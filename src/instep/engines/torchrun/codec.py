@@ -68,7 +68,7 @@ class _Unpickler(pickle.Unpickler):
             return self._module_tensors[key[1]]
         _, index, requires_grad = key
         if index not in self._built:
-            tensor = self._tensors[index].data  # a version counter of its own
+            tensor = self._tensors[index].data  # tensors of one message share memory, and would share a version counter
             self._built[index] = tensor.requires_grad_(requires_grad)
         return self._built[index]
 

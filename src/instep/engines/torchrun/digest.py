@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +40,13 @@ def _add_value(digest: Any, value: Any) -> None:
                 flat = value.detach().reshape(-1)
                 sample = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().cpu().resolve_conj().resolve_neg()
                 digest.update(sample.view(torch.uint8).numpy().tobytes())
+        return
+    if isinstance(value, (np.ndarray, np.generic)):
+        array = np.asarray(value)
+        if array.dtype.kind in "biufc":
+            _add_value(digest, torch.as_tensor(array, device="cpu"))
+        else:
+            digest.update(f"{array.dtype} {array.shape} {array.reshape(-1)[:_SAMPLES].tolist()}".encode())
         return
     node = flatten_one_level(value)
     if node is not None:

@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from instep.autograd.bridge import CallGraph, Gradients
+from instep.autograd.bridge import CallGraph, Gradients, take_gradients
 from instep.devices import module_device, resolve_device
 from instep.engines.base import RankOptions, ReplicaCall, add_replica_note, raise_first_error, run_forward
 from instep.engines.concurrent import ConcurrentEngine
@@ -62,7 +62,8 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         self._number = next(_numbers)
         self._name = "the module"
         self._num_calls = 0
-        self._is_undecided = False
+        self._sent_values: Sequence[Tensor] = ()
+        self._needs_agreement = False
         """Whether ranks may judge the last forward differently."""
         self._operation = ""
         """The forward that runs, or was the last one."""
@@ -70,6 +71,8 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         self.options = RankOptions()
         self._module: Callable[[], nn.Module | None] = lambda: None
         self.loss_checks = Backoff(limit=NEVER, eager=2)
+        self._last_reducer: BucketAllReduce | None = None
+        """Kept until the next one: threads of Gloo must not free its tensors (see `RankChannel`)."""
         self._reducer: BucketAllReduce | None = None
         """The reduction of the backward that runs, if it reduces gradients meanwhile."""
         self._leaf_indices: dict[int, int] = {}
@@ -116,24 +119,19 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         check_modules([message.body for message in messages])
         with torch.no_grad(), set_inference_mode(False):
             values = [tensor.detach() for _, tensor in tensors if tensor.layout is torch.strided]
-            self._broadcast(operation, values)
+            self._broadcast(values)
         self._share_generators(operation)
 
-    def _broadcast(self, operation: str, tensors: Sequence[Tensor]) -> None:
+    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Copy the values of rank 0 to all ranks."""
-        if not tensors or self._ranks.count == 1:
+        if self._ranks.count == 1:
             return
-        messages = self.channel.exchange(Message(operation, body=digest_tensors(tensors)))
-        self.channel.check(messages)
-        if all(message.body == messages[0].body for message in messages):
-            return
-        for tensor in tensors:
-            if tensor.is_contiguous():
-                dist.broadcast(tensor, 0, group=self._ranks.bucket_group)
-            else:
-                value = tensor.contiguous()
-                dist.broadcast(value, 0, group=self._ranks.bucket_group)
+        values = [tensor.contiguous() for tensor in tensors]
+        for tensor, value in zip(tensors, values, strict=True):
+            dist.broadcast(value, 0, group=self._ranks.bucket_group)
+            if value is not tensor:
                 tensor.copy_(value)
+        self._sent_values = values  # threads of Gloo must not free them (see `RankChannel`)
 
     def _share_generators(self, operation: str) -> None:
         """Set the default generators of this rank to the states of those of rank 0."""
@@ -148,8 +146,8 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             if device.type == "cuda":
                 torch.cuda.set_rng_state(messages[0].tensors[1].clone(), device)
 
-    def agree(self, verdict: VerdictT, failure: Exception | None) -> VerdictT:
-        if not self._is_undecided:  # all ranks have come to the same verdict, from the same messages
+    def agree(self, verdict: VerdictT, failure: BaseException | None) -> VerdictT:
+        if not self._needs_agreement:  # all ranks have come to the same verdict, from the same messages
             if failure is not None:
                 raise failure
             return verdict
@@ -170,13 +168,14 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
     def own_output(self) -> int | None:
         return self._rank if self.options.sharded else None
 
-    def begin_call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def begin_call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], one_device: str) -> None:
         self._call_checks.advance()
         module = self._module()
         if not self._call_checks.is_due or module is None:
             return
         self._call_checks.record()
         what = f"call {self._call_checks.calls} of {self._describe(method)}, {_mode(module)}"
+        what += f", on one device, because {one_device}" if one_device else ""
         batch = "" if self.options.local_batches else digest_arguments(args, kwargs)
         tensors = digest_tensors([*module.parameters(), *module.buffers()])
         messages = self.channel.exchange(Message(what, body=CallDigests(batch, tensors)))
@@ -208,8 +207,9 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         caller, index = call.rng.caller, self._rank
         header = caller.cpu.base_seed, caller.accelerator_seed.base_seed
         group = RankGroup(self.channel, self._operation, len(call.replicas))
+        self._needs_agreement = True
         if index >= len(call.replicas):
-            return self._finish_forward(call, self._follow(self._operation, header))
+            return self._finish_forward(call, self._follow_idle(self._operation, header))
         writes = ArgumentWrites(call, index)
         handles = RemovableHandle.next_id
         outer = is_replica_thread()
@@ -220,7 +220,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         finally:
             set_replica_thread(outer)
         if group.broken is not None:
-            self._is_undecided = True
+            self._needs_agreement = True
             return self._raise_broken(group.broken, own)
         try:
             if own.error is not None:
@@ -230,18 +230,22 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             body, tensors = encode_result(call, index, own, writes, with_output=not self.options.sharded)
             effects = RemovableHandle.next_id != handles or (call.has_local_effects and call.has_local_effects(own))
             message = Message(self._operation, body=(header, body, bool(effects)), tensors=tensors)
-        except Exception as error:
+        except KeyboardInterrupt:  # the launcher interrupts the other ranks too
+            raise
+        except BaseException as error:
             own = ReplicaResult(error=error)
             message = Message(self._operation, state=FAILED, body=(header, encode_error(error), True))
         messages = self.channel.exchange(message)
         return self._finish_forward(call, messages, own)
 
-    def _follow(self, operation: str, header: Any) -> list[Message]:
+    def _follow_idle(self, operation: str, header: Any) -> list[Message]:
         """Take part in the exchanges of an operation without a replica, until it ends."""
         while True:
             messages = self.channel.exchange(Message(operation, state=IDLE, body=(header, b"", False)))
-            if any(message.operation != operation or message.state == FAILED for message in messages):
+            self.channel.check_operations(messages)
+            if any(message.state == FAILED for message in messages):
                 return messages
+            self.channel.check(messages)
             if any(message.step == END and message.state != IDLE for message in messages):
                 return messages
 
@@ -249,7 +253,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         self, call: ReplicaCall, messages: Sequence[Message], own: ReplicaResult | None = None
     ) -> list[ReplicaResult]:
         """The results of all replicas, from the last messages of a forward."""
-        self._is_undecided = True
+        self._needs_agreement = True
         self.channel.check_operations(messages)
         failed = any(message.state == FAILED for message in messages)
         if not failed:
@@ -258,7 +262,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             check_seeds([message.body[0] for message in messages])
         if failed:
             self._raise_broken(messages, own)
-        self._is_undecided = any(message.body[2] for message in messages)
+        self._needs_agreement = any(message.body[2] for message in messages)
         results = []
         encoded = [
             None if rank == self._rank else decode_result(call, rank, messages[rank].body[1], messages[rank].tensors)
@@ -293,16 +297,20 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
     ) -> tuple[Gradients, list[Gradients]]:
         with self._lock:
             backward = RankBackward(self, graph, gradients, retain_graph)
-            column, inputs = backward.run()
+            try:
+                column, inputs = backward.run()
+            except BaseException:
+                for replica in graph.replicas:
+                    take_gradients(replica.leaves)
+                    take_gradients(replica.inputs)
+                raise
             if backward.deferred:
                 self._defer(graph.sources, [column])
                 return [None] * len(graph.sources), inputs
             return column, inputs
 
-    def begin_reduction(
-        self, sources: Sequence[Tensor], leaves: Sequence[Tensor], *, meanwhile: bool
-    ) -> BucketAllReduce:
-        """A reduction of the gradients of leaves; with `meanwhile`, buckets start when the gradients arrive."""
+    def begin_reduction(self, sources: Sequence[Tensor], leaves: Sequence[Tensor], *, overlap: bool) -> BucketAllReduce:
+        """A reduction of the gradients of leaves; with `overlap`, buckets start when the gradients arrive."""
         group, device = self._ranks.bucket_group, self._devices[0]
         reducer = BucketAllReduce(
             sources,
@@ -311,7 +319,8 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             lambda index: leaves[index].grad if leaves else None,
             self.options.reduce,
         )
-        if meanwhile:
+        self._last_reducer = reducer
+        if overlap:
             self._leaf_indices = {id(leaf): index for index, leaf in enumerate(leaves)}
             for leaf in leaves:
                 if leaf not in self._hooked_leaves and leaf.is_leaf and leaf.requires_grad:
@@ -336,7 +345,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         return self._in_no_sync
 
     def _sum_deferred(self, sources: Sequence[Tensor], columns: Sequence[Gradients]) -> Gradients:
-        reducer = self.begin_reduction(sources, (), meanwhile=False)
+        reducer = self.begin_reduction(sources, (), overlap=False)
         reducer.set_gradients(columns[0])
         reducer.start_rest()
         messages = self.channel.exchange(end_message(f"end of no_sync of {self._name}", reducer, columns[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import threading
 import time
@@ -56,7 +57,11 @@ class Ranks:
         return self.channel.count
 
 
-_connections: dict[tuple[torch.device, float], Ranks] = {}
+_first_values: list[torch.Tensor] = []
+"""What groups have reduced first. Threads of Gloo must not free a tensor (see `RankChannel`)."""
+_monitor_numbers = itertools.count()
+_connections: dict[torch.device, tuple[Any, Ranks]] = {}
+"""By device, the default process group and this rank's connections."""
 
 
 def world_size() -> int:
@@ -65,13 +70,14 @@ def world_size() -> int:
 
 
 def connect(device: torch.device, timeout: float) -> Ranks:
-    """This rank's connections, made at the first call. All ranks have to call it."""
-    found = _connections.get((device, timeout))
-    if found is None:
-        if not dist.is_initialized():
-            _init_process_group(device, timeout)
-        found = _connections[device, timeout] = _make_connections(device, timeout)
-    return found
+    """This rank's connections, made at the first call, with its timeout. All ranks have to call it."""
+    if not dist.is_initialized():
+        _init_process_group(device, timeout)
+    default_group = dist.group.WORLD
+    found = _connections.get(device)
+    if found is None or found[0] is not default_group:
+        found = _connections[device] = default_group, _make_connections(device, timeout)
+    return found[1]
 
 
 def _make_connections(device: torch.device, timeout: float) -> Ranks:
@@ -81,7 +87,7 @@ def _make_connections(device: torch.device, timeout: float) -> Ranks:
     is_gloo = device.type == "cpu" or backend == "gloo"
     device_group = host_group if is_gloo else _new_group(backend, limit, device)
     rank, count = dist.get_rank(), dist.get_world_size()
-    store = _stores.PrefixStore(f"instep/monitor/{len(_connections)}", _monitor_store())
+    store = _stores.PrefixStore(f"instep/monitor/{next(_monitor_numbers)}", _monitor_store())
     monitor = RankMonitor(store, rank, count, threading.main_thread().ident or 0)
     atexit.register(monitor.close)
     channel = RankChannel(host_group, device_group, device, monitor)
@@ -91,7 +97,8 @@ def _make_connections(device: torch.device, timeout: float) -> Ranks:
 def _new_group(backend: str, limit: timedelta, device: torch.device) -> Any:
     """A group of all ranks that is connected: NCCL connects in the first collective, which blocks the host."""
     group = dist.new_group(backend=backend, timeout=limit)
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    _first_values.append(torch.zeros(1, device=device))
+    dist.all_reduce(_first_values[-1], group=group)
     return group
 
 

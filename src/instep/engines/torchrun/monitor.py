@@ -52,10 +52,11 @@ class RankMonitor:
             self._current = ""
 
     def close(self) -> None:
-        """Leave a last answer for the others: this rank has come to the end of its script."""
+        """Leave a last answer for the others, when this process exits."""
         self._stopped.set()
         with suppress(Exception):  # the store may have ended before
-            self._store.set(f"ended/{self._rank}", f"has come to the end of its script. Its last call: {self._last}")
+            reason = "has failed" if hasattr(sys, "last_value") else "has come to the end of its script"
+            self._store.set(f"ended/{self._rank}", f"{reason}. Its last call: {self._last}")
 
     def answer(self, answered: int) -> int:
         """Answer the questions after number `answered`; returns the number of the last one."""
@@ -71,7 +72,7 @@ class RankMonitor:
         stack = "" if frame is None else "".join(traceback.format_stack(frame)[-_STACK_FRAMES:]).rstrip()
         return f"is not in a call of instep. It is at:\n{stack}"
 
-    def describe_failure(self, error: BaseException) -> RankFailure:
+    def describe_failure(self) -> RankFailure:
         """The error for an exchange that failed: where every other rank is, or that it does not answer."""
         waited = time.monotonic() - self._since
         headline = f"rank {self._rank} waited {waited:.0f} s for the other ranks in {self._current}."
@@ -80,14 +81,14 @@ class RankMonitor:
         except Exception as failure:  # the process with the store has ended
             return RankFailure(
                 f"{headline}\nThe store of the ranks does not answer ({type(failure).__name__}): the process of rank "
-                f"0, or its machine, has probably ended.\nThe cause: {error}"
+                f"0, or its machine, has probably ended."
             )
         silent = "does not answer: its process has ended, or its network is cut off"
         others = [rank for rank in range(self._count) if rank != self._rank]
         lines = [f"  rank {rank} {answers.get(rank, silent)}" for rank in others]
         shown = "\n".join(lines[:_MAX_LISTED])
         return RankFailure(
-            f"{headline}\n{shown}\nThe cause: {error}\n"
+            f"{headline}\n{shown}\n"
             f"Every rank has to make the same calls. A step for one rank only calls the module itself: "
             f"model.module(...). If a rank is only slow: DataParallel(..., timeout=...)."
         )
