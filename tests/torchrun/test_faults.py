@@ -48,14 +48,19 @@ def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path) -> None:
     assert "SIGKILL" in output
 
 
-def test_a_restart_after_a_kill(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What rank 0 prints if nothing happens."""
+    return run_ranks(tmp_path_factory.mktemp("plain"), 2, [LOOP]).check().ranks[0]
+
+
+def test_a_restart_after_a_kill(tmp_path: Path, undisturbed: str) -> None:
     """The group comes up again, on a store that has the keys of the first start."""
-    plain = run_ranks(tmp_path / "plain", 2, [LOOP]).check()
     options = ("--standalone", "--max-restarts", "1")
     job = run_ranks(tmp_path / "killed", 2, [LOOP, "--at", "3"], options=options).check()
-    for expected, text in zip(plain.ranks, job.ranks, strict=True):
+    for text in job.ranks:
         assert text.count("step 2:") == 2  # before and after the restart
-        assert text.endswith(expected)
+        assert text.endswith(undisturbed)
 
 
 def free_port() -> int:
@@ -156,8 +161,7 @@ def wait_for_step(log_dir: Path, step: int, seconds: float = 90) -> None:
         time.sleep(0.1)
 
 
-def test_two_nodes(tmp_path: Path, nodes: list[str]) -> None:
-    expected = run_ranks(tmp_path / "plain", 2, [LOOP]).check().ranks[0]
+def test_two_nodes(tmp_path: Path, nodes: list[str], undisturbed: str) -> None:
     folders = [tmp_path / node for node in nodes]
     processes = [
         start_node(node, number, folder, ["--timeout", "60"])
@@ -165,7 +169,7 @@ def test_two_nodes(tmp_path: Path, nodes: list[str]) -> None:
     ]
     for process, folder in zip(processes, folders, strict=True):
         job = finish_ranks(process, folder, 1, 120).check()
-        assert job.ranks[0].splitlines()[-STEPS - 1 :] == expected.splitlines()[-STEPS - 1 :]
+        assert job.ranks[0].splitlines()[-STEPS - 1 :] == undisturbed.splitlines()[-STEPS - 1 :]
 
 
 def test_a_node_that_is_cut_off(tmp_path: Path, nodes: list[str]) -> None:

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from instep.engines.torchrun.channel import RankChannel
 from instep.engines.torchrun.monitor import RankMonitor
 from instep.errors import EngineError
+from instep.runtime.caller_warnings import warn_caller
 from instep.runtime.launcher import LAUNCH_VARIABLES, local_rank
 from instep.runtime.torch_private import abort_group, backend_of, default_store
 
@@ -165,7 +165,7 @@ def _connect_to_store(environment: Mapping[str, str], rank: int, timeout: float)
             )
             if started_by_agent or time.monotonic() > deadline:  # the agent has started the store before this process
                 raise EngineError(f"{problem}\nThe cause: {error}") from error
-            warnings.warn(f"{problem}\nThis rank goes on trying for {deadline - time.monotonic():.0f} s.", stacklevel=2)
+            warn_caller(f"{problem}\nThis rank goes on trying for {deadline - time.monotonic():.0f} s.")
     store.set_timeout(timedelta(seconds=timeout))
     return store
 
