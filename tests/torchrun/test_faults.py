@@ -54,6 +54,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run_ranks(tmp_path_factory.mktemp("plain"), 2, [LOOP]).check().ranks[0]
 
 
+@pytest.mark.slow
 def test_a_restart_after_a_kill(tmp_path: Path, undisturbed: str) -> None:
     """The group comes up again, on a store that has the keys of the first start."""
     options = ("--standalone", "--max-restarts", "1")
