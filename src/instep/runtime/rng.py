@@ -374,6 +374,16 @@ class CallerRng:
             source.was_used() for device, source in self.accelerators.items() if self.is_shared(device)
         )
 
+    def record_remote_use(self, *, host: bool, device: bool = False, default: bool = False) -> None:
+        """Record what a replica in another process drew: from its streams, or directly from the default generator."""
+        if host:
+            self.cpu.streams_used = True
+            self.cpu.seed(0)
+        if device:
+            self.accelerator_seed.streams_used = True
+            self.accelerator_seed.seed(0)
+        self.cpu.used_remotely = self.cpu.used_remotely or default
+
     def advance(self) -> None:
         for source in (self.cpu, *self.accelerators.values(), *self._tracked.values()):
             source.advance()

@@ -15,7 +15,7 @@ from instep.collectives.group import first_error
 from instep.engines.base import RankOptions, add_replica_note
 from instep.engines.concurrent import backward_in_group
 from instep.engines.thread_pool import is_replica_thread, set_replica_thread
-from instep.engines.torchrun.channel import END, FAILED, IDLE, Message, RankChannel
+from instep.engines.torchrun.channel import FAILED, IDLE, Message, RankChannel
 from instep.engines.torchrun.checks import describe_ranks
 from instep.engines.torchrun.codec import RankGraph, decode_error, encode_error
 from instep.engines.torchrun.group import RankGroup
@@ -142,9 +142,7 @@ class RankBackward:
         ends: list[BackwardEnd] = [message.body for message in messages]
         if not self._num_tokens:
             self._check_begins([end.begin for end in ends if end.begin is not None])
-        if any(end.rng_used for end in ends):
-            graph.rng.caller.cpu.streams_used = True
-            graph.rng.caller.cpu.seed(0)
+        graph.rng.caller.record_remote_use(host=any(end.rng_used for end in ends))
         graph.rng.advance()
         inputs = self._input_gradients(messages, ends)
         if self.deferred:
@@ -212,7 +210,7 @@ class RankBackward:
         rng, on_cpu = self._graph.rng, self._channel.device.type == "cpu"
         context = rng.backward_context(self._rank) if on_cpu else rng.joint_backward_context(self._rank)
         outer = is_replica_thread()
-        set_replica_thread(True)  # a checkpointed call around this one runs again inside it, on one device
+        set_replica_thread(True)  # a wrapper in a checkpointed region runs again, as in the forward
         try:
             with AutocastState.capture().enter():
                 backward_in_group(group, self._rank, local, outputs, grads, self._retain_graph, context)
@@ -236,7 +234,7 @@ class RankBackward:
             message = Message(self._operation, state=FAILED, body=encode_error(error))
         if local is None:
             message.state = IDLE
-            messages = self._follow_idle(message)
+            messages = self._channel.exchange_idle(message)
         else:
             messages = self._channel.exchange(message)
         self._channel.check_operations(messages)
@@ -244,17 +242,6 @@ class RankBackward:
             raise self._first_error(messages, error)
         self._channel.check(messages)
         return messages
-
-    def _follow_idle(self, message: Message) -> list[Message]:
-        """Take part in the exchanges of a backward without a replica, until it ends."""
-        while True:
-            messages = self._channel.exchange(message)
-            self._channel.check_operations(messages)
-            if any(other.state == FAILED for other in messages):
-                return messages
-            self._channel.check(messages)
-            if any(other.step == END and other.state != IDLE for other in messages):
-                return messages
 
     def _first_error(self, messages: Sequence[Message], own: BaseException | None) -> BaseException:
         """The error of the first rank that failed."""

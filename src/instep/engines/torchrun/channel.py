@@ -155,6 +155,17 @@ class RankChannel:
         except (RuntimeError, dist.DistError) as error:
             raise self._monitor.describe_failure() from error
 
+    def exchange_idle(self, message: Message) -> list[Message]:
+        """Take part in the exchanges of an operation in which this rank has no replica; returns the last messages."""
+        while True:
+            messages = self.exchange(message)
+            self.check_operations(messages)
+            if any(other.state == FAILED for other in messages):
+                return messages
+            self.check(messages)
+            if any(other.step == END and other.state != IDLE for other in messages):
+                return messages
+
     def check_operations(self, messages: Sequence[Message]) -> None:
         """`RankFailure` unless all ranks are in the same operation. Every rank raises it, or none."""
         if any(message.operation != messages[0].operation for message in messages):

@@ -275,13 +275,9 @@ def _apply_containers(replica: ReplicaStandIn, encoded: RankResult) -> list[Cont
 def _apply_rng_use(encoded: RankResult, call: ReplicaCall, index: int) -> None:
     """Mark the generators that the rank used as used, so that all ranks advance theirs."""
     caller = call.rng.caller
-    if encoded.host_rng_used:
-        caller.cpu.streams_used = True
-        caller.cpu.seed(0)
-    if encoded.device_rng_used:
-        caller.accelerator_seed.streams_used = True
-        caller.accelerator_seed.seed(0)
-    caller.cpu.used_remotely = caller.cpu.used_remotely or encoded.default_rng_used
+    caller.record_remote_use(
+        host=encoded.host_rng_used, device=encoded.device_rng_used, default=encoded.default_rng_used
+    )
     for number in encoded.generators_used:
         caller.track(call.rng.generator_pairs[index][number][0]).streams_used = True
 

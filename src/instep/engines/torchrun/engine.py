@@ -169,6 +169,8 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         return self._rank if self.options.sharded else None
 
     def begin_call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], one_device: str) -> None:
+        if self._ranks.count == 1:
+            return
         self._call_checks.advance()
         module = self._module()
         if not self._call_checks.is_due or module is None:
@@ -207,9 +209,10 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         caller, index = call.rng.caller, self._rank
         header = caller.cpu.base_seed, caller.accelerator_seed.base_seed
         group = RankGroup(self.channel, self._operation, len(call.replicas))
-        self._needs_agreement = True
+        self._needs_agreement = True  # until the messages of all ranks say otherwise
         if index >= len(call.replicas):
-            return self._finish_forward(call, self._follow_idle(self._operation, header))
+            idle = Message(self._operation, state=IDLE, body=(header, b"", False))
+            return self._finish_forward(call, self.channel.exchange_idle(idle))
         writes = ArgumentWrites(call, index)
         handles = RemovableHandle.next_id
         outer = is_replica_thread()
@@ -220,7 +223,6 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         finally:
             set_replica_thread(outer)
         if group.broken is not None:
-            self._needs_agreement = True
             return self._raise_broken(group.broken, own)
         try:
             if own.error is not None:
@@ -238,22 +240,10 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         messages = self.channel.exchange(message)
         return self._finish_forward(call, messages, own)
 
-    def _follow_idle(self, operation: str, header: Any) -> list[Message]:
-        """Take part in the exchanges of an operation without a replica, until it ends."""
-        while True:
-            messages = self.channel.exchange(Message(operation, state=IDLE, body=(header, b"", False)))
-            self.channel.check_operations(messages)
-            if any(message.state == FAILED for message in messages):
-                return messages
-            self.channel.check(messages)
-            if any(message.step == END and message.state != IDLE for message in messages):
-                return messages
-
     def _finish_forward(
         self, call: ReplicaCall, messages: Sequence[Message], own: ReplicaResult | None = None
     ) -> list[ReplicaResult]:
         """The results of all replicas, from the last messages of a forward."""
-        self._needs_agreement = True
         self.channel.check_operations(messages)
         failed = any(message.state == FAILED for message in messages)
         if not failed:

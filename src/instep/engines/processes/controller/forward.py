@@ -241,13 +241,9 @@ class ReplicaForward:
     def _record_rng_use(self, reply: ForwardReply) -> None:
         """Mark the generators that the worker used as used."""
         caller_rng = self._call.rng.caller
-        if reply.host_rng_used:
-            caller_rng.cpu.streams_used = True
-            caller_rng.cpu.seed(0)
-        if reply.device_rng_used:
-            caller_rng.accelerator_seed.streams_used = True
-            caller_rng.accelerator_seed.seed(0)
-        caller_rng.cpu.used_remotely = caller_rng.cpu.used_remotely or reply.default_rng_used
+        caller_rng.record_remote_use(
+            host=reply.host_rng_used, device=reply.device_rng_used, default=reply.default_rng_used
+        )
         generators = [self._module_state.generators[i] for i in reply.module_generators_used]
         generators += [self._generators[i] for i in reply.argument_generators_used]
         for generator in generators:
