@@ -11,21 +11,21 @@ from torch import Tensor
 from instep.autograd.bridge import CallGraph, Gradients, ReplicaGraph, outputs_with_gradients, take_gradients
 from instep.autograd.graph_walk import ReachedCollectives, find_reached_collectives, required_collectives
 from instep.collectives.buckets import sum_gradients
-from instep.collectives.group import first_error
+from instep.collectives.group import ReplicaContext, first_error
 from instep.engines.base import RankOptions, add_replica_note
 from instep.engines.concurrent import backward_in_group
 from instep.engines.thread_pool import is_replica_thread, set_replica_thread
-from instep.engines.torchrun.channel import FAILED, IDLE, Message, RankChannel
+from instep.engines.torchrun.channel import BEGIN, FAILED, IDLE, Message, RankChannel
 from instep.engines.torchrun.checks import describe_ranks
 from instep.engines.torchrun.codec import RankGraph, decode_error, encode_error
 from instep.engines.torchrun.group import RankGroup
 from instep.engines.torchrun.reduction import BucketAllReduce
-from instep.errors import RankFailure
+from instep.engines.torchrun.row_order import RowOrders
+from instep.errors import CollectiveError, RankFailure
 from instep.runtime.ambient import AutocastState
 from instep.runtime.backoff import Backoff
 from instep.runtime.torch_private import will_accumulate_grad
 
-_BEGIN = "the beginning"
 _FEW_ELEMENTS = 2**16
 """Gradients of outputs on the CPU with at most this many elements are compared in every backward."""
 _TOLERANCE = 1e-3
@@ -64,6 +64,7 @@ class RankEngine(Protocol):
 
     channel: RankChannel
     options: RankOptions
+    row_orders: RowOrders
     loss_checks: Backoff
     """Decides in which backwards gradients of outputs are compared, where that costs time."""
 
@@ -118,8 +119,14 @@ class RankBackward:
         if local is not None:
             self._add_tokens(local, outputs, grads, needed)
         group = RankGroup(self._channel, self._operation, len(graph.replicas))
+        if needed and local is not None:
+            assert isinstance(local.context, ReplicaContext)
+            assert isinstance(local.context.group, RankGroup)
+            key = "backward", tuple(local.context.group.rows), tuple(needed)
+            group.expect_rows(self._engine.row_orders, key)
         leaves = [] if local is None else local.leaves
-        overlap = not needed and not self.deferred  # collectives and buckets must not wait for each other
+        # Buckets must not wait for collectives that a rank which has failed does not call.
+        overlap = not self.deferred and (not needed or bool(group.expected))
         reducer = self._engine.begin_reduction(graph.sources, leaves, overlap=overlap)
         error: BaseException | None = None
         graph.rng.refresh()
@@ -134,11 +141,19 @@ class RankBackward:
             error = failure
         finally:
             self._engine.end_reduction()
+        group.finish(failed=error is not None)
+        if group.left_order:
+            error = CollectiveError(
+                f"the {self._operation} called other collectives than the backwards before it, whose forwards had made "
+                f"the same calls. No gradient has changed. Run the step again."
+            )
         if overlap:
             reducer.start_rest()  # also after an error: the other ranks reduce them too
         column: Gradients = [None] * len(graph.sources) if local is None else take_gradients(leaves)
         reducer.set_gradients(column)
-        messages = self._end(reducer, column, local, error, None if self._num_tokens else begin)
+        messages = self._end(group, reducer, column, local, error, None if self._num_tokens else begin)
+        if needed:
+            group.record_rows(self._engine.row_orders)
         ends: list[BackwardEnd] = [message.body for message in messages]
         if not self._num_tokens:
             self._check_begins([end.begin for end in ends if end.begin is not None])
@@ -163,7 +178,7 @@ class RankBackward:
 
         Without collectives in the graph, this is checked at the end of the backward instead.
         """
-        messages = self._channel.exchange(Message(self._operation, _BEGIN, body=begin))
+        messages = self._channel.exchange(Message(self._operation, BEGIN, body=begin))
         self._channel.check(messages)
         self._check_begins([message.body for message in messages])
         found = [message.body.reached for message in messages if message.body.reached is not None]
@@ -219,6 +234,7 @@ class RankBackward:
 
     def _end(
         self,
+        group: RankGroup,
         reducer: BucketAllReduce,
         column: Gradients,
         local: ReplicaGraph | None,
@@ -239,6 +255,7 @@ class RankBackward:
             messages = self._channel.exchange(message)
         self._channel.check_operations(messages)
         if any(other.state == FAILED for other in messages):
+            group.forget_rows(self._engine.row_orders)
             raise self._first_error(messages, error)
         self._channel.check(messages)
         return messages

@@ -34,10 +34,11 @@ _INLINE_BYTES = 1024
 _ALIGNMENT = 64
 _MAX_LABEL = 300
 
-END = "the end"
-"""The last step of a forward or backward."""
+BEGIN, END = "the beginning", "the end"
+"""The first and the last step of a forward or backward."""
 
-RUNNING, IDLE, FAILED = "running", "idle", "failed"
+RUNNING, IDLE, FAILED, OTHER_ROWS = "running", "idle", "failed", "other rows"
+"""`OTHER_ROWS`: the rank did not gather the rows that were expected (see `row_order`)."""
 
 
 @dataclass
@@ -154,6 +155,16 @@ class RankChannel:
             all_gather_flat(output, row, group)
         except (RuntimeError, dist.DistError) as error:
             raise self._monitor.describe_failure() from error
+
+    def gather_row(self, label: str, row: Tensor) -> Tensor:
+        """All-gather of one row per rank, `[count, *row.shape]`, without a message: all ranks expect the same row."""
+        on_host = row.device.type == "cpu"
+        rows = row.new_empty(self.count, *row.shape)
+        row = row.contiguous()
+        with self._lock, self._monitor.waiting(label), set_inference_mode(False):
+            self._kept = [rows, row]
+            self._all_gather(rows.view(-1), row.view(-1), self._host_group if on_host else self._device_group)
+        return rows
 
     def exchange_idle(self, message: Message) -> list[Message]:
         """Take part in the exchanges of an operation in which this rank has no replica; returns the last messages."""

@@ -21,7 +21,7 @@ from instep.engines.concurrent import ConcurrentEngine
 from instep.engines.rendezvous import Rendezvous
 from instep.engines.thread_pool import is_replica_thread, set_replica_thread
 from instep.engines.torchrun.backward import RankBackward, end_message, sum_over_ranks
-from instep.engines.torchrun.channel import END, FAILED, IDLE, Message
+from instep.engines.torchrun.channel import BEGIN, END, FAILED, IDLE, OTHER_ROWS, Message
 from instep.engines.torchrun.checks import CallDigests, check_digests, check_modules, check_seeds
 from instep.engines.torchrun.codec import (
     ArgumentWrites,
@@ -38,7 +38,8 @@ from instep.engines.torchrun.digest import digest_arguments, digest_tensors
 from instep.engines.torchrun.group import RankGroup
 from instep.engines.torchrun.launch import Ranks, connect, rank_device, world_size
 from instep.engines.torchrun.reduction import BucketAllReduce
-from instep.errors import EngineError, RankFailure
+from instep.engines.torchrun.row_order import RowOrders
+from instep.errors import EngineError, LostExchange, RankFailure
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.replicas.stand_in import ReplicaStandIn
 from instep.runtime.backoff import NEVER, Backoff
@@ -71,6 +72,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         self.options = RankOptions()
         self._module: Callable[[], nn.Module | None] = lambda: None
         self.loss_checks = Backoff(limit=NEVER, eager=2)
+        self.row_orders = RowOrders()
         self._last_reducer: BucketAllReduce | None = None
         """Kept until the next one: threads of Gloo must not free its tensors (see `RankChannel`)."""
         self._reducer: BucketAllReduce | None = None
@@ -201,18 +203,21 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
     def forward(self, call: ReplicaCall) -> list[ReplicaResult]:
         self._num_calls += 1
         module = self._describe(call.method)
-        grad = "" if call.ambient.grad_enabled else " without gradients"
-        self._operation = f"forward {self._num_calls} of {module}{grad}, with a batch of {sum(call.sizes)}"
+        mode = _mode(call.replicas[0].source_modules[0])
+        self._operation = f"forward {self._num_calls} of {module}, {mode}, with a batch of {sum(call.sizes)}"
         for replica in call.replicas:
             if isinstance(replica, ReplicaStandIn):
                 replica.restore_views()
         caller, index = call.rng.caller, self._rank
         header = caller.cpu.base_seed, caller.accelerator_seed.base_seed
         group = RankGroup(self.channel, self._operation, len(call.replicas))
+        group.expect_rows(self.row_orders, ("forward", call.method, mode))
         self._needs_agreement = True  # until the messages of all ranks say otherwise
+        if group.expected:  # is every rank about to gather these rows?
+            self.channel.check(self.channel.exchange(Message(self._operation, BEGIN)))
         if index >= len(call.replicas):
             idle = Message(self._operation, state=IDLE, body=(header, b"", False))
-            return self._finish_forward(call, self.channel.exchange_idle(idle))
+            return self._finish_forward(call, group, self.channel.exchange_idle(idle))
         writes = ArgumentWrites(call, index)
         handles = RemovableHandle.next_id
         outer = is_replica_thread()
@@ -224,6 +229,10 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             set_replica_thread(outer)
         if group.broken is not None:
             return self._raise_broken(group.broken, own)
+        group.finish(failed=own.error is not None)
+        if group.left_order:
+            left = Message(self._operation, state=OTHER_ROWS, body=(header, b"", True))
+            return self._finish_forward(call, group, self.channel.exchange(left))
         try:
             if own.error is not None:
                 raise own.error
@@ -238,10 +247,10 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             own = ReplicaResult(error=error)
             message = Message(self._operation, state=FAILED, body=(header, encode_error(error), True))
         messages = self.channel.exchange(message)
-        return self._finish_forward(call, messages, own)
+        return self._finish_forward(call, group, messages, own)
 
     def _finish_forward(
-        self, call: ReplicaCall, messages: Sequence[Message], own: ReplicaResult | None = None
+        self, call: ReplicaCall, group: RankGroup, messages: Sequence[Message], own: ReplicaResult | None = None
     ) -> list[ReplicaResult]:
         """The results of all replicas, from the last messages of a forward."""
         self.channel.check_operations(messages)
@@ -252,6 +261,10 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             check_seeds([message.body[0] for message in messages])
         if failed:
             self._raise_broken(messages, own)
+        if any(message.state == OTHER_ROWS for message in messages):
+            group.forget_rows(self.row_orders)
+            raise LostExchange("a rank did not make the same collective calls as in the last calls.")
+        group.record_rows(self.row_orders)
         self._needs_agreement = any(message.body[2] for message in messages)
         results = []
         encoded = [

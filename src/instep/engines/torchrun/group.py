@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch import Tensor
 from instep.collectives.exchange import decode_payload, encode_payload
 from instep.collectives.group import describe_row
 from instep.engines.torchrun.channel import Message, RankChannel
+from instep.engines.torchrun.row_order import Row, RowOrders
+from instep.errors import LostExchange
 
 
 class RankGroup:
@@ -21,8 +23,33 @@ class RankGroup:
     def __init__(self, channel: RankChannel, operation: str, count: int) -> None:
         """`count` is the number of ranks that have a replica in this call, the first ones."""
         self._channel, self._operation, self._count = channel, operation, count
+        self._order_key: Hashable = None
+        self.expected: Sequence[Row] = ()
+        """The rows that all ranks expect each other to gather."""
+        self.rows: list[Row] = []
+        """The rows that this rank has gathered."""
+        self._only_rows = count == channel.count
+        """Whether every rank has a replica, and nothing but rows was exchanged."""
+        self.left_order = False
+        """Whether this rank did not gather the rows that were expected."""
         self.broken: list[Message] | None = None
         """The messages of the exchange after which the ranks are no longer in step."""
+
+    def expect_rows(self, orders: RowOrders, key: Hashable) -> None:
+        """Expect the rows of earlier operations of this kind, if they are known."""
+        self._order_key = key
+        if self._only_rows:
+            self.expected = orders.expected(key)
+
+    def record_rows(self, orders: RowOrders) -> None:
+        """Record the rows, at the end of an operation in which no rank has failed."""
+        if self._only_rows and not self.expected:
+            orders.record(self._order_key, self.rows)
+
+    def forget_rows(self, orders: RowOrders) -> None:
+        """A rank did not gather the rows that were expected."""
+        if self.expected:
+            orders.forget(self._order_key)
 
     def enter(self, index: int) -> None:
         """Nothing to wait for: each rank runs one replica."""
@@ -31,14 +58,37 @@ class RankGroup:
         """The last exchange of the operation tells the others how a replica has ended."""
 
     def exchange(self, index: int, label: str, payload: Any) -> list[Any]:  # noqa: ARG002
+        self._only_rows = False
+        if self.expected:
+            self._leave_order()
         tensors: list[Tensor] = []
         encoded = encode_payload(payload, tensors)
         messages = self._exchange(label, encoded, tensors)
         return [decode_payload(message.body, message.tensors) for message in messages[: self._count]]
 
     def all_gather(self, index: int, label: str, row: Tensor) -> Tensor:  # noqa: ARG002
+        described = Row.describe(label, row)
+        if self.expected:
+            at = len(self.rows)
+            if self.left_order or at >= len(self.expected) or self.expected[at] != described:
+                self._leave_order()
+            self.rows.append(described)
+            return self._channel.gather_row(self._operation, row)
+        self.rows.append(described)
         messages = self._exchange(describe_row(label, row), None, [row])
         return torch.stack([message.tensors[0] for message in messages[: self._count]])
+
+    def finish(self, *, failed: bool) -> None:
+        """Take part in the gathers that the other ranks still expect, at the end of the forward or backward."""
+        rest = self.expected[len(self.rows) :]
+        self.left_order = self.left_order or bool(rest and not failed)
+        for row in rest:
+            self._channel.gather_row(self._operation, row.zeros())
+            self.rows.append(row)
+
+    def _leave_order(self) -> NoReturn:
+        self.left_order = True
+        raise LostExchange("this call does not make the same collective calls as the last ones.")
 
     def row_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:  # noqa: ARG002
         return None
