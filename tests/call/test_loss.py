@@ -144,7 +144,7 @@ def test_classes_at_any_number_of_places(places: tuple[int, ...], target: str) -
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_divisor_that_is_wrong_is_found(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sum over divisor is tried against the criterion itself: what is not understood is refused."""
-    monkeypatch.setattr("instep.call.loss._divisor", lambda criterion, output, target: len(output))
+    monkeypatch.setattr("instep.call.loss.divisor_of", lambda criterion, output, target: len(output))
     x, y = torch.randn(B, 4), torch.randn(B, CLASSES)
     with instep.DataParallel(
         instep.with_loss(nn.Linear(4, CLASSES), nn.MSELoss()), ["cpu"] * 2, engine=engine

@@ -10,7 +10,7 @@ from torch import nn
 
 import instep
 from instep.call.one_device import BATCH_TOO_SMALL
-from instep.call.runner import ACCEPTED, ForwardVerdict
+from instep.call.verdict import ACCEPTED, ForwardVerdict
 from instep.engines.select import EngineChoice, create_engine
 from instep.engines.threads import ThreadsEngine
 

@@ -38,8 +38,10 @@ UNRENDERED: dict[str, frozenset[str]] = {
             "engines/torchrun/checks.py: out_of_step",
             "engines/torchrun/codec.py: encode_error",
             "engines/torchrun/codec.py: encode_value",
+            "engines/torchrun/engine.py: TorchrunEngine._finish_forward",
             "engines/torchrun/engine.py: TorchrunEngine._raise_broken",
             "engines/torchrun/engine.py: TorchrunEngine.agree",
+            "engines/torchrun/group.py: RankGroup._leave_order",
             "engines/torchrun/launch.py: _connect_to_store",
             "engines/torchrun/launch.py: _device_backend",
             "engines/torchrun/launch.py: _sleep_before",
@@ -102,6 +104,7 @@ UNRENDERED: dict[str, frozenset[str]] = {
     ),
     "Batches that contradict an earlier call": frozenset(
         {
+            "call/loss.py: Loss.mean_parts",
             "replicas/state/merge.py: StateMerger._merge_output",
             "structure/plan.py: Planner._infer_batch_size",
         }

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from instep.call.torch_losses import MeanRecorder, divisor_of, quotient, torch_loss
 from instep.call.transparent import Transparent
 from instep.errors import MergeError, WrapError
 from instep.runtime.probe_flag import is_probing
@@ -64,6 +64,31 @@ def with_loss(
     return WithLoss(module, Loss(criterion, target, weight))
 
 
+class NoTorchMean(Exception):
+    """A criterion did not return the mean of a loss of torch, which it was seen to return."""
+
+
+class LossTrials:
+    """What trials have shown about a criterion. Copies of the module share this object.
+
+    Trials restore all that a module refers to, so the result is kept elsewhere.
+    """
+
+    @property
+    def returned_mean(self) -> bool:
+        """Whether it always returned the mean of a loss of torch, such as that of `F.cross_entropy`."""
+        return _returned_mean.get(self, False)
+
+    def add(self, *, returned_mean: bool) -> None:
+        _returned_mean[self] = returned_mean and _returned_mean.get(self, True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LossTrials:
+        return self
+
+
+_returned_mean: WeakKeyDictionary[LossTrials, bool] = WeakKeyDictionary()
+
+
 @dataclass
 class Loss:
     """A criterion, the position of its target, and the divisor of its mean."""
@@ -71,12 +96,15 @@ class Loss:
     criterion: Criterion
     target: Target
     weight: Callable[[Any, Any], Any] | None
+    trials: LossTrials = field(default_factory=LossTrials)
+    sums_mean: bool = False
+    """Whether replicas return the sum and the divisor of that mean (`WithLoss._instep_mean_parts`)."""
 
     @property
     def is_sum(self) -> bool:
         """Whether replicas return a sum and a divisor."""
-        loss = _torch_loss(self.criterion)
-        return self.weight is not None or (loss is not None and loss.reduction != "none")
+        loss = torch_loss(self.criterion)
+        return self.sums_mean or self.weight is not None or (loss is not None and loss.reduction != "none")
 
     def target_names(self) -> list[str]:
         """The name of the target among the arguments of a call, if it has one."""
@@ -89,15 +117,36 @@ class Loss:
 
         During a probe also what the criterion returns, for `check`.
         """
-        parts = self._shard_parts(output, target)
-        return {**parts, CRITERION_RESULT: self.criterion(output, target)} if self.is_sum and is_probing() else parts
-
-    def _shard_parts(self, output: Any, target: Any) -> Any:
-        loss = _torch_loss(self.criterion)
+        loss = torch_loss(self.criterion)
         if self.weight is not None:
-            return _weighted_parts(self.criterion(output, target), self.weight(output, target))
-        if loss is None or loss.reduction == "none":
+            parts = _weighted_parts(self.criterion(output, target), self.weight(output, target))
+        elif loss is None and is_probing():
+            result, mean = self._call_criterion(output, target)
+            self.trials.add(returned_mean=mean is not None)
+            return result
+        elif loss is None or loss.reduction == "none":
             return self.criterion(output, target)
+        else:
+            parts = self._sums(loss, output, target)
+        return {**parts, CRITERION_RESULT: self.criterion(output, target)} if is_probing() else parts
+
+    def mean_parts(self, output: Any, target: Any) -> Any:
+        """The sum and the divisor of the mean that the criterion returns, which is not a loss of torch itself."""
+        result, parts = self._call_criterion(output, target)
+        if parts is None:
+            raise NoTorchMean("the criterion did not return the mean of a loss of torch, as in the calls before.")
+        return {**parts, CRITERION_RESULT: result} if is_probing() else parts
+
+    def _call_criterion(self, output: Any, target: Any) -> tuple[Any, dict[str, Any] | None]:
+        """What the criterion returns; and, if that is the mean of a loss of torch, its sum and divisor."""
+        if torch.compiler.is_compiling() or hasattr(self.criterion, "_torchdynamo_orig_callable"):
+            return self.criterion(output, target), None
+        with MeanRecorder(self._sums) as recorder:
+            result = self.criterion(output, target)
+        return result, recorder.parts(result)
+
+    def _sums(self, loss: Any, output: Tensor, target: Tensor) -> dict[str, Any]:
+        """The sum and the divisor of a loss of torch."""
         sum_loss = copy.copy(loss)
         is_float = target.is_floating_point()
         dtype = torch.promote_types(output.dtype, target.dtype) if is_float else output.dtype
@@ -106,7 +155,7 @@ class Loss:
         in_float32 = dtype in _HALF_DTYPES and loss.reduction != "sum" and not autocast
         if in_float32:
             sum_loss._buffers = {name: _half_to_float(value) for name, value in loss._buffers.items()}
-        divisor = 1 if loss.reduction == "sum" else _divisor(sum_loss, output, target)
+        divisor = 1 if loss.reduction == "sum" else divisor_of(sum_loss, output, target)
         sum_loss.reduction = "sum"
         if not in_float32:
             return {"sum": sum_loss(output, target), "divisor": divisor}
@@ -117,11 +166,10 @@ class Loss:
         """The loss of the whole batch, from the summed parts."""
         if not self.is_sum:
             return merged
-        torch_loss = _torch_loss(self.criterion)
-        if self.weight is None and torch_loss is not None and torch_loss.reduction == "sum":
+        loss = torch_loss(self.criterion)
+        if self.weight is None and loss is not None and loss.reduction == "sum":
             return merged["sum"]
-        loss = merged["sum"] / merged["divisor"]
-        return loss.to(merged["dtype"]) if "dtype" in merged else loss
+        return quotient(merged)
 
     def check(self, runs: Sequence[Any], compare_runs: bool, tolerance: float) -> MergeError | None:
         """The error, if any, that a trial shows. `runs` are the results of `shard_parts` for two parts and the whole.
@@ -134,7 +182,7 @@ class Loss:
         expected = [run.pop(CRITERION_RESULT) for run in runs]
         for run, result in zip(runs, expected, strict=True):
             if not self._matches(run, result, tolerance):
-                name = type(_torch_loss(self.criterion)).__name__
+                name = type(torch_loss(self.criterion)).__name__
                 return wrong_divisor(name, run["divisor"], self.finish(run), result)
         first, second, _ = runs
         both = {**first, **{name: first[name] + second[name] for name in ("sum", "divisor")}}
@@ -188,6 +236,10 @@ class WithLoss(Transparent):
             self._instep_loss.criterion.to(*args, **kwargs)
         return super().to(*args, **kwargs)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module with `torch.compile`. The criterion is called as it is."""
+        self.module.compile(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs, target = self._instep_loss.split_target(args, kwargs)
         return self._instep_loss.criterion(self.module(*args, **kwargs), target)
@@ -196,6 +248,11 @@ class WithLoss(Transparent):
         """What replicas run instead of `forward`."""
         args, kwargs, target = self._instep_loss.split_target(args, kwargs)
         return self._instep_loss.shard_parts(self.module(*args, **kwargs), target)
+
+    def _instep_mean_parts(self, *args: Any, **kwargs: Any) -> Any:
+        """What replicas run instead of `forward`, if the criterion returns the mean of a loss of torch."""
+        args, kwargs, target = self._instep_loss.split_target(args, kwargs)
+        return self._instep_loss.mean_parts(self.module(*args, **kwargs), target)
 
     def __repr__(self) -> str:
         return f"with_loss({self.module!r}, {self._instep_loss.criterion!r})"
@@ -215,73 +272,3 @@ CRITERION_RESULT = "criterion"
 TARGET_NAME = "target"
 """Name of a positional target, which the module does not receive."""
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-_FUNCTIONAL_CRITERIA: dict[Any, Any] = {
-    functional.cross_entropy: nn.CrossEntropyLoss,
-    functional.nll_loss: nn.NLLLoss,
-    functional.mse_loss: nn.MSELoss,
-    functional.l1_loss: nn.L1Loss,
-    functional.smooth_l1_loss: nn.SmoothL1Loss,
-    functional.huber_loss: nn.HuberLoss,
-    functional.binary_cross_entropy: nn.BCELoss,
-    functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
-    functional.kl_div: nn.KLDivLoss,
-    functional.soft_margin_loss: nn.SoftMarginLoss,
-    functional.poisson_nll_loss: nn.PoissonNLLLoss,
-}
-_BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)
-_BY_ELEMENT = (
-    nn.MSELoss,
-    nn.L1Loss,
-    nn.SmoothL1Loss,
-    nn.HuberLoss,
-    nn.BCELoss,
-    nn.BCEWithLogitsLoss,
-    nn.KLDivLoss,
-    nn.SoftMarginLoss,
-    nn.PoissonNLLLoss,
-)
-_BY_SAMPLE = (nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss)
-
-
-def _torch_loss(criterion: Any) -> Any:
-    """The criterion as a loss of `torch.nn` with a known divisor; None for any other criterion."""
-    if isinstance(criterion, partial) and not criterion.args and criterion.func in _FUNCTIONAL_CRITERIA:
-        try:
-            return _FUNCTIONAL_CRITERIA[criterion.func](**criterion.keywords)
-        except TypeError:
-            return None
-    if not isinstance(criterion, nn.Module):
-        cls = _FUNCTIONAL_CRITERIA.get(criterion) if getattr(criterion, "__hash__", None) else None
-        return None if cls is None else _default_criterion(cls)
-    if criterion._forward_hooks or criterion._forward_pre_hooks:
-        return None
-    for cls in (*_BY_CLASS, *_BY_ELEMENT, *_BY_SAMPLE):
-        if isinstance(criterion, cls) and type(criterion).forward is cls.forward:
-            return criterion
-    return None
-
-
-@cache
-def _default_criterion(loss: type[nn.Module]) -> nn.Module:
-    """A loss with default arguments. It is shared: callers change copies only."""
-    return loss()
-
-
-def _divisor(criterion: Any, output: Tensor, target: Tensor) -> Any:
-    """The divisor of the criterion's mean over a batch."""
-    if isinstance(criterion, nn.MultiLabelSoftMarginLoss):  # the loss itself takes the mean over classes
-        shapes = [value.shape for value in (output, target, criterion.weight) if value is not None]
-        shape = torch.broadcast_shapes(*shapes)
-        return shape.numel() // max(1, shape[output.ndim - 1])
-    if isinstance(criterion, _BY_SAMPLE):
-        return len(output) if output.ndim > 1 else 1
-    if isinstance(criterion, nn.KLDivLoss) and criterion.reduction == "batchmean":
-        return len(output)
-    if isinstance(criterion, _BY_ELEMENT):
-        return torch.broadcast_shapes(output.shape, target.shape).numel()
-    if target.is_floating_point():  # class probabilities
-        return output.numel() // output.shape[1 if output.ndim > 1 else 0]
-    counted = target != criterion.ignore_index
-    if criterion.weight is None:
-        return counted.sum()
-    return (criterion.weight[target.where(counted, 0)] * counted).sum()

@@ -197,13 +197,15 @@ class MethodBinding:
         """The method that replicas run instead."""
         self._loss: Loss | None = None
         if isinstance(module, WithLoss) and name == "forward":
-            self._loss, self.replica_method, module = module._instep_loss, "_instep_parts", module.module
+            self._loss, module = module._instep_loss, module.module
+            self.replica_method = "_instep_mean_parts" if self._loss.sums_mean else "_instep_parts"
             merge = "sum" if self._loss.is_sum else merge
         self.parameters, self.var_positional = _positional_parameters(getattr(module, name))
         names = self.parameters if self._loss is None else [*self.parameters, TARGET_NAME]
         self._check_names(module, name, options)
         in_dims = dims_by_name(options.in_dims, names, self.var_positional)
         self.planner = Planner(replicas, options.dim, in_dims, options.min_shard, options.shares)
+        self._has_rule = merge is not AUTO
         self.merger = Merger.from_options(merge, options.out_dims, options.dim)
         self.probe = self._create_probe(options) if options.probe else None
         self.writes_arguments = False
@@ -215,6 +217,26 @@ class MethodBinding:
         merger = Merger.from_options(AUTO, AUTO, options.dim)  # without the "sum" rule, so that the probe tests it
         check = self._loss.check
         return Probe(self.replica_method, merger, options.min_shard, additive_output="sum", check=check)
+
+    @property
+    def returns_torch_mean(self) -> bool:
+        """Whether trials have shown that the criterion returns the mean of a loss of torch, which is not used yet."""
+        loss = self._loss
+        return loss is not None and loss.trials.returned_mean and not (loss.sums_mean or self._has_rule)
+
+    @property
+    def infers_torch_mean(self) -> bool:
+        """Whether the probe has to infer the weights of such a mean, from the arguments of each call."""
+        if not self.returns_torch_mean or self.probe is None:
+            return False
+        return bool(self.probe.last_record.ambiguous() or self.merger.weights)
+
+    def use_torch_mean(self, use: bool) -> None:
+        """Let replicas return the sum and the divisor of a torch loss; applies to the next binding."""
+        assert self._loss is not None
+        self._loss.sums_mean = use
+        if not use:
+            self._loss.trials.add(returned_mean=False)
 
     def _check_names(self, module: nn.Module, method: str, options: Options) -> None:
         """`StructureError` for names in `in_dims` and `place` that no argument can have."""

@@ -6,13 +6,14 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from instep.call.dispatch import ReplicaDispatch
 from instep.call.local_batches import join_batches
+from instep.call.loss import NoTorchMean
 from instep.call.one_device import (
     CARRIED_STATE,
     CPU_CHECKPOINT_RNG,
@@ -25,6 +26,7 @@ from instep.call.one_device import (
 from instep.call.options import BoundCall, MethodBinding, Options
 from instep.call.prepared import PreparedCall, PreparedCalls, PreparedDispatch
 from instep.call.shared_arguments import SharedArguments, has_shared_arguments
+from instep.call.verdict import ACCEPTED, ForwardVerdict
 from instep.collectives.sync_batchnorm import SyncBatchNormPatch
 from instep.devices import has_accelerator_tensors, place, to_output_device
 from instep.engines.base import Engine
@@ -54,42 +56,6 @@ DIM_1_NOTE = (
     "If the samples are in dim 1, as in sequences [T, B], write (tried on samples of this batch: it gives the value of "
     "one device):"
 )
-
-
-class ForwardVerdict(NamedTuple):
-    """What a forward on the replicas has shown about the call."""
-
-    retry: bool = False
-    """A worker died in it: run the replicas again."""
-    changed_containers: tuple[str, ...] = ()
-    """Paths of containers that replicas share, and that forward changed: run them again, each with its own copy."""
-    serialize: bool = False
-    """They drew from one generator at the same time: run them again, one after another."""
-    compare_weights: bool = False
-    """The rules that the probe has left for a mean give the shards different weights: probe and run them again."""
-    one_device: Reason | None = None
-    failed: bool = False
-    """It raised an error, which the caller gets unless another rank says how to run the replicas again."""
-
-    @property
-    def runs_again(self) -> bool:
-        """Whether the call runs again, in some way."""
-        return self._replace(failed=False) != ACCEPTED
-
-    @classmethod
-    def combine(cls, verdicts: Sequence[ForwardVerdict]) -> ForwardVerdict:
-        """The verdict of processes that have to go on in the same way, in an order that is the same for all."""
-        return cls(
-            any(verdict.retry for verdict in verdicts),
-            tuple(dict.fromkeys(path for verdict in verdicts for path in verdict.changed_containers)),
-            any(verdict.serialize for verdict in verdicts),
-            any(verdict.compare_weights for verdict in verdicts),
-            next((verdict.one_device for verdict in verdicts if verdict.one_device), None),
-            any(verdict.failed for verdict in verdicts),
-        )
-
-
-ACCEPTED = ForwardVerdict()
 
 
 @dataclass
@@ -123,6 +89,16 @@ class ParallelRunner:
         found = self.methods.get(method)
         if found is None:
             found = self.methods[method] = MethodBinding(self.module, method, self.options, len(self.devices))
+        elif found.infers_torch_mean:
+            found = self._rebind_loss(method, use_torch_mean=True)
+        return found
+
+    def _rebind_loss(self, method: str, *, use_torch_mean: bool) -> MethodBinding:
+        """A new binding of `with_loss`; what is known about the arguments stays."""
+        before = self.methods.pop(method)
+        before.use_torch_mean(use_torch_mean)
+        found = self.binding(method)
+        found.planner = before.planner
         return found
 
     def bind(
@@ -218,6 +194,9 @@ class ParallelRunner:
                 return self._on_one_device(call, verdict.one_device)
             serialize, probed, repeated = verdict.serialize or serialize, verdict.serialize, True
             compare_weights = verdict.compare_weights or compare_weights
+            if verdict.infer_loss:
+                self._rebind_loss(call.method, use_torch_mean=False)
+                call, reading_chosen = self.bind(call.method, call.args, call.kwargs, call.local_sizes), False
         outputs = [result.output for result in results]
         if not isinstance(dispatch, PreparedDispatch) or not dispatch.plain_outputs:
             outputs = [to_output_device(output, self.output_device) for output in outputs]
@@ -324,6 +303,8 @@ class ParallelRunner:
         try:
             probe.prepare(trial_call, fingerprint, compare_weights=compare_weights)
         except MergeError as error:
+            if (other := self._with_torch_mean(call, carried)) is not None:
+                return other
             if reading_chosen:
                 raise
             return self._choose_reading(call, replicas, error)
@@ -335,6 +316,20 @@ class ParallelRunner:
         merger.verdicts, merger.unmergeable = record.attributes, record.unmergeable
         merger.sample_dependent, merger.constant = record.sample_dependent, record.constant
         return None
+
+    def _with_torch_mean(self, call: BoundCall, carried: Sequence[CarriedValue]) -> BoundCall | None:
+        """The call with a loss as a sum over a divisor, if its criterion returns such a mean and a trial agrees."""
+        if not call.binding.returns_torch_mean:
+            return None
+        binding = self._rebind_loss(call.method, use_torch_mean=True)
+        other = replace(call, binding=binding)
+        assert binding.probe is not None
+        try:
+            binding.probe.prepare(self._trial_call(other, carried), self.replicas.fingerprint.current)
+        except MergeError:
+            self._rebind_loss(call.method, use_torch_mean=False)
+            return None
+        return other
 
     def _choose_reading(
         self, call: BoundCall, replicas: Sequence[Replica], error: StructureError | MergeError | None = None
@@ -468,6 +463,8 @@ class ParallelRunner:
                 raise
             if isinstance(error, LostExchange):
                 return [], ForwardVerdict(retry=True)
+            if isinstance(error, NoTorchMean):
+                return [], ForwardVerdict(infer_loss=True)
             if reason := self.one_device.take_caller_only_access(call.method):
                 return [], ForwardVerdict(one_device=reason)
             if not (containers := self.replicas.restore_changed()):
