@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.autograd.bridge import CallGraph, Gradients, take_gradients
 from instep.devices import module_device, resolve_device
@@ -37,7 +37,7 @@ from instep.engines.torchrun.codec import (
 from instep.engines.torchrun.digest import digest_arguments, digest_tensors
 from instep.engines.torchrun.group import RankGroup
 from instep.engines.torchrun.launch import Ranks, connect, rank_device, world_size
-from instep.engines.torchrun.reduction import BucketAllReduce
+from instep.engines.torchrun.reduction import BucketAllReduce, BucketPlan
 from instep.engines.torchrun.row_order import RowOrders
 from instep.errors import EngineError, LostExchange, RankFailure
 from instep.replicas.replica import Replica, ReplicaResult
@@ -77,8 +77,10 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         """Kept until the next one: threads of Gloo must not free its tensors (see `RankChannel`)."""
         self._reducer: BucketAllReduce | None = None
         """The reduction of the backward that runs, if it reduces gradients meanwhile."""
-        self._leaf_indices: dict[int, int] = {}
-        self._hooked_leaves = WeakTensorKeyDictionary()
+        self._bucket_plan: BucketPlan | None = None
+        self._hooked_leaves: list[Tensor] = []
+        self._gradient_hooks: dict[int, RemovableHandle] = {}
+        """The hooks on these leaves, by index."""
 
     @classmethod
     def create(cls, devices: Sequence[torch.device], *, restarts: int, timeout: float) -> TorchrunEngine:  # noqa: ARG003
@@ -314,32 +316,43 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
 
     def begin_reduction(self, sources: Sequence[Tensor], leaves: Sequence[Tensor], *, overlap: bool) -> BucketAllReduce:
         """A reduction of the gradients of leaves; with `overlap`, buckets start when the gradients arrive."""
-        group, device = self._ranks.bucket_group, self._devices[0]
+        if self._bucket_plan is None or not self._bucket_plan.is_current(sources):
+            self._bucket_plan = BucketPlan(sources)
         reducer = BucketAllReduce(
-            sources,
-            group,
-            device,
+            self._bucket_plan,
+            self._ranks.bucket_group,
+            self._devices[0],
             lambda index: leaves[index].grad if leaves else None,
             self.options.reduce,
         )
         self._last_reducer = reducer
         if overlap:
-            self._leaf_indices = {id(leaf): index for index, leaf in enumerate(leaves)}
-            for leaf in leaves:
-                if leaf not in self._hooked_leaves and leaf.is_leaf and leaf.requires_grad:
-                    hook = _GradientHook(weakref.ref(self))
-                    self._hooked_leaves[leaf] = leaf.register_post_accumulate_grad_hook(hook)
+            self._watch_gradients(leaves, self._bucket_plan.watched())
             self._reducer = reducer
         return reducer
+
+    def _watch_gradients(self, leaves: Sequence[Tensor], watched: set[int]) -> None:
+        """Register hooks that report the arrival of gradients, by the indices of the leaves."""
+        same = len(leaves) == len(self._hooked_leaves) and all(map(is_, leaves, self._hooked_leaves))
+        if not same:
+            for handle in self._gradient_hooks.values():
+                handle.remove()
+            self._gradient_hooks, self._hooked_leaves = {}, list(leaves)
+        for index in self._gradient_hooks.keys() - watched:
+            self._gradient_hooks.pop(index).remove()
+        for index in watched - self._gradient_hooks.keys():
+            leaf = leaves[index] if index < len(leaves) else None
+            if leaf is not None and leaf.is_leaf and leaf.requires_grad:
+                hook = _GradientHook(weakref.ref(self), index)
+                self._gradient_hooks[index] = leaf.register_post_accumulate_grad_hook(hook)
 
     def end_reduction(self) -> None:
         """Gradients that arrive from now on are not reduced."""
         self._reducer = None
 
-    def on_gradient(self, leaf: Tensor) -> None:
-        """Called when the gradient of a leaf has arrived."""
-        index = self._leaf_indices.get(id(leaf))
-        if self._reducer is not None and index is not None:
+    def on_gradient(self, index: int) -> None:
+        """Called when the gradient of a watched leaf has arrived."""
+        if self._reducer is not None:
             self._reducer.mark_ready(index)
 
     @property
@@ -362,13 +375,13 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
 class _GradientHook:
     __torch_unserializable__ = True  # not saved with the parameter
 
-    def __init__(self, engine: weakref.ref[TorchrunEngine]) -> None:
-        self._engine = engine
+    def __init__(self, engine: weakref.ref[TorchrunEngine], index: int) -> None:
+        self._engine, self._index = engine, index
 
-    def __call__(self, leaf: Tensor) -> None:
+    def __call__(self, _: Tensor) -> None:
         engine = self._engine()
         if engine is not None:
-            engine.on_gradient(leaf)
+            engine.on_gradient(self._index)
 
 
 def _mode(module: nn.Module) -> str:

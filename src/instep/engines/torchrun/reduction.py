@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -12,11 +13,51 @@ from torch import Tensor
 
 from instep.autograd.bridge import Gradients
 from instep.collectives.buckets import gradient_buckets
-from instep.devices import Bucket
 from instep.runtime.modes import set_inference_mode
 
 COMPRESSED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Settings of `reduce` that send gradients in another dtype."""
+
+
+class BucketPlan:
+    """The buckets of the gradients of some tensors, and which gradient of each bucket arrives last.
+
+    Backwards of one module compute gradients in the same order. Once it is known, only the arrival of the last one is
+    reported: a call from autograd for each of hundreds of parameters takes milliseconds.
+    """
+
+    def __init__(self, sources: Sequence[Tensor]) -> None:
+        """`sources` are the tensors whose gradients are reduced. Their sizes and dtypes define the buckets."""
+        self.sources = list(sources)
+        self._layout = _layout(sources)
+        self.buckets = gradient_buckets(sources)
+        self.numbers = {index: number for number, bucket in enumerate(self.buckets) for index in bucket.indices}
+        self.last: dict[int, int] = {}
+        """By the number of a bucket: the index of the gradient that arrives last, if it is known."""
+        self._like = [[self.sources[index] for index in bucket.indices] for bucket in self.buckets]
+
+    def is_current(self, sources: Sequence[Tensor]) -> bool:
+        same_count = len(sources) == len(self.sources)
+        return same_count and all(map(is_, sources, self.sources)) and _layout(sources) == self._layout
+
+    def watched(self) -> set[int]:
+        """The indices of the gradients whose arrival has to be reported."""
+        found: set[int] = set()
+        for number, bucket in enumerate(self.buckets):
+            found.update([self.last[number]] if number in self.last else bucket.indices)
+        return found
+
+    def views(self, flat: Tensor, number: int) -> list[Tensor]:
+        """The parts of a flat bucket, in the shapes of the tensors."""
+        like = self._like[number]
+        if all(map(Tensor.numel, like)):
+            return list(torch._C._nn.unflatten_dense_tensors(flat, like))
+        parts = flat.split([source.numel() for source in like])
+        return [part.view(source.shape) for part, source in zip(parts, like, strict=True)]
+
+
+def _layout(sources: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(source.shape, source.dtype) for source in sources]
 
 
 class BucketAllReduce:
@@ -28,7 +69,7 @@ class BucketAllReduce:
 
     def __init__(
         self,
-        sources: Sequence[Tensor],
+        plan: BucketPlan,
         group: Any,
         device: torch.device,
         gradient_of: Callable[[int], Tensor | None],
@@ -36,24 +77,27 @@ class BucketAllReduce:
     ) -> None:
         """
         Args:
-            sources: The tensors whose gradients are reduced. Their sizes and dtypes define the buckets.
             group: The process group, in which nothing else runs meanwhile.
             device: The device of the gradients.
             gradient_of: Returns this rank's gradient by index.
             reduce: How a bucket is summed: a key of `COMPRESSED`, a function `(bucket, group)`, or by all-reduce.
         """
-        self._sources, self._group, self._device, self._gradient_of = sources, group, device, gradient_of
+        self._plan, self._group, self._device, self._gradient_of = plan, group, device, gradient_of
         self._reduce = reduce
-        self._buckets = gradient_buckets(sources)
-        self._numbers = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.indices}
-        self._num_missing = [len(bucket.indices) for bucket in self._buckets]
-        self._arrived: set[int] = set()
+        self._arrived: list[set[int]] = [set() for _ in plan.buckets]
+        self._complete = [False] * len(plan.buckets)
+        self._packed: list[tuple[int, Tensor, int]] = []
+        """The gradients in the buckets that have started, by index, with their versions."""
         self._flats: list[Tensor] = []
         self._works: list[Any] = []
         self._lock = threading.Lock()
         """Held by the thread of autograd in which gradients arrive."""
-        self.is_exact = True
-        """False if a gradient has grown after its bucket was reduced."""
+
+    @property
+    def is_exact(self) -> bool:
+        """False if a gradient has grown after its bucket was packed, for example by a reentrant checkpoint."""
+        packed, gradient_of = self._packed, self._gradient_of
+        return all(gradient_of(index) is gradient and gradient._version == was for index, gradient, was in packed)
 
     def set_gradients(self, gradients: Gradients) -> None:
         """Set this rank's gradients, for buckets that have not started."""
@@ -61,35 +105,46 @@ class BucketAllReduce:
 
     def again(self) -> BucketAllReduce:
         """Another reduction of the same gradients, which are complete now."""
-        return BucketAllReduce(self._sources, self._group, self._device, self._gradient_of, self._reduce)
+        return BucketAllReduce(self._plan, self._group, self._device, self._gradient_of, self._reduce)
 
     def reduces(self, index: int, gradient: Tensor) -> bool:
         """Whether a gradient is reduced in a bucket. Sparse ones, and those of some dtypes, are not."""
-        return index in self._numbers and gradient.layout is torch.strided
+        return index in self._plan.numbers and gradient.layout is torch.strided
 
     def mark_ready(self, index: int) -> None:
-        """Called when a gradient has arrived, or has grown."""
-        number = self._numbers.get(index)
+        """Called when one of the watched gradients has arrived, or has grown."""
+        number = self._plan.numbers.get(index)
         if number is None:
             return
         with self._lock:
-            if index not in self._arrived:
-                self._arrived.add(index)
-                self._num_missing[number] -= 1
-            elif number < len(self._works):  # for example by a reentrant checkpoint
-                self.is_exact = False
-            while len(self._works) < len(self._buckets) and not self._num_missing[len(self._works)]:
+            self._complete[number] = self._complete[number] or self._is_complete(number, index)
+            while len(self._works) < len(self._complete) and self._complete[len(self._works)]:
                 self._start_next()
+
+    def _is_complete(self, number: int, index: int) -> bool:
+        """Whether a bucket has all its gradients, now that one has arrived."""
+        last, indices = self._plan.last, self._plan.buckets[number].indices
+        if number in last:
+            if last[number] != index:
+                return False
+            if all(self._gradient_of(other) is not None for other in indices):
+                return True
+            del last[number]  # this backward has another order: the bucket starts at the end
+            return False
+        self._arrived[number].add(index)
+        if len(self._arrived[number]) < len(indices):
+            return False
+        last[number] = index
+        return True
 
     def start_rest(self) -> None:
         """Start the reduction of all other buckets, at the end of a backward."""
         with self._lock:
-            while len(self._works) < len(self._buckets):
+            while len(self._works) < len(self._complete):
                 self._start_next()
 
     def _start_next(self) -> None:
-        bucket = self._buckets[len(self._works)]
-        flat = self._pack(bucket)
+        flat = self._pack(len(self._works))
         self._flats.append(flat)
         if callable(self._reduce):
             work = self._reduce(flat, self._group)
@@ -97,20 +152,20 @@ class BucketAllReduce:
             work = dist.all_reduce(flat, group=self._group, async_op=True)
         self._works.append(work)
 
-    def _pack(self, bucket: Bucket) -> Tensor:
+    def _pack(self, number: int) -> Tensor:
+        bucket = self._plan.buckets[number]
         with torch.no_grad(), set_inference_mode(False):
-            gradients = [self._gradient_of(index) for index in bucket.indices]
-            present = [g is not None and g.layout is torch.strided for g in gradients]
-            dtype = self._sent_dtype(bucket.dtype)
-            make = torch.empty if all(present) else torch.zeros
-            flat: Tensor = make(bucket.numel, dtype=dtype, device=self._device)
-            pairs = [
-                (view, gradient.detach())
-                for view, gradient, is_dense in zip(self._views(flat, bucket), gradients, present, strict=True)
-                if is_dense and gradient is not None
-            ]
-            if pairs:
-                torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+            gradients = [(index, self._gradient_of(index)) for index in bucket.indices]
+            dense = [(index, g) for index, g in gradients if g is not None and g.layout is torch.strided]
+            self._packed += [(index, gradient, gradient._version) for index, gradient in dense]
+            make = torch.empty if len(dense) == len(gradients) else torch.zeros
+            flat: Tensor = make(bucket.numel, dtype=self._sent_dtype(bucket.dtype), device=self._device)
+            views = self._plan.views(flat, number)
+            if len(dense) < len(gradients):
+                present = {index for index, _ in dense}
+                views = [view for view, (index, _) in zip(views, gradients, strict=True) if index in present]
+            if dense:
+                torch._foreach_copy_(views, [gradient.detach() for _, gradient in dense])
         return flat
 
     def _sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -119,19 +174,14 @@ class BucketAllReduce:
         is_half = dtype in COMPRESSED.values()
         return torch.float32 if is_half and self._device.type == "cpu" else dtype
 
-    def _views(self, flat: Tensor, bucket: Bucket) -> list[Tensor]:
-        sources = [self._sources[index] for index in bucket.indices]
-        parts = flat.split([source.numel() for source in sources])
-        return [part.view(source.shape) for part, source in zip(parts, sources, strict=True)]
-
     def finish(self) -> Gradients:
         """Wait for all buckets, on CUDA on the current stream. Returns the sums by index; None where there is none."""
         self.start_rest()
-        sums: Gradients = [None] * len(self._sources)
-        for work, flat, bucket in zip(self._works, self._flats, self._buckets, strict=True):
+        sums: Gradients = [None] * len(self._plan.sources)
+        for number, (work, flat, bucket) in enumerate(zip(self._works, self._flats, self._plan.buckets, strict=True)):
             if work is not None:
                 work.wait()
             total = flat.to(bucket.dtype)
-            for index, view in zip(bucket.indices, self._views(total, bucket), strict=True):
+            for index, view in zip(bucket.indices, self._plan.views(total, number), strict=True):
                 sums[index] = view
         return sums
