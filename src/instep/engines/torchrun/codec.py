@@ -132,9 +132,15 @@ class ArgumentWrites:
 
 
 def encode_result(
-    call: ReplicaCall, index: int, result: ReplicaResult, writes: ArgumentWrites, *, with_output: bool = True
+    call: ReplicaCall,
+    index: int,
+    result: ReplicaResult,
+    writes: ArgumentWrites,
+    *,
+    with_output: bool = True,
+    with_counters: bool = True,
 ) -> tuple[bytes, list[Tensor]]:
-    """Encode the result of this rank's forward."""
+    """Encode the result of this rank's forward. Only idle ranks need counters: the others count themselves."""
     replica = call.replicas[index]
     numbers = {id(source): number for number, (source, _) in enumerate(replica.tensors.state)}
     encoded = RankResult(result.output if with_output else None, result.changes.is_structural)
@@ -142,7 +148,8 @@ def encode_result(
     if result.statistics is not None:
         keys, blocks, compare, by_user = result.statistics
         encoded.statistics = tuple(numbers[key] for key in keys), list(blocks), compare, by_user
-        encoded.counters = [] if replica.statistics is None else replica.statistics.counters
+        if with_counters and replica.statistics is not None:
+            encoded.counters = replica.statistics.counters
     private = replica.tensors.private_weights
     encoded.private_parameters = {
         number: copy.detach() for number, (source, copy) in enumerate(replica.trainable) if id(source) in private

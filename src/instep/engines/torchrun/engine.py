@@ -240,7 +240,10 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
                 raise own.error
             if call.select_output is not None and not self.options.sharded:
                 own.output = call.select_output(own.output)
-            body, tensors = encode_result(call, index, own, writes, with_output=not self.options.sharded)
+            has_idle_ranks = len(call.replicas) < self._ranks.count
+            body, tensors = encode_result(
+                call, index, own, writes, with_output=not self.options.sharded, with_counters=has_idle_ranks
+            )
             effects = RemovableHandle.next_id != handles or (call.has_local_effects and call.has_local_effects(own))
             message = Message(self._operation, body=(header, body, bool(effects)), tensors=tensors)
         except KeyboardInterrupt:  # the launcher interrupts the other ranks too
