@@ -12,8 +12,10 @@ from .launch import ROOT, run_ranks
 SCRIPT = str(ROOT / "tests/torchrun/pytest_on_rank.py")
 
 
-def run_tests(tmp_path: Path, ranks: int, *arguments: str, minimum: int = 20, timeout: float = 600) -> None:
-    job = run_ranks(tmp_path, ranks, [SCRIPT, *arguments], timeout=timeout).check()
+def run_tests(
+    tmp_path: Path, ranks: int, *arguments: str, minimum: int = 20, timeout: float = 600, **variables: str
+) -> None:
+    job = run_ranks(tmp_path, ranks, [SCRIPT, *arguments], timeout=timeout, **variables).check()
     counts = {re.search(r"(\d+) passed", text)[1] for text in job.ranks}
     assert len(counts) == 1, job.describe()
     assert int(counts.pop()) >= minimum
@@ -22,6 +24,12 @@ def run_tests(tmp_path: Path, ranks: int, *arguments: str, minimum: int = 20, ti
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_own_tests(tmp_path: Path, ranks: int) -> None:
     run_tests(tmp_path, ranks, "tests/torchrun/ranks")
+
+
+@pytest.mark.slow
+def test_messages_between_machines(tmp_path: Path) -> None:
+    """As if the ranks were on different machines."""
+    run_tests(tmp_path, 2, "tests/torchrun/ranks", INSTEP_TEST_MESSAGES="gloo")
 
 
 @pytest.mark.slow

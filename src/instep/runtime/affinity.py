@@ -31,9 +31,12 @@ def current_cpu() -> int:
 
 def set_spin_wait(processes: int) -> None:
     """Let this thread spin while waiting, if there is a CPU for each of `processes` processes; 0 turns it off."""
-    _thread_local.spins = (
-        0 < processes <= min(_available_cpus(threading.get_ident(), int(time.monotonic())), _cpu_quota())
-    )
+    _thread_local.spins = has_cpus_for(processes)
+
+
+def has_cpus_for(processes: int) -> bool:
+    """Whether there is a CPU for each of `processes` processes, of which there is at least one."""
+    return 0 < processes <= min(_available_cpus(threading.get_ident(), int(time.monotonic())), _cpu_quota())
 
 
 @lru_cache(maxsize=16)

@@ -20,13 +20,11 @@ from torch import Tensor
 
 from instep.collectives.group import PeerFailure
 from instep.engines.torchrun.checks import out_of_step
+from instep.engines.torchrun.local_slots import SLOT_BYTES, ExchangeFailed, LocalSlots
 from instep.engines.torchrun.monitor import RankMonitor
 from instep.errors import CollectiveError
 from instep.runtime.modes import set_inference_mode
 from instep.runtime.torch_private import all_gather_flat
-
-SLOT_BYTES = 2048
-"""What each rank sends in every exchange. A longer message takes a second all-gather."""
 
 _CPU = torch.device("cpu")
 _INLINE_BYTES = 1024
@@ -79,8 +77,13 @@ class RankChannel:
         frees their Python objects: a process that is forked meanwhile, such as a worker of a data loader, would hang.
         """
         self._lock = threading.Lock()
+        self._local: LocalSlots | None = None
         self.on_out_of_step: Callable[[], None] = lambda: None
         """Called on every rank when the ranks are out of step, before the error is raised."""
+
+    def use_local_slots(self, slots: LocalSlots) -> None:
+        """Exchange short messages through memory, not by Gloo. All ranks have to call it."""
+        self._local = slots
 
     def exchange(self, message: Message) -> list[Message]:
         """All-gather of messages. Raises `RankFailure` if a rank does not take part."""
@@ -121,9 +124,7 @@ class RankChannel:
         """All-gather of byte strings."""
         length = len(body)
         head = length.to_bytes(4, "little") + body[: SLOT_BYTES - 4]
-        self._slot_array[: len(head)] = np.frombuffer(head, np.uint8)
-        self._all_gather(self._flat_slots, self._slot, self._host_group)
-        rows = [row.tobytes() for row in self._slot_arrays]
+        rows = [row.tobytes() for row in self._gather_slots(np.frombuffer(head, np.uint8))]
         lengths = [int.from_bytes(row[:4], "little") for row in rows]
         rest = max(lengths) - (SLOT_BYTES - 4)
         if rest <= 0:
@@ -135,6 +136,17 @@ class RankChannel:
         self._all_gather(tails.view(-1), tail, self._host_group)
         joined = [row[4:] + other.tobytes() for row, other in zip(rows, tails.numpy(), strict=True)]
         return [row[:length] for row, length in zip(joined, lengths, strict=True)]
+
+    def _gather_slots(self, head: Any) -> Any:
+        """All-gather of an array of bytes, as `[count, SLOT_BYTES]`."""
+        if self._local is not None:
+            try:
+                return self._local.gather(head)
+            except ExchangeFailed as error:
+                raise self._monitor.describe_failure() from error
+        self._slot_array[: len(head)] = head
+        self._all_gather(self._flat_slots, self._slot, self._host_group)
+        return self._slot_arrays
 
     def _gather_tensors(
         self, tensors: Sequence[Tensor], nbytes: Sequence[int], group: Any, device: torch.device | None = None
@@ -159,9 +171,12 @@ class RankChannel:
     def gather_row(self, label: str, row: Tensor) -> Tensor:
         """All-gather of one row per rank, `[count, *row.shape]`, without a message: all ranks expect the same row."""
         on_host = row.device.type == "cpu"
-        rows = row.new_empty(self.count, *row.shape)
         row = row.contiguous()
         with self._lock, self._monitor.waiting(label), set_inference_mode(False):
+            if on_host and self._local is not None and 0 < row.nbytes <= SLOT_BYTES:
+                slots = torch.from_numpy(self._gather_slots(row.view(-1).view(torch.uint8).numpy()))
+                return slots[:, : row.nbytes].contiguous().view(row.dtype).view(self.count, *row.shape)
+            rows = row.new_empty(self.count, *row.shape)
             self._kept = [rows, row]
             self._all_gather(rows.view(-1), row.view(-1), self._host_group if on_host else self._device_group)
         return rows

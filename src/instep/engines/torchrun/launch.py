@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from instep.engines.torchrun.channel import RankChannel
+from instep.engines.torchrun.channel import Message, RankChannel
+from instep.engines.torchrun.local_slots import LocalSlots, machine_identity
 from instep.engines.torchrun.monitor import RankMonitor
 from instep.errors import EngineError
 from instep.runtime.caller_warnings import warn_caller
@@ -91,7 +93,32 @@ def _make_connections(device: torch.device, timeout: float) -> Ranks:
     monitor = RankMonitor(store, rank, count, threading.main_thread().ident or 0)
     atexit.register(monitor.close)
     channel = RankChannel(host_group, device_group, device, monitor)
+    _share_memory(channel, timeout)
     return Ranks(channel, partial(_new_group, backend, limit, device))
+
+
+def _share_memory(channel: RankChannel, timeout: float) -> None:
+    """Let ranks that are all on one machine exchange messages through memory."""
+    if channel.count == 1:
+        return
+    step = "connecting the ranks"
+    identities = [message.body for message in channel.exchange(Message(step, body=(machine_identity(), os.getpid())))]
+    if not identities[0][0] or len({identity for identity, _ in identities}) > 1:
+        return
+    path, slots = "", None
+    with suppress(OSError):  # no room in the folder
+        path = LocalSlots.create(channel.count) if channel.rank == 0 else ""
+    path = channel.exchange(Message(step, body=path))[0].body
+    with suppress(OSError):
+        if path:
+            opened = LocalSlots.open(path, channel.rank, channel.count, timeout)
+            opened.watch([pid for _, pid in identities])
+            slots = opened
+    succeeded = [message.body for message in channel.exchange(Message(step, body=slots is not None))]
+    if channel.rank == 0 and path:
+        LocalSlots.remove(path)
+    if slots is not None and all(succeeded):
+        channel.use_local_slots(slots)
 
 
 def _new_group(backend: str, limit: timedelta, device: torch.device) -> Any:

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from instep.engines.processes.transport.cuda_driver import DeviceMemory, current_raw_stream
 from instep.engines.processes.transport.cuda_ipc import allocate_shared, open_shared, poison
-from instep.engines.processes.transport.row_labels import MemoryFence, label_digest
+from instep.engines.processes.transport.row_labels import label_digest
 from instep.engines.processes.transport.shared_memory import SharedMemory
 from instep.engines.processes.transport.stream_flags import StreamFlags
 from instep.runtime.modes import set_inference_mode
+from instep.runtime.shared_wait import MemoryFence
 
 MAX_ROW_BYTES = 256 * 1024
 """Maximum size of a row."""

@@ -12,17 +12,17 @@ every replica does, raises the error.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from instep.engines.processes.transport.device_rows import DeviceRowMemory
-from instep.engines.processes.transport.row_labels import MemoryFence, label_digest
+from instep.engines.processes.transport.row_labels import label_digest
 from instep.engines.processes.transport.shared_memory import SharedMemory
 from instep.runtime.affinity import is_spin_wait
 from instep.runtime.modes import set_inference_mode
+from instep.runtime.shared_wait import MemoryFence, wait_until
 
 _MAX_VIEWS = 256
 """Cached views of slots, one for each shape and dtype of rows."""
@@ -37,15 +37,6 @@ _CURRENT, _BROKEN = 0, 1
 call in which a replica failed."""
 _CALL_SHIFT = 32
 """A call's numbers start at its base, a multiple of `1 << _CALL_SHIFT`."""
-
-_SPIN_COUNT = 50
-_YIELD_SECONDS, _SHORT_YIELD_SECONDS = 0.0005, 0.00005
-"""Seconds for which a waiting thread only yields its CPU; the second if there are more processes than CPUs."""
-_MIN_SLEEP, _MAX_SLEEP = 0.00002, 0.001
-_SLEEP_FRACTION = 8
-"""Then it sleeps, each time for this fraction of the time waited so far."""
-_IDLE_SECONDS = 0.02
-"""Seconds between calls of a waiting thread's `on_idle`."""
 
 
 def fits_slot(row: Tensor) -> bool:
@@ -191,25 +182,7 @@ class RowExchange:
 
     def _wait_for(self, peer: memoryview, on_idle: Callable[[], bool]) -> bool:
         number = self._number
-        for _ in range(_SPIN_COUNT):
-            if 0 <= peer[_NUMBER] - number <= 1:
-                return True
-        started = time.monotonic()
-        yield_until = started + (_YIELD_SECONDS if is_spin_wait() else _SHORT_YIELD_SECONDS)
-        next_idle = started + _IDLE_SECONDS
-        while not 0 <= peer[_NUMBER] - number <= 1:
-            now = time.monotonic()
-            if now < yield_until:
-                os.sched_yield()
-                continue
-            if self.is_blocked():
-                return False
-            if now >= next_idle:
-                if on_idle():
-                    return False
-                next_idle = time.monotonic() + _IDLE_SECONDS
-            time.sleep(min(_MAX_SLEEP, max(_MIN_SLEEP, (now - started) / _SLEEP_FRACTION)))
-        return True
+        return wait_until(lambda: 0 <= peer[_NUMBER] - number <= 1, self.is_blocked, on_idle, spin=is_spin_wait())
 
     def leave(self) -> None:
         """End the replica's part: it begins no further collective."""

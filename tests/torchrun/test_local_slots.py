@@ -1,0 +1,102 @@
+"""Messages between the ranks of one machine, through memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from instep.engines.torchrun.local_slots import SLOT_BYTES, ExchangeFailed, LocalSlots, machine_identity
+
+pytestmark = pytest.mark.skipif(not machine_identity(), reason="needs /dev/shm and pidfd_open")
+
+
+def open_slots(count: int, timeout: float = 30.0) -> list[LocalSlots]:
+    path = LocalSlots.create(count)
+    try:
+        return [LocalSlots.open(path, rank, count, timeout) for rank in range(count)]
+    finally:
+        LocalSlots.remove(path)
+        assert not os.path.exists(path)
+
+
+def message(rank: int, number: int) -> np.ndarray:
+    return np.full(1 + (7 * rank + number) % SLOT_BYTES, (rank + number) % 251, np.uint8)
+
+
+def test_every_rank_gets_every_message() -> None:
+    """Also if a rank is much faster than another one."""
+    count, exchanges = 3, 400
+    ranks = open_slots(count)
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            ranks[rank].watch([os.getpid()] * count)
+            for number in range(exchanges):
+                if number % 97 == rank:
+                    time.sleep(0.003)
+                slots = ranks[rank].gather(message(rank, number))
+                for peer in range(count):
+                    expected = message(peer, number)
+                    np.testing.assert_array_equal(slots[peer, : len(expected)], expected)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_a_rank_that_does_not_arrive() -> None:
+    first, second = open_slots(2, timeout=0.1)
+    for slots in (first, second):
+        slots.watch([os.getpid()] * 2)
+    with pytest.raises(ExchangeFailed, match=r"rank 1 has ended, or did not arrive within 0\.1 s"):
+        first.gather(message(0, 0))
+    second.gather(message(1, 0))  # the other one had arrived
+    with pytest.raises(ExchangeFailed):  # and has given up
+        second.gather(message(1, 1))
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
+        yield other
+        other.kill()
+
+
+def test_a_rank_that_dies(process: subprocess.Popen[bytes]) -> None:
+    """It is noticed at once, and before its parent has waited for it."""
+    first, _ = open_slots(2)
+    first.watch([os.getpid(), process.pid])
+    threading.Timer(0.1, lambda: os.kill(process.pid, signal.SIGKILL)).start()
+    start = time.monotonic()
+    with pytest.raises(ExchangeFailed, match="rank 1 has ended"):
+        first.gather(message(0, 0))
+    assert time.monotonic() - start < 10
+
+
+def test_a_rank_that_arrives_and_dies(process: subprocess.Popen[bytes]) -> None:
+    first, second, third = open_slots(3)
+    for slots in (first, second, third):
+        slots.watch([os.getpid(), process.pid, os.getpid()])
+    arrived = threading.Thread(target=second.gather, args=(message(1, 0),))
+    arrived.start()
+    late = threading.Timer(0.2, third.gather, args=(message(2, 0),))
+    late.start()
+    process.kill()
+    slots = first.gather(message(0, 0))
+    assert slots[2, 0] == message(2, 0)[0]
+    arrived.join()
+    late.join()
