@@ -175,7 +175,12 @@ class RankChannel:
         with self._lock, self._monitor.waiting(label), set_inference_mode(False):
             if on_host and self._local is not None and 0 < row.nbytes <= SLOT_BYTES:
                 slots = torch.from_numpy(self._gather_slots(row.view(-1).view(torch.uint8).numpy()))
-                return slots[:, : row.nbytes].contiguous().view(row.dtype).view(self.count, *row.shape)
+                return (
+                    slots[:, : row.nbytes]
+                    .clone(memory_format=torch.contiguous_format)
+                    .view(row.dtype)
+                    .view(self.count, *row.shape)
+                )
             rows = row.new_empty(self.count, *row.shape)
             self._kept = [rows, row]
             self._all_gather(rows.view(-1), row.view(-1), self._host_group if on_host else self._device_group)
