@@ -63,7 +63,7 @@ class WorkerFailure(EngineError):
 
 
 class LostExchange(WorkerFailure):
-    """A worker died and other replicas may have used incomplete data: the call is run again on all replicas."""
+    """Replicas may have used incomplete data, for example of a worker that died: all of them run the call again."""
 
 
 class RankFailure(EngineError):

@@ -128,6 +128,59 @@ def test_other_values_are_inferred() -> None:
     assert not runs_with_sums(model)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_means_that_are_changed_in_place(engine: str) -> None:
+    """The returned tensor is that of the mean, and its value is not."""
+    plain = Tokens()
+
+    def scaled(output: Tensor, target: Tensor) -> Tensor:
+        loss = flat(output, target)
+        loss *= 1.5
+        return loss
+
+    def penalized(output: Tensor, target: Tensor) -> Tensor:
+        loss = flat(output, target)
+        if target[0, 0] == 4:
+            loss += output.square().mean()
+        return loss
+
+    for criterion in (scaled, penalized):
+        with instep.DataParallel(
+            instep.with_loss(copy.deepcopy(plain), criterion), ["cpu"] * 2, engine=engine
+        ) as model:
+            plain.zero_grad()
+            for step in range(5):
+                ids, target = batch(0, 6)
+                target[:, 0] = 4 if step == 3 else 2
+                assert_same_step(model, plain, criterion, ids, target)
+            with torch.inference_mode():
+                for start in (2, 4):
+                    target[:, 0] = start
+                    torch.testing.assert_close(model(ids, target), criterion(plain(ids), target))
+
+
+def test_two_wrappers_of_one_module() -> None:
+    plain = Tokens()
+    module = instep.with_loss(copy.deepcopy(plain), flat)
+    first = instep.DataParallel(module, ["cpu"] * 2, engine="threads")
+    second = instep.DataParallel(module, ["cpu"] * 3, engine="threads")
+    for step in range(4):
+        ids, target = batch(step, 6)
+        for model in (first, second, second, first):
+            torch.testing.assert_close(model(ids, target), flat(plain(ids), target))
+
+
+def test_a_trial_that_fails_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the sum over the divisor is not the mean, the mean is inferred as before."""
+    plain = Tokens()
+    model = instep.DataParallel(instep.with_loss(copy.deepcopy(plain), flat), ["cpu"] * 2, engine="threads")
+    assert_same_step(model, plain, flat, *batch(0))
+    monkeypatch.setattr("instep.call.loss.divisor_of", lambda criterion, output, target: 3)
+    for step in range(1, 4):
+        assert_same_step(model, plain, flat, *batch(step))
+    assert not runs_with_sums(model)
+
+
 def test_a_rule_of_the_user_stays() -> None:
     plain = Tokens()
     rule = instep.weighted_by(lambda target, **_: (target != -100).sum())

@@ -30,6 +30,7 @@ UNRENDERED: dict[str, frozenset[str]] = {
             "engines/torchrun/backward.py: RankBackward._end",
             "engines/torchrun/backward.py: RankBackward.run",
             "engines/torchrun/channel.py: RankChannel._all_gather",
+            "engines/torchrun/channel.py: RankChannel._gather_slots",
             "engines/torchrun/channel.py: RankChannel.check",
             "engines/torchrun/channel.py: RankChannel.check_operations",
             "engines/torchrun/checks.py: check_digests",
@@ -46,6 +47,8 @@ UNRENDERED: dict[str, frozenset[str]] = {
             "engines/torchrun/launch.py: _device_backend",
             "engines/torchrun/launch.py: _sleep_before",
             "engines/torchrun/launch.py: rank_device",
+            "engines/torchrun/local_slots.py: LocalSlots._check_given_up",
+            "engines/torchrun/local_slots.py: LocalSlots.gather",
             "engines/torchrun/monitor.py: RankMonitor.describe_failure",
         }
     ),

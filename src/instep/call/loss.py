@@ -97,14 +97,12 @@ class Loss:
     target: Target
     weight: Callable[[Any, Any], Any] | None
     trials: LossTrials = field(default_factory=LossTrials)
-    sums_mean: bool = False
-    """Whether replicas return the sum and the divisor of that mean (`WithLoss._instep_mean_parts`)."""
 
     @property
     def is_sum(self) -> bool:
-        """Whether replicas return a sum and a divisor."""
+        """Whether `shard_parts` returns a sum and a divisor."""
         loss = torch_loss(self.criterion)
-        return self.sums_mean or self.weight is not None or (loss is not None and loss.reduction != "none")
+        return self.weight is not None or (loss is not None and loss.reduction != "none")
 
     def target_names(self) -> list[str]:
         """The name of the target among the arguments of a call, if it has one."""
@@ -121,7 +119,7 @@ class Loss:
         if self.weight is not None:
             parts = _weighted_parts(self.criterion(output, target), self.weight(output, target))
         elif loss is None and is_probing():
-            result, mean = self._call_criterion(output, target)
+            result, mean = self._call_criterion(output, target, None)
             self.trials.add(returned_mean=mean is not None)
             return result
         elif loss is None or loss.reduction == "none":
@@ -132,16 +130,18 @@ class Loss:
 
     def mean_parts(self, output: Any, target: Any) -> Any:
         """The sum and the divisor of the mean that the criterion returns, which is not a loss of torch itself."""
-        result, parts = self._call_criterion(output, target)
+        _, parts = self._call_criterion(output, target, self._sums)
         if parts is None:
             raise NoTorchMean("the criterion did not return the mean of a loss of torch, as in the calls before.")
-        return {**parts, CRITERION_RESULT: result} if is_probing() else parts
+        return {**parts, CRITERION_RESULT: self.criterion(output, target)} if is_probing() else parts
 
-    def _call_criterion(self, output: Any, target: Any) -> tuple[Any, dict[str, Any] | None]:
-        """What the criterion returns; and, if that is the mean of a loss of torch, its sum and divisor."""
+    def _call_criterion(
+        self, output: Any, target: Any, sums: Callable[..., dict[str, Any]] | None
+    ) -> tuple[Any, dict[str, Any] | None]:
+        """What the criterion returns; and, if that is the mean of a loss of torch, what `sums` returns for it."""
         if torch.compiler.is_compiling() or hasattr(self.criterion, "_torchdynamo_orig_callable"):
             return self.criterion(output, target), None
-        with MeanRecorder(self._sums) as recorder:
+        with MeanRecorder(sums) as recorder:
             result = self.criterion(output, target)
         return result, recorder.parts(result)
 
@@ -164,8 +164,6 @@ class Loss:
 
     def finish(self, merged: Any) -> Any:
         """The loss of the whole batch, from the summed parts."""
-        if not self.is_sum:
-            return merged
         loss = torch_loss(self.criterion)
         if self.weight is None and loss is not None and loss.reduction == "sum":
             return merged["sum"]
@@ -182,7 +180,8 @@ class Loss:
         expected = [run.pop(CRITERION_RESULT) for run in runs]
         for run, result in zip(runs, expected, strict=True):
             if not self._matches(run, result, tolerance):
-                name = type(torch_loss(self.criterion)).__name__
+                loss = torch_loss(self.criterion)
+                name = getattr(self.criterion, "__name__", "") if loss is None else type(loss).__name__
                 return wrong_divisor(name, run["divisor"], self.finish(run), result)
         first, second, _ = runs
         both = {**first, **{name: first[name] + second[name] for name in ("sum", "divisor")}}

@@ -191,28 +191,33 @@ METHOD_OPTIONS = ("in_dims", "out_dims", "merge")
 class MethodBinding:
     """How calls of one method are bound, planned, probed and merged."""
 
-    def __init__(self, module: nn.Module, name: str, options: Options, replicas: int) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, options: Options, replicas: int, *, sums_mean: bool = False
+    ) -> None:
+        """`sums_mean`: replicas return the sum and the divisor of the mean of torch that a criterion returns."""
         options = options.for_method(name)
         self.replica_method, merge = name, options.merge
         """The method that replicas run instead."""
         self._loss: Loss | None = None
         if isinstance(module, WithLoss) and name == "forward":
             self._loss, module = module._instep_loss, module.module
-            self.replica_method = "_instep_mean_parts" if self._loss.sums_mean else "_instep_parts"
-            merge = "sum" if self._loss.is_sum else merge
+            self.replica_method = "_instep_mean_parts" if sums_mean else "_instep_parts"
+        self.sums_mean = sums_mean
+        self._is_sum = sums_mean or (self._loss is not None and self._loss.is_sum)
+        self._has_rule = merge is not AUTO
+        merge = "sum" if self._is_sum else merge
         self.parameters, self.var_positional = _positional_parameters(getattr(module, name))
         names = self.parameters if self._loss is None else [*self.parameters, TARGET_NAME]
         self._check_names(module, name, options)
         in_dims = dims_by_name(options.in_dims, names, self.var_positional)
         self.planner = Planner(replicas, options.dim, in_dims, options.min_shard, options.shares)
-        self._has_rule = merge is not AUTO
         self.merger = Merger.from_options(merge, options.out_dims, options.dim)
         self.probe = self._create_probe(options) if options.probe else None
         self.writes_arguments = False
         """Whether a call has written to an argument in place."""
 
     def _create_probe(self, options: Options) -> Probe:
-        if self._loss is None or not self._loss.is_sum:
+        if self._loss is None or not self._is_sum:
             return Probe(self.replica_method, self.merger, options.min_shard)
         merger = Merger.from_options(AUTO, AUTO, options.dim)  # without the "sum" rule, so that the probe tests it
         check = self._loss.check
@@ -221,8 +226,7 @@ class MethodBinding:
     @property
     def returns_torch_mean(self) -> bool:
         """Whether trials have shown that the criterion returns the mean of a loss of torch, which is not used yet."""
-        loss = self._loss
-        return loss is not None and loss.trials.returned_mean and not (loss.sums_mean or self._has_rule)
+        return self._loss is not None and self._loss.trials.returned_mean and not (self.sums_mean or self._has_rule)
 
     @property
     def infers_torch_mean(self) -> bool:
@@ -231,12 +235,10 @@ class MethodBinding:
             return False
         return bool(self.probe.last_record.ambiguous() or self.merger.weights)
 
-    def use_torch_mean(self, use: bool) -> None:
-        """Let replicas return the sum and the divisor of a torch loss; applies to the next binding."""
+    def reject_torch_mean(self) -> None:
+        """The criterion returned something else: infer how its results merge from now on."""
         assert self._loss is not None
-        self._loss.sums_mean = use
-        if not use:
-            self._loss.trials.add(returned_mean=False)
+        self._loss.trials.add(returned_mean=False)
 
     def _check_names(self, module: nn.Module, method: str, options: Options) -> None:
         """`StructureError` for names in `in_dims` and `place` that no argument can have."""
@@ -279,7 +281,7 @@ class MethodBinding:
 
     def finish(self, merged: Any) -> Any:
         """The output of the call, from the merged outputs of the replicas."""
-        return merged if self._loss is None else self._loss.finish(merged)
+        return self._loss.finish(merged) if self._loss is not None and self._is_sum else merged
 
 
 @dataclass(frozen=True)

@@ -89,17 +89,17 @@ class ParallelRunner:
         found = self.methods.get(method)
         if found is None:
             found = self.methods[method] = MethodBinding(self.module, method, self.options, len(self.devices))
-        elif found.infers_torch_mean:
-            found = self._rebind_loss(method, use_torch_mean=True)
         return found
 
-    def _rebind_loss(self, method: str, *, use_torch_mean: bool) -> MethodBinding:
-        """A new binding of `with_loss`; what is known about the arguments stays."""
-        before = self.methods.pop(method)
-        before.use_torch_mean(use_torch_mean)
-        found = self.binding(method)
-        found.planner = before.planner
-        return found
+    def _rebind_loss(self, call: BoundCall, *, sums_mean: bool) -> BoundCall:
+        """The call with a new binding of `with_loss`, which later calls use too. The plan stays."""
+        if not sums_mean:
+            call.binding.reject_torch_mean()
+        count = len(self.devices)
+        binding = MethodBinding(self.module, call.method, self.options, count, sums_mean=sums_mean)
+        binding.planner = call.binding.planner
+        self.methods[call.method] = binding
+        return replace(call, binding=binding)
 
     def bind(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], local_sizes: tuple[int, ...] = ()
@@ -155,6 +155,8 @@ class ParallelRunner:
 
     def _run(self, call: BoundCall, transaction: Transaction) -> Any:
         serialize = reading_chosen = repeated = probed = False
+        if call.binding.infers_torch_mean:
+            call = self._rebind_loss(call, sums_mean=True)
         compare_weights = call.binding.writes_arguments  # before such a call: it cannot run again
         while True:  # one pass, unless the probe chooses another reading, or replicas must not run concurrently
             plan = call.plan
@@ -195,8 +197,7 @@ class ParallelRunner:
             serialize, probed, repeated = verdict.serialize or serialize, verdict.serialize, True
             compare_weights = verdict.compare_weights or compare_weights
             if verdict.infer_loss:
-                self._rebind_loss(call.method, use_torch_mean=False)
-                call, reading_chosen = self.bind(call.method, call.args, call.kwargs, call.local_sizes), False
+                call, reading_chosen = self._rebind_loss(call, sums_mean=False), False
         outputs = [result.output for result in results]
         if not isinstance(dispatch, PreparedDispatch) or not dispatch.plain_outputs:
             outputs = [to_output_device(output, self.output_device) for output in outputs]
@@ -303,7 +304,7 @@ class ParallelRunner:
         try:
             probe.prepare(trial_call, fingerprint, compare_weights=compare_weights)
         except MergeError as error:
-            if (other := self._with_torch_mean(call, carried)) is not None:
+            if (other := self._with_other_loss(call, carried)) is not None:
                 return other
             if reading_chosen:
                 raise
@@ -317,17 +318,18 @@ class ParallelRunner:
         merger.sample_dependent, merger.constant = record.sample_dependent, record.constant
         return None
 
-    def _with_torch_mean(self, call: BoundCall, carried: Sequence[CarriedValue]) -> BoundCall | None:
-        """The call with a loss as a sum over a divisor, if its criterion returns such a mean and a trial agrees."""
+    def _with_other_loss(self, call: BoundCall, carried: Sequence[CarriedValue]) -> BoundCall | None:
+        """After a failed trial: the call with its loss as a sum over a divisor, or as an inferred value instead."""
+        if call.binding.sums_mean:
+            return self._rebind_loss(call, sums_mean=False)
         if not call.binding.returns_torch_mean:
             return None
-        binding = self._rebind_loss(call.method, use_torch_mean=True)
-        other = replace(call, binding=binding)
-        assert binding.probe is not None
+        other = self._rebind_loss(call, sums_mean=True)
+        assert other.binding.probe is not None
         try:
-            binding.probe.prepare(self._trial_call(other, carried), self.replicas.fingerprint.current)
+            other.binding.probe.prepare(self._trial_call(other, carried), self.replicas.fingerprint.current)
         except MergeError:
-            self._rebind_loss(call.method, use_torch_mean=False)
+            self._rebind_loss(other, sums_mean=False)
             return None
         return other
 

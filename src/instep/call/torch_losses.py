@@ -84,13 +84,14 @@ def divisor_of(criterion: Any, output: Tensor, target: Tensor) -> Any:
 
 
 class MeanRecorder(TorchFunctionMode):
-    """Context manager: computes the means of `torch.nn.functional` as a sum over a divisor, and records both."""
+    """Context manager: records the means of `torch.nn.functional`, and may compute them as a sum over a divisor."""
 
-    def __init__(self, sums: Callable[[Any, Tensor, Tensor], dict[str, Any]]) -> None:
-        """`sums` returns the sum and the divisor of a loss, given its output and target."""
+    def __init__(self, sums: Callable[[Any, Tensor, Tensor], dict[str, Any]] | None) -> None:
+        """`sums` returns the sum and the divisor of a loss, given its output and target. None: use torch's mean."""
         super().__init__()
         self._sums = sums
-        self._means: list[tuple[Tensor, dict[str, Any]]] = []
+        self._means: list[tuple[Tensor, int, dict[str, Any]]] = []
+        """The means, with their versions, sums and divisors."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -98,15 +99,28 @@ class MeanRecorder(TorchFunctionMode):
         options = kwargs or {}
         loss = _mean_loss(func, args, options)
         if loss is None:
+            if self._means:  # inference tensors have no version that would show a write in place
+                self._means = [entry for entry in self._means if not _is_used(entry[0], args)]
             return func(*args, **options)
-        parts = self._sums(loss, *args)
-        mean = quotient(parts)
-        self._means.append((mean, parts))
+        parts = {} if self._sums is None else self._sums(loss, *args)
+        mean = func(*args, **options) if self._sums is None else quotient(parts)
+        self._means.append((mean, _version(mean), parts))
         return mean
 
     def parts(self, result: Any) -> dict[str, Any] | None:
-        """The sum and divisor of a value; None if it is not one of the means."""
-        return next((parts for mean, parts in self._means if mean is result), None)
+        """The sum and divisor of a value; None if it is not one of the means, or was changed in place."""
+        found = (entry for entry in self._means if entry[0] is result)
+        mean, version, parts = next(found, (None, 0, None))
+        return parts if mean is not None and _version(mean) == version else None
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_used(mean: Tensor, args: Sequence[Any]) -> bool:
+    """Whether an inference tensor is an argument of a call."""
+    return mean.is_inference() and any(value is mean for value in args)
 
 
 def quotient(parts: Mapping[str, Any]) -> Any:

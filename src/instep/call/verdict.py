@@ -12,7 +12,7 @@ class ForwardVerdict(NamedTuple):
     """What a forward on the replicas has shown about the call."""
 
     retry: bool = False
-    """A worker died in it: run the replicas again."""
+    """Replicas may have used incomplete data (see `LostExchange`): run them again."""
     changed_containers: tuple[str, ...] = ()
     """Paths of containers that replicas share, and that forward changed: run them again, each with its own copy."""
     serialize: bool = False

@@ -163,13 +163,58 @@ def test_one_rank_fails_in_backward(wrap: Wrap) -> None:
         model(sample()).sum().backward()
 
 
+def test_an_argument_that_is_written(wrap: Wrap) -> None:
+    """Such a call cannot run twice: its collectives are always checked."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.mul_(2)
+            return self.norm(x)
+
+    plain = Net().double().to(DEVICE)
+    model = wrap(plain)
+    for step in range(WARM_UP):
+        if step == WARM_UP - 2:
+            for module in (plain, model.module):
+                module.norm.eval()
+        ours, expected = sample(), sample()
+        torch.testing.assert_close(model(ours), plain(expected))
+        torch.testing.assert_close(ours, expected)
+
+
+def test_too_few_values_on_another_rank(wrap: Wrap) -> None:
+    """The error is that of the rank that has failed, not one that its zeros lead to."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if (x > 50).any():
+                raise KeyError("in the middle")
+            return self.norm(x)
+
+    model = wrap(Net().double())
+    for _ in range(WARM_UP):
+        model(sample()[:COUNT])
+    x = sample()[:COUNT]
+    x[LAST] += 100
+    with pytest.raises(KeyError, match="in the middle"):
+        model(x)
+
+
 def test_backward_calls_other_collectives(model: instep.DataParallel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of a backward that is not the known one is an error, and is then learned anew."""
     orders = model._instep_engine.row_orders
     known = next(order for key, order in orders._orders.items() if key[0] == "backward")
     model.zero_grad()
     monkeypatch.setattr(known, "rows", known.rows[::-1])
-    with pytest.raises(CollectiveError, match="called other collectives than the backwards before it"):
+    with pytest.raises(CollectiveError, match=r"made other collective calls .* than earlier backwards"):
         model(sample()).sum().backward()
     assert all(parameter.grad is None for parameter in model.parameters())
     for _ in range(WARM_UP):

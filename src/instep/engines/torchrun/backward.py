@@ -125,8 +125,7 @@ class RankBackward:
             key = "backward", tuple(local.context.group.rows), tuple(needed)
             group.expect_rows(self._engine.row_orders, key)
         leaves = [] if local is None else local.leaves
-        # Buckets must not wait for collectives that a rank which has failed does not call.
-        overlap = not self.deferred and (not needed or bool(group.expected))
+        overlap = not needed and not self.deferred  # collectives and buckets must not wait for each other
         reducer = self._engine.begin_reduction(graph.sources, leaves, overlap=overlap)
         error: BaseException | None = None
         graph.rng.refresh()
@@ -141,11 +140,13 @@ class RankBackward:
             error = failure
         finally:
             self._engine.end_reduction()
-        group.finish(failed=error is not None)
+        finish_error = group.finish(failed=error is not None)
+        error = error or finish_error
         if group.left_order:
             error = CollectiveError(
-                f"the {self._operation} called other collectives than the backwards before it, whose forwards had made "
-                f"the same calls. No gradient has changed. Run the step again."
+                f"the {self._operation} made other collective calls (batch norm, instep.all_reduce) than earlier "
+                f"backwards of the same calls.\n"
+                f"No gradient has changed. Run forward and backward again."
             )
         if overlap:
             reducer.start_rest()  # also after an error: the other ranks reduce them too

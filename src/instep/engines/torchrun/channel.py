@@ -36,7 +36,7 @@ BEGIN, END = "the beginning", "the end"
 """The first and the last step of a forward or backward."""
 
 RUNNING, IDLE, FAILED, OTHER_ROWS = "running", "idle", "failed", "other rows"
-"""`OTHER_ROWS`: the rank did not gather the rows that were expected (see `row_order`)."""
+"""`OTHER_ROWS`: the rank made other collective calls than those that were expected (see `row_order`)."""
 
 
 @dataclass

@@ -73,6 +73,8 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         self._module: Callable[[], nn.Module | None] = lambda: None
         self.loss_checks = Backoff(limit=NEVER, eager=2)
         self.row_orders = RowOrders()
+        self._writes_arguments = False
+        """Whether the forward of any rank has written to an argument in place."""
         self._last_reducer: BucketAllReduce | None = None
         """Kept until the next one: threads of Gloo must not free its tensors (see `RankChannel`)."""
         self._reducer: BucketAllReduce | None = None
@@ -213,7 +215,8 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         caller, index = call.rng.caller, self._rank
         header = caller.cpu.base_seed, caller.accelerator_seed.base_seed
         group = RankGroup(self.channel, self._operation, len(call.replicas))
-        group.expect_rows(self.row_orders, ("forward", call.method, mode))
+        if not self._writes_arguments:  # such a call must not run twice
+            group.expect_rows(self.row_orders, ("forward", call.method, mode))
         self._needs_agreement = True  # until the messages of all ranks say otherwise
         if group.expected:  # is every rank about to gather these rows?
             self.channel.check(self.channel.exchange(Message(self._operation, BEGIN)))
@@ -231,7 +234,9 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             set_replica_thread(outer)
         if group.broken is not None:
             return self._raise_broken(group.broken, own)
-        group.finish(failed=own.error is not None)
+        finish_error = group.finish(failed=own.error is not None)
+        if finish_error is not None and own.error is None:
+            own = ReplicaResult(error=finish_error)
         if group.left_order:
             left = Message(self._operation, state=OTHER_ROWS, body=(header, b"", True))
             return self._finish_forward(call, group, self.channel.exchange(left))
@@ -252,23 +257,29 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             own = ReplicaResult(error=error)
             message = Message(self._operation, state=FAILED, body=(header, encode_error(error), True))
         messages = self.channel.exchange(message)
-        return self._finish_forward(call, group, messages, own)
+        return self._finish_forward(call, group, messages, own, writes)
 
     def _finish_forward(
-        self, call: ReplicaCall, group: RankGroup, messages: Sequence[Message], own: ReplicaResult | None = None
+        self,
+        call: ReplicaCall,
+        group: RankGroup,
+        messages: Sequence[Message],
+        own: ReplicaResult | None = None,
+        writes: ArgumentWrites | None = None,
     ) -> list[ReplicaResult]:
         """The results of all replicas, from the last messages of a forward."""
         self.channel.check_operations(messages)
         failed = any(message.state == FAILED for message in messages)
+        if group.expected and (failed or any(message.state == OTHER_ROWS for message in messages)):
+            # Other ranks may have computed with zeros: the errors of a run with messages are the true ones.
+            group.forget_rows(self.row_orders)
+            raise LostExchange("a rank made other collective calls than in the last calls, or failed.")
         if not failed:
             self.channel.check(messages)
         if all(message.step == END for message in messages):
             check_seeds([message.body[0] for message in messages])
         if failed:
             self._raise_broken(messages, own)
-        if any(message.state == OTHER_ROWS for message in messages):
-            group.forget_rows(self.row_orders)
-            raise LostExchange("a rank did not make the same collective calls as in the last calls.")
         group.record_rows(self.row_orders)
         self._needs_agreement = any(message.body[2] for message in messages)
         results = []
@@ -276,6 +287,9 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             None if rank == self._rank else decode_result(call, rank, messages[rank].body[1], messages[rank].tensors)
             for rank in range(len(call.replicas))
         ]
+        own_writes = own is not None and writes is not None and bool(writes.written())
+        others_write = any(other.written_arguments for other in encoded if other is not None)
+        self._writes_arguments = self._writes_arguments or own_writes or others_write
         for rank, other in enumerate(encoded):
             if other is None:
                 assert own is not None

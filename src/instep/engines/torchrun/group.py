@@ -12,7 +12,7 @@ from instep.collectives.exchange import decode_payload, encode_payload
 from instep.collectives.group import describe_row
 from instep.engines.torchrun.channel import Message, RankChannel
 from instep.engines.torchrun.row_order import Row, RowOrders
-from instep.errors import LostExchange
+from instep.errors import LostExchange, RankFailure
 
 
 class RankGroup:
@@ -31,7 +31,7 @@ class RankGroup:
         self._only_rows = count == channel.count
         """Whether every rank has a replica, and nothing but rows was exchanged."""
         self.left_order = False
-        """Whether this rank did not gather the rows that were expected."""
+        """Whether this rank made other collective calls than those that were expected."""
         self.broken: list[Message] | None = None
         """The messages of the exchange after which the ranks are no longer in step."""
 
@@ -72,23 +72,32 @@ class RankGroup:
             at = len(self.rows)
             if self.left_order or at >= len(self.expected) or self.expected[at] != described:
                 self._leave_order()
+            rows = self._channel.gather_row(self._operation, row)
             self.rows.append(described)
-            return self._channel.gather_row(self._operation, row)
+            return rows
         self.rows.append(described)
         messages = self._exchange(describe_row(label, row), None, [row])
         return torch.stack([message.tensors[0] for message in messages[: self._count]])
 
-    def finish(self, *, failed: bool) -> None:
-        """Take part in the gathers that the other ranks still expect, at the end of the forward or backward."""
+    def finish(self, *, failed: bool) -> Exception | None:
+        """Take part in the gathers that the other ranks still expect, at the end of the forward or backward.
+
+        Returns the error of a device that can no longer be used.
+        """
         rest = self.expected[len(self.rows) :]
         self.left_order = self.left_order or bool(rest and not failed)
-        for row in rest:
-            self._channel.gather_row(self._operation, row.zeros())
-            self.rows.append(row)
+        try:
+            for row in rest:
+                self._channel.gather_row(self._operation, row.zeros())
+        except RankFailure:
+            raise
+        except Exception as error:
+            return error
+        return None
 
     def _leave_order(self) -> NoReturn:
         self.left_order = True
-        raise LostExchange("this call does not make the same collective calls as the last ones.")
+        raise LostExchange("this rank made other collective calls than in the last calls.")
 
     def row_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:  # noqa: ARG002
         return None

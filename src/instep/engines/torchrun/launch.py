@@ -109,14 +109,16 @@ def _share_memory(channel: RankChannel, timeout: float) -> None:
     with suppress(OSError):  # no room in the folder
         path = LocalSlots.create(channel.count) if channel.rank == 0 else ""
     path = channel.exchange(Message(step, body=path))[0].body
-    with suppress(OSError):
-        if path:
-            opened = LocalSlots.open(path, channel.rank, channel.count, timeout)
-            opened.watch([pid for _, pid in identities])
-            slots = opened
-    succeeded = [message.body for message in channel.exchange(Message(step, body=slots is not None))]
-    if channel.rank == 0 and path:
-        LocalSlots.remove(path)
+    try:
+        with suppress(OSError):
+            if path:
+                opened = LocalSlots.open(path, channel.rank, channel.count, timeout)
+                opened.watch([pid for _, pid in identities])
+                slots = opened
+        succeeded = [message.body for message in channel.exchange(Message(step, body=slots is not None))]
+    finally:
+        if channel.rank == 0 and path:
+            LocalSlots.remove(path)
     if slots is not None and all(succeeded):
         channel.use_local_slots(slots)
 

@@ -65,7 +65,8 @@ class LocalSlots:
         self._slots = self._slots.reshape(2, count, SLOT_BYTES)
         self._number = 0
         self._fence, self._spin = MemoryFence(), has_cpus_for(count)
-        self._pidfds: dict[int, int] = {}
+        self._exits: dict[int, select.poll] = {}
+        """By rank: reports the exit of its process."""
 
     @classmethod
     def create(cls, count: int) -> str:
@@ -97,26 +98,33 @@ class LocalSlots:
 
     def watch(self, pids: Sequence[int]) -> None:
         """Notice the exits of the other ranks' processes."""
-        self._pidfds = {peer: os.pidfd_open(pids[peer]) for peer in self._peers}
+        for peer in self._peers:
+            self._exits[peer] = select.poll()
+            self._exits[peer].register(os.pidfd_open(pids[peer]), select.POLLIN)
 
     def gather(self, message: Any) -> Any:
         """All-gather of an array of bytes, at most `SLOT_BYTES`. Returns the slots of all ranks, `[count, SLOT_BYTES]`.
 
         They are valid until the next exchange. What follows the message in a slot is left from earlier ones.
         """
-        self._number += 1
-        number, numbers = self._number, self._numbers
+        number, numbers = self._number + 1, self._numbers
+        self._check_given_up()
         slots = self._slots[number & 1]
         slots[self._rank, : len(message)] = message
         self._fence()
-        numbers[self._rank] = number
+        numbers[self._rank] = self._number = number
         deadline = time.monotonic() + self._timeout
         for peer in self._peers:
             if not 0 <= numbers[peer] - number <= 1 and not self._wait_for(peer, deadline):
                 numbers[self._given_up] = 1
                 raise ExchangeFailed(f"rank {peer} has ended, or did not arrive within {self._timeout:g} s.")
+        self._check_given_up()
         self._fence()
         return slots
+
+    def _check_given_up(self) -> None:
+        if self._numbers[self._given_up]:
+            raise ExchangeFailed("a rank has given up waiting for the others.")
 
     def _wait_for(self, peer: int, deadline: float) -> bool:
         number, numbers = self._number, self._numbers
@@ -128,9 +136,8 @@ class LocalSlots:
         )
 
     def _has_exited(self, peer: int) -> bool:
-        readable, _, _ = select.select([self._pidfds[peer]], [], [], 0)
         # It may have arrived before it ended.
-        return bool(readable) and not 0 <= self._numbers[peer] - self._number <= 1
+        return bool(self._exits[peer].poll(0)) and not 0 <= self._numbers[peer] - self._number <= 1
 
 
 def _nbytes(count: int) -> int:

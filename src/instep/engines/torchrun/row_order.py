@@ -20,7 +20,7 @@ _MAX_REPEATS = 2**20
 
 
 class Row(NamedTuple):
-    """One gathered row: what the ranks have to agree on."""
+    """What ranks have to agree on in an all-gather: for example that of the statistics of a batch norm layer."""
 
     label: str
     dtype: torch.dtype
