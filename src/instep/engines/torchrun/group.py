@@ -24,6 +24,7 @@ class RankGroup:
         """`count` is the number of ranks that have a replica in this call, the first ones."""
         self._channel, self._operation, self._count = channel, operation, count
         self._order_key: Hashable = None
+        """The kind of this operation, if its rows are recorded."""
         self.expected: Sequence[Row] = ()
         """The rows that all ranks expect each other to gather."""
         self.rows: list[Row] = []
@@ -43,7 +44,7 @@ class RankGroup:
 
     def record_rows(self, orders: RowOrders) -> None:
         """Record the rows, at the end of an operation in which no rank has failed."""
-        if self._only_rows and not self.expected:
+        if self._only_rows and self._order_key is not None and not self.expected:
             orders.record(self._order_key, self.rows)
 
     def forget_rows(self, orders: RowOrders) -> None:

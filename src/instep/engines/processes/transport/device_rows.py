@@ -12,8 +12,10 @@ ahead, signals all numbers of the call: no stream waits for ever, and the call f
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,6 @@ from torch import Tensor
 
 from instep.engines.processes.transport.cuda_driver import DeviceMemory, current_raw_stream
 from instep.engines.processes.transport.cuda_ipc import allocate_shared, open_shared, poison
-from instep.engines.processes.transport.row_labels import label_digest
 from instep.engines.processes.transport.shared_memory import SharedMemory
 from instep.engines.processes.transport.stream_flags import StreamFlags
 from instep.runtime.modes import set_inference_mode
@@ -219,6 +220,12 @@ class DeviceRowMemory:
             if header[_REQUEST] == request_id:
                 header[_NUMBER] = last_number  # the request cannot be sent again
                 self.flags.signal(index, last_number, self.current_stream())
+
+
+@lru_cache(maxsize=4096)
+def label_digest(label: str) -> int:
+    """The 64 bits by which replicas compare the labels of a collective."""
+    return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def fits_device_row(nbytes: int) -> bool:

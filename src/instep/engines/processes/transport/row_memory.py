@@ -17,8 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from instep.engines.processes.transport.device_rows import DeviceRowMemory
-from instep.engines.processes.transport.row_labels import label_digest
+from instep.engines.processes.transport.device_rows import DeviceRowMemory, label_digest
 from instep.engines.processes.transport.shared_memory import SharedMemory
 from instep.runtime.affinity import is_spin_wait
 from instep.runtime.modes import set_inference_mode
