@@ -48,7 +48,7 @@ UNRENDERED: dict[str, frozenset[str]] = {
             "engines/torchrun/launch.py: _sleep_before",
             "engines/torchrun/launch.py: rank_device",
             "engines/torchrun/local_slots.py: LocalSlots._check_given_up",
-            "engines/torchrun/local_slots.py: LocalSlots.gather",
+            "engines/torchrun/local_slots.py: LocalSlots.wait",
             "engines/torchrun/monitor.py: RankMonitor.describe_failure",
         }
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -13,18 +14,17 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from instep.engines.torchrun.local_slots import SLOT_BYTES, ExchangeFailed, LocalSlots, machine_identity
+from instep.engines.torchrun.local_memory import machine_identity
+from instep.engines.torchrun.local_slots import SLOT_BYTES, ExchangeFailed, LocalSlots
 
-pytestmark = pytest.mark.skipif(not machine_identity(), reason="needs /dev/shm and pidfd_open")
+pytestmark = pytest.mark.skipif(not machine_identity(), reason="needs memfd_create and pidfd_open")
 
 
-def open_slots(count: int, timeout: float = 30.0) -> list[LocalSlots]:
-    path = LocalSlots.create(count)
-    try:
-        return [LocalSlots.open(path, rank, count, timeout) for rank in range(count)]
-    finally:
-        LocalSlots.remove(path)
-        assert not os.path.exists(path)
+def open_slots(count: int, timeout: float = 30.0, pids: dict[int, int] | None = None) -> list[LocalSlots]:
+    """The slots of ranks that are threads of this process, except those in `pids`."""
+    memory = mmap.mmap(-1, LocalSlots.nbytes(count))
+    processes = [(pids or {}).get(rank, os.getpid()) for rank in range(count)]
+    return [LocalSlots(memory, rank, count, processes, timeout) for rank in range(count)]
 
 
 def message(rank: int, number: int) -> np.ndarray:
@@ -39,7 +39,6 @@ def test_every_rank_gets_every_message() -> None:
 
     def run(rank: int) -> None:
         try:
-            ranks[rank].watch([os.getpid()] * count)
             for number in range(exchanges):
                 if number % 97 == rank:
                     time.sleep(0.003)
@@ -60,8 +59,6 @@ def test_every_rank_gets_every_message() -> None:
 
 def test_a_rank_that_does_not_arrive() -> None:
     first, second = open_slots(2, timeout=0.1)
-    for slots in (first, second):
-        slots.watch([os.getpid()] * 2)
     with pytest.raises(ExchangeFailed, match=r"rank 1 has ended, or did not arrive within 0\.1 s"):
         first.gather(message(0, 0))
     for slots in (first, second):
@@ -78,8 +75,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_rank_that_dies(process: subprocess.Popen[bytes]) -> None:
     """It is noticed at once, and before its parent has waited for it."""
-    first, _ = open_slots(2)
-    first.watch([os.getpid(), process.pid])
+    first, _ = open_slots(2, pids={1: process.pid})
     threading.Timer(0.1, lambda: os.kill(process.pid, signal.SIGKILL)).start()
     start = time.monotonic()
     with pytest.raises(ExchangeFailed, match="rank 1 has ended"):
@@ -88,9 +84,7 @@ def test_a_rank_that_dies(process: subprocess.Popen[bytes]) -> None:
 
 
 def test_a_rank_that_arrives_and_dies(process: subprocess.Popen[bytes]) -> None:
-    first, second, third = open_slots(3)
-    for slots in (first, second, third):
-        slots.watch([os.getpid(), process.pid, os.getpid()])
+    first, second, third = open_slots(3, pids={1: process.pid})
     arrived = threading.Thread(target=second.gather, args=(message(1, 0),))
     arrived.start()
     late = threading.Timer(0.2, third.gather, args=(message(2, 0),))

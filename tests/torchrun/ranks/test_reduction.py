@@ -122,3 +122,39 @@ def test_parameters_of_another_size(wrap: Wrap) -> None:
         with torch.no_grad():
             module[4].weight.fill_(0.1)
     assert_same_training(model, plain, batches(6, 6, 6), loss_of)
+
+
+def test_memory_for_the_buckets(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that compute on the CPU of one machine sum through memory, if they can share it."""
+    plain = layers()
+    model = wrap(plain)
+    assert_same_training(model, plain, batches(6, 7), loss_of)
+    engine = engine_of(model)
+    is_local = DEVICE.type == "cpu" and engine.channel.is_local
+    assert [memory is not None for memory in engine._local_buckets.values()] == [True] * is_local
+    for frozen in (True, False, True):  # the memory for each set of trainable parameters is kept
+        for module in (plain, model.module):
+            module[0].requires_grad_(not frozen)
+        plain.zero_grad(), model.zero_grad()
+        assert_same_training(model, plain, batches(6, 8), loss_of)
+    assert len(engine._local_buckets) == 2 * is_local
+    monkeypatch.setattr(engine.channel, "share_memory", lambda *_: None)
+    other = wrap(plain)
+    assert_same_training(other, plain, batches(6, 7), loss_of)
+    assert list(engine_of(other)._local_buckets.values()) == [None] * is_local
+
+
+def test_a_second_backward_without_a_forward(wrap: Wrap) -> None:
+    """Other ranks may still read the gradients of the first one."""
+    plain = layers()
+    model = wrap(plain)
+    x, y = batches(6)[0]
+    for _ in range(5):
+        gradients = []
+        for module in (plain, model):
+            module.zero_grad()
+            loss = loss_of(module, x, y)
+            for _ in range(4):
+                loss.backward(retain_graph=True)
+            gradients.append([parameter.grad for parameter in module.parameters()])
+        torch.testing.assert_close(gradients[1], gradients[0])

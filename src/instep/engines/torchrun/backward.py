@@ -73,7 +73,9 @@ class RankEngine(Protocol):
         """Whether a backward runs inside `no_sync`."""
         ...
 
-    def begin_reduction(self, sources: Sequence[Tensor], leaves: Sequence[Tensor], *, overlap: bool) -> BucketAllReduce:
+    def begin_reduction(
+        self, operation: str, sources: Sequence[Tensor], leaves: Sequence[Tensor], *, overlap: bool
+    ) -> BucketAllReduce:
         """A reduction of the gradients of leaves; with `overlap`, buckets start when the gradients arrive."""
         ...
 
@@ -126,7 +128,7 @@ class RankBackward:
             group.expect_rows(self._engine.row_orders, key)
         leaves = [] if local is None else local.leaves
         overlap = not needed and not self.deferred  # collectives and buckets must not wait for each other
-        reducer = self._engine.begin_reduction(graph.sources, leaves, overlap=overlap)
+        reducer = self._engine.begin_reduction(self._operation, graph.sources, leaves, overlap=overlap)
         error: BaseException | None = None
         graph.rng.refresh()
         try:

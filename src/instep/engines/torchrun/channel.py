@@ -7,6 +7,7 @@ to do something else than the others is therefore seen at once, by all ranks, an
 from __future__ import annotations
 
 import hashlib
+import mmap
 import pickle
 import threading
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from instep.collectives.group import PeerFailure
 from instep.engines.torchrun.checks import out_of_step
+from instep.engines.torchrun.local_memory import share_memory
 from instep.engines.torchrun.local_slots import SLOT_BYTES, ExchangeFailed, LocalSlots
 from instep.engines.torchrun.monitor import RankMonitor
 from instep.errors import CollectiveError
@@ -84,6 +86,37 @@ class RankChannel:
     def use_local_slots(self, slots: LocalSlots) -> None:
         """Exchange short messages through memory, not by Gloo. All ranks have to call it."""
         self._local = slots
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks are on one machine, and can share memory."""
+        return self._local is not None
+
+    def share_memory(self, operation: str, nbytes: int) -> mmap.mmap | None:
+        """New memory that all ranks map, if they can. All ranks have to call it."""
+
+        def exchange(value: Any) -> list[Any]:
+            messages = self.exchange(Message(operation, "sharing memory", body=value))
+            self.check(messages)
+            return [message.body for message in messages]
+
+        return share_memory(nbytes, self.rank, exchange)
+
+    def wait(self, label: str, has_arrived: Callable[[int], bool]) -> None:
+        """Wait until a function of its rank is true for every other rank of this machine."""
+        assert self._local is not None
+        if all(map(has_arrived, self._local.peers)):
+            return
+        with self._monitor.waiting(label):
+            try:
+                self._local.wait(has_arrived)
+            except ExchangeFailed as error:
+                raise self._monitor.describe_failure() from error
+
+    def fence(self) -> None:
+        """Order the accesses of this rank to memory that ranks share."""
+        assert self._local is not None
+        self._local.fence()
 
     def exchange(self, message: Message) -> list[Message]:
         """All-gather of messages. Raises `RankFailure` if a rank does not take part."""

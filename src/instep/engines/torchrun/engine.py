@@ -37,6 +37,7 @@ from instep.engines.torchrun.codec import (
 from instep.engines.torchrun.digest import digest_arguments, digest_tensors
 from instep.engines.torchrun.group import RankGroup
 from instep.engines.torchrun.launch import Ranks, connect, rank_device, world_size
+from instep.engines.torchrun.local_buckets import LocalBuckets, bucket_places
 from instep.engines.torchrun.reduction import BucketAllReduce, BucketPlan
 from instep.engines.torchrun.row_order import RowOrders
 from instep.errors import EngineError, LostExchange, RankFailure
@@ -48,6 +49,8 @@ from instep.runtime.torch_private import without_checkpoint_hooks
 from instep.runtime.version import __version__
 
 _numbers = itertools.count(1)
+_MAX_LAYOUTS = 4
+"""The number of bucket layouts for which memory is kept. Each set of trainable parameters has its own."""
 VerdictT = TypeVar("VerdictT")
 
 
@@ -80,6 +83,9 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         self._reducer: BucketAllReduce | None = None
         """The reduction of the backward that runs, if it reduces gradients meanwhile."""
         self._bucket_plan: BucketPlan | None = None
+        self._local_buckets: dict[Any, LocalBuckets | None] = {}
+        """Memory of all ranks, by the process group and the buckets it was made for; None where it could not be made.
+        """
         self._hooked_leaves: list[Tensor] = []
         self._gradient_hooks: dict[int, RemovableHandle] = {}
         """The hooks on these leaves, by index."""
@@ -331,22 +337,44 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
                 return [None] * len(graph.sources), inputs
             return column, inputs
 
-    def begin_reduction(self, sources: Sequence[Tensor], leaves: Sequence[Tensor], *, overlap: bool) -> BucketAllReduce:
+    def begin_reduction(
+        self, operation: str, sources: Sequence[Tensor], leaves: Sequence[Tensor], *, overlap: bool
+    ) -> BucketAllReduce:
         """A reduction of the gradients of leaves; with `overlap`, buckets start when the gradients arrive."""
+        group = self._ranks.bucket_group
         if self._bucket_plan is None or not self._bucket_plan.is_current(sources):
             self._bucket_plan = BucketPlan(sources)
+        local = self._share_buckets(self._bucket_plan, operation)
         reducer = BucketAllReduce(
             self._bucket_plan,
-            self._ranks.bucket_group,
+            group,
             self._devices[0],
             lambda index: leaves[index].grad if leaves else None,
             self.options.reduce,
+            local,
         )
         self._last_reducer = reducer
         if overlap:
             self._watch_gradients(leaves, self._bucket_plan.watched())
             self._reducer = reducer
         return reducer
+
+    def _share_buckets(self, plan: BucketPlan, operation: str) -> LocalBuckets | None:
+        """Memory for the buckets, if all ranks compute on the CPU of one machine.
+
+        All ranks need new memory in the same call, because that depends on the buckets alone. After ranks were out of
+        step they have a new group, and all of them begin anew.
+        """
+        if not (self._on_cpu and self.channel.is_local and self.options.reduce is None and plan.buckets):
+            return None
+        key = self._ranks.bucket_group, plan.buckets
+        if key not in self._local_buckets:
+            if len(self._local_buckets) >= _MAX_LAYOUTS or any(group is not key[0] for group, _ in self._local_buckets):
+                self._local_buckets.clear()
+            places = bucket_places(plan.buckets)
+            memory = self.channel.share_memory(operation, LocalBuckets.nbytes(self._ranks.count, places))
+            self._local_buckets[key] = None if memory is None else LocalBuckets(memory, self.channel, places)
+        return self._local_buckets[key]
 
     def _watch_gradients(self, leaves: Sequence[Tensor], watched: set[int]) -> None:
         """Register hooks that report the arrival of gradients, by the indices of the leaves."""
@@ -378,10 +406,11 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         return self._in_no_sync
 
     def _sum_deferred(self, sources: Sequence[Tensor], columns: Sequence[Gradients]) -> Gradients:
-        reducer = self.begin_reduction(sources, (), overlap=False)
+        operation = f"end of no_sync of {self._name}"
+        reducer = self.begin_reduction(operation, sources, (), overlap=False)
         reducer.set_gradients(columns[0])
         reducer.start_rest()
-        messages = self.channel.exchange(end_message(f"end of no_sync of {self._name}", reducer, columns[0]))
+        messages = self.channel.exchange(end_message(operation, reducer, columns[0]))
         self.channel.check(messages)
         return sum_over_ranks(reducer, messages)
 

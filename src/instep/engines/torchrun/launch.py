@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from instep.engines.torchrun.channel import Message, RankChannel
-from instep.engines.torchrun.local_slots import LocalSlots, machine_identity
+from instep.engines.torchrun.local_memory import machine_identity
+from instep.engines.torchrun.local_slots import LocalSlots
 from instep.engines.torchrun.monitor import RankMonitor
 from instep.errors import EngineError
 from instep.runtime.caller_warnings import warn_caller
@@ -105,20 +106,13 @@ def _share_memory(channel: RankChannel, timeout: float) -> None:
     identities = [message.body for message in channel.exchange(Message(step, body=(machine_identity(), os.getpid())))]
     if not identities[0][0] or len({identity for identity, _ in identities}) > 1:
         return
-    path, slots = "", None
-    with suppress(OSError):  # no room in the folder
-        path = LocalSlots.create(channel.count) if channel.rank == 0 else ""
-    path = channel.exchange(Message(step, body=path))[0].body
-    try:
-        with suppress(OSError):
-            if path:
-                opened = LocalSlots.open(path, channel.rank, channel.count, timeout)
-                opened.watch([pid for _, pid in identities])
-                slots = opened
-        succeeded = [message.body for message in channel.exchange(Message(step, body=slots is not None))]
-    finally:
-        if channel.rank == 0 and path:
-            LocalSlots.remove(path)
+    memory = channel.share_memory(step, LocalSlots.nbytes(channel.count))
+    if memory is None:
+        return
+    slots = None
+    with suppress(OSError):
+        slots = LocalSlots(memory, channel.rank, channel.count, [pid for _, pid in identities], timeout)
+    succeeded = [message.body for message in channel.exchange(Message(step, body=slots is not None))]
     if slots is not None and all(succeeded):
         channel.use_local_slots(slots)
 

@@ -13,35 +13,17 @@ import mmap
 import os
 import select
 import time
-import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from instep.engines.torchrun.local_memory import CACHE_LINE
 from instep.runtime.affinity import has_cpus_for
 from instep.runtime.shared_wait import MemoryFence, wait_until
 
 SLOT_BYTES = 2048
 """What each rank sends in every exchange. A longer message takes a second all-gather, by Gloo."""
-_FOLDER = "/dev/shm"
-_NUMBER_BYTES = 64
-"""Bytes between the numbers of two ranks: each has its own cache line."""
-
-
-def machine_identity() -> str:
-    """A text that is equal for processes that can exchange messages through memory; empty if none can.
-
-    Processes in different network namespaces count as different machines.
-    """
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid")]
-        return f"{boot} {' '.join(spaces)} {os.stat(_FOLDER).st_dev}" if hasattr(os, "pidfd_open") else ""
-    except OSError:
-        return ""
 
 
 class ExchangeFailed(RuntimeError):
@@ -49,58 +31,38 @@ class ExchangeFailed(RuntimeError):
 
 
 class LocalSlots:
-    """The memory of the ranks of one machine."""
+    """The slots of the ranks of one machine."""
 
-    def __init__(self, fd: int, rank: int, count: int, timeout: float) -> None:
-        """Maps the memory of a descriptor."""
-        self._memory = mmap.mmap(fd, _nbytes(count))
+    def __init__(self, memory: mmap.mmap, rank: int, count: int, pids: Sequence[int], timeout: float) -> None:
+        """
+        Args:
+            memory: Memory of `nbytes(count)` bytes that all ranks map.
+            rank: This rank.
+            count: The number of ranks.
+            pids: The process of each rank. Raises `OSError` if its exit cannot be noticed.
+            timeout: Seconds to wait for the other ranks.
+        """
         self._rank, self._timeout = rank, timeout
-        words = _NUMBER_BYTES // 8
-        numbers = np.frombuffer(self._memory, np.int64, (count + 1) * words).reshape(count + 1, words)[:, 0]
+        words = CACHE_LINE // 8
+        numbers = np.frombuffer(memory, np.int64, (count + 1) * words).reshape(count + 1, words)[:, 0]
         self._numbers = memoryview(numbers)  # type: ignore[arg-type]
         """The number that each rank has reached, and then whether a rank has given up."""
         self._given_up = count
-        self._peers = [peer for peer in range(count) if peer != rank]
-        self._slots = np.frombuffer(self._memory, np.uint8, offset=(count + 1) * _NUMBER_BYTES)
+        self.peers = [peer for peer in range(count) if peer != rank]
+        self._slots = np.frombuffer(memory, np.uint8, offset=(count + 1) * CACHE_LINE)
         self._slots = self._slots.reshape(2, count, SLOT_BYTES)
         self._number = 0
-        self._fence, self._spin = MemoryFence(), has_cpus_for(count)
+        self.fence, self._spin = MemoryFence(), has_cpus_for(count)
         self._exits: dict[int, select.poll] = {}
         """By rank: reports the exit of its process."""
-
-    @classmethod
-    def create(cls, count: int) -> str:
-        """The path of new memory. `open` it in every rank, then `remove` it."""
-        path = os.path.join(_FOLDER, f"instep-{uuid.uuid4().hex}")
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, _nbytes(count))  # fails if there is no room, instead of a signal later
-        except OSError:
-            os.unlink(path)
-            raise
-        finally:
-            os.close(fd)
-        return path
-
-    @classmethod
-    def open(cls, path: str, rank: int, count: int, timeout: float) -> LocalSlots:
-        fd = os.open(path, os.O_RDWR)
-        try:
-            return cls(fd, rank, count, timeout)
-        finally:
-            os.close(fd)
-
-    @staticmethod
-    def remove(path: str) -> None:
-        """Remove the name of the memory, which stays mapped."""
-        with suppress(OSError):
-            os.unlink(path)
-
-    def watch(self, pids: Sequence[int]) -> None:
-        """Notice the exits of the other ranks' processes."""
-        for peer in self._peers:
+        for peer in self.peers:
             self._exits[peer] = select.poll()
             self._exits[peer].register(os.pidfd_open(pids[peer]), select.POLLIN)
+
+    @staticmethod
+    def nbytes(count: int) -> int:
+        """The size of the memory."""
+        return (count + 1) * CACHE_LINE + 2 * count * SLOT_BYTES
 
     def gather(self, message: Any) -> Any:
         """All-gather of an array of bytes, at most `SLOT_BYTES`. Returns the slots of all ranks, `[count, SLOT_BYTES]`.
@@ -111,34 +73,34 @@ class LocalSlots:
         self._check_given_up()
         slots = self._slots[number & 1]
         slots[self._rank, : len(message)] = message
-        self._fence()
+        self.fence()
         numbers[self._rank] = self._number = number
-        deadline = time.monotonic() + self._timeout
-        for peer in self._peers:
-            if not 0 <= numbers[peer] - number <= 1 and not self._wait_for(peer, deadline):
-                numbers[self._given_up] = 1
-                raise ExchangeFailed(f"rank {peer} has ended, or did not arrive within {self._timeout:g} s.")
+        self.wait(lambda peer: 0 <= numbers[peer] - number <= 1)
         self._check_given_up()
-        self._fence()
+        self.fence()
         return slots
+
+    def wait(self, has_arrived: Callable[[int], bool]) -> None:
+        """Wait until a function of its rank is true for every other rank. Raises `ExchangeFailed`."""
+        deadline = 0.0
+        for peer in self.peers:
+            if has_arrived(peer):
+                continue
+            deadline = deadline or time.monotonic() + self._timeout
+            if not self._wait_for(peer, has_arrived, deadline):
+                self._numbers[self._given_up] = 1
+                raise ExchangeFailed(f"rank {peer} has ended, or did not arrive within {self._timeout:g} s.")
 
     def _check_given_up(self) -> None:
         if self._numbers[self._given_up]:
             raise ExchangeFailed("a rank has given up waiting for the others.")
 
-    def _wait_for(self, peer: int, deadline: float) -> bool:
-        number, numbers = self._number, self._numbers
+    def _wait_for(self, peer: int, has_arrived: Callable[[int], bool], deadline: float) -> bool:
+        def is_lost() -> bool:
+            has_exited = bool(self._exits[peer].poll(0))
+            # It may have arrived before it ended.
+            return time.monotonic() > deadline or (has_exited and not has_arrived(peer))
+
         return wait_until(
-            lambda: 0 <= numbers[peer] - number <= 1,
-            lambda: bool(numbers[self._given_up]),
-            lambda: time.monotonic() > deadline or self._has_exited(peer),
-            spin=self._spin,
+            lambda: has_arrived(peer), lambda: bool(self._numbers[self._given_up]), is_lost, spin=self._spin
         )
-
-    def _has_exited(self, peer: int) -> bool:
-        # It may have arrived before it ended.
-        return bool(self._exits[peer].poll(0)) and not 0 <= self._numbers[peer] - self._number <= 1
-
-
-def _nbytes(count: int) -> int:
-    return (count + 1) * _NUMBER_BYTES + 2 * count * SLOT_BYTES

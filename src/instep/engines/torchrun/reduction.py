@@ -13,6 +13,7 @@ from torch import Tensor
 
 from instep.autograd.bridge import Gradients
 from instep.collectives.buckets import gradient_buckets
+from instep.engines.torchrun.local_buckets import LocalBuckets
 from instep.runtime.modes import set_inference_mode
 
 COMPRESSED = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,6 +75,7 @@ class BucketAllReduce:
         device: torch.device,
         gradient_of: Callable[[int], Tensor | None],
         reduce: str | Callable[..., Any] | None = None,
+        local: LocalBuckets | None = None,
     ) -> None:
         """
         Args:
@@ -81,9 +83,12 @@ class BucketAllReduce:
             device: The device of the gradients.
             gradient_of: Returns this rank's gradient by index.
             reduce: How a bucket is summed: a key of `COMPRESSED`, a function `(bucket, group)`, or by all-reduce.
+            local: Memory through which ranks of one machine sum the buckets, instead of the process group.
         """
         self._plan, self._group, self._device, self._gradient_of = plan, group, device, gradient_of
-        self._reduce = reduce
+        self._reduce, self._local = reduce, local
+        if local is not None:
+            local.begin()
         self._arrived: list[set[int]] = [set() for _ in plan.buckets]
         self._complete = [False] * len(plan.buckets)
         self._packed: list[tuple[int, Tensor, int]] = []
@@ -105,7 +110,7 @@ class BucketAllReduce:
 
     def again(self) -> BucketAllReduce:
         """Another reduction of the same gradients, which are complete now."""
-        return BucketAllReduce(self._plan, self._group, self._device, self._gradient_of, self._reduce)
+        return BucketAllReduce(self._plan, self._group, self._device, self._gradient_of, self._reduce, self._local)
 
     def reduces(self, index: int, gradient: Tensor) -> bool:
         """Whether a gradient is reduced in a bucket. Sparse ones, and those of some dtypes, are not."""
@@ -144,22 +149,31 @@ class BucketAllReduce:
                 self._start_next()
 
     def _start_next(self) -> None:
-        flat = self._pack(len(self._works))
+        number, work = len(self._works), None
+        place = None if self._local is None else self._local.place(number)
+        flat = self._pack(number, place)
         self._flats.append(flat)
-        if callable(self._reduce):
+        if self._local is not None:
+            if place is not None:
+                self._local.publish(number)
+        elif callable(self._reduce):
             work = self._reduce(flat, self._group)
         else:
             work = dist.all_reduce(flat, group=self._group, async_op=True)
         self._works.append(work)
 
-    def _pack(self, number: int) -> Tensor:
+    def _pack(self, number: int, place: Tensor | None) -> Tensor:
+        """A bucket with this rank's gradients, in `place` if given. A gradient that has not arrived counts as zero."""
         bucket = self._plan.buckets[number]
         with torch.no_grad(), set_inference_mode(False):
             gradients = [(index, self._gradient_of(index)) for index in bucket.indices]
             dense = [(index, g) for index, g in gradients if g is not None and g.layout is torch.strided]
             self._packed += [(index, gradient, gradient._version) for index, gradient in dense]
-            make = torch.empty if len(dense) == len(gradients) else torch.zeros
-            flat: Tensor = make(bucket.numel, dtype=self._sent_dtype(bucket.dtype), device=self._device)
+            flat = place
+            if flat is None:
+                flat = torch.empty(bucket.numel, dtype=self._sent_dtype(bucket.dtype), device=self._device)
+            if len(dense) < len(gradients):
+                flat.zero_()
             views = self._plan.views(flat, number)
             if len(dense) < len(gradients):
                 present = {index for index, _ in dense}
@@ -181,7 +195,9 @@ class BucketAllReduce:
         for number, (work, flat, bucket) in enumerate(zip(self._works, self._flats, self._plan.buckets, strict=True)):
             if work is not None:
                 work.wait()
-            total = flat.to(bucket.dtype)
+            total = (flat if self._local is None else self._local.sum(number, flat)).to(bucket.dtype)
             for index, view in zip(bucket.indices, self._plan.views(total, number), strict=True):
                 sums[index] = view
+        if self._local is not None:
+            self._local.end()
         return sums

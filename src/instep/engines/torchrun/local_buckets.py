@@ -1,0 +1,109 @@
+"""Sums of gradients of the ranks of one machine, through memory that all of them map.
+
+Every rank has a row, with a place for each bucket. It packs its gradients there and writes a number. The sum of a
+bucket reads the rows of all ranks, in the order of the ranks: all of them get the same bits.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from instep.devices import Bucket
+from instep.engines.torchrun.channel import RankChannel
+from instep.engines.torchrun.local_memory import CACHE_LINE
+
+
+class LocalBuckets:
+    """The buckets of one module. Its ranks reduce them again and again, all buckets each time."""
+
+    def __init__(self, memory: mmap.mmap, channel: RankChannel, places: Sequence[tuple[torch.dtype, int]]) -> None:
+        """`memory` has `nbytes(count, places)` bytes. `places` are the dtype and the length of each bucket."""
+        self._channel, self._rank, count = channel, channel.rank, channel.count
+        words = CACHE_LINE // 8
+        numbers = np.frombuffer(memory, np.int64, 2 * count * words).reshape(2, count, words)[:, :, 0]
+        self._packed = memoryview(numbers[0])
+        """By rank: how many buckets it has packed, in all reductions."""
+        self._finished = memoryview(numbers[1])
+        """By rank: how many reductions it has finished, or given up."""
+        at, self._rows = 2 * count * CACHE_LINE, []
+        for _ in range(count):
+            row: list[Tensor] = []
+            for dtype, numel in places:
+                empty = torch.empty(0, dtype=dtype)  # which torch.frombuffer refuses to make
+                row.append(torch.frombuffer(memory, dtype=dtype, count=numel, offset=at) if numel else empty)
+                at += _aligned(numel * dtype.itemsize)
+            self._rows.append(row)
+        self._number = 0
+        """The number of reductions that this rank has begun."""
+        self._num_published = 0
+        """The number of buckets that it has published in this reduction, in order."""
+
+    @staticmethod
+    def nbytes(count: int, places: Sequence[tuple[torch.dtype, int]]) -> int:
+        """The size of the memory."""
+        return count * (2 * CACHE_LINE + sum(_aligned(numel * dtype.itemsize) for dtype, numel in places))
+
+    def begin(self) -> None:
+        """Begin a reduction."""
+        self._finished[self._rank] = self._number
+        self._packed[self._rank] = self._number * len(self._rows[0])
+        self._number += 1
+        self._num_published = 0
+
+    def place(self, bucket: int) -> Tensor | None:
+        """Where this rank packs a bucket; None if other ranks may still read the last one.
+
+        Then it is packed elsewhere, as are those after it, and `sum` copies it. This does not wait: it is not yet known
+        that all ranks are in this reduction.
+        """
+        is_free = bucket == self._num_published and all(map(self._has_finished, range(len(self._rows))))
+        return self._rows[self._rank][bucket] if is_free else None
+
+    def _has_finished(self, rank: int) -> bool:
+        """Whether a rank has finished the last reduction."""
+        return self._finished[rank] >= self._number - 1
+
+    def publish(self, bucket: int) -> None:
+        """Let other ranks read a bucket, which has been packed in its place, and those before it."""
+        self._channel.fence()
+        self._num_published = bucket + 1
+        self._packed[self._rank] = self._last_number(bucket)
+
+    def _last_number(self, bucket: int) -> int:
+        return (self._number - 1) * len(self._rows[0]) + bucket + 1
+
+    def sum(self, bucket: int, packed: Tensor) -> Tensor:
+        """The sum of all ranks' buckets. `packed` is that of this rank. All ranks are in the same reduction."""
+        own, label = self._rows[self._rank][bucket], "the reduction of gradients"
+        if packed is not own:
+            self._channel.wait(label, self._has_finished)
+            own.copy_(packed)
+            self.publish(bucket)
+        number = self._last_number(bucket)
+        self._channel.wait(label, lambda peer: self._packed[peer] >= number)
+        self._channel.fence()
+        first, second, *others = (row[bucket] for row in self._rows)
+        total = first + second
+        for other in others:
+            total += other
+        return total
+
+    def end(self) -> None:
+        """End a reduction: all sums are taken."""
+        self._channel.fence()
+        self._finished[self._rank] = self._number
+
+
+def bucket_places(buckets: Sequence[Bucket]) -> list[tuple[torch.dtype, int]]:
+    """The dtypes and lengths of buckets on the CPU, where half precision is summed in float32."""
+    half = (torch.float16, torch.bfloat16)
+    return [(torch.float32 if bucket.dtype in half else bucket.dtype, bucket.numel) for bucket in buckets]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // CACHE_LINE) * CACHE_LINE
