@@ -2,8 +2,8 @@
 
     step = compute of a shard + overlapped part of (reduction of gradients) + gather of outputs + two headers + host
 
-`python cost_model.py` measures each part alone on 1, 2 and 3 ranks (CPU, Gloo), adds them up, and prints the sum beside
-the measured step. The reduction is added whole: on a CPU it competes with the backward for the same cores.
+`python cost_model.py` measures each part alone on 1, 2 and 3 ranks of one CPU machine, adds them up, and prints the sum
+beside the measured step. The reduction is added whole: on a CPU it competes with the backward for the same cores.
 `python cost_model.py --predict` prints what the model says for larger machines; nothing is measured there.
 """
 
@@ -60,10 +60,14 @@ def measure(case: Case) -> tuple[float, float, float, float, float]:
     net = instep.with_loss(case.make(), nn.CrossEntropyLoss())
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     compute = median_ms(lambda: step(net, optimizer, x[own], y[own]))
-    gradients = torch.zeros(sum(p.numel() for p in net.parameters()))
-    reduction = median_ms(lambda: dist.all_reduce(gradients)) if count > 1 else 0.0
     model = instep.DataParallel(net, engine="torchrun")
-    channel = model._instep_engine.channel
+    engine, parameters = model._instep_engine, list(net.parameters())
+
+    def reduce() -> None:  # net has gradients
+        engine.begin_reduction("a reduction", parameters, parameters, overlap=False).finish()
+
+    reduction = median_ms(reduce) if count > 1 else 0.0
+    channel = engine.channel
     headers = 2 * median_ms(lambda: channel.exchange(Message("a header")), 100) if count > 1 else 0.0
     small = instep.with_loss(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 32)), nn.CrossEntropyLoss())
     host = 0.0
@@ -144,7 +148,7 @@ def main() -> None:
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--parameters", type=float, default=134e6)
     parser.add_argument("--compute", type=float, default=0.020, help="seconds of a shard's step")
-    parser.add_argument("--host", type=float, default=0.0035, help="seconds that the host adds to a step")
+    parser.add_argument("--host", type=float, default=0.0025, help="seconds that the host adds to a step")
     options = parser.parse_args()
     if options.predict:
         predict(options.parameters, options.compute, options.host)

@@ -213,7 +213,7 @@ class RankBackward:
         if checks.is_due:
             checks.record()
         with torch.no_grad():
-            return tuple(float(torch.linalg.vector_norm(g.detach().double())) for g in present if not g.is_complex())
+            return tuple(_norm(gradient.detach()) for gradient in present if not gradient.is_complex())
 
     def _add_tokens(
         self, local: ReplicaGraph, outputs: list[Tensor], grads: list[Tensor], needed: Sequence[int]
@@ -327,6 +327,12 @@ def sum_over_ranks(reducer: BucketAllReduce, messages: Sequence[Message]) -> Gra
         sums[index] = sum_gradients(columns)[0]
     absent = set(ends[0].without_gradient).intersection(*(end.without_gradient for end in ends))
     return [None if index in absent else value for index, value in enumerate(sums)]
+
+
+def _norm(gradient: Tensor) -> float:
+    if gradient.numel() == 1:  # that of a loss
+        return abs(float(gradient))
+    return float(torch.linalg.vector_norm(gradient.double()))
 
 
 def _sparse(indices: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:

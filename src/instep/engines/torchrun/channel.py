@@ -130,7 +130,7 @@ class RankChannel:
         specs = [(tensor.device.type == "cpu", tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors]
         host_bytes, inline = _nbytes(on_host), b""
         if host_bytes <= _INLINE_BYTES and on_host:
-            inline, host_bytes = _pack(on_host, host_bytes, _CPU).numpy().tobytes(), 0
+            inline, host_bytes = b"".join(map(_padded_bytes, on_host)), 0
         self._kept = []
         message = replace(message, operation=_shorten(message.operation), step=_shorten(message.step))
         fields = (message.operation, message.step, message.state)
@@ -270,6 +270,13 @@ def _pack(tensors: Sequence[Tensor], nbytes: int, device: torch.device) -> Tenso
         if views:
             torch._foreach_copy_(views, [tensor.detach() for tensor in tensors])
     return row
+
+
+def _padded_bytes(tensor: Tensor) -> bytes:
+    """The values of a tensor, as `_pack` writes them."""
+    values = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    content: bytes = values.view(-1).view(torch.uint8).numpy().tobytes()
+    return content.ljust(_aligned(len(content)), b"\0")
 
 
 def _host_bytes(*shape: int) -> Tensor:
