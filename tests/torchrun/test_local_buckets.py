@@ -29,7 +29,7 @@ class Channel:
     """What `LocalBuckets` uses of a `RankChannel`, for ranks that are threads."""
 
     def __init__(self, slots: LocalSlots, rank: int, count: int) -> None:
-        self.rank, self.count, self._slots = rank, count, slots
+        self.rank, self.count, self._slots, self.device = rank, count, slots, torch.device("cpu")
 
     def fence(self) -> None:
         self._slots.fence()

@@ -125,12 +125,12 @@ def test_parameters_of_another_size(wrap: Wrap) -> None:
 
 
 def test_memory_for_the_buckets(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that compute on the CPU of one machine sum through memory, if they can share it."""
+    """Ranks of one machine that have no NCCL sum through memory, if they can share it."""
     plain = layers()
     model = wrap(plain)
     assert_same_training(model, plain, batches(6, 7), loss_of)
     engine = engine_of(model)
-    is_local = DEVICE.type == "cpu" and engine.channel.is_local
+    is_local = engine.channel.sends_by_host and engine.channel.is_local
     assert [memory is not None for memory in engine._local_buckets.values()] == [True] * is_local
     for frozen in (True, False, True):  # the memory for each set of trainable parameters is kept
         for module in (plain, model.module):

@@ -29,6 +29,8 @@ from instep.runtime.modes import set_inference_mode
 from instep.runtime.torch_private import all_gather_flat
 
 _CPU = torch.device("cpu")
+_HEADER_BYTES = 2048
+"""What each rank sends in every exchange by Gloo. A longer message takes a second all-gather."""
 _INLINE_BYTES = 1024
 """Tensors on the CPU of at most this size are a part of the message itself."""
 _ALIGNMENT = 64
@@ -68,10 +70,12 @@ class RankChannel:
             monitor: Knows where other ranks are, for messages.
         """
         self._host_group, self._device_group, self.device = host_group, device_group, device
+        self.sends_by_host = device_group is host_group
+        """Whether tensors on the device are sent through host memory: Gloo does that."""
         self._monitor = monitor
         self.rank: int = host_group.rank()
         self.count: int = host_group.size()
-        self._slot, self._slots = _host_bytes(SLOT_BYTES), _host_bytes(self.count, SLOT_BYTES)
+        self._slot, self._slots = _host_bytes(_HEADER_BYTES), _host_bytes(self.count, _HEADER_BYTES)
         self._flat_slots, self._no_rows = self._slots.view(-1), _host_bytes(self.count, 0)
         self._slot_array, self._slot_arrays = self._slot.numpy(), self._slots.numpy()
         self._kept: list[Tensor] = []
@@ -125,9 +129,15 @@ class RankChannel:
             return self._exchange(message)
 
     def _exchange(self, message: Message) -> list[Message]:
-        on_host = [tensor for tensor in message.tensors if tensor.device.type == "cpu"]
-        on_device = [tensor for tensor in message.tensors if tensor.device.type != "cpu"]
-        specs = [(tensor.device.type == "cpu", tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors]
+        sent = message.tensors
+        if self.sends_by_host and _nbytes(sent) <= _INLINE_BYTES:
+            sent = [tensor.cpu() for tensor in sent]
+        on_host = [tensor for tensor in sent if tensor.device.type == "cpu"]
+        on_device = [tensor for tensor in sent if tensor.device.type != "cpu"]
+        specs = [
+            (tensor.device.type == "cpu", original.device.type == "cpu", tensor.dtype, tuple(tensor.shape))
+            for tensor, original in zip(sent, message.tensors, strict=True)
+        ]
         host_bytes, inline = _nbytes(on_host), b""
         if host_bytes <= _INLINE_BYTES and on_host:
             inline, host_bytes = b"".join(map(_padded_bytes, on_host)), 0
@@ -148,30 +158,33 @@ class RankChannel:
                 if other_inline:
                     host_row = torch.from_numpy(np.frombuffer(bytearray(other_inline), np.uint8))
                 rows = {True: _Reader(host_row), False: _Reader(device_rows[rank])}
-                tensors = [rows[is_host].read(dtype, shape) for is_host, dtype, shape in other_specs]
+                for on_host, stays, dtype, shape in other_specs:
+                    tensor = rows[on_host].read(dtype, shape)
+                    tensors.append(tensor if stays or not on_host else tensor.to(self.device))
             messages.append(Message(operation, step, state, content, tensors))
         messages[self.rank] = message
         return messages
 
     def _gather_bytes(self, body: bytes) -> list[bytes]:
         """All-gather of byte strings."""
-        length = len(body)
-        head = length.to_bytes(4, "little") + body[: SLOT_BYTES - 4]
-        rows = [row.tobytes() for row in self._gather_slots(np.frombuffer(head, np.uint8))]
-        lengths = [int.from_bytes(row[:4], "little") for row in rows]
-        rest = max(lengths) - (SLOT_BYTES - 4)
+        limit = (_HEADER_BYTES if self._local is None else SLOT_BYTES) - 4
+        head = len(body).to_bytes(4, "little") + body[:limit]
+        slots = self._gather_slots(np.frombuffer(head, np.uint8))
+        lengths = [int.from_bytes(slot[:4].tobytes(), "little") for slot in slots]
+        rows = [slot[4 : 4 + min(length, limit)].tobytes() for slot, length in zip(slots, lengths, strict=True)]
+        rest = max(lengths) - limit
         if rest <= 0:
-            return [row[4 : 4 + length] for row, length in zip(rows, lengths, strict=True)]
+            return rows
         tail, tails = _host_bytes(rest), _host_bytes(self.count, rest)
-        rest_of_body = body[SLOT_BYTES - 4 :]
+        rest_of_body = body[limit:]
         self._kept += [tail, tails]
         tail.numpy()[: len(rest_of_body)] = np.frombuffer(rest_of_body, np.uint8)
         self._all_gather(tails.view(-1), tail, self._host_group)
-        joined = [row[4:] + other.tobytes() for row, other in zip(rows, tails.numpy(), strict=True)]
+        joined = [row + other.tobytes() for row, other in zip(rows, tails.numpy(), strict=True)]
         return [row[:length] for row, length in zip(joined, lengths, strict=True)]
 
     def _gather_slots(self, head: Any) -> Any:
-        """All-gather of an array of bytes, as `[count, SLOT_BYTES]`."""
+        """All-gather of an array of bytes. Returns a slot of each rank, which begins with them."""
         if self._local is not None:
             try:
                 return self._local.gather(head)
@@ -206,14 +219,10 @@ class RankChannel:
         on_host = row.device.type == "cpu"
         row = row.contiguous()
         with self._lock, self._monitor.waiting(label), set_inference_mode(False):
-            if on_host and self._local is not None and 0 < row.nbytes <= SLOT_BYTES:
-                slots = torch.from_numpy(self._gather_slots(row.view(-1).view(torch.uint8).numpy()))
-                return (
-                    slots[:, : row.nbytes]
-                    .clone(memory_format=torch.contiguous_format)
-                    .view(row.dtype)
-                    .view(self.count, *row.shape)
-                )
+            if (on_host or self.sends_by_host) and self._local is not None and 0 < row.nbytes <= SLOT_BYTES:
+                slots = torch.from_numpy(self._gather_slots(row.cpu().view(-1).view(torch.uint8).numpy()))
+                rows = slots[:, : row.nbytes].clone(memory_format=torch.contiguous_format)
+                return rows.view(row.dtype).view(self.count, *row.shape).to(row.device)
             rows = row.new_empty(self.count, *row.shape)
             self._kept = [rows, row]
             self._all_gather(rows.view(-1), row.view(-1), self._host_group if on_host else self._device_group)

@@ -360,12 +360,13 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         return reducer
 
     def _share_buckets(self, plan: BucketPlan, operation: str) -> LocalBuckets | None:
-        """Memory for the buckets, if all ranks compute on the CPU of one machine.
+        """Memory for the buckets, if all ranks are on one machine and compute on the CPU, or would send them by Gloo.
 
         All ranks need new memory in the same call, because that depends on the buckets alone. After ranks were out of
         step they have a new group, and all of them begin anew.
         """
-        if not (self._on_cpu and self.channel.is_local and self.options.reduce is None and plan.buckets):
+        by_host = self.channel.sends_by_host and self.channel.is_local
+        if not by_host or self.options.reduce is not None or not plan.buckets:
             return None
         key = self._ranks.bucket_group, plan.buckets
         if key not in self._local_buckets:

@@ -1,13 +1,16 @@
 """Sums of gradients of the ranks of one machine, through memory that all of them map.
 
 Every rank has a row, with a place for each bucket. It packs its gradients there and writes a number. The sum of a
-bucket reads the rows of all ranks, in the order of the ranks: all of them get the same bits.
+bucket reads the rows of all ranks, in the order of the ranks: all of them get the same bits. Gradients on a GPU, for
+ranks that would send them by Gloo, are copied to the row and from the rows of the others.
 """
 
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +26,9 @@ class LocalBuckets:
 
     def __init__(self, memory: mmap.mmap, channel: RankChannel, places: Sequence[tuple[torch.dtype, int]]) -> None:
         """`memory` has `nbytes(count, places)` bytes. `places` are the dtype and the length of each bucket."""
-        self._channel, self._rank, count = channel, channel.rank, channel.count
+        self._channel, self._rank, self._device, count = channel, channel.rank, channel.device, channel.count
+        if self._device.type == "cuda":
+            _pin(self, memory)
         words = CACHE_LINE // 8
         numbers = np.frombuffer(memory, np.int64, 2 * count * words).reshape(2, count, words)[:, :, 0]
         self._packed = memoryview(numbers[0])
@@ -56,13 +61,29 @@ class LocalBuckets:
         self._num_published = 0
 
     def place(self, bucket: int) -> Tensor | None:
-        """Where this rank packs a bucket; None if other ranks may still read the last one.
+        """Where this rank packs a bucket; None if it is on another device, or if other ranks may read the last one.
 
         Then it is packed elsewhere, as are those after it, and `sum` copies it. This does not wait: it is not yet known
         that all ranks are in this reduction.
         """
-        is_free = bucket == self._num_published and all(map(self._has_finished, range(len(self._rows))))
-        return self._rows[self._rank][bucket] if is_free else None
+        is_next = self._device.type == "cpu" and bucket == self._num_published
+        return self._rows[self._rank][bucket] if is_next and self._is_free() else None
+
+    def _is_free(self) -> bool:
+        """Whether no rank reads the buckets of the last reduction."""
+        return all(map(self._has_finished, range(len(self._rows))))
+
+    def copy(self, bucket: int, packed: Tensor) -> Any:
+        """Begin to copy a bucket from a device. Returns the event of its completion, after which it is published.
+
+        None if that has to wait for other ranks, or if the bucket is on the CPU.
+        """
+        if packed.device.type == "cpu" or not self._is_free():
+            return None
+        self._rows[self._rank][bucket].copy_(packed, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def _has_finished(self, rank: int) -> bool:
         """Whether a rank has finished the last reduction."""
@@ -77,17 +98,29 @@ class LocalBuckets:
     def _last_number(self, bucket: int) -> int:
         return (self._number - 1) * len(self._rows[0]) + bucket + 1
 
-    def sum(self, bucket: int, packed: Tensor) -> Tensor:
-        """The sum of all ranks' buckets. `packed` is that of this rank. All ranks are in the same reduction."""
+    def sum(self, bucket: int, packed: Tensor, copied: Any = None) -> Tensor:
+        """The sum of all ranks' buckets. All ranks are in the same reduction.
+
+        Args:
+            bucket: The index of the bucket. All of them are summed, in order.
+            packed: The bucket of this rank.
+            copied: The event that `copy` has returned.
+        """
         own, label = self._rows[self._rank][bucket], "the reduction of gradients"
         if packed is not own:
-            self._channel.wait(label, self._has_finished)
-            own.copy_(packed)
+            if copied is None:
+                self._channel.wait(label, self._has_finished)
+                own.copy_(packed)
+            else:
+                copied.synchronize()
             self.publish(bucket)
         number = self._last_number(bucket)
         self._channel.wait(label, lambda peer: self._packed[peer] >= number)
         self._channel.fence()
-        first, second, *others = (row[bucket] for row in self._rows)
+        rows = [row[bucket] for row in self._rows]
+        if packed.device.type != "cpu":
+            rows = [packed if row is own else row.to(packed.device, non_blocking=True) for row in rows]
+        first, second, *others = rows
         total = first + second
         for other in others:
             total += other
@@ -95,14 +128,29 @@ class LocalBuckets:
 
     def end(self) -> None:
         """End a reduction: all sums are taken."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
         self._channel.fence()
         self._finished[self._rank] = self._number
 
 
 def bucket_places(buckets: Sequence[Bucket]) -> list[tuple[torch.dtype, int]]:
-    """The dtypes and lengths of buckets on the CPU, where half precision is summed in float32."""
+    """The dtypes and lengths of buckets that are sent by the host, where half precision is summed in float32."""
     half = (torch.float16, torch.bfloat16)
     return [(torch.float32 if bucket.dtype in half else bucket.dtype, bucket.numel) for bucket in buckets]
+
+
+def _pin(owner: object, memory: mmap.mmap) -> None:
+    """Pin memory until its owner is freed, so that a GPU copies it fast, and while the host goes on."""
+    cudart: Any = torch.cuda.cudart()
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    result = cudart.cudaHostRegister(address, len(memory), 0)
+    if result == cudart.cudaError.success:  # otherwise copies are slower
+        weakref.finalize(owner, _unpin, cudart, address, memory)
+
+
+def _unpin(cudart: Any, address: int, _: mmap.mmap) -> None:
+    cudart.cudaHostUnregister(address)
 
 
 def _aligned(nbytes: int) -> int:

@@ -22,8 +22,8 @@ from instep.engines.torchrun.local_memory import CACHE_LINE
 from instep.runtime.affinity import has_cpus_for
 from instep.runtime.shared_wait import MemoryFence, wait_until
 
-SLOT_BYTES = 2048
-"""What each rank sends in every exchange. A longer message takes a second all-gather, by Gloo."""
+SLOT_BYTES = 2**15
+"""The largest message."""
 
 
 class ExchangeFailed(RuntimeError):

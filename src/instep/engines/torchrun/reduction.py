@@ -156,6 +156,8 @@ class BucketAllReduce:
         if self._local is not None:
             if place is not None:
                 self._local.publish(number)
+            else:
+                work = self._local.copy(number, flat)
         elif callable(self._reduce):
             work = self._reduce(flat, self._group)
         else:
@@ -193,9 +195,12 @@ class BucketAllReduce:
         self.start_rest()
         sums: Gradients = [None] * len(self._plan.sources)
         for number, (work, flat, bucket) in enumerate(zip(self._works, self._flats, self._plan.buckets, strict=True)):
-            if work is not None:
+            total = flat
+            if self._local is not None:
+                total = self._local.sum(number, flat, work)
+            elif work is not None:
                 work.wait()
-            total = (flat if self._local is None else self._local.sum(number, flat)).to(bucket.dtype)
+            total = total.to(bucket.dtype)
             for index, view in zip(bucket.indices, self._plan.views(total, number), strict=True):
                 sums[index] = view
         if self._local is not None:
