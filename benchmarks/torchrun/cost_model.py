@@ -62,9 +62,10 @@ def measure(case: Case) -> tuple[float, float, float, float, float]:
     compute = median_ms(lambda: step(net, optimizer, x[own], y[own]))
     model = instep.DataParallel(net, engine="torchrun")
     engine, parameters = model._instep_engine, list(net.parameters())
+    step(model, optimizer, x, y)  # afterwards the ranks share memory
 
     def reduce() -> None:  # net has gradients
-        engine.begin_reduction("a reduction", parameters, parameters, overlap=False).finish()
+        engine.begin_reduction(parameters, parameters, overlap=False).finish()
 
     reduction = median_ms(reduce) if count > 1 else 0.0
     channel = engine.channel

@@ -69,6 +69,8 @@ def pack(buckets: LocalBuckets, rank: int, reduction: int) -> list[Tensor]:
 
 def check_sums(buckets: LocalBuckets, packed: Sequence[Tensor], count: int, reduction: int) -> None:
     for bucket, own in enumerate(packed):
+        buckets.complete(bucket, own)
+    for bucket, own in enumerate(packed):
         expected = torch.stack([gradients(rank, reduction, bucket) for rank in range(count)]).sum(0)
         torch.testing.assert_close(buckets.sum(bucket, own), expected, rtol=0, atol=0)
     buckets.end()

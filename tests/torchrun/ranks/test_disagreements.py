@@ -128,6 +128,27 @@ def test_one_rank_goes_on_to_the_next_forward(wrap: Wrap) -> None:
         go_on()
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["first", "known"])
+def test_other_trainable_parameters(wrap: Wrap, known: bool) -> None:
+    """Also if ranks have reduced the gradients of both sets of parameters before, through memory."""
+    model, x = wrap(nn.Linear(3, 2)), torch.randn(2 * COUNT, 3).to(DEVICE)
+
+    def backward(frozen: bool) -> None:
+        model.module.bias.requires_grad_(not frozen)
+        model.zero_grad()
+        model(x).sum().backward()
+
+    for frozen in (False, True, False, True) if known else (False, False):
+        backward(frozen)
+    message = r"different parameters: 2 with 8 elements, and 1 with 6\.\nSet requires_grad"
+    with pytest.raises(RankFailure, match=message):
+        backward(frozen=RANK == LAST)
+    for frozen in (False, True, False):
+        backward(frozen)
+        expected = x.sum(0).expand(2, 3)
+        torch.testing.assert_close(model.module.weight.grad, expected)
+
+
 def test_other_modules(wrap: Wrap) -> None:
     with pytest.raises(RankFailure, match="wrap different modules: 'weight' is the first parameter or buffer that"):
         wrap(nn.Linear(3, 2 + (RANK == LAST)))

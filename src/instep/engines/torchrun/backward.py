@@ -55,6 +55,8 @@ class BackwardEnd(NamedTuple):
     rng_used: bool
     is_exact: bool
     """Whether no gradient has grown after it was reduced."""
+    reduction: tuple[int, int, int]
+    """The identity of the reduction (see `BucketAllReduce`)."""
     begin: BackwardBegin | None
     """If it was not sent before."""
 
@@ -73,14 +75,16 @@ class RankEngine(Protocol):
         """Whether a backward runs inside `no_sync`."""
         ...
 
-    def begin_reduction(
-        self, operation: str, sources: Sequence[Tensor], leaves: Sequence[Tensor], *, overlap: bool
-    ) -> BucketAllReduce:
+    def begin_reduction(self, sources: Sequence[Tensor], leaves: Sequence[Tensor], *, overlap: bool) -> BucketAllReduce:
         """A reduction of the gradients of leaves; with `overlap`, buckets start when the gradients arrive."""
         ...
 
     def end_reduction(self) -> None:
         """Gradients that arrive from now on are not reduced."""
+        ...
+
+    def finish_reduction(self, reducer: BucketAllReduce, messages: Sequence[Message]) -> Gradients:
+        """The sums of all ranks' gradients, given their last messages."""
         ...
 
 
@@ -128,7 +132,7 @@ class RankBackward:
             group.expect_rows(self._engine.row_orders, key)
         leaves = [] if local is None else local.leaves
         overlap = not needed and not self.deferred  # collectives and buckets must not wait for each other
-        reducer = self._engine.begin_reduction(self._operation, graph.sources, leaves, overlap=overlap)
+        reducer = self._engine.begin_reduction(graph.sources, leaves, overlap=overlap)
         error: BaseException | None = None
         graph.rng.refresh()
         try:
@@ -165,7 +169,7 @@ class RankBackward:
         inputs = self._input_gradients(messages, ends)
         if self.deferred:
             return column, inputs
-        return sum_over_ranks(reducer, messages), inputs
+        return self._engine.finish_reduction(reducer, messages), inputs
 
     def _describe_begin(self, outputs: Sequence[Tensor]) -> BackwardBegin:
         with_gradient = tuple(
@@ -301,8 +305,21 @@ def end_message(
         tensors += [gradient.coalesce().indices(), gradient.coalesce().values()] if is_sparse else [gradient]
     with_gradient = {index: gradient for index, gradient in enumerate(inputs) if gradient is not None}
     absent = [index for index, gradient in enumerate(column) if gradient is None]
-    end = BackwardEnd(absent, shapes, list(with_gradient), rng_used, reducer.is_exact, begin)
+    end = BackwardEnd(absent, shapes, list(with_gradient), rng_used, reducer.is_exact, reducer.identity, begin)
     return Message(operation, body=end, tensors=[*tensors, *with_gradient.values()])
+
+
+def check_same_reduction(channel: RankChannel, messages: Sequence[Message]) -> None:
+    """`RankFailure`, on every rank, if ranks reduce the gradients of different parameters."""
+    found = [message.body.reduction for message in messages]
+    other = next((rank for rank, reduction in enumerate(found) if reduction != found[0]), None)
+    if other is not None:
+        channel.on_out_of_step()
+        raise RankFailure(
+            f"{describe_ranks([0, other])} reduce the gradients of different parameters: {found[0][0]} with "
+            f"{found[0][1]} elements, and {found[other][0]} with {found[other][1]}.\n"
+            f"Set requires_grad of the same parameters on every rank."
+        )
 
 
 def sum_over_ranks(reducer: BucketAllReduce, messages: Sequence[Message]) -> Gradients:

@@ -130,7 +130,7 @@ class RankChannel:
 
     def _exchange(self, message: Message) -> list[Message]:
         sent = message.tensors
-        if self.sends_by_host and _nbytes(sent) <= _INLINE_BYTES:
+        if self.sends_by_host and _nbytes(sent) <= _INLINE_BYTES:  # small tensors on a device are a part of the message
             sent = [tensor.cpu() for tensor in sent]
         on_host = [tensor for tensor in sent if tensor.device.type == "cpu"]
         on_device = [tensor for tensor in sent if tensor.device.type != "cpu"]
@@ -158,9 +158,9 @@ class RankChannel:
                 if other_inline:
                     host_row = torch.from_numpy(np.frombuffer(bytearray(other_inline), np.uint8))
                 rows = {True: _Reader(host_row), False: _Reader(device_rows[rank])}
-                for on_host, stays, dtype, shape in other_specs:
-                    tensor = rows[on_host].read(dtype, shape)
-                    tensors.append(tensor if stays or not on_host else tensor.to(self.device))
+                for sent_by_host, was_on_host, dtype, shape in other_specs:
+                    tensor = rows[sent_by_host].read(dtype, shape)
+                    tensors.append(tensor.to(self.device) if sent_by_host and not was_on_host else tensor)
             messages.append(Message(operation, step, state, content, tensors))
         messages[self.rank] = message
         return messages

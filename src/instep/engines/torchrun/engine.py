@@ -20,7 +20,7 @@ from instep.engines.base import RankOptions, ReplicaCall, add_replica_note, rais
 from instep.engines.concurrent import ConcurrentEngine
 from instep.engines.rendezvous import Rendezvous
 from instep.engines.thread_pool import is_replica_thread, set_replica_thread
-from instep.engines.torchrun.backward import RankBackward, end_message, sum_over_ranks
+from instep.engines.torchrun.backward import RankBackward, check_same_reduction, end_message, sum_over_ranks
 from instep.engines.torchrun.channel import BEGIN, END, FAILED, IDLE, OTHER_ROWS, Message
 from instep.engines.torchrun.checks import CallDigests, check_digests, check_modules, check_seeds
 from instep.engines.torchrun.codec import (
@@ -49,7 +49,7 @@ from instep.runtime.torch_private import without_checkpoint_hooks
 from instep.runtime.version import __version__
 
 _numbers = itertools.count(1)
-_MAX_LAYOUTS = 4
+_MAX_LAYOUTS = 2
 """The number of bucket layouts for which memory is kept. Each set of trainable parameters has its own."""
 VerdictT = TypeVar("VerdictT")
 
@@ -337,14 +337,12 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
                 return [None] * len(graph.sources), inputs
             return column, inputs
 
-    def begin_reduction(
-        self, operation: str, sources: Sequence[Tensor], leaves: Sequence[Tensor], *, overlap: bool
-    ) -> BucketAllReduce:
+    def begin_reduction(self, sources: Sequence[Tensor], leaves: Sequence[Tensor], *, overlap: bool) -> BucketAllReduce:
         """A reduction of the gradients of leaves; with `overlap`, buckets start when the gradients arrive."""
         group = self._ranks.bucket_group
         if self._bucket_plan is None or not self._bucket_plan.is_current(sources):
             self._bucket_plan = BucketPlan(sources)
-        local = self._share_buckets(self._bucket_plan, operation)
+        local = self._local_buckets.get((group, self._bucket_plan.buckets))
         reducer = BucketAllReduce(
             self._bucket_plan,
             group,
@@ -353,29 +351,35 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             self.options.reduce,
             local,
         )
-        self._last_reducer = reducer
+        self._last_reducer = reducer if local is None else None
         if overlap:
             self._watch_gradients(leaves, self._bucket_plan.watched())
             self._reducer = reducer
         return reducer
 
-    def _share_buckets(self, plan: BucketPlan, operation: str) -> LocalBuckets | None:
-        """Memory for the buckets, if all ranks are on one machine and compute on the CPU, or would send them by Gloo.
+    def finish_reduction(self, reducer: BucketAllReduce, messages: Sequence[Message]) -> Gradients:
+        """The sums of all ranks' gradients, given their last messages."""
+        check_same_reduction(self.channel, messages)
+        sums = sum_over_ranks(reducer, messages)
+        self._share_buckets(messages[self._rank].operation)
+        return sums
 
-        All ranks need new memory in the same call, because that depends on the buckets alone. After ranks were out of
-        step they have a new group, and all of them begin anew.
+    def _share_buckets(self, operation: str) -> None:
+        """Make memory for the next reduction like the last one, if Gloo would send between ranks of one machine.
+
+        All ranks have made the last one, so that all of them come here. After ranks were out of step they have a new
+        group, and all of them begin anew.
         """
         by_host = self.channel.sends_by_host and self.channel.is_local
-        if not by_host or self.options.reduce is not None or not plan.buckets:
-            return None
-        key = self._ranks.bucket_group, plan.buckets
-        if key not in self._local_buckets:
-            if len(self._local_buckets) >= _MAX_LAYOUTS or any(group is not key[0] for group, _ in self._local_buckets):
-                self._local_buckets.clear()
-            places = bucket_places(plan.buckets)
-            memory = self.channel.share_memory(operation, LocalBuckets.nbytes(self._ranks.count, places))
-            self._local_buckets[key] = None if memory is None else LocalBuckets(memory, self.channel, places)
-        return self._local_buckets[key]
+        buckets = () if self._bucket_plan is None else self._bucket_plan.buckets
+        key = self._ranks.bucket_group, buckets
+        if not by_host or self.options.reduce is not None or not buckets or key in self._local_buckets:
+            return
+        if len(self._local_buckets) >= _MAX_LAYOUTS or any(group is not key[0] for group, _ in self._local_buckets):
+            self._local_buckets.clear()
+        places = bucket_places(buckets)
+        memory = self.channel.share_memory(operation, LocalBuckets.nbytes(self._ranks.count, places))
+        self._local_buckets[key] = None if memory is None else LocalBuckets(memory, self.channel, places)
 
     def _watch_gradients(self, leaves: Sequence[Tensor], watched: set[int]) -> None:
         """Register hooks that report the arrival of gradients, by the indices of the leaves."""
@@ -408,12 +412,12 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
 
     def _sum_deferred(self, sources: Sequence[Tensor], columns: Sequence[Gradients]) -> Gradients:
         operation = f"end of no_sync of {self._name}"
-        reducer = self.begin_reduction(operation, sources, (), overlap=False)
+        reducer = self.begin_reduction(sources, (), overlap=False)
         reducer.set_gradients(columns[0])
         reducer.start_rest()
         messages = self.channel.exchange(end_message(operation, reducer, columns[0]))
         self.channel.check(messages)
-        return sum_over_ranks(reducer, messages)
+        return self.finish_reduction(reducer, messages)
 
     def close(self) -> None:
         """The connections to the other ranks stay: other wrappers use them."""

@@ -3,6 +3,10 @@
 Every rank has a row, with a place for each bucket. It packs its gradients there and writes a number. The sum of a
 bucket reads the rows of all ranks, in the order of the ranks: all of them get the same bits. Gradients on a GPU, for
 ranks that would send them by Gloo, are copied to the row and from the rows of the others.
+
+A rank writes to its row only when every rank has finished the last reduction, or has given it up, which shows when it
+begins the next one. A rank reads a bucket only when the number of its owner has reached it. Only `complete` and `sum`
+wait for other ranks: by then all of them have exchanged the last message of the backward, and are in this reduction.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -20,6 +25,8 @@ from instep.devices import Bucket
 from instep.engines.torchrun.channel import RankChannel
 from instep.engines.torchrun.local_memory import CACHE_LINE
 
+_LABEL = "the reduction of gradients"
+
 
 class LocalBuckets:
     """The buckets of one module. Its ranks reduce them again and again, all buckets each time."""
@@ -27,23 +34,24 @@ class LocalBuckets:
     def __init__(self, memory: mmap.mmap, channel: RankChannel, places: Sequence[tuple[torch.dtype, int]]) -> None:
         """`memory` has `nbytes(count, places)` bytes. `places` are the dtype and the length of each bucket."""
         self._channel, self._rank, self._device, count = channel, channel.rank, channel.device, channel.count
+        self._copies: list[Any] = []
+        """The events of the copies from a device in this reduction."""
         if self._device.type == "cuda":
-            _pin(self, memory)
+            _pin(self, memory, self._device, self._copies)
         words = CACHE_LINE // 8
         numbers = np.frombuffer(memory, np.int64, 2 * count * words).reshape(2, count, words)[:, :, 0]
         self._packed = memoryview(numbers[0])
         """By rank: how many buckets it has packed, in all reductions."""
         self._finished = memoryview(numbers[1])
-        """By rank: how many reductions it has finished, or given up."""
+        """By rank: how many reductions it has finished. For those it gave up, this is written at the next `begin`."""
         at, self._rows = 2 * count * CACHE_LINE, []
         for _ in range(count):
             row: list[Tensor] = []
             for dtype, numel in places:
-                empty = torch.empty(0, dtype=dtype)  # which torch.frombuffer refuses to make
-                row.append(torch.frombuffer(memory, dtype=dtype, count=numel, offset=at) if numel else empty)
+                row.append(_tensor_at(memory, at, dtype, numel))
                 at += _aligned(numel * dtype.itemsize)
             self._rows.append(row)
-        self._number = 0
+        self.number = 0
         """The number of reductions that this rank has begun."""
         self._num_published = 0
         """The number of buckets that it has published in this reduction, in order."""
@@ -55,16 +63,17 @@ class LocalBuckets:
 
     def begin(self) -> None:
         """Begin a reduction."""
-        self._finished[self._rank] = self._number
-        self._packed[self._rank] = self._number * len(self._rows[0])
-        self._number += 1
+        for copy in self._copies:  # of a reduction that was given up
+            copy.synchronize()
+        self._copies.clear()
+        self._finished[self._rank] = self.number
+        self.number += 1
         self._num_published = 0
 
     def place(self, bucket: int) -> Tensor | None:
         """Where this rank packs a bucket; None if it is on another device, or if other ranks may read the last one.
 
-        Then it is packed elsewhere, as are those after it, and `sum` copies it. This does not wait: it is not yet known
-        that all ranks are in this reduction.
+        Then it is packed elsewhere, as are those after it.
         """
         is_next = self._device.type == "cpu" and bucket == self._num_published
         return self._rows[self._rank][bucket] if is_next and self._is_free() else None
@@ -74,20 +83,19 @@ class LocalBuckets:
         return all(map(self._has_finished, range(len(self._rows))))
 
     def copy(self, bucket: int, packed: Tensor) -> Any:
-        """Begin to copy a bucket from a device. Returns the event of its completion, after which it is published.
+        """Begin to copy a bucket from a device to its place. Returns the event of its completion, for `complete`.
 
         None if that has to wait for other ranks, or if the bucket is on the CPU.
         """
         if packed.device.type == "cpu" or not self._is_free():
             return None
         self._rows[self._rank][bucket].copy_(packed, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return event
+        self._copies.append(torch.cuda.current_stream(packed.device).record_event())
+        return self._copies[-1]
 
     def _has_finished(self, rank: int) -> bool:
         """Whether a rank has finished the last reduction."""
-        return self._finished[rank] >= self._number - 1
+        return self._finished[rank] >= self.number - 1
 
     def publish(self, bucket: int) -> None:
         """Let other ranks read a bucket, which has been packed in its place, and those before it."""
@@ -96,30 +104,35 @@ class LocalBuckets:
         self._packed[self._rank] = self._last_number(bucket)
 
     def _last_number(self, bucket: int) -> int:
-        return (self._number - 1) * len(self._rows[0]) + bucket + 1
+        return (self.number - 1) * len(self._rows[0]) + bucket + 1
 
-    def sum(self, bucket: int, packed: Tensor, copied: Any = None) -> Tensor:
-        """The sum of all ranks' buckets. All ranks are in the same reduction.
+    def complete(self, bucket: int, packed: Tensor, copied: Any = None) -> None:
+        """Publish a bucket that was packed elsewhere. Every bucket is completed, in order, before the first `sum`.
 
         Args:
-            bucket: The index of the bucket. All of them are summed, in order.
+            bucket: The index of the bucket.
             packed: The bucket of this rank.
             copied: The event that `copy` has returned.
         """
-        own, label = self._rows[self._rank][bucket], "the reduction of gradients"
-        if packed is not own:
-            if copied is None:
-                self._channel.wait(label, self._has_finished)
-                own.copy_(packed)
-            else:
-                copied.synchronize()
-            self.publish(bucket)
+        own = self._rows[self._rank][bucket]
+        if packed is own:
+            return
+        if copied is None:
+            self._channel.wait(_LABEL, self._has_finished)
+            own.copy_(packed)
+        else:
+            copied.synchronize()
+        self.publish(bucket)
+
+    def sum(self, bucket: int, packed: Tensor) -> Tensor:
+        """The sum of all ranks' buckets, of which `packed` is that of this rank."""
         number = self._last_number(bucket)
-        self._channel.wait(label, lambda peer: self._packed[peer] >= number)
+        self._channel.wait(_LABEL, lambda peer: self._packed[peer] >= number)
         self._channel.fence()
         rows = [row[bucket] for row in self._rows]
         if packed.device.type != "cpu":
-            rows = [packed if row is own else row.to(packed.device, non_blocking=True) for row in rows]
+            rows = [row.to(packed.device, non_blocking=True) for row in rows]
+            rows[self._rank] = packed
         first, second, *others = rows
         total = first + second
         for other in others:
@@ -130,8 +143,9 @@ class LocalBuckets:
         """End a reduction: all sums are taken."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        self._copies.clear()
         self._channel.fence()
-        self._finished[self._rank] = self._number
+        self._finished[self._rank] = self.number
 
 
 def bucket_places(buckets: Sequence[Bucket]) -> list[tuple[torch.dtype, int]]:
@@ -140,16 +154,27 @@ def bucket_places(buckets: Sequence[Bucket]) -> list[tuple[torch.dtype, int]]:
     return [(torch.float32 if bucket.dtype in half else bucket.dtype, bucket.numel) for bucket in buckets]
 
 
-def _pin(owner: object, memory: mmap.mmap) -> None:
+def _tensor_at(memory: mmap.mmap, offset: int, dtype: torch.dtype, numel: int) -> Tensor:
+    if not numel:  # torch.frombuffer refuses it
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
+
+
+def _pin(owner: object, memory: mmap.mmap, device: torch.device, copies: list[Any]) -> None:
     """Pin memory until its owner is freed, so that a GPU copies it fast, and while the host goes on."""
     cudart: Any = torch.cuda.cudart()
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    result = cudart.cudaHostRegister(address, len(memory), 0)
-    if result == cudart.cudaError.success:  # otherwise copies are slower
-        weakref.finalize(owner, _unpin, cudart, address, memory)
+    with torch.cuda.device(device):
+        if cudart.cudaHostRegister(address, len(memory), 0) == cudart.cudaError.success:
+            weakref.finalize(owner, _unpin, cudart, address, memory, copies).atexit = False
+        else:  # copies are slower
+            with suppress(RuntimeError):  # a kernel takes the error of the call, which torch would raise later
+                torch.zeros(1, device=device)
 
 
-def _unpin(cudart: Any, address: int, _: mmap.mmap) -> None:
+def _unpin(cudart: Any, address: int, _: mmap.mmap, copies: list[Any]) -> None:
+    for copy in copies:
+        copy.synchronize()
     cudart.cudaHostUnregister(address)
 
 

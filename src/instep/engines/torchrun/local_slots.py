@@ -13,6 +13,7 @@ import mmap
 import os
 import select
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,9 +56,12 @@ class LocalSlots:
         self.fence, self._spin = MemoryFence(), has_cpus_for(count)
         self._exits: dict[int, select.poll] = {}
         """By rank: reports the exit of its process."""
+        fds: list[int] = []
+        weakref.finalize(self, _close_all, fds)
         for peer in self.peers:
+            fds.append(os.pidfd_open(pids[peer]))
             self._exits[peer] = select.poll()
-            self._exits[peer].register(os.pidfd_open(pids[peer]), select.POLLIN)
+            self._exits[peer].register(fds[-1], select.POLLIN)
 
     @staticmethod
     def nbytes(count: int) -> int:
@@ -104,3 +108,8 @@ class LocalSlots:
         return wait_until(
             lambda: has_arrived(peer), lambda: bool(self._numbers[self._given_up]), is_lost, spin=self._spin
         )
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

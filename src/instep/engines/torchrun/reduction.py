@@ -104,6 +104,12 @@ class BucketAllReduce:
         packed, gradient_of = self._packed, self._gradient_of
         return all(gradient_of(index) is gradient and gradient._version == was for index, gradient, was in packed)
 
+    @property
+    def identity(self) -> tuple[int, int, int]:
+        """What is equal on all ranks that reduce the same gradients, in the same way."""
+        numel = sum(bucket.numel for bucket in self._plan.buckets)
+        return len(self._plan.sources), numel, 0 if self._local is None else self._local.number
+
     def set_gradients(self, gradients: Gradients) -> None:
         """Set this rank's gradients, for buckets that have not started."""
         self._gradient_of = gradients.__getitem__
@@ -193,11 +199,14 @@ class BucketAllReduce:
     def finish(self) -> Gradients:
         """Wait for all buckets, on CUDA on the current stream. Returns the sums by index; None where there is none."""
         self.start_rest()
+        if self._local is not None:
+            for number, (work, flat) in enumerate(zip(self._works, self._flats, strict=True)):
+                self._local.complete(number, flat, work)
         sums: Gradients = [None] * len(self._plan.sources)
         for number, (work, flat, bucket) in enumerate(zip(self._works, self._flats, self._plan.buckets, strict=True)):
             total = flat
             if self._local is not None:
-                total = self._local.sum(number, flat, work)
+                total = self._local.sum(number, flat)
             elif work is not None:
                 work.wait()
             total = total.to(bucket.dtype)
