@@ -129,11 +129,10 @@ class LocalBuckets:
         number = self._last_number(bucket)
         self._channel.wait(_LABEL, lambda peer: self._packed[peer] >= number)
         self._channel.fence()
-        rows = [row[bucket] for row in self._rows]
-        if packed.device.type != "cpu":
-            rows = [row.to(packed.device, non_blocking=True) for row in rows]
-            rows[self._rank] = packed
-        first, second, *others = rows
+        first, second, *others = (
+            packed if rank == self._rank else row[bucket].to(packed.device, non_blocking=True)
+            for rank, row in enumerate(self._rows)
+        )
         total = first + second
         for other in others:
             total += other
