@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -76,22 +77,9 @@ def check_sums(buckets: LocalBuckets, packed: Sequence[Tensor], count: int, redu
     buckets.end()
 
 
-def run_ranks(count: int, run: Callable[[int], None]) -> None:
-    errors: list[BaseException] = []
-
-    def catch(rank: int) -> None:
-        try:
-            run(rank)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=catch, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+def run_in_threads(count: int, run: Callable[[int], None]) -> None:
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(run, range(count)))
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -108,7 +96,7 @@ def test_sums(count: int) -> None:
                 time.sleep(0.002)
             check_sums(ranks[rank], packed, count, reduction)
 
-    run_ranks(count, run)
+    run_in_threads(count, run)
 
 
 def test_nothing_is_packed_where_another_rank_still_reads() -> None:
@@ -119,7 +107,7 @@ def test_nothing_is_packed_where_another_rank_still_reads() -> None:
     assert first.place(0) is None
     check_sums(second, packed[1], 2, 0)
     assert first.place(1) is None, "the buckets before it are not published yet"
-    run_ranks(
+    run_in_threads(
         2, lambda rank: check_sums(first, later, 2, 1) if rank == 0 else check_sums(second, pack(second, 1, 1), 2, 1)
     )
 
@@ -129,7 +117,7 @@ def test_a_reduction_that_all_ranks_give_up() -> None:
     ranks = open_buckets(2)
     for rank, buckets in enumerate(ranks):
         pack(buckets, rank, 0)
-    run_ranks(2, lambda rank: check_sums(ranks[rank], pack(ranks[rank], rank, 1), 2, 1))
+    run_in_threads(2, lambda rank: check_sums(ranks[rank], pack(ranks[rank], rank, 1), 2, 1))
 
 
 def test_a_rank_that_dies_before_it_has_packed() -> None:

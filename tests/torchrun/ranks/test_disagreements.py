@@ -140,13 +140,29 @@ def test_other_trainable_parameters(wrap: Wrap, known: bool) -> None:
 
     for frozen in (False, True, False, True) if known else (False, False):
         backward(frozen)
-    message = r"different parameters: 2 with 8 elements, and 1 with 6\.\nSet requires_grad"
+    message = r"different parameters: 2 and 1 of them require a gradient\.\nSet requires_grad"
     with pytest.raises(RankFailure, match=message):
         backward(frozen=RANK == LAST)
     for frozen in (False, True, False):
         backward(frozen)
         expected = x.sum(0).expand(2, 3)
         torch.testing.assert_close(model.module.weight.grad, expected)
+
+
+def test_other_trainable_layers_of_the_same_shape(wrap: Wrap) -> None:
+    """Their gradients would be added up."""
+    model, x = wrap(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))), torch.randn(2 * COUNT, 3).to(DEVICE)
+
+    def backward(frozen: int) -> None:
+        for number, layer in enumerate(model.module):
+            layer.requires_grad_(number != frozen)
+        model.zero_grad()
+        model(x).sum().backward()
+
+    backward(0), backward(1)
+    with pytest.raises(RankFailure, match="different parameters: 2 and 2 of them require a gradient"):
+        backward(int(RANK == LAST))
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_other_modules(wrap: Wrap) -> None:

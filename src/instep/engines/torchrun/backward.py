@@ -316,8 +316,8 @@ def check_same_reduction(channel: RankChannel, messages: Sequence[Message]) -> N
     if other is not None:
         channel.on_out_of_step()
         raise RankFailure(
-            f"{describe_ranks([0, other])} reduce the gradients of different parameters: {found[0][0]} with "
-            f"{found[0][1]} elements, and {found[other][0]} with {found[other][1]}.\n"
+            f"{describe_ranks([0, other])} reduce the gradients of different parameters: {found[0][0]} and "
+            f"{found[other][0]} of them require a gradient.\n"
             f"Set requires_grad of the same parameters on every rank."
         )
 

@@ -84,8 +84,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         """The reduction of the backward that runs, if it reduces gradients meanwhile."""
         self._bucket_plan: BucketPlan | None = None
         self._local_buckets: dict[Any, LocalBuckets | None] = {}
-        """Memory of all ranks, by the process group and the buckets it was made for; None where it could not be made.
-        """
+        """By process group and buckets: the memory for them, or None if it could not be made."""
         self._hooked_leaves: list[Tensor] = []
         self._gradient_hooks: dict[int, RemovableHandle] = {}
         """The hooks on these leaves, by index."""
@@ -341,7 +340,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
         """A reduction of the gradients of leaves; with `overlap`, buckets start when the gradients arrive."""
         group = self._ranks.bucket_group
         if self._bucket_plan is None or not self._bucket_plan.is_current(sources):
-            self._bucket_plan = BucketPlan(sources)
+            self._bucket_plan = BucketPlan(sources, self._module())
         local = self._local_buckets.get((group, self._bucket_plan.buckets))
         reducer = BucketAllReduce(
             self._bucket_plan,

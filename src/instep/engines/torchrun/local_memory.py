@@ -15,8 +15,7 @@ CACHE_LINE = 64
 def machine_identity() -> str:
     """A text that is equal for processes that can share memory; empty if none can.
 
-    Processes in different network namespaces count as different machines: they are meant to be, as in containers that
-    stand for nodes.
+    Processes in different network namespaces, such as containers, count as different machines.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

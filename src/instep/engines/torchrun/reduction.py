@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.autograd.bridge import Gradients
 from instep.collectives.buckets import gradient_buckets
@@ -27,9 +28,16 @@ class BucketPlan:
     reported: a call from autograd for each of hundreds of parameters takes milliseconds.
     """
 
-    def __init__(self, sources: Sequence[Tensor]) -> None:
-        """`sources` are the tensors whose gradients are reduced. Their sizes and dtypes define the buckets."""
+    def __init__(self, sources: Sequence[Tensor], module: nn.Module | None = None) -> None:
+        """
+        Args:
+            sources: The tensors whose gradients are reduced. Their sizes and dtypes define the buckets.
+            module: The module that has them.
+        """
         self.sources = list(sources)
+        positions = {} if module is None else {id(tensor): i for i, tensor in enumerate(module.parameters())}
+        self.parameters_digest = crc32(repr([positions.get(id(source)) for source in sources]).encode())
+        """Of the positions of the sources among the module's parameters."""
         self._layout = _layout(sources)
         self.buckets = gradient_buckets(sources)
         self.numbers = {index: number for number, bucket in enumerate(self.buckets) for index in bucket.indices}
@@ -106,9 +114,9 @@ class BucketAllReduce:
 
     @property
     def identity(self) -> tuple[int, int, int]:
-        """What is equal on all ranks that reduce the same gradients, in the same way."""
-        numel = sum(bucket.numel for bucket in self._plan.buckets)
-        return len(self._plan.sources), numel, 0 if self._local is None else self._local.number
+        """The number and a digest of the parameters, and the number of the reduction. Equal on ranks in step."""
+        plan = self._plan
+        return len(plan.sources), plan.parameters_digest, 0 if self._local is None else self._local.number
 
     def set_gradients(self, gradients: Gradients) -> None:
         """Set this rank's gradients, for buckets that have not started."""
