@@ -32,7 +32,7 @@ _CPU = torch.device("cpu")
 _HEADER_BYTES = 2048
 """What each rank sends in every exchange by Gloo. A longer message takes a second all-gather."""
 _INLINE_BYTES = 1024
-"""Tensors on the CPU of at most this size are a part of the message itself."""
+"""Tensors that the host sends are a part of the message itself, if they have at most this size together."""
 _ALIGNMENT = 64
 _MAX_LABEL = 300
 
