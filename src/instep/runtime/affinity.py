@@ -11,13 +11,16 @@ import time
 from collections.abc import Collection
 from functools import lru_cache
 
-SPIN_SECONDS = 0.002
-"""Seconds for which a thread spins before it sleeps."""
+SPIN_SECONDS, LONG_SPIN_SECONDS = 0.002, 0.02
+"""Seconds for which a thread spins before it sleeps; the second if each process has two CPUs.
+
+In a virtual machine it can take milliseconds to wake a thread that sleeps.
+"""
 _QUOTA_FILES = ("/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
 
 
 class _ThreadLocal(threading.local):
-    spins = False
+    spin_seconds = 0.0
 
 
 _thread_local = _ThreadLocal()
@@ -31,12 +34,17 @@ def current_cpu() -> int:
 
 def set_spin_wait(processes: int) -> None:
     """Let this thread spin while waiting, if there is a CPU for each of `processes` processes; 0 turns it off."""
-    _thread_local.spins = has_cpus_for(processes)
+    _thread_local.spin_seconds = spin_seconds(processes)
 
 
-def has_cpus_for(processes: int) -> bool:
-    """Whether there is a CPU for each of `processes` processes, of which there is at least one."""
-    return 0 < processes <= min(_available_cpus(threading.get_ident(), int(time.monotonic())), _cpu_quota())
+def spin_seconds(processes: int) -> float:
+    """Seconds for which one of `processes` processes may spin while waiting; 0 if there are fewer CPUs."""
+    if not processes:
+        return 0.0
+    cpus = min(_available_cpus(threading.get_ident(), int(time.monotonic())), _cpu_quota())
+    if cpus < processes:
+        return 0.0
+    return SPIN_SECONDS if cpus < 2 * processes else LONG_SPIN_SECONDS
 
 
 @lru_cache(maxsize=16)
@@ -45,9 +53,9 @@ def _available_cpus(thread: int, second: int) -> int:  # noqa: ARG001
     return len(os.sched_getaffinity(0))
 
 
-def is_spin_wait() -> bool:
-    """Whether this thread may spin while waiting."""
-    return _thread_local.spins
+def thread_spin_seconds() -> float:
+    """Seconds for which this thread may spin while waiting."""
+    return _thread_local.spin_seconds
 
 
 @lru_cache(maxsize=1)
@@ -64,11 +72,11 @@ def _cpu_quota() -> float:
     return math.inf
 
 
-def spin_poll(poll: select.poll) -> list[tuple[int, int]]:
-    """Poll without sleeping for `SPIN_SECONDS`; returns at once in threads that do not spin."""
-    if not _thread_local.spins:
+def spin_poll(poll: select.poll, limit: float = math.inf) -> list[tuple[int, int]]:
+    """Poll without sleeping, for at most `limit` seconds; returns at once in threads that do not spin."""
+    if not _thread_local.spin_seconds:
         return []
-    deadline = time.monotonic() + SPIN_SECONDS
+    deadline = time.monotonic() + min(_thread_local.spin_seconds, limit)
     while not (events := poll.poll(0)) and time.monotonic() < deadline:
         os.sched_yield()  # for other threads on this CPU
     return events

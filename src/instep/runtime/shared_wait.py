@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 _SPIN_COUNT = 50
-_YIELD_SECONDS, _SHORT_YIELD_SECONDS = 0.0005, 0.00005
-"""Seconds for which a waiting thread only yields its CPU; the second if there are more processes than CPUs."""
+_YIELD_FRACTION, _MIN_YIELD_SECONDS = 4, 0.00005
+"""A waiting thread first yields its CPU, for this fraction of the time for which it may spin, and for these seconds."""
 _MIN_SLEEP, _MAX_SLEEP = 0.00002, 0.001
 _SLEEP_FRACTION = 8
 """Then it sleeps, each time for this fraction of the time waited so far."""
@@ -35,20 +35,20 @@ class MemoryFence:
 
 
 def wait_until(
-    is_done: Callable[[], bool], is_blocked: Callable[[], bool], on_idle: Callable[[], bool], *, spin: bool
+    is_done: Callable[[], bool], is_blocked: Callable[[], bool], on_idle: Callable[[], bool], *, spin: float
 ) -> bool:
     """Wait until another process has written a value. Returns False if one of the other functions returned True.
 
     Args:
         is_blocked: Is asked before every sleep.
         on_idle: Is asked every 20 ms.
-        spin: Whether there is a CPU for each of the processes.
+        spin: Seconds for which the thread may spin (`affinity.spin_seconds`).
     """
     for _ in range(_SPIN_COUNT):
         if is_done():
             return True
     started = time.monotonic()
-    yield_until = started + (_YIELD_SECONDS if spin else _SHORT_YIELD_SECONDS)
+    yield_until = started + max(spin / _YIELD_FRACTION, _MIN_YIELD_SECONDS)
     next_idle = started + _IDLE_SECONDS
     while not is_done():
         now = time.monotonic()

@@ -166,13 +166,13 @@ def test_a_thread_spins_only_if_there_is_a_core_per_process(monkeypatch: pytest.
             not_spinning: Any = Poll(1)
             assert affinity.spin_poll(not_spinning) == []
             assert not_spinning.left == 1
-        affinity.set_spin_wait(1)
         monkeypatch.setattr(affinity, "SPIN_SECONDS", 60.0)
+        monkeypatch.setattr(affinity, "LONG_SPIN_SECONDS", 60.0)
+        affinity.set_spin_wait(1)
         spinning: Any = Poll(3)
         assert affinity.spin_poll(spinning) == [(7, select.POLLIN)]
-        monkeypatch.setattr(affinity, "SPIN_SECONDS", 0.0)
         spinning = Poll(3)
-        assert affinity.spin_poll(spinning) == []
+        assert affinity.spin_poll(spinning, limit=0.0) == []
         assert spinning.left == 2
         affinity.set_spin_wait(0)
         monkeypatch.setattr(affinity, "_cpu_quota", lambda: 0.5)
@@ -180,6 +180,14 @@ def test_a_thread_spins_only_if_there_is_a_core_per_process(monkeypatch: pytest.
         assert affinity.spin_poll(not_spinning) == []
     finally:
         affinity.set_spin_wait(0)
+
+
+def test_a_thread_spins_longer_if_there_are_two_cores_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(affinity, "_available_cpus", lambda *_: 8)
+    monkeypatch.setattr(affinity, "_cpu_quota", lambda: 7.5)
+    seconds = [affinity.spin_seconds(processes) for processes in (0, 1, 3, 4, 7, 8)]
+    long, short = affinity.LONG_SPIN_SECONDS, affinity.SPIN_SECONDS
+    assert seconds == [0.0, long, long, short, short, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from instep.engines.torchrun.local_memory import CACHE_LINE
-from instep.runtime.affinity import has_cpus_for
+from instep.runtime.affinity import spin_seconds
 from instep.runtime.shared_wait import MemoryFence, wait_until
 
 SLOT_BYTES = 2**15
@@ -53,7 +53,7 @@ class LocalSlots:
         self._slots = np.frombuffer(memory, np.uint8, offset=(count + 1) * CACHE_LINE)
         self._slots = self._slots.reshape(2, count, SLOT_BYTES)
         self._number = 0
-        self.fence, self._spin = MemoryFence(), has_cpus_for(count)
+        self.fence, self._spin = MemoryFence(), spin_seconds(count)
         self._exits: dict[int, select.poll] = {}
         """By rank: reports the exit of its process."""
         fds: list[int] = []

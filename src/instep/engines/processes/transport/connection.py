@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import math
 import os
 import select
 import socket
@@ -268,8 +269,10 @@ class Connection:
 
     def _wait(self, deadline: float | None) -> list[tuple[int, int]]:
         remaining = _remaining_ms(deadline)
-        if (remaining is None or remaining > 1000 * SPIN_SECONDS) and (events := spin_poll(self._poll)):
-            return events
+        if remaining is None or remaining > 1000 * SPIN_SECONDS:
+            if events := spin_poll(self._poll, math.inf if remaining is None else remaining / 1000):
+                return events
+            remaining = _remaining_ms(deadline)
         if self.affinity is None:
             return self._poll.poll(remaining)
         try:

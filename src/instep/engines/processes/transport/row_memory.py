@@ -19,7 +19,7 @@ from torch import Tensor
 
 from instep.engines.processes.transport.device_rows import DeviceRowMemory, label_digest
 from instep.engines.processes.transport.shared_memory import SharedMemory
-from instep.runtime.affinity import is_spin_wait
+from instep.runtime.affinity import thread_spin_seconds
 from instep.runtime.modes import set_inference_mode
 from instep.runtime.shared_wait import MemoryFence, wait_until
 
@@ -181,7 +181,9 @@ class RowExchange:
 
     def _wait_for(self, peer: memoryview, on_idle: Callable[[], bool]) -> bool:
         number = self._number
-        return wait_until(lambda: 0 <= peer[_NUMBER] - number <= 1, self.is_blocked, on_idle, spin=is_spin_wait())
+        return wait_until(
+            lambda: 0 <= peer[_NUMBER] - number <= 1, self.is_blocked, on_idle, spin=thread_spin_seconds()
+        )
 
     def leave(self) -> None:
         """End the replica's part: it begins no further collective."""
