@@ -215,3 +215,37 @@ def test_restore_resets_registered_thread_locals() -> None:
     set_replica_thread(True)
     state.restore()
     assert not is_replica_thread()
+
+
+class LeavesAutocast(nn.Module):
+    """Turns autocast off for the rest of the thread, as it is on one device."""
+
+    def forward(self, x: Tensor) -> Any:
+        was_enabled = torch.is_autocast_enabled("cpu")
+        torch.set_autocast_enabled("cpu", False)
+        return x * 2, [was_enabled] * len(x)
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+def test_every_replica_is_in_the_callers_autocast_whatever_another_replica_leaves(wrap: Any, engine: str) -> None:
+    model, x = wrap(LeavesAutocast(), 3, engine=engine, probe=False), torch.ones(6, 2)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            _, enabled = model(x)
+        assert enabled == [True] * 6
+
+
+def test_the_thread_that_captured_a_state_enters_it_again_only_if_it_differs() -> None:
+    cpu = torch.device("cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        state = AmbientState.capture([cpu])
+        with state.enter(cpu):
+            assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+        with torch.autocast("cpu", torch.float16), state.enter(cpu):
+            assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+        with torch.autocast("cpu", enabled=False), state.enter(cpu):
+            assert torch.is_autocast_enabled("cpu")
+        with torch.inference_mode(), state.enter(cpu):
+            assert not torch.is_inference_mode_enabled()
+        with torch.no_grad(), state.enter(cpu):
+            assert torch.is_grad_enabled()

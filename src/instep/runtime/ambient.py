@@ -117,6 +117,8 @@ class AmbientState:
     """How many graphs a replica's thread may compile for one code object; None leaves the limit."""
     thread_state: ThreadState | None = None
     """What `restore` sets again; None if the state came from another process."""
+    thread_id: int = 0
+    """The thread whose state it is; 0 if it came from another process."""
 
     @classmethod
     def capture(cls, devices: Iterable[torch.device] = ()) -> AmbientState:
@@ -136,6 +138,7 @@ class AmbientState:
             compiler=active_compiler(),
             recompile_limit=scaled_recompile_limit(len(devices)),
             thread_state=ThreadState.read(flags),
+            thread_id=threading.get_ident(),
         )
 
     def enter(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -143,9 +146,23 @@ class AmbientState:
 
         Autocast is entered through its context manager, which clears the cache of cast weights on exit.
         """
-        if self.is_trivial(device):  # the common case
+        if self.is_trivial(device) or self._is_current(device):  # the common cases
             return _GradMode(self.grad_enabled)
         return _EnteredState(self, device)
+
+    def _is_current(self, device: torch.device) -> bool:
+        """Whether this thread is in the state already, apart from grad mode: it was captured here, and nothing differs.
+
+        Only states without a default device, hooks and a limit are compared.
+        """
+        if self.thread_id != threading.get_ident() or self.recompile_limit is not None:
+            return False
+        if self.default_device is not None or self.saved_tensor_hooks is not None:
+            return False
+        if device in self.streams and not _is_current_stream(device, self.streams[device]):
+            return False
+        is_same_mode = torch.is_inference_mode_enabled() == self.inference_mode
+        return is_same_mode and AutocastState.capture() == AutocastState(self.autocast, self.autocast_cache)
 
     def is_trivial(self, device: torch.device) -> bool:
         """Whether entering it only sets grad mode."""
@@ -179,6 +196,12 @@ class AmbientState:
             saved_tensor_hooks=self.saved_tensor_hooks,
             process=ProcessSettings.capture(accelerator=worker_device.type != "cpu"),
         )
+
+
+def _is_current_stream(device: torch.device, stream: Any) -> bool:
+    """Whether a device is the current one of this thread, with this stream."""
+    backend: Any = torch.get_device_module(device)
+    return bool(backend.current_device() == device.index and backend.current_stream(device) == stream)
 
 
 class ThreadState(NamedTuple):
