@@ -160,7 +160,7 @@ class CudaIpcChannel:
                 items.append(IpcTensor(i, offset, tensors[i].dtype, tuple(tensors[i].shape)))
                 offset += size
             nonempty = [item for item in items if tensors[item.position].numel()]
-            if self._peer_read_number:
+            if not self.flags.has_reached(self._peer_read_flag, self._peer_read_number):
                 self.flags.wait(self._peer_read_flag, self._peer_read_number, stream)
             with torch.no_grad():
                 torch._foreach_copy_(
