@@ -184,6 +184,16 @@ def outputs_with_gradients(replica: ReplicaGraph, gradients: Gradients) -> tuple
     return outputs, found
 
 
+def token_gradients(tokens: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients for tokens of collectives (see `GraphContext`), whose values nobody reads. Tokens share them."""
+    zeros: dict[tuple[Any, ...], Tensor] = {}
+    for token in tokens:
+        key = token.shape, token.dtype, token.device
+        if key not in zeros:
+            zeros[key] = torch.zeros_like(token)
+    return [zeros[token.shape, token.dtype, token.device] for token in tokens]
+
+
 def take_gradients(tensors: Sequence[Tensor]) -> Gradients:
     """Return the `.grad` of these leaves and clear it."""
     found: Gradients = list(map(get_grad, tensors))

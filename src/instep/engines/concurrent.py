@@ -14,7 +14,14 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from instep.autograd.bridge import CallGraph, Gradients, ReplicaGraph, outputs_with_gradients, take_gradients
+from instep.autograd.bridge import (
+    CallGraph,
+    Gradients,
+    ReplicaGraph,
+    outputs_with_gradients,
+    take_gradients,
+    token_gradients,
+)
 from instep.autograd.graph_walk import ReachedCollectives, find_reached_collectives, required_collectives
 from instep.collectives.buckets import gather_gradients, reusable_gradients, sum_gradients
 from instep.collectives.group import Group, ReplicaContext, use_context
@@ -203,8 +210,9 @@ class ConcurrentEngine(Engine, Generic[GroupT]):
         for replica, row, (outputs, grads) in zip(graph.replicas, rows, pairs, strict=True):
             if replica.remote is not None:
                 continue
-            outputs += [row[number] for number in needed]
-            grads += [torch.zeros_like(row[number]) for number in needed]
+            reached = [row[number] for number in needed]
+            outputs += reached
+            grads += token_gradients(reached)
             if not retain_graph and replica.context is not None:
                 replica.context.tokens = [token for number, token in enumerate(row) if number not in needed]
         return needed

@@ -8,7 +8,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from instep.autograd.bridge import CallGraph, Gradients, ReplicaGraph, outputs_with_gradients, take_gradients
+from instep.autograd.bridge import (
+    CallGraph,
+    Gradients,
+    ReplicaGraph,
+    outputs_with_gradients,
+    take_gradients,
+    token_gradients,
+)
 from instep.autograd.graph_walk import ReachedCollectives, find_reached_collectives, required_collectives
 from instep.collectives.buckets import sum_gradients
 from instep.collectives.group import ReplicaContext, first_error
@@ -223,8 +230,9 @@ class RankBackward:
         self, local: ReplicaGraph, outputs: list[Tensor], grads: list[Tensor], needed: Sequence[int]
     ) -> None:
         tokens = local.tokens
-        outputs += [tokens[number] for number in needed]
-        grads += [torch.zeros_like(tokens[number]) for number in needed]
+        reached = [tokens[number] for number in needed]
+        outputs += reached
+        grads += token_gradients(reached)
         if not self._retain_graph and local.context is not None:
             local.context.tokens = [token for number, token in enumerate(tokens) if number not in needed]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from instep.autograd.bridge import ReplicaGraph, as_non_leaf, take_gradients
+from instep.autograd.bridge import ReplicaGraph, as_non_leaf, take_gradients, token_gradients
 from instep.autograd.graph_walk import find_reached_collectives
 from instep.autograd.nested_outputs import is_jagged, reject_lost_gradients
 from instep.collectives.group import ReplicaContext
@@ -473,8 +473,9 @@ class WorkerServer:
         for consumed in request.consumed_tokens:
             _drop_tokens(graph, consumed)
         tokens = graph.tokens
-        outputs += [tokens[number] for number in request.collective_tokens]
-        grads += [torch.zeros_like(tokens[number]) for number in request.collective_tokens]
+        reached = [tokens[number] for number in request.collective_tokens]
+        outputs += reached
+        grads += token_gradients(reached)
         rng, index = retained.rng, retained.index
         if not rng.caller.cpu.streams_used:
             rng.caller.cpu.set_base_seed(request.seed)
