@@ -47,20 +47,21 @@ class Net(nn.Module):
         return {"y": y, "scores": (y.sum(1), y.argmax(1)), "names": [name.upper() for name in batch["names"]]}
 
 
-def make_batch(generator: random.Random, grad: bool = False) -> dict[str, Any]:
+def make_batch(generator: random.Random, device: str, grad: bool = False) -> dict[str, Any]:
     size, length = generator.choice([4, 4, 4, 4, 5, 7]), generator.randint(1, 3)
-    x = torch.randn(size, length, 4)
+    x = torch.randn(size, length, 4).to(device)
     return {"x": x.requires_grad_(grad), "names": [f"s{generator.randint(0, 99)}" for _ in range(size)]}
 
 
 class Session:
     """A random sequence of calls and changes of one module, with a record of everything that can be seen."""
 
-    def __init__(self, engine: str, seed: int) -> None:
-        self.generator = random.Random(seed)
+    def __init__(self, engine: str, seed: int, device: str = "cpu", drop: float = 0.3) -> None:
+        self.generator, self.device = random.Random(seed), device
         torch.manual_seed(seed)
-        self.net = Net()
-        self.model = instep.DataParallel(self.net, ["cpu"] * 2, engine=engine)
+        self.net = Net().to(device)
+        self.net.drop.p = drop
+        self.model = instep.DataParallel(self.net, [device] * 2, engine=engine)
         self.optimizer = torch.optim.SGD(self.net.parameters(), 0.05, momentum=0.9)
         self.hooks: list[Any] = []
         self.record: list[Any] = []
@@ -72,9 +73,11 @@ class Session:
         """Record gradients, state and the state of the generator."""
         self.see(*(p.grad for p in self.net.parameters()), *self.net.state_dict().values(), torch.get_rng_state())
         self.see(self.net.calls_kept)
+        if self.device != "cpu":
+            self.see(torch.cuda.get_rng_state(self.device))
 
     def forward(self, **options: Any) -> Tensor:
-        out = self.model(make_batch(self.generator), **options)
+        out = self.model(make_batch(self.generator, self.device), **options)
         self.see(out["y"], *out["scores"], out["names"])
         return out["y"].square().mean() + out["scores"][0].mean()
 
@@ -115,7 +118,7 @@ class Session:
             self.forward()
 
     def autocast(self) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.device(self.device).type, torch.bfloat16):
             self.forward().backward()
         self.see_all()
 
@@ -130,7 +133,7 @@ class Session:
             parameter.requires_grad_(not parameter.requires_grad)
 
     def replace_layer(self) -> None:
-        self.net.outer = nn.Linear(6, 3)
+        self.net.outer = nn.Linear(6, 3).to(self.device)
 
     def set_attribute(self) -> None:
         self.net.scale = self.generator.choice([0.5, 1.0, 2.0])
@@ -155,7 +158,7 @@ class Session:
         self.see_all()
 
     def input_gradient(self) -> None:
-        batch = make_batch(self.generator, grad=True)
+        batch = make_batch(self.generator, self.device, grad=True)
         self.model(batch)["y"].sum().backward()
         self.see(batch["x"].grad)
         self.see_all()
@@ -172,7 +175,7 @@ class Session:
         self.net.zero_grad()
 
     def write_input(self) -> None:
-        batch = make_batch(self.generator)
+        batch = make_batch(self.generator, self.device)
         y = self.model(batch)["y"]
         batch["x"].zero_()
         y.sum().backward()
@@ -233,11 +236,13 @@ def count_prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     assert not is_replica_thread()
 
 
-def run_both(engine: str, seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
+def run_both(
+    engine: str, seed: int, count: int, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[list[Any], list[Any]]:
     monkeypatch.setattr(PreparedCalls, "enabled", True)
-    prepared = Session(engine, seed).run(count)
+    prepared = Session(engine, seed, **options).run(count)
     monkeypatch.setattr(PreparedCalls, "enabled", False)
-    return prepared, Session(engine, seed).run(count)
+    return prepared, Session(engine, seed, **options).run(count)
 
 
 def assert_same(prepared: list[Any], general: list[Any]) -> None:
@@ -281,6 +286,22 @@ def test_third_call_is_prepared(engine: str, count_prepared: list[int]) -> None:
             y = model(x)
             assert torch.equal(y, net(x))
             assert count_prepared[0] == max(0, call - 1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_calls_in_autocast_are_prepared(engine: str, count_prepared: list[int]) -> None:
+    net, losses = nn.Linear(3, 2), []
+    with instep.DataParallel(net, ["cpu"] * 2, engine=engine) as model:
+        for call in range(6):
+            x = torch.randn(4, 3)
+            with torch.autocast("cpu", torch.bfloat16, enabled=call % 2 == 0):
+                y, expected = model(x), net(x)
+            assert y.dtype is (torch.bfloat16 if call % 2 == 0 else torch.float32)
+            assert torch.equal(y, expected)
+            losses.append(y.float().sum())
+    assert count_prepared[0] == 4
+    sum(losses, torch.zeros(())).backward()
+    assert net.weight.grad is not None
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -9,6 +9,7 @@ shows to be unusual is handed to a `ReplicaDispatch`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from operator import is_
 from typing import Any
 
@@ -39,6 +40,7 @@ class PreparedCall:
         self.generation = generation
         """The generation of the replica set. Another one has other tensors or modules."""
         self.replicas = list(replicas)
+        self._on_cpu = replicas[0].device.type == "cpu"
         self.sources = [source for source, _ in replicas[0].trainable]
         """The module's trainable tensors, the inputs of the bridge."""
         self.leaves = [[leaf for _, leaf in replica.trainable] for replica in replicas]
@@ -58,7 +60,7 @@ class PreparedCall:
         """Append the tensors of an output. Returns False if it holds anything else than plain tensors and values."""
         cls = type(output)
         if cls is Tensor:
-            if not _is_dense(output) or id(output) in self._own_ids:
+            if not _is_dense(output, self._on_cpu) or id(output) in self._own_ids:
                 return False
             tensors.append(output)
             return True
@@ -77,8 +79,9 @@ class PreparedCalls:
 
     def __init__(self, engine: Engine, devices: Sequence[torch.device], *, places_arguments: bool) -> None:
         """`places_arguments` is whether the user has chosen devices of arguments."""
-        on_cpu = all(device.type == "cpu" for device in devices)
-        self._supported = on_cpu and not engine.joint_graph and not engine.serialized and not places_arguments
+        is_known = {device.type for device in devices} in ({"cpu"}, {"cuda"})
+        self._on_cpu = devices[0].type == "cpu"
+        self._supported = is_known and not engine.joint_graph and not engine.serialized and not places_arguments
         self._calls: dict[tuple[int, bool], PreparedCall] = {}
         self._last_generation = -1
         """The generation of the replica set in the last call that was recorded."""
@@ -98,9 +101,7 @@ class PreparedCalls:
         if not prepared.is_current(replicas, generation):
             self._calls.clear()  # they would keep the old replicas alive
             return None
-        device = replicas[0].device
-        is_ordinary = ambient.is_trivial(device) and ambient.compiler is None and all(map(is_plain, values))
-        return prepared if is_ordinary else None
+        return prepared if ambient.is_ordinary and all(map(is_plain, values, repeat(self._on_cpu))) else None
 
     def record(
         self,
@@ -118,9 +119,8 @@ class PreparedCalls:
             self._calls.clear()
             return
         if (
-            ambient.is_trivial(replicas[0].device)
-            and ambient.compiler is None
-            and all(map(is_plain, values))
+            ambient.is_ordinary
+            and all(map(is_plain, values, repeat(self._on_cpu)))
             and not has_shared_arguments(plan, values)
             and all(map(_has_shared_leaves, replicas))
         ):
@@ -136,20 +136,24 @@ def _has_shared_leaves(replica: Replica) -> bool:
     return is_alias and all(source.is_leaf for source, _ in tensors.trainable)
 
 
-def is_plain(value: Any) -> bool:
-    """Whether an argument is a dense tensor without a gradient, a scalar, or a list, tuple or dictionary of them."""
+def is_plain(value: Any, on_cpu: bool) -> bool:
+    """Whether an argument is a dense tensor without a gradient, a scalar, or a list, tuple or dictionary of them.
+
+    For replicas `on_cpu`, only tensors on the CPU are plain.
+    """
     cls = type(value)
     if cls is Tensor:
-        return not value.requires_grad and _is_dense(value) and not value.is_inference()
+        return not value.requires_grad and _is_dense(value, on_cpu) and not value.is_inference()
     if cls in _SCALARS:
         return True
     if cls is list or cls is tuple:
-        return _SCALARS.issuperset(map(type, value)) or all(map(is_plain, value))
-    return cls is dict and all(map(is_plain, value.values()))
+        return _SCALARS.issuperset(map(type, value)) or all(map(is_plain, value, repeat(on_cpu)))
+    return cls is dict and all(map(is_plain, value.values(), repeat(on_cpu)))
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
+def _is_dense(tensor: Tensor, on_cpu: bool) -> bool:
+    is_known = tensor.is_cpu or (tensor.is_cuda and not on_cpu)
+    return is_known and tensor.layout is torch.strided and not tensor.is_nested
 
 
 class PreparedDispatch:
@@ -182,7 +186,7 @@ class PreparedDispatch:
         self._hook_ids: set[int] = set()
         self._retains_grad = False
         self.plain_outputs = False
-        """Whether the outputs consist of plain tensors on the CPU and values."""
+        """Whether the outputs consist of plain tensors and values."""
 
     @property
     def hook_ids(self) -> set[int]:

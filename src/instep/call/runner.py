@@ -179,8 +179,10 @@ class ParallelRunner:
             shards: Sequence[Sequence[Any]] = apply_plan(plan, call.values)
             prepared = None if carried or rng.serialized else self._find_prepared(call, replicas, transaction.ambient)
             dispatch: ReplicaDispatch | PreparedDispatch
+            if prepared is None or not self.keeps_cpu:
+                shards = self._place(plan, shards, replicas)
             if prepared is None:
-                shards = rng.replace_generators(self._place(plan, shards, replicas))
+                shards = rng.replace_generators(shards)
                 dispatch = self._dispatch(call, replicas, transaction.ambient, rng, carried)
             else:
                 dispatch = self._prepared_dispatch(prepared, call, transaction.ambient, rng)
@@ -199,7 +201,8 @@ class ParallelRunner:
             if verdict.infer_loss:
                 call, reading_chosen = self._rebind_loss(call, sums_mean=False), False
         outputs = [result.output for result in results]
-        if not isinstance(dispatch, PreparedDispatch) or not dispatch.plain_outputs:
+        has_cpu_outputs = self.keeps_cpu and isinstance(dispatch, PreparedDispatch) and dispatch.plain_outputs
+        if not has_cpu_outputs:
             outputs = [to_output_device(output, self.output_device) for output in outputs]
         inputs = [dict(zip(plan.names, shard, strict=True)) for shard in shards]
         rng.advance()

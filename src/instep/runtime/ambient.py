@@ -151,31 +151,26 @@ class AmbientState:
         return _EnteredState(self, device)
 
     def _is_current(self, device: torch.device) -> bool:
-        """Whether this thread is in the state already, apart from grad mode: it was captured here, and nothing differs.
-
-        Only states without a default device, hooks and a limit are compared.
-        """
-        if self.thread_id != threading.get_ident() or self.recompile_limit is not None:
-            return False
-        if self.default_device is not None or self.saved_tensor_hooks is not None:
+        """Whether a state without modes was captured in this thread, which is still in it, apart from grad mode."""
+        if self.thread_id != threading.get_ident() or not self._has_no_modes or torch.is_inference_mode_enabled():
             return False
         if device in self.streams and not _is_current_stream(device, self.streams[device]):
             return False
-        is_same_mode = torch.is_inference_mode_enabled() == self.inference_mode
-        return is_same_mode and AutocastState.capture() == AutocastState(self.autocast, self.autocast_cache)
+        return AutocastState.capture() == AutocastState(self.autocast, self.autocast_cache)
 
     def is_trivial(self, device: torch.device) -> bool:
         """Whether entering it only sets grad mode."""
-        return (
-            not self.inference_mode
-            and not self.autocast
-            and self.recompile_limit is None
-            and self.allows_internal_ops(device)
-        )
+        return self._has_no_modes and not self.autocast and device not in self.streams
 
-    def allows_internal_ops(self, device: torch.device) -> bool:
-        """Whether instep's own copies may run inside it: no default device, saved-tensor hooks, or stream apply."""
-        return self.default_device is None and self.saved_tensor_hooks is None and device not in self.streams
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether it consists of grad mode, autocast and streams."""
+        return self._has_no_modes and self.compiler is None
+
+    @property
+    def _has_no_modes(self) -> bool:
+        has_mode = self.inference_mode or self.default_device is not None or self.saved_tensor_hooks is not None
+        return not has_mode and self.recompile_limit is None
 
     def restore(self) -> None:
         """Set the state of the capturing thread again (see `ThreadState.restore`)."""
