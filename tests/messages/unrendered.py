@@ -87,6 +87,8 @@ UNRENDERED: dict[str, frozenset[str]] = {
     "Files of a project: modules that are replaced, wrappers that a file creates when it is imported": frozenset(
         {
             "engines/processes/lifecycle/pool.py: WorkerPool.__init__",
+            "engines/processes/serialization/module_globals.py: _assign",
+            "engines/processes/serialization/module_globals.py: _make",
             "engines/processes/serialization/module_globals.py: ModuleGlobals._new_values",
             "engines/processes/serialization/module_globals.py: _replaced_error",
             "engines/processes/serialization/module_globals.py: apply_updates",

@@ -27,6 +27,7 @@ from ..connections import script
 CONF = """
 from argparse import Namespace
 from dataclasses import dataclass, field
+from threading import Lock
 from types import SimpleNamespace
 import torch
 
@@ -50,7 +51,13 @@ class Plain:
     def __init__(self):
         self.scale = 1.0
 
+class Locked(Plain):
+    def __init__(self):
+        super().__init__()
+        self.lock = Lock()
+
 options, frozen, plain = Options(), Frozen(), Plain()
+current = table = None
 UNREAD = object()
 COUNT = {"calls": 0}
 CACHE = {}
@@ -62,6 +69,9 @@ def scaled(x):
 
 def other(x):
     return x * 100
+
+def current_scale():
+    return (1.0 if current is None else current.scale) * (1.0 if table is None else table["deep"].scale)
 
 def set_scale(value):
     global SCALE
@@ -91,6 +101,7 @@ class Net(nn.Module):
         y = self.after(scaled(self.layer(x))) * args.scale * CFG["scale"] * lazy()
         y = y * conf.CFG["deep"]["bias"] * sum(conf.CFG["layers"]) * conf.space.inner.scale * conf.options.scale
         y = y * sum(conf.options.weights) * conf.frozen.scale * conf.plain.scale * conf.Plain.factor * self.factor
+        y = y * conf.current_scale()
         conf.COUNT["calls"] += 1
         conf.CACHE[len(conf.CACHE)] = torch.ones(1)
         return (y * conf.SCALE * conf.BUFFER).to(conf.DTYPE)
@@ -133,6 +144,9 @@ VALUES: dict[str, Change] = {
     "list of a dataclass": lambda conf, _: conf.options.weights.append(2.0),
     "frozen dataclass": lambda conf, _: object.__setattr__(conf.frozen, "scale", 2.0),
     "config object": lambda conf, _: setattr(conf.plain, "scale", 2.0),
+    "object in place of None": lambda conf, _: setattr(conf, "current", conf.Options(scale=3.0)),
+    "its attribute": lambda conf, _: setattr(conf.current, "scale", 5.0),
+    "dictionary in place of None": lambda conf, _: setattr(conf, "table", {"deep": conf.Options(scale=3.0)}),
     "class attribute": lambda conf, _: setattr(conf.Plain, "factor", 2.0),
     "class attribute of the module": lambda _, nets: setattr(nets.Net, "factor", 2.0),
 }
@@ -185,6 +199,22 @@ def test_a_replaced_object_is_an_error(name: str, early: bool, nets: Any) -> Non
             with pytest.raises(CannotCross, match=message) as caught:
                 model(x)
         assert "engine='threads'" in str(caught.value)
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("plain", r"\.plain is of class Locked in the script(.|\n)*'lock' of the script"),
+        ("current", r"\.current is an object in the script of which not all can be sent"),
+    ],
+)
+def test_an_object_that_cannot_be_sent_is_an_error_if_a_worker_has_another(name: str, message: str, nets: Any) -> None:
+    setattr(nets.conf, name, nets.conf.Locked())
+    model = instep.DataParallel(nets.Net(), ["cpu"] * 2, engine="processes", probe=False)
+    with model, pytest.raises(CannotCross, match=message) as caught:
+        model(torch.randn(6, 4))
+    assert "engine='threads'" in str(caught.value)
 
 
 @pytest.mark.usefixtures("workers")
