@@ -88,7 +88,6 @@ UNRENDERED: dict[str, frozenset[str]] = {
         {
             "engines/processes/lifecycle/pool.py: WorkerPool.__init__",
             "engines/processes/serialization/module_globals.py: _assign",
-            "engines/processes/serialization/module_globals.py: _make",
             "engines/processes/serialization/module_globals.py: ModuleGlobals._new_values",
             "engines/processes/serialization/module_globals.py: _replaced_error",
             "engines/processes/serialization/module_globals.py: apply_updates",

@@ -249,3 +249,26 @@ def test_the_thread_that_captured_a_state_enters_it_again_only_if_it_differs() -
             assert not torch.is_inference_mode_enabled()
         with torch.no_grad(), state.enter(cpu):
             assert torch.is_grad_enabled()
+
+
+class LeavesAutocastAndRegistersHook(nn.Module):
+    """Registers a hook, so that the call runs again on one device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        torch.set_autocast_enabled("cpu", False)
+        y.register_hook(lambda _: None)
+        return y
+
+
+@pytest.mark.parametrize("engine", ["serial", "threads", "processes"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_call_that_runs_again_is_in_the_callers_autocast(wrap: Any, engine: str) -> None:
+    model, x = wrap(LeavesAutocastAndRegistersHook(), 2, engine=engine, probe=False), torch.ones(4, 2)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(x).dtype is torch.bfloat16

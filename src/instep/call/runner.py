@@ -674,6 +674,7 @@ class Transaction:
     def rollback(self) -> None:
         """Undo a forward on the replicas; `StateError` if it wrote to an argument."""
         self._runner.check_rerun_allowed()
+        self.ambient.restore()
         self._runner.replicas.restore_containers()
         self._runner.replicas.discard()
         self.rng.restore()

@@ -12,9 +12,9 @@ from collections.abc import Collection
 from functools import lru_cache
 
 SPIN_SECONDS, LONG_SPIN_SECONDS = 0.002, 0.02
-"""Seconds for which a thread spins before it sleeps; the second if each process has two CPUs.
+"""Seconds for which a thread spins before it sleeps; the second for processes that only launch work on accelerators.
 
-In a virtual machine it can take milliseconds to wake a thread that sleeps.
+In a virtual machine it can take milliseconds to wake a thread that sleeps. On the CPU the others could use the time.
 """
 _QUOTA_FILES = ("/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
 
@@ -32,19 +32,22 @@ def current_cpu() -> int:
     return -1 if _getcpu is None else int(_getcpu())
 
 
-def set_spin_wait(processes: int) -> None:
+def set_spin_wait(processes: int, *, on_accelerator: bool = False) -> None:
     """Let this thread spin while waiting, if there is a CPU for each of `processes` processes; 0 turns it off."""
-    _thread_local.spin_seconds = spin_seconds(processes)
+    _thread_local.spin_seconds = spin_seconds(processes, on_accelerator=on_accelerator)
 
 
-def spin_seconds(processes: int) -> float:
-    """Seconds for which one of `processes` processes may spin while waiting; 0 if there are fewer CPUs."""
+def spin_seconds(processes: int, *, on_accelerator: bool = False) -> float:
+    """Seconds for which one of `processes` processes may spin while waiting; 0 if there are fewer CPUs.
+
+    `LONG_SPIN_SECONDS` needs two CPUs for each process.
+    """
     if not processes:
         return 0.0
     cpus = min(_available_cpus(threading.get_ident(), int(time.monotonic())), _cpu_quota())
     if cpus < processes:
         return 0.0
-    return SPIN_SECONDS if cpus < 2 * processes else LONG_SPIN_SECONDS
+    return LONG_SPIN_SECONDS if on_accelerator and cpus >= 2 * processes else SPIN_SECONDS
 
 
 @lru_cache(maxsize=16)

@@ -169,6 +169,7 @@ class AmbientState:
 
     @property
     def _has_no_modes(self) -> bool:
+        """Whether there is no inference mode, default device, hook on saved tensors or limit of recompilations."""
         has_mode = self.inference_mode or self.default_device is not None or self.saved_tensor_hooks is not None
         return not has_mode and self.recompile_limit is None
 
@@ -196,7 +197,10 @@ class AmbientState:
 def _is_current_stream(device: torch.device, stream: Any) -> bool:
     """Whether a device is the current one of this thread, with this stream."""
     backend: Any = torch.get_device_module(device)
-    return bool(backend.current_device() == device.index and backend.current_stream(device) == stream)
+    if backend.current_device() != device.index or backend.current_stream(device) != stream:
+        return False
+    _init_device_context(backend, device)
+    return True
 
 
 class ThreadState(NamedTuple):

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 _SPIN_COUNT = 50
-_YIELD_FRACTION, _MIN_YIELD_SECONDS = 4, 0.00005
-"""A waiting thread first yields its CPU, for this fraction of the time for which it may spin, and for these seconds."""
+_YIELD_DIVISOR, _MIN_YIELD_SECONDS = 4, 0.00005
+"""A waiting thread first only yields its CPU: for a quarter of the time for which it may spin, but at least so long."""
 _MIN_SLEEP, _MAX_SLEEP = 0.00002, 0.001
 _SLEEP_FRACTION = 8
 """Then it sleeps, each time for this fraction of the time waited so far."""
@@ -42,13 +42,13 @@ def wait_until(
     Args:
         is_blocked: Is asked before every sleep.
         on_idle: Is asked every 20 ms.
-        spin: Seconds for which the thread may spin (`affinity.spin_seconds`).
+        spin: Seconds for which the thread may spin (`affinity.spin_seconds`). It uses a quarter of them.
     """
     for _ in range(_SPIN_COUNT):
         if is_done():
             return True
     started = time.monotonic()
-    yield_until = started + max(spin / _YIELD_FRACTION, _MIN_YIELD_SECONDS)
+    yield_until = started + max(spin / _YIELD_DIVISOR, _MIN_YIELD_SECONDS)
     next_idle = started + _IDLE_SECONDS
     while not is_done():
         now = time.monotonic()

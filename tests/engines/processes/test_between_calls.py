@@ -182,12 +182,14 @@ def test_a_thread_spins_only_if_there_is_a_core_per_process(monkeypatch: pytest.
         affinity.set_spin_wait(0)
 
 
-def test_a_thread_spins_longer_if_there_are_two_cores_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_launches_work_spins_longer_with_two_cores_per_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(affinity, "_available_cpus", lambda *_: 8)
     monkeypatch.setattr(affinity, "_cpu_quota", lambda: 7.5)
-    seconds = [affinity.spin_seconds(processes) for processes in (0, 1, 3, 4, 7, 8)]
-    long, short = affinity.LONG_SPIN_SECONDS, affinity.SPIN_SECONDS
-    assert seconds == [0.0, long, long, short, short, 0.0]
+    counts, long, short = (0, 1, 3, 4, 7, 8), affinity.LONG_SPIN_SECONDS, affinity.SPIN_SECONDS
+    assert [affinity.spin_seconds(count, on_accelerator=True) for count in counts] == [0, long, long, short, short, 0]
+    assert [affinity.spin_seconds(count) for count in counts] == [0, short, short, short, short, 0]
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             return result
 
         try:
-            results = run_as_replica(run, len(call.replicas), caller_restores=True)
+            results = run_as_replica(run, len(call.replicas), caller_restores=True, on_accelerator=not self._on_cpu)
         finally:
             remote.streams.finish()
         lost = next((result.error for result in results if isinstance(result.error, LostExchange)), None)
@@ -419,7 +419,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
                 overlap.run(first.graph.replicas)
 
         with self._row_exchange(group):
-            run_as_replica(run, len(tasks))
+            run_as_replica(run, len(tasks), on_accelerator=not self._on_cpu)
             try:
                 group.check_device_rows()
             except LostExchange as error:

@@ -111,7 +111,8 @@ def _share_memory(channel: RankChannel, timeout: float) -> None:
         return
     slots = None
     with suppress(OSError):
-        slots = LocalSlots(memory, channel.rank, channel.count, [pid for _, pid in identities], timeout)
+        pids, on_accelerator = [pid for _, pid in identities], channel.device.type != "cpu"
+        slots = LocalSlots(memory, channel.rank, channel.count, pids, timeout, on_accelerator=on_accelerator)
     succeeded = [message.body for message in channel.exchange(Message(step, body=slots is not None))]
     if slots is not None and all(succeeded):
         channel.use_local_slots(slots)

@@ -34,7 +34,16 @@ class ExchangeFailed(RuntimeError):
 class LocalSlots:
     """The slots of the ranks of one machine."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, count: int, pids: Sequence[int], timeout: float) -> None:
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        rank: int,
+        count: int,
+        pids: Sequence[int],
+        timeout: float,
+        *,
+        on_accelerator: bool = False,
+    ) -> None:
         """
         Args:
             memory: Memory of `nbytes(count)` bytes that all ranks map.
@@ -42,6 +51,7 @@ class LocalSlots:
             count: The number of ranks.
             pids: The process of each rank. Raises `OSError` if its exit cannot be noticed.
             timeout: Seconds to wait for the other ranks.
+            on_accelerator: Whether the ranks compute on accelerators, so that their CPUs have time to spin.
         """
         self._rank, self._timeout = rank, timeout
         words = CACHE_LINE // 8
@@ -53,7 +63,7 @@ class LocalSlots:
         self._slots = np.frombuffer(memory, np.uint8, offset=(count + 1) * CACHE_LINE)
         self._slots = self._slots.reshape(2, count, SLOT_BYTES)
         self._number = 0
-        self.fence, self._spin = MemoryFence(), spin_seconds(count)
+        self.fence, self._spin = MemoryFence(), spin_seconds(count, on_accelerator=on_accelerator)
         self._exits: dict[int, select.poll] = {}
         """By rank: reports the exit of its process."""
         fds: list[int] = []

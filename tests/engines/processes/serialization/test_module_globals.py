@@ -27,7 +27,6 @@ from ..connections import script
 CONF = """
 from argparse import Namespace
 from dataclasses import dataclass, field
-from threading import Lock
 from types import SimpleNamespace
 import torch
 
@@ -50,11 +49,6 @@ class Plain:
     factor = 1.0
     def __init__(self):
         self.scale = 1.0
-
-class Locked(Plain):
-    def __init__(self):
-        super().__init__()
-        self.lock = Lock()
 
 options, frozen, plain = Options(), Frozen(), Plain()
 current = table = None
@@ -144,9 +138,6 @@ VALUES: dict[str, Change] = {
     "list of a dataclass": lambda conf, _: conf.options.weights.append(2.0),
     "frozen dataclass": lambda conf, _: object.__setattr__(conf.frozen, "scale", 2.0),
     "config object": lambda conf, _: setattr(conf.plain, "scale", 2.0),
-    "object in place of None": lambda conf, _: setattr(conf, "current", conf.Options(scale=3.0)),
-    "its attribute": lambda conf, _: setattr(conf.current, "scale", 5.0),
-    "dictionary in place of None": lambda conf, _: setattr(conf, "table", {"deep": conf.Options(scale=3.0)}),
     "class attribute": lambda conf, _: setattr(conf.Plain, "factor", 2.0),
     "class attribute of the module": lambda _, nets: setattr(nets.Net, "factor", 2.0),
 }
@@ -202,19 +193,20 @@ def test_a_replaced_object_is_an_error(name: str, early: bool, nets: Any) -> Non
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("plain", r"\.plain is of class Locked in the script(.|\n)*'lock' of the script"),
-        ("current", r"\.current is an object in the script of which not all can be sent"),
-    ],
-)
-def test_an_object_that_cannot_be_sent_is_an_error_if_a_worker_has_another(name: str, message: str, nets: Any) -> None:
-    setattr(nets.conf, name, nets.conf.Locked())
-    model = instep.DataParallel(nets.Net(), ["cpu"] * 2, engine="processes", probe=False)
-    with model, pytest.raises(CannotCross, match=message) as caught:
-        model(torch.randn(6, 4))
-    assert "engine='threads'" in str(caught.value)
+@pytest.mark.parametrize("early", [True, False], ids=["before the first call", "after it"])
+@pytest.mark.parametrize("name", ["current", "table"])
+def test_an_object_in_place_of_none_is_an_error(name: str, early: bool, nets: Any) -> None:
+    net, x, conf = nets.Net(), torch.randn(6, 4), nets.conf
+    with instep.DataParallel(net, ["cpu"] * 2, engine="processes", probe=False) as model:
+        if not early:
+            torch.testing.assert_close(model(x), net(x))
+        setattr(conf, name, conf.Options(scale=3.0) if name == "current" else {"deep": conf.Options(scale=3.0)})
+        for _ in range(2):
+            with pytest.raises(CannotCross, match=rf"{name} is another object in the script.*has None") as caught:
+                model(x)
+        assert "engine='threads'" in str(caught.value)
+        setattr(conf, name, None)
+        torch.testing.assert_close(model(x), net(x))
 
 
 @pytest.mark.usefixtures("workers")

@@ -307,7 +307,9 @@ def run_replicas(
     return results
 
 
-def run_as_replica(run: Callable[[], T], count: int, *, caller_restores: bool = False) -> T:
+def run_as_replica(
+    run: Callable[[], T], count: int, *, caller_restores: bool = False, on_accelerator: bool = False
+) -> T:
     """Run a function in this thread as a replica thread would, with the intra-op threads of one of `count` replicas.
 
     If it fails or is interrupted, the thread's whole ambient state is restored; with `caller_restores`, only what this
@@ -324,7 +326,7 @@ def run_as_replica(run: Callable[[], T], count: int, *, caller_restores: bool = 
         if share != num_threads:
             torch.set_num_threads(share)
         set_replica_thread(True)
-        set_spin_wait(count)
+        set_spin_wait(count, on_accelerator=on_accelerator)
         result = run()
         set_spin_wait(0)
         set_replica_thread(False)

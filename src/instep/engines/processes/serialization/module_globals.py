@@ -57,17 +57,6 @@ class Update(NamedTuple):
     """Whether the container that the path leads to was changed, and not replaced."""
 
 
-class NewObject(NamedTuple):
-    """The value of an update: an object that a worker makes if it has none of this class at the path.
-
-    The script may have assigned it after the import. Updates of its attributes or items follow.
-    """
-
-    cls: type
-    unsent: tuple[str, ...]
-    """Names of attributes or items that are not sent."""
-
-
 class FunctionName(NamedTuple):
     """The function that the parent has at a path."""
 
@@ -223,7 +212,7 @@ class ModuleGlobals:
         scan = _Scan(self._names)
         for name, module in self._modules.items():
             scan.visit((("module", name),), vars(module), is_dict=False)
-        updates = [*self._new_values(scan), *self._deleted_values(scan.entries)]
+        updates = [*self._new_values(scan.entries), *self._deleted_values(scan.entries)]
         functions = list(_function_names({path: e for path, e in scan.entries.items() if not self._has(path)}))
         self._pending = scan, bool(updates or functions)
         if not updates and not functions:
@@ -246,13 +235,9 @@ class ModuleGlobals:
         entry = self._sent.entries.get(path)
         return entry is not None and entry.is_sent
 
-    def _has_object(self, path: Path) -> bool:
-        """Whether the worker is known to have an object at a path, not None."""
-        return self._has(path) and self._sent.entries[path].kind == "namespace"
-
-    def _new_values(self, scan: _Scan) -> Iterator[Update]:
+    def _new_values(self, entries: dict[Path, _Entry]) -> Iterator[Update]:
         sent_whole: set[Path] = set()
-        for path, entry in scan.entries.items():
+        for path, entry in entries.items():
             before = self._sent.entries.get(path)
             if path[:-1] in sent_whole:
                 sent_whole.add(path)
@@ -264,8 +249,6 @@ class ModuleGlobals:
                     raise _replaced_error(path, before.value, entry.value)
                 sent_whole.add(path)
                 yield Update(path, entry.value)
-            elif entry.kind == "namespace" and not isinstance(entry.value, type) and not self._has_object(path):
-                yield Update(path, NewObject(type(entry.value), tuple(map(str, scan.unsent.get(path, ())))))
 
     def _deleted_values(self, entries: dict[Path, _Entry]) -> Iterator[Update]:
         before = self._scan.entries
@@ -283,8 +266,6 @@ class _Scan:
         self._visited: set[int] = set()
         self.entries: dict[Path, _Entry] = {}
         self.namespaces: list[_Namespace] = []
-        self.unsent: dict[Path, list[Any]] = {}
-        """By the path of an object: names of its attributes or items that are not sent."""
 
     def visit(self, path: Path, mapping: Mapping[Any, Any], is_dict: bool) -> None:
         """Read the values of a mapping, and of the namespaces in it."""
@@ -297,7 +278,6 @@ class _Scan:
             digest = _digest(value)
             here = (*path, ("item" if is_dict else "attribute", name))
             if is_dict and type(name) not in (str, int):
-                self.unsent.setdefault(path, []).append(name)
                 continue
             if digest is not None or isinstance(value, _IMMUTABLE):
                 self.entries[here] = _Entry(value, digest, "value")
@@ -307,10 +287,8 @@ class _Scan:
                 self.entries[here] = _Entry(value, kind="namespace")
                 nested.append((here, value, attributes))
             elif is_dict or isinstance(value, types.ModuleType):
-                self.unsent.setdefault(path, []).append(name)
                 continue  # dictionaries of objects are registries and caches, which each process fills itself
             else:
-                self.unsent.setdefault(path, []).append(name)
                 self.entries[here] = _Entry(value)
             names.append(name)
             values.append(value)
@@ -338,14 +316,15 @@ def apply_updates(updates: Iterable[Update], functions: Iterable[FunctionName]) 
 
 
 def _assign(update: Update) -> None:
+    for path in (update.path[:length] for length in range(2, len(update.path))):
+        if _get(path) is None:
+            raise CannotCross(
+                f"{format_path(path)} is another object in the script: a worker process imports the module itself and "
+                f"has None.\n{_hint(path)}"
+            )
     owner, (kind, name) = _get(update.path[:-1]), update.path[-1]
     if owner is ABSENT:
         return
-    if owner is None:
-        raise CannotCross(
-            f"{format_path(update.path[:-1])} is an object in the script of which not all can be sent. A worker "
-            f"process imports the module itself and has None.\n{_hint(update.path[:-1])}"
-        )
     if update.value is ABSENT:
         if kind == "item":
             owner.pop(name, None)
@@ -353,10 +332,6 @@ def _assign(update: Update) -> None:
             delattr(owner, name)
         return
     current = owner.get(name, ABSENT) if kind == "item" else vars(owner).get(name, ABSENT)
-    if isinstance(update.value, NewObject):
-        if type(current) is update.value.cls:
-            return
-        update = update._replace(value=_make(update.path, update.value, current))
     digest = _digest(current)
     if digest is not None and digest == _digest(update.value):
         return
@@ -368,23 +343,6 @@ def _assign(update: Update) -> None:
         object.__setattr__(owner, name, update.value)  # it may be frozen
     else:
         setattr(owner, name, update.value)
-
-
-def _make(path: Path, new: NewObject, current: Any) -> Any:
-    """In a worker: an object without attributes or items, in place of the one that the import has made.
-
-    None if there is none yet and it cannot be sent: it may be one that each process makes when it needs it. Values of
-    its attributes are then an error.
-    """
-    if new.unsent and current is None:
-        return None
-    if new.unsent:
-        raise CannotCross(
-            f"{format_path(path)} is of class {new.cls.__name__} in the script. A worker process imports the module "
-            f"itself and has {_shown(current)}; {new.unsent[0]!r} of the script's cannot be sent.\n{_hint(path)}"
-        )
-    make: Any = new.cls.__new__
-    return make(new.cls)
 
 
 def _get(path: Path) -> Any:

@@ -290,7 +290,7 @@ class WorkerServer:
         module = self._modules[request.module_id]
         if module is not self._last_module:
             self._discard_preparation()
-        set_spin_wait(request.num_replicas)
+        set_spin_wait(request.num_replicas, on_accelerator=module.device.type != "cpu")
         self._release(*request.released)
         ambient = self._ambient.apply(request.ambient)
         replica = module.prepare_replica(request)
