@@ -56,12 +56,14 @@ def make_batch(generator: random.Random, device: str, grad: bool = False) -> dic
 class Session:
     """A random sequence of calls and changes of one module, with a record of everything that can be seen."""
 
-    def __init__(self, engine: str, seed: int, device: str = "cpu", drop: float = 0.3) -> None:
-        self.generator, self.device = random.Random(seed), device
+    def __init__(
+        self, engine: str, seed: int, device: str = "cpu", batch_device: str = "", drop: float = 0.3, **options: Any
+    ) -> None:
+        self.generator, self.device, self.batch_device = random.Random(seed), device, batch_device or device
         torch.manual_seed(seed)
         self.net = Net().to(device)
         self.net.drop.p = drop
-        self.model = instep.DataParallel(self.net, [device] * 2, engine=engine)
+        self.model = instep.DataParallel(self.net, [device] * 2, engine=engine, **options)
         self.optimizer = torch.optim.SGD(self.net.parameters(), 0.05, momentum=0.9)
         self.hooks: list[Any] = []
         self.record: list[Any] = []
@@ -77,7 +79,7 @@ class Session:
             self.see(torch.cuda.get_rng_state(self.device))
 
     def forward(self, **options: Any) -> Tensor:
-        out = self.model(make_batch(self.generator, self.device), **options)
+        out = self.model(make_batch(self.generator, self.batch_device), **options)
         self.see(out["y"], *out["scores"], out["names"])
         return out["y"].square().mean() + out["scores"][0].mean()
 
@@ -158,7 +160,7 @@ class Session:
         self.see_all()
 
     def input_gradient(self) -> None:
-        batch = make_batch(self.generator, self.device, grad=True)
+        batch = make_batch(self.generator, self.batch_device, grad=True)
         self.model(batch)["y"].sum().backward()
         self.see(batch["x"].grad)
         self.see_all()
@@ -175,7 +177,7 @@ class Session:
         self.net.zero_grad()
 
     def write_input(self) -> None:
-        batch = make_batch(self.generator, self.device)
+        batch = make_batch(self.generator, self.batch_device)
         y = self.model(batch)["y"]
         batch["x"].zero_()
         y.sum().backward()

@@ -13,16 +13,24 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("engine", "drop"), [("processes", 0.3), ("threads", 0.0)])
-@pytest.mark.parametrize("seed", range(3))
+CASES = {
+    "processes": {"engine": "processes"},
+    "processes, host arguments": {"engine": "processes", "batch_device": "cpu"},
+    "threads": {"engine": "threads", "drop": 0.0},  # replicas that draw on one device take turns: not prepared
+    "threads, host arguments": {"engine": "threads", "drop": 0.0, "batch_device": "cpu"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", range(2))
 def test_random_sequences(
-    engine: str,
-    drop: float,
+    case: str,
     seed: int,
     monkeypatch: pytest.MonkeyPatch,
     count_prepared: list[int],
 ) -> None:
-    """Replicas that draw from the generator of one device run one after another on threads, and are not prepared."""
-    prepared, general = run_both(engine, seed, 16, monkeypatch, device="cuda:0", drop=drop)
+    options = dict(CASES[case])
+    engine = str(options.pop("engine"))
+    prepared, general = run_both(engine, seed, 16, monkeypatch, device="cuda:0", **options)
     assert count_prepared[0] > 3
     assert_same(prepared, general)
