@@ -66,6 +66,21 @@ class ReplicaGraph:
         """The tokens of the replica's collectives (see `GraphContext`)."""
         return [] if self.context is None else self.context.tokens
 
+    def add_tokens(self, numbers: Sequence[int], outputs: list[Tensor], gradients: list[Tensor]) -> None:
+        """Let a backward from these outputs start at tokens, too. Nobody reads their gradients, which are shared."""
+        zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        for token in map(self.tokens.__getitem__, numbers):
+            key = token.dtype, token.device
+            if key not in zeros:
+                zeros[key] = torch.zeros_like(token)
+            outputs.append(token)
+            gradients.append(zeros[key])
+
+    def drop_tokens(self, numbers: Sequence[int]) -> None:
+        """Remove tokens that a backward has consumed."""
+        if self.context is not None:
+            self.context.tokens = [token for number, token in enumerate(self.tokens) if number not in numbers]
+
     def collect_gradients(self) -> Gradients:
         """Return the gradients of the leaves after a backward, and clear them."""
         if self.remote is None or self.remote.received_gradients is None:
@@ -182,16 +197,6 @@ def outputs_with_gradients(replica: ReplicaGraph, gradients: Gradients) -> tuple
             outputs.append(output)
             found.append(gradient)
     return outputs, found
-
-
-def token_gradients(tokens: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients for tokens of collectives (see `GraphContext`), whose values nobody reads. Tokens share them."""
-    zeros: dict[tuple[Any, ...], Tensor] = {}
-    for token in tokens:
-        key = token.shape, token.dtype, token.device
-        if key not in zeros:
-            zeros[key] = torch.zeros_like(token)
-    return [zeros[token.shape, token.dtype, token.device] for token in tokens]
 
 
 def take_gradients(tensors: Sequence[Tensor]) -> Gradients:

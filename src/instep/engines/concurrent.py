@@ -14,14 +14,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from instep.autograd.bridge import (
-    CallGraph,
-    Gradients,
-    ReplicaGraph,
-    outputs_with_gradients,
-    take_gradients,
-    token_gradients,
-)
+from instep.autograd.bridge import CallGraph, Gradients, ReplicaGraph, outputs_with_gradients, take_gradients
 from instep.autograd.graph_walk import ReachedCollectives, find_reached_collectives, required_collectives
 from instep.collectives.buckets import gather_gradients, reusable_gradients, sum_gradients
 from instep.collectives.group import Group, ReplicaContext, use_context
@@ -207,14 +200,12 @@ class ConcurrentEngine(Engine, Generic[GroupT]):
             needed = required_collectives(
                 [self.reached_collectives(graph, index, outputs) for index, (outputs, _) in enumerate(pairs)]
             )
-        for replica, row, (outputs, grads) in zip(graph.replicas, rows, pairs, strict=True):
+        for replica, (outputs, grads) in zip(graph.replicas, pairs, strict=True):
             if replica.remote is not None:
                 continue
-            reached = [row[number] for number in needed]
-            outputs += reached
-            grads += token_gradients(reached)
-            if not retain_graph and replica.context is not None:
-                replica.context.tokens = [token for number, token in enumerate(row) if number not in needed]
+            replica.add_tokens(needed, outputs, grads)
+            if not retain_graph:
+                replica.drop_tokens(needed)
         return needed
 
     def reached_collectives(self, graph: CallGraph, index: int, outputs: Sequence[Tensor]) -> ReachedCollectives:

@@ -146,6 +146,8 @@ class AmbientState:
 
         Autocast is entered through its context manager, which clears the cache of cast weights on exit.
         """
+        if device in self.streams:
+            _init_device_context(torch.get_device_module(device), device)
         if self.is_trivial(device) or self._is_current(device):  # the common cases
             return _GradMode(self.grad_enabled)
         return _EnteredState(self, device)
@@ -154,8 +156,10 @@ class AmbientState:
         """Whether a state without modes was captured in this thread, which is still in it, apart from grad mode."""
         if self.thread_id != threading.get_ident() or not self._has_no_modes or torch.is_inference_mode_enabled():
             return False
-        if device in self.streams and not _is_current_stream(device, self.streams[device]):
-            return False
+        if device in self.streams:
+            backend: Any = torch.get_device_module(device)
+            if backend.current_device() != device.index or backend.current_stream(device) != self.streams[device]:
+                return False
         return AutocastState.capture() == AutocastState(self.autocast, self.autocast_cache)
 
     def is_trivial(self, device: torch.device) -> bool:
@@ -192,15 +196,6 @@ class AmbientState:
             saved_tensor_hooks=self.saved_tensor_hooks,
             process=ProcessSettings.capture(accelerator=worker_device.type != "cpu"),
         )
-
-
-def _is_current_stream(device: torch.device, stream: Any) -> bool:
-    """Whether a device is the current one of this thread, with this stream."""
-    backend: Any = torch.get_device_module(device)
-    if backend.current_device() != device.index or backend.current_stream(device) != stream:
-        return False
-    _init_device_context(backend, device)
-    return True
 
 
 class ThreadState(NamedTuple):
@@ -289,7 +284,6 @@ class _EnteredState(ExitStack):
             self.enter_context(autocast)
         if device in state.streams:
             backend = torch.get_device_module(device)
-            _init_device_context(backend, device)
             self.enter_context(backend.stream(state.streams[device]))
         if state.saved_tensor_hooks is not None:
             self.enter_context(torch.autograd.graph.saved_tensors_hooks(*state.saved_tensor_hooks))

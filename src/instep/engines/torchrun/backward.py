@@ -8,14 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from instep.autograd.bridge import (
-    CallGraph,
-    Gradients,
-    ReplicaGraph,
-    outputs_with_gradients,
-    take_gradients,
-    token_gradients,
-)
+from instep.autograd.bridge import CallGraph, Gradients, ReplicaGraph, outputs_with_gradients, take_gradients
 from instep.autograd.graph_walk import ReachedCollectives, find_reached_collectives, required_collectives
 from instep.collectives.buckets import sum_gradients
 from instep.collectives.group import ReplicaContext, first_error
@@ -229,12 +222,9 @@ class RankBackward:
     def _add_tokens(
         self, local: ReplicaGraph, outputs: list[Tensor], grads: list[Tensor], needed: Sequence[int]
     ) -> None:
-        tokens = local.tokens
-        reached = [tokens[number] for number in needed]
-        outputs += reached
-        grads += token_gradients(reached)
-        if not self._retain_graph and local.context is not None:
-            local.context.tokens = [token for number, token in enumerate(tokens) if number not in needed]
+        local.add_tokens(needed, outputs, grads)
+        if not self._retain_graph:
+            local.drop_tokens(needed)
 
     def _run_local(self, group: RankGroup, local: ReplicaGraph, outputs: list[Tensor], grads: list[Tensor]) -> None:
         rng, on_cpu = self._graph.rng, self._channel.device.type == "cpu"

@@ -16,7 +16,7 @@ from instep.collectives.buckets import is_dense_pair
 from instep.engines.processes.controller.replay import ReplayableCall
 from instep.engines.processes.transport.doorbell import MIN_GRADIENT_BYTES, Doorbell, GradientChunk
 from instep.errors import EngineError
-from instep.runtime.affinity import SPIN_SECONDS, spin_poll
+from instep.runtime.affinity import spin_poll
 
 _IDLE_SECONDS, _IDLE_FRACTION = 10.0, 0.1
 """Seconds without a signal, as an absolute limit and as a fraction of the timeout, after which summing stops."""
@@ -111,7 +111,7 @@ class OverlappedSum:
         last_event = time.monotonic()
         idle_limit = min(_IDLE_SECONDS, *(_IDLE_FRACTION * worker.call.client.timeout for worker in self._workers))
         while waiting:
-            events = poll.poll(0) if ready else spin_poll(poll, SPIN_SECONDS) or poll.poll(_POLL_MS)
+            events = poll.poll(0) if ready else spin_poll(poll) or poll.poll(_POLL_MS)
             for fd, _ in events:
                 if fd in doorbells:
                     worker = doorbells[fd]

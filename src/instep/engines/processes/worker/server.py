@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from instep.autograd.bridge import ReplicaGraph, as_non_leaf, take_gradients, token_gradients
+from instep.autograd.bridge import ReplicaGraph, as_non_leaf, take_gradients
 from instep.autograd.graph_walk import find_reached_collectives
 from instep.autograd.nested_outputs import is_jagged, reject_lost_gradients
 from instep.collectives.group import ReplicaContext
@@ -471,11 +471,8 @@ class WorkerServer:
         outputs = [retained.outputs[number] for number in request.gradients]
         grads = [gradient.to(retained.outputs[number].device) for number, gradient in request.gradients.items()]
         for consumed in request.consumed_tokens:
-            _drop_tokens(graph, consumed)
-        tokens = graph.tokens
-        reached = [tokens[number] for number in request.collective_tokens]
-        outputs += reached
-        grads += token_gradients(reached)
+            graph.drop_tokens(consumed)
+        graph.add_tokens(request.collective_tokens, outputs, grads)
         rng, index = retained.rng, retained.index
         if not rng.caller.cpu.streams_used:
             rng.caller.cpu.set_base_seed(request.seed)
@@ -515,7 +512,7 @@ class WorkerServer:
         if not request.retain_graph:
             for number in request.gradients:
                 del retained.outputs[number]
-            _drop_tokens(graph, request.collective_tokens)
+            graph.drop_tokens(request.collective_tokens)
         self._last_module = module
 
     def _find_backward_collectives(self, message: Message) -> None:
@@ -523,7 +520,7 @@ class WorkerServer:
         (call_id, numbers, consumed), _ = self._channel.decode(message)
         retained = self._retained_calls[call_id]
         for tokens in consumed:
-            _drop_tokens(retained.graph, tokens)
+            retained.graph.drop_tokens(tokens)
         outputs = [retained.outputs[number] for number in numbers]
         reached = find_reached_collectives(retained.graph.tokens, outputs)
         self._channel.send(messages.DONE, message.call_id, reached)
@@ -532,12 +529,6 @@ class WorkerServer:
 def _num_replicas(graph: ReplicaGraph) -> int:
     """The number of replicas of a retained call."""
     return graph.context.info.count if isinstance(graph.context, ReplicaContext) else 1
-
-
-def _drop_tokens(graph: ReplicaGraph, numbers: Sequence[int]) -> None:
-    """Remove collective tokens that a backward has consumed."""
-    if graph.context is not None:
-        graph.context.tokens = [token for number, token in enumerate(graph.tokens) if number not in numbers]
 
 
 class DeferredErrors:
