@@ -225,15 +225,20 @@ class Session:
 
 @pytest.fixture
 def count_prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The number of calls that a `PreparedDispatch` ran."""
+    """The number of calls that a `PreparedDispatch` ran, also by a prepared run."""
     calls = [0]
-    run = PreparedDispatch.run
 
-    def counted(self: PreparedDispatch, *args: Any) -> Any:
-        calls[0] += 1
-        return run(self, *args)
+    def count(name: str) -> None:
+        run = getattr(PreparedDispatch, name)
 
-    monkeypatch.setattr(PreparedDispatch, "run", counted)
+        def counted(self: PreparedDispatch, *args: Any) -> Any:
+            calls[0] += 1
+            return run(self, *args)
+
+        monkeypatch.setattr(PreparedDispatch, name, counted)
+
+    count("run")
+    count("run_prepared")
     yield calls
     assert not is_replica_thread()
 

@@ -9,20 +9,24 @@ shows to be unusual is handed to a `ReplicaDispatch`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import Context
+from dataclasses import replace
 from itertools import repeat
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from instep.autograd.bridge import CallGraph, ReplicaGraph, VersionTracker, bridge
+from instep.autograd.bridge import BackwardEngine, CallGraph, ReplicaGraph, VersionTracker, bridge
 from instep.call.dispatch import ReplicaDispatch, retains_grad
 from instep.call.shared_arguments import has_shared_arguments
-from instep.engines.base import Engine, ReplicaCall
+from instep.engines.base import Arguments, Engine, PreparedRun, ReplicaCall
+from instep.errors import LostExchange
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.replicas.tensors import ParameterSharing
-from instep.runtime.ambient import AmbientState
+from instep.runtime.ambient import AmbientState, cpu_state_key
 from instep.runtime.rng import ReplicaRng
 from instep.runtime.torch_private import RegisteredHooks
 from instep.structure.plan import SplitPlan
@@ -30,6 +34,8 @@ from instep.structure.plan import SplitPlan
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MAX_PREPARED = 64
 """Prepared calls of one wrapper. Each batch size has its own plan."""
+_MAX_LOST_RUNS = 3
+"""Calls that did not fit their prepared run, after which a wrapper has none: the general path runs them again."""
 
 
 class PreparedCall:
@@ -47,6 +53,12 @@ class PreparedCall:
         """Each replica's leaves for them."""
         self.state = [pair for replica in replicas for pair in replica.tensors.state]
         """The module's other tensors, each with a replica's copy."""
+        self.run: PreparedRun | None = None
+        """Runs such calls in fewer steps, if the engine can."""
+        self.state_key: tuple[Any, ...] = ()
+        """The `cpu_state_key` of the call that `run` was made for."""
+        self.ambient: AmbientState | None = None
+        """The ambient state of that call."""
         self._own_ids = frozenset(
             {*map(id, self.sources), *(key for replica in replicas for key in replica.tensors.sources)}
         )
@@ -85,6 +97,8 @@ class PreparedCalls:
         self._calls: dict[tuple[int, bool], PreparedCall] = {}
         self._last_generation = -1
         """The generation of the replica set in the last call that was recorded."""
+        self._lost_runs = 0
+        """How many prepared runs have turned out not to fit a call."""
 
     def find(
         self,
@@ -102,6 +116,37 @@ class PreparedCalls:
             self._calls.clear()  # they would keep the old replicas alive
             return None
         return prepared if ambient.is_ordinary and all(map(is_plain, values, repeat(self._on_cpu))) else None
+
+    def find_run(self, plan: SplitPlan, values: Sequence[Any]) -> PreparedCall | None:
+        """The prepared call with a prepared run for these arguments, in the ambient state of this thread.
+
+        Whether the replicas are still those that it was prepared for is not checked.
+        """
+        prepared = self._calls.get((id(plan), torch.is_grad_enabled()))
+        if prepared is None or prepared.run is None or not self.enabled:
+            return None
+        if not prepared.run.is_valid:
+            prepared.run = None
+            return None
+        fits = all(map(is_plain, values, repeat(True))) and prepared.state_key == cpu_state_key()
+        return prepared if fits else None
+
+    def count_lost_run(self) -> None:
+        """Count a call that has to run again because it did not fit its prepared run."""
+        self._lost_runs += 1
+
+    def prepare_run(
+        self, prepared: PreparedCall, engine: Engine, call: ReplicaCall, results: Sequence[ReplicaResult]
+    ) -> None:
+        """Let the engine prepare for further calls like this one."""
+        if prepared.run is not None and prepared.state_key == cpu_state_key():
+            return
+        if not self._on_cpu or self._lost_runs >= _MAX_LOST_RUNS or call.ambient.compiler is not None:
+            return
+        prepared.run = engine.prepare(call, results)
+        if prepared.run is not None:
+            # Captured again: a copy without the context variables of this call.
+            prepared.state_key, prepared.ambient = cpu_state_key(), replace(call.ambient, context_vars=Context())
 
     def record(
         self,
@@ -173,9 +218,10 @@ class PreparedDispatch:
         rng: ReplicaRng,
         select_output: Callable[[Any], Any],
         changed_shared: Callable[[], bool],
+        prepare_run: Callable[[PreparedCall, Engine, ReplicaCall, Sequence[ReplicaResult]], None] | None = None,
     ) -> None:
         self._prepared, self._engine, self._method = prepared, engine, method
-        self._select_output, self._changed_shared = select_output, changed_shared
+        self._select_output, self._changed_shared, self._prepare_run = select_output, changed_shared, prepare_run
         self.replicas = prepared.replicas
         self._ambient, self._sync_state, self.rng = ambient, sync_state, rng
         self._versions: list[list[tuple[Tensor, int, Tensor]]] = []
@@ -208,18 +254,15 @@ class PreparedDispatch:
 
     def run(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[ReplicaResult]:
         """Run the replicas. Tensors in the results belong to the caller's graph."""
-        records_graph = self._ambient.grad_enabled
-        rows = [self._enter(shard, names, records_graph) for shard in shards]
-        keywords = names[positional:]
         call = ReplicaCall(
             self._prepared.replicas,
-            [(row[:positional], dict(zip(keywords, row[positional:], strict=True))) for row in rows],
+            self._enter_shards(shards, positional, names),
             self._method,
             self._ambient,
             self._sync_state,
             self.rng,
             self._prepared.plan.sizes,
-            [()] * len(rows),
+            [()] * len(shards),
             (),
             names,
             self._select_output,
@@ -228,7 +271,7 @@ class PreparedDispatch:
         )
         with RegisteredHooks() as hooks:
             results = self._engine.forward(call)
-        if records_graph and hooks.ids:
+        if self._ambient.grad_enabled and hooks.ids:
             self._hook_ids = hooks.ids
         outputs = self._plain_tensors(results)
         if outputs is None:
@@ -236,9 +279,32 @@ class PreparedDispatch:
             self._general.leave(results)
         else:
             self.plain_outputs = True
-            if records_graph:
-                self._bridge_outputs(results, outputs)
+            if self._prepare_run is not None and not self._hook_ids:
+                self._prepare_run(self._prepared, self._engine, call, results)
+            if self._ambient.grad_enabled:
+                self._bridge_outputs(results, outputs, self._engine)
         return results
+
+    def run_prepared(
+        self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str], context: Context
+    ) -> list[ReplicaResult]:
+        """The same by the call's prepared run. Raises `LostExchange` if the general path has to run the call."""
+        run = self._prepared.run
+        assert run is not None
+        first_hook = RemovableHandle.next_id
+        results = run.forward(self._enter_shards(shards, positional, names), self.rng, context)
+        outputs, own = self._plain_tensors(results), results[0]
+        has_hooks = RemovableHandle.next_id != first_hook
+        if outputs is None or has_hooks or own.written_state or own.statistics or _any_retains_grad(outputs):
+            raise LostExchange("forward had other effects than in the call before.")
+        if self._ambient.grad_enabled:
+            self._bridge_outputs(results, outputs, run)
+        return results
+
+    def _enter_shards(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[Arguments]:
+        rows = [self._enter(shard, names, self._ambient.grad_enabled) for shard in shards]
+        keywords = names[positional:]
+        return [(row[:positional], dict(zip(keywords, row[positional:], strict=True))) for row in rows]
 
     def _enter(self, values: Sequence[Any], names: Sequence[str], records_graph: bool) -> list[Any]:
         """The values that one replica receives. Their tensors share memory and have version counters of their own."""
@@ -276,12 +342,17 @@ class PreparedDispatch:
             found.append(list({id(tensor): tensor for tensor in needing}.values()) if len(needing) > 1 else needing)
         return found
 
-    def _bridge_outputs(self, results: Sequence[ReplicaResult], outputs: list[list[Tensor]]) -> None:
-        """Replace tensors of the replicas' graphs in the results by their counterparts in the caller's graph."""
+    def _bridge_outputs(
+        self, results: Sequence[ReplicaResult], outputs: list[list[Tensor]], engine: BackwardEngine
+    ) -> None:
+        """Replace tensors of the replicas' graphs in the results by their counterparts in the caller's graph.
+
+        `engine` runs their backward.
+        """
         if not any(outputs):
             return
         prepared = self._prepared
-        self._retains_grad = any(tensor.retains_grad for tensors in outputs for tensor in tensors)
+        self._retains_grad = _any_retains_grad(outputs)
         graphs = [
             ReplicaGraph(
                 leaves, [], list(tensors), replica.tensors.guard, replica.name, result.context, result.remote.graph
@@ -292,7 +363,7 @@ class PreparedDispatch:
         ]
         entries = [entry for row in self._versions for entry in row]
         entries += [(source, source._version, copy) for source, copy in prepared.state if not source.is_inference()]
-        graph = CallGraph(self._engine, graphs, prepared.sources, self.rng, VersionTracker(entries))
+        graph = CallGraph(engine, graphs, prepared.sources, self.rng, VersionTracker(entries))
         bridged = iter(bridge(graph, *prepared.sources))
         for result, tensors in zip(results, outputs, strict=True):
             table = {id(tensor): next(bridged) for tensor in tensors}
@@ -312,6 +383,10 @@ class PreparedDispatch:
         )
         dispatch.resume_after_forward(self._versions)
         return dispatch
+
+
+def _any_retains_grad(outputs: Sequence[Sequence[Tensor]]) -> bool:
+    return any(tensor.retains_grad for tensors in outputs for tensor in tensors)
 
 
 def _replace(value: Any, table: dict[int, Tensor]) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from instep.call.one_device import (
 from instep.call.options import BoundCall, MethodBinding, Options
 from instep.call.prepared import PreparedCall, PreparedCalls, PreparedDispatch
 from instep.call.shared_arguments import SharedArguments, has_shared_arguments
+from instep.call.transaction import Transaction
 from instep.call.verdict import ACCEPTED, ForwardVerdict
 from instep.collectives.sync_batchnorm import SyncBatchNormPatch
 from instep.devices import has_accelerator_tensors, place, to_output_device
@@ -41,7 +43,7 @@ from instep.replicas.replica_set import ReplicaSet
 from instep.replicas.state.carried import CarriedSelection, CarriedValue
 from instep.replicas.state.merge import StateMerger, check_no_parameter_writes
 from instep.runtime.ambient import AmbientState
-from instep.runtime.locks import ForkSafeLock, run_uninterrupted
+from instep.runtime.locks import ForkSafeLock
 from instep.runtime.modes import active_compiler, call_compiled
 from instep.runtime.rng import CallerRng, ReplicaRng, SerializationPolicy, supports_thread_streams
 from instep.runtime.torch_private import RegisteredHooks
@@ -135,7 +137,11 @@ class ParallelRunner:
         with self.lock:
             self.engine.wait_idle()
             self._written_argument = None
-            with Transaction(self) as transaction:
+            if (prepared := self.prepared_calls.find_run(call.plan, call.values)) is not None:
+                was_run, output = self._run_prepared(call, prepared)
+                if was_run:
+                    return output
+            with self._transaction(AmbientState.capture(self.devices)) as transaction:
                 try:
                     return self._run(call, transaction)
                 except (MergeError, StateError) as error:
@@ -144,6 +150,11 @@ class ParallelRunner:
                     if isinstance(error, MergeError) and method != "forward":
                         rules_of_method(error, method)
                     raise
+
+    def _transaction(self, ambient: AmbientState) -> Transaction:
+        """What a call in this ambient state restores if it fails or runs again."""
+        rng = CallerRng(self.devices, out_of_process=self.engine.out_of_process)
+        return Transaction(self.replicas, self.engine, ambient, rng, self.check_rerun_allowed)
 
     def _add_tried_lines(self, error: MergeError | StateError, call: BoundCall) -> None:
         """Add the lines that solve the problems of a failed call to its error, if there is a probe to try them."""
@@ -214,6 +225,39 @@ class ParallelRunner:
         ):
             self.prepared_calls.record(plan, call.values, replicas, self.replicas.generation, transaction.ambient)
         return merged
+
+    def _run_prepared(self, call: BoundCall, prepared: PreparedCall) -> tuple[bool, Any]:
+        """Run a call by its prepared run, if nothing that it relies on has changed. Returns whether it was run."""
+        run, plan, probe = prepared.run, call.plan, call.binding.probe
+        assert run is not None
+        assert prepared.ambient is not None
+        replicas, context = self.replicas.sync()[: plan.parts], copy_context()
+        if not prepared.is_current(replicas, self.replicas.generation) or not run.accepts(context):
+            return False, None
+        if self.serialization.serialize or call.binding.writes_arguments or call.binding.infers_torch_mean:
+            return False, None
+        if self.one_device.for_module(call.method) or self.state_merger.carried.is_used:
+            return False, None
+        if probe is not None and not probe.prepare_known(plan, call.values, self.replicas.fingerprint.current):
+            return False, None
+        with self._transaction(prepared.ambient) as transaction:
+            rng = self._replica_rng(transaction.rng, replicas, serialize=False)
+            shards = apply_plan(plan, call.values)
+            dispatch = self._prepared_dispatch(prepared, call, prepared.ambient, rng)
+            forward = partial(dispatch.run_prepared, shards, call.positional, plan.names, context)
+            results, verdict = self._forward(call, dispatch, forward)
+            if verdict != ACCEPTED:
+                run.is_valid = False
+                self.prepared_calls.count_lost_run()
+                transaction.rollback()
+                return False, None
+            rng.advance()
+            inputs = [dict(zip(plan.names, shard, strict=True)) for shard in shards]
+            outputs = [result.output for result in results]
+            merged = call.binding.finish(self._merge(call, outputs, inputs, ()))
+            self._update_state(replicas, results, inputs, plan)
+            self.replicas.finish_call()
+        return True, merged
 
     def known_reason(self, call: BoundCall) -> Reason | None:
         """The reason why this call would run on one device, if it is known before the call; for `explain`."""
@@ -437,7 +481,8 @@ class ParallelRunner:
         self.replicas.release_carried((), len(prepared.replicas))
         method, sync_state = call.binding.replica_method, self.replicas.needs_state_sync
         select, changed = call.binding.merger.without_dropped, self.replicas.has_local_effects
-        return PreparedDispatch(prepared, self.engine, method, ambient, sync_state, rng, select, changed)
+        prepare_run = self.prepared_calls.prepare_run
+        return PreparedDispatch(prepared, self.engine, method, ambient, sync_state, rng, select, changed, prepare_run)
 
     def _agreed_forward(
         self, call: BoundCall, dispatch: ReplicaDispatch | PreparedDispatch, shards: Sequence[Sequence[Any]]
@@ -445,7 +490,8 @@ class ParallelRunner:
         """Every replica's result, and the verdict of all ranks on it."""
         failure: BaseException | None = None
         try:
-            results, verdict = self._forward(call, dispatch, shards)
+            run = partial(dispatch.run, shards, call.positional, call.plan.names)
+            results, verdict = self._forward(call, dispatch, run)
         except (RankFailure, KeyboardInterrupt):  # all ranks have it
             raise
         except BaseException as error:
@@ -456,11 +502,14 @@ class ParallelRunner:
             failure = None  # breaks the cycle with this frame
 
     def _forward(
-        self, call: BoundCall, dispatch: ReplicaDispatch | PreparedDispatch, shards: Sequence[Sequence[Any]]
+        self,
+        call: BoundCall,
+        dispatch: ReplicaDispatch | PreparedDispatch,
+        run: Callable[[], list[ReplicaResult]],
     ) -> tuple[list[ReplicaResult], ForwardVerdict]:
-        """Every replica's result, and whether it can be used."""
+        """Every replica's result, which `run` returns, and whether it can be used."""
         try:
-            results = dispatch.run(shards, call.positional, call.plan.names)
+            results = run()
         except BaseException as error:
             self._written_argument = dispatch.written_argument()
             dispatch.restore_shared_arguments()
@@ -649,32 +698,3 @@ class ParallelRunner:
                 f"argument would be changed twice.\n"
                 f"Write to a copy in forward: {name} = {name}.clone()."
             )
-
-
-class Transaction:
-    """What a call restores if it fails or runs again."""
-
-    def __init__(self, runner: ParallelRunner) -> None:
-        self._runner = runner
-        self.ambient = AmbientState.capture(runner.devices)
-        self.rng = CallerRng(runner.devices, out_of_process=runner.engine.out_of_process)
-
-    def __enter__(self) -> Transaction:
-        return self
-
-    def __exit__(self, exception_type: object, *_: object) -> None:
-        """Undo a failed call. Replicas that still run after an interruption are undone when they end."""
-        if exception_type is None:
-            return
-        replicas = self._runner.replicas
-        later = replicas.deferred_restore()
-        run_uninterrupted(self.ambient.restore, replicas.restore_containers, replicas.discard, self.rng.restore)
-        self._runner.engine.add_idle_callback(later)
-
-    def rollback(self) -> None:
-        """Undo a forward on the replicas; `StateError` if it wrote to an argument."""
-        self._runner.check_rerun_allowed()
-        self.ambient.restore()
-        self._runner.replicas.restore_containers()
-        self._runner.replicas.discard()
-        self.rng.restore()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import Context
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +22,16 @@ from instep.runtime.rng import ReplicaRng
 
 VerdictT = TypeVar("VerdictT")
 
+Arguments = tuple[list[Any], dict[str, Any]]
+"""The positional and keyword arguments of one replica."""
+
 
 @dataclass
 class ReplicaCall:
     """One call, ready to run: the replicas that take part and their arguments."""
 
     replicas: Sequence[Replica]
-    arguments: Sequence[tuple[list[Any], dict[str, Any]]]
+    arguments: Sequence[Arguments]
     method: str
     ambient: AmbientState
     sync_state: bool
@@ -66,6 +70,30 @@ class ReplicaCall:
             sync_batchnorm=isinstance(replica.patch, SyncBatchNormPatch) and replica.patch.enabled,
             statistics_written=replica.statistics_written,
         )
+
+
+class PreparedRun(Protocol):
+    """Runs calls like an earlier one, in fewer steps than `Engine.forward` and `Engine.backward`."""
+
+    is_valid: bool
+    """Whether no call has turned out to be different since."""
+
+    def accepts(self, context: Context) -> bool:
+        """Whether a call with these context variables can be run."""
+        ...
+
+    def forward(self, rows: Sequence[Arguments], rng: ReplicaRng, context: Context) -> list[ReplicaResult]:
+        """Run a forward with these arguments of each replica.
+
+        Raises `LostExchange` if it is not like the one that was prepared: the general path has to run it.
+        """
+        ...
+
+    def backward(
+        self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool
+    ) -> tuple[Gradients, list[Gradients]]:
+        """Run every replica's backward (see `autograd.bridge.BackwardEngine`)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -154,6 +182,10 @@ class Engine:
     def forward(self, call: ReplicaCall) -> list[ReplicaResult]:
         """Run every replica's forward."""
         raise NotImplementedError
+
+    def prepare(self, call: ReplicaCall, results: Sequence[ReplicaResult]) -> PreparedRun | None:  # noqa: ARG002
+        """What runs further calls like this one, with tensors and plain values as arguments; None for `forward`."""
+        return None
 
     def backward(
         self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool

@@ -26,7 +26,7 @@ from instep.replicas.replica import ReplicaResult
 from instep.runtime.allocator import retain_freed_memory
 from instep.runtime.ambient import AutocastState
 from instep.runtime.locks import ForkSafeLock, run_uninterrupted
-from instep.runtime.torch_private import run_backward, will_accumulate_grad
+from instep.runtime.torch_private import capture_gradients, run_backward, will_accumulate_grad
 
 GroupT = TypeVar("GroupT", bound=Rendezvous)
 
@@ -103,6 +103,16 @@ class ConcurrentEngine(Engine, Generic[GroupT]):
             timeout=self.timeout,
         )
 
+    def backward_group(self, graph: CallGraph, *, serialized: bool) -> GroupT:
+        """The group of the replicas in a backward."""
+        return self.group_class(
+            [replica.name for replica in graph.replicas],
+            LEFT_BACKWARD,
+            serialized=serialized,
+            suspend=graph.rng.suspend,
+            timeout=self.timeout,
+        )
+
     def forward_in_threads(
         self, call: ReplicaCall, group: GroupT, run: Callable[[int], ReplicaResult]
     ) -> list[ReplicaResult]:
@@ -159,13 +169,7 @@ class ConcurrentEngine(Engine, Generic[GroupT]):
         if self._on_cpu or self.out_of_process:  # autograd runs a CPU graph in the calling thread
             needed = self._add_tokens(graph, pairs, retain_graph)
             nested = is_replica_thread()  # the replica threads may be waiting for this one
-            group = self.group_class(
-                [replica.name for replica in graph.replicas],
-                LEFT_BACKWARD,
-                serialized=graph.rng.serialized or nested,
-                suspend=graph.rng.suspend,
-                timeout=self.timeout,
-            )
+            group = self.backward_group(graph, serialized=graph.rng.serialized or nested)
             autocast = AutocastState.capture()
             tasks = [
                 BackwardTask(group, i, graph, graph.replicas[i], *pair, retain_graph, needed, autocast)
@@ -258,6 +262,11 @@ class ConcurrentEngine(Engine, Generic[GroupT]):
         pairs = [existing[1][i : i + 1] + columns[i : i + 1] for i in range(max(len(existing[1]), len(columns)))]
         self._deferred[key] = (sources, [sum_gradients(pair) for pair in pairs])
 
+    @property
+    def in_no_sync(self) -> bool:
+        """Whether gradients are not reduced now."""
+        return self._in_no_sync
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Defer the reduction of gradients until the context exits."""
@@ -296,15 +305,24 @@ def _backward_graphs(
     grads: list[Tensor],
     retain_graph: bool,
     rng_context: AbstractContextManager[None],
-) -> None:
-    """Run a backward of replicas' graphs. Only meanwhile may gradients accumulate in the replicas' leaves."""
+    capture: Sequence[Tensor] | None = None,
+) -> Gradients | None:
+    """Run a backward of replicas' graphs. Only meanwhile may gradients accumulate in the replicas' leaves.
+
+    With `capture`, the gradients of these leaves are returned instead, if torch can do that.
+    """
     if not outputs:
-        return
+        return None
     with rng_context:
         try:
             for replica in replicas:
                 replica.guard.set(True)
+            if capture is not None:
+                captured = capture_gradients(outputs, grads, capture, retain_graph)
+                if captured is not None:
+                    return captured
             run_backward(outputs, grads, retain_graph)
+            return None
         except BaseException as error:
             if len(replicas) == 1:
                 add_replica_note(replicas[0].name, error)
@@ -322,14 +340,15 @@ def backward_in_group(
     grads: list[Tensor],
     retain_graph: bool,
     rng_context: AbstractContextManager[None],
-) -> None:
-    """Run one replica's backward in a group, with the collectives of its forward."""
+    capture: Sequence[Tensor] | None = None,
+) -> Gradients | None:
+    """Run one replica's backward in a group, with the collectives of its forward. See `_backward_graphs`."""
     failure: BaseException | None = None
     try:
         group.enter(index)
         context = replica.context.with_group(group) if isinstance(replica.context, ReplicaContext) else None
         with use_context(context), replace_batch_norm(context):  # a checkpointed region runs again
-            _backward_graphs([replica], outputs, grads, retain_graph, rng_context)
+            return _backward_graphs([replica], outputs, grads, retain_graph, rng_context, capture)
     except BaseException as error:
         failure = error
         raise

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from instep.errors import MergeError, StateError, StructureError
@@ -117,6 +118,21 @@ class Probe:
         self.merger.known_weights = {}
         self._pending_weights = self._start_weights(record, call)
         self._can_disagree = not trial_due and not compare_weights
+
+    def prepare_known(self, plan: SplitPlan, values: Sequence[Any], fingerprint: int) -> bool:
+        """Do what `prepare` does for a call that needs no trial and no weights. Returns False for any other call."""
+        record, numbers = self._find_or_add_record(plan, values, fingerprint)
+        if numbers != record.numbers or record.error or record.is_due_next:
+            return False
+        if self.merger.weights or record.ambiguous() or (torch.is_grad_enabled() and not record.graph_checked):
+            return False
+        record.count_call()
+        self._check_additive(record)
+        self.last_record = record
+        self.merger.set_verdicts(record.outputs)
+        self.merger.known_weights = {}
+        self._pending_weights, self._can_disagree = None, False
+        return True
 
     def _start_weights(self, record: ProbeRecord, call: TrialCall) -> WeightTransfer | None:
         """Start to read the weights that the merge needs, and those that have to be compared; None if there are none.

@@ -71,6 +71,11 @@ class ProbeRecord:
         self.trials.advance()
         self.integer_checks.advance()
 
+    @property
+    def is_due_next(self) -> bool:
+        """Whether a trial or a search is due at the next call."""
+        return self.trials.is_due_next or self.integer_checks.is_due_next
+
     def count_numbers(self, numbers: tuple[Any, ...]) -> bool:
         """Count a call with other numbers than the last one. Returns whether to run a trial with them."""
         self.numbers = numbers

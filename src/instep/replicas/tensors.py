@@ -22,7 +22,8 @@ from instep.structure.shapes import is_dense
 class GradientGuard:
     """A hook on the replica's leaves that raises for gradients outside of the bridge's backward.
 
-    Such a gradient would stay on the replica and never reach the source.
+    Such a gradient would stay on the replica and never reach the source. The hook runs after an accumulation, so that a
+    backward that captures gradients does not call it.
     """
 
     __slots__ = ("open", "touched")
@@ -35,9 +36,10 @@ class GradientGuard:
     def set(self, state: bool) -> None:
         self.open = state
 
-    def __call__(self, _: Tensor) -> None:
+    def __call__(self, leaf: Tensor) -> None:
         self.touched = True
         if not self.open:
+            leaf.grad = None
             raise BridgeError(_STRAY_GRADIENT)
 
 
@@ -169,7 +171,7 @@ class ReplicaTensors:
         with set_inference_mode(False), torch.no_grad():
             leaf = self._create_leaf(source)
         if self.uses_guard:
-            register_own_hook(leaf, self.guard)
+            register_own_hook(leaf, self.guard, after_accumulation=True)
         return leaf
 
     def _create_leaf(self, source: Tensor) -> Tensor:

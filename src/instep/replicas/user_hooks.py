@@ -75,7 +75,7 @@ class UserHooks:
                 table for module in modules for table in map(module.__dict__.get, _HOOK_TABLES) if table is not None
             ]
             self._generation, self._no_user_hooks = generation, None
-        present = [tuple(table.values()) for table in self._tables if table]
+        present = [tuple(table.values()) for table in self._tables if table] if any(self._tables) else []
         if present == self._no_user_hooks:
             return None
         found = next(_hooks_on_modules(modules), None)

@@ -25,7 +25,12 @@ from instep.runtime.modes import (
     set_inference_mode,
     use_recompile_limit,
 )
-from instep.runtime.torch_private import default_device, saved_tensor_hooks
+from instep.runtime.torch_private import (
+    default_device,
+    has_compiled_code,
+    has_no_saved_tensor_hooks,
+    saved_tensor_hooks,
+)
 from instep.runtime.warning_filters import WarningFilter, get_warning_filters, set_warning_filters
 
 _AUTOCAST_DEVICE_TYPES = ("cpu", "cuda", "xpu")
@@ -196,6 +201,36 @@ class AmbientState:
             saved_tensor_hooks=self.saved_tensor_hooks,
             process=ProcessSettings.capture(accelerator=worker_device.type != "cpu"),
         )
+
+
+def cpu_state_key() -> tuple[Any, ...]:
+    """What an `AmbientState` and its encoded form hold for replicas on the CPU, to compare; without context variables.
+
+    Equal keys mean that a state captured earlier in this thread is still the current one.
+    """
+    compiler = active_compiler()
+    return (
+        threading.get_ident(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        _read_autocast(_AUTOCAST_DEVICE_TYPES)[0],
+        torch.is_autocast_cache_enabled(),
+        _autocast_nesting(),
+        default_device(),
+        saved_tensor_hooks(),
+        has_no_saved_tensor_hooks(),
+        None if compiler is None else id(compiler),
+        has_compiled_code(),
+        [get() for get, _ in _thread_locals],
+        torch.get_default_dtype(),
+        torch.get_deterministic_debug_mode(),
+        torch.get_float32_matmul_precision(),
+        torch._C._get_cudnn_benchmark(),
+        torch._C._get_cudnn_deterministic(),
+        torch.get_num_threads(),
+        anomaly_mode(),
+        get_warning_filters(),
+    )
 
 
 class ThreadState(NamedTuple):

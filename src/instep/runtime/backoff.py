@@ -44,6 +44,11 @@ class Backoff:
         """Whether a check is due at the current call."""
         return self.calls >= self.next_call
 
+    @property
+    def is_due_next(self) -> bool:
+        """Whether a check is due at the next call."""
+        return self.calls + 1 >= self.next_call
+
     def advance(self) -> None:
         """Count a call."""
         self.calls += 1

@@ -215,6 +215,18 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor], keep: b
         )
 
 
+def capture_gradients(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], leaves: Sequence[Tensor], keep: bool
+) -> list[Tensor | None] | None:
+    """Like `run_backward`, but returns the gradients of these leaves, and accumulates none. None if torch cannot."""
+    if _engine_run_backward is None or any(type(output) is not Tensor for output in outputs):
+        return None
+    captured: Any = _engine_run_backward(
+        tuple(outputs), tuple(gradients), keep, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
+    )
+    return list(captured)
+
+
 def is_batched_gradient(gradient: Tensor) -> bool:
     """Whether a gradient is batched by `is_grads_batched=True`."""
     return bool(_functorch.is_legacy_batchedtensor(gradient))

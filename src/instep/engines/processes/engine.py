@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.autograd.bridge import CallGraph, Gradients, ReplicaGraph
-from instep.autograd.graph_walk import ReachedCollectives
+from instep.autograd.bridge import CallGraph, Gradients, ReplicaGraph, outputs_with_gradients
+from instep.autograd.graph_walk import ReachedCollectives, walk_graph
 from instep.collectives.buckets import all_present, reusable_gradients, sum_gradients
+from instep.collectives.group import ReplicaContext
 from instep.engines.base import ReplicaCall, raise_first_error, run_forward
 from instep.engines.concurrent import BackwardTask, ConcurrentEngine
 from instep.engines.processes.controller.backward import ReplicaBackward
@@ -24,6 +25,7 @@ from instep.engines.processes.controller.forward import RemoteCall, ReplicaForwa
 from instep.engines.processes.controller.nccl_manager import NcclManager, ParameterBroadcast, abort_all_groups
 from instep.engines.processes.controller.nccl_reduction import GradientReduction
 from instep.engines.processes.controller.overlap import OverlappedSum
+from instep.engines.processes.controller.prepared import PreparedRun, can_prepare
 from instep.engines.processes.controller.remote_replica import RemoteReplica, module_ids
 from instep.engines.processes.controller.rendezvous import ControllerRendezvous, run_as_replica, run_replicas
 from instep.engines.processes.controller.replay import ReplayableCall
@@ -43,9 +45,11 @@ from instep.engines.thread_pool import is_replica_thread
 from instep.errors import EngineError, LostExchange, RemoteArgumentError, WorkerFailure
 from instep.replicas.mutable_arguments import ArgumentSnapshot, mutable_arguments
 from instep.replicas.replica import Replica, ReplicaResult
+from instep.runtime.ambient import AutocastState
 from instep.runtime.locks import ForkSafeLock
 from instep.runtime.modes import NO_CONTEXT
-from instep.runtime.torch_private import has_no_saved_tensor_hooks
+from instep.runtime.torch_private import custom_function, has_no_saved_tensor_hooks
+from instep.structure.tree import tensors_in
 
 RESTART_WINDOW = 60.0
 """Seconds for which the death of a worker counts against `restarts`."""
@@ -175,7 +179,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         self._nccl.abort_groups_of(worker)
 
     def forward(self, call: ReplicaCall) -> list[ReplicaResult]:
-        self._raise_lost_results()
+        self.raise_lost_results()
         in_caller = self._can_run_in_caller(call)
         streams = CallStreams(self._devices, in_caller=in_caller)
         remote = RemoteCall(call, self.forward_group(call), streams, python_seed=self._python_rng.begin_call())
@@ -191,6 +195,50 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             if arguments is not None:
                 arguments.restore()
             raise
+
+    def prepare(self, call: ReplicaCall, results: Sequence[ReplicaResult]) -> PreparedRun | None:
+        """On the CPU, for a call whose replicas have changed nothing and called no collective."""
+        if not self._on_cpu or not self._can_run_in_caller(call) or not call.has_plain_arguments:
+            return None
+        if any(result.written_state or result.statistics or result.changes for result in results):
+            return None
+        context, others = results[0].context, range(1, len(call.replicas))
+        if not isinstance(context, ReplicaContext) or context.exchange_count or any(call.rng.generator_pairs):
+            return None
+        if not all(can_prepare(call.replicas[index], self.current_client(index)) for index in others):
+            return None
+        nodes = walk_graph(tensor.grad_fn for tensor in tensors_in(results[0].output))
+        has_functions = any(custom_function(node) is not None for node in nodes)
+        return PreparedRun(self, call, captures=not has_functions)
+
+    def current_client(self, index: int) -> WorkerClient | None:
+        """The client of a replica's worker, if the worker of the last call still is the replica's."""
+        client, worker = self._clients.get(index), self._pool.last_worker(index)
+        if client is None or client.worker is not worker or not worker.is_owned():
+            return None
+        client.timeout, worker.name = self.timeout, f"replica {index} on {self._devices[index]}"
+        return client
+
+    def call_lock(self) -> AbstractContextManager[Any]:
+        """The lock that keeps replica 0 in one call at a time."""
+        return self._lock
+
+    def begin_python_rng(self) -> int | None:
+        """The seed of Python's and NumPy's generators in the workers, before a call; None if they need none."""
+        return self._python_rng.begin_call()
+
+    def end_python_rng(self, seed: int | None) -> None:
+        """After replica 0 has run: check whether it used these generators."""
+        self._python_rng.end_call(seed)
+
+    def forward_again(self, call: ReplicaCall, index: int, python_seed: int | None) -> ReplicaResult:
+        """Run the forward of one replica on a replacement of its worker. The other replicas have run."""
+        group = self.forward_group(call)
+        for other in set(range(len(call.replicas))) - {index}:
+            group.enter(other)
+            group.leave(other)
+        remote = RemoteCall(call, group, CallStreams(self._devices, in_caller=True), python_seed=python_seed)
+        return run_to_end(self._forward_task(remote, index, None))
 
     @contextmanager
     def _broadcast_parameters(self, remote: RemoteCall) -> Iterator[None]:
@@ -355,15 +403,36 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
     def backward(
         self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool
     ) -> tuple[Gradients, list[Gradients]]:
-        self._raise_lost_results()
-        with self._lock:
-            streams = CallStreams(self._devices, in_caller=self._can_run_backward_in_caller(graph))
-            outer, self._running_backward = self._running_backward, _BackwardState(streams)
-            try:
-                return super().backward(graph, gradients, retain_graph)
-            finally:
-                streams.finish()
-                self._running_backward = outer
+        self.raise_lost_results()
+        with self._lock, self._run_state(in_caller=self._can_run_backward_in_caller(graph)):
+            return super().backward(graph, gradients, retain_graph)
+
+    def running_backward(self) -> AbstractContextManager[None]:
+        """Context manager around a backward in which this thread waits for the workers."""
+        return self._run_state(in_caller=True)
+
+    @contextmanager
+    def _run_state(self, *, in_caller: bool) -> Iterator[None]:
+        """Context manager: the state of a backward. With `in_caller`, the calling thread waits for the workers."""
+        streams = CallStreams(self._devices, in_caller=in_caller)
+        outer, self._running_backward = self._running_backward, _BackwardState(streams)
+        try:
+            yield
+        finally:
+            streams.finish()
+            self._running_backward = outer
+
+    def backward_again(self, graph: CallGraph, index: int, gradients: Gradients, retain_graph: bool) -> None:
+        """Run the backward of one replica on a replacement of its worker, in `running_backward`."""
+        group, replica = self.backward_group(graph, serialized=False), graph.replicas[index]
+        outputs, grads = outputs_with_gradients(replica, gradients)
+        autocast = AutocastState.capture()
+        task = BackwardTask(group, index, graph, replica, outputs, grads, retain_graph, [], autocast)
+        run_to_end(self._backward_task(task, None))
+
+    def reduce_gradients(self, columns: Sequence[Gradients]) -> Gradients:
+        """The sum of the replicas' gradients, in `running_backward`."""
+        return self._reduce_gradients(columns)
 
     @property
     def _backward_state(self) -> _BackwardState:
@@ -488,7 +557,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             column[late.position] = sum_gradients([[column[late.position]], [late.gradient]])[0]
         super()._defer(sources, [columns[0], *copies])
 
-    def _raise_lost_results(self) -> None:
+    def raise_lost_results(self) -> None:
         """Raise if a worker ended before results that were already returned were complete."""
         for client in self._clients.values():
             client.raise_lost_results()

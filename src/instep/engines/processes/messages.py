@@ -17,11 +17,14 @@ ENVIRONMENT, DEVICE, STOP = "environment", "device", "stop"
 TENSOR_TABLE, MODULE, ATTRIBUTES, GLOBALS = "tensor table", "module", "attributes", "globals"
 ROW_MEMORY = "row memory"
 FORWARD, BACKWARD, REACHABILITY, COLLECTIVE_RESULT = "forward", "backward", "reachability", "collective done"
+PREPARE, PREPARED_FORWARD = "prepare", "prepared forward"
 JOIN_GROUP, BROADCAST, REDUCE, FETCH_GRADIENTS = "join group", "broadcast", "reduce", "fetch gradients"
 # Message kinds that a worker sends.
 COLLECTIVE, DONE, FAILED = "collective", "done", "failed"
 
-EXPECTS_REPLY = frozenset((FORWARD, BACKWARD, REACHABILITY, DEVICE, JOIN_GROUP, REDUCE, FETCH_GRADIENTS))
+EXPECTS_REPLY = frozenset(
+    (FORWARD, PREPARED_FORWARD, BACKWARD, REACHABILITY, DEVICE, JOIN_GROUP, REDUCE, FETCH_GRADIENTS)
+)
 """Message kinds that the worker must answer with `DONE` or `FAILED`."""
 
 
@@ -204,6 +207,53 @@ class ForwardRequest(PositionalMessage):
     """For a replay: the results of the first calls of `Group.all_gather`."""
 
 
+@dataclass
+class PrepareRequest:
+    """What forwards of one shape have in common. A `PreparedForwardRequest` refers to it by the id of the message."""
+
+    module_id: int
+    method: str
+    replica_index: int
+    shard_sizes: list[int]
+    num_replicas: int
+    num_positional: int
+    keywords: list[str]
+    """The names of the arguments after the positional ones."""
+    ambient: EncodedAmbientState
+
+    def forward_request(
+        self, values: Sequence[Any], seed: int, released: tuple[Sequence[int], Sequence[int]], python_seed: int | None
+    ) -> ForwardRequest:
+        """The request of one forward with these arguments."""
+        return ForwardRequest(
+            self.module_id,
+            self.method,
+            list(values[: self.num_positional]),
+            self.replica_index,
+            self.shard_sizes,
+            self.num_replicas,
+            True,
+            seed,
+            seed,
+            released,
+            kwargs=dict(zip(self.keywords, values[self.num_positional :], strict=True)),
+            ambient=self.ambient,
+            python_seed=python_seed,
+        )
+
+
+class PreparedForwardRequest(NamedTuple):
+    """Runs a forward that a `PrepareRequest` describes."""
+
+    number: int
+    """The id of the `PrepareRequest`."""
+    values: list[Any]
+    """The arguments, positional ones first, as `encode_plain` encodes them."""
+    seed: int
+    released: tuple[Sequence[int], Sequence[int]]
+    python_seed: int | None
+
+
 class RowRequest(NamedTuple):
     """How a call exchanges rows through shared memory."""
 
@@ -314,6 +364,8 @@ class BackwardRequest(PositionalMessage):
     """For a backward that is run again: the results of the first calls of `Group.all_gather`."""
     reduction: tuple[Any, ...] = ()
     """How the gradients are reduced while the backward runs (see `BackwardReduction`); empty if they are not."""
+    captures: bool = False
+    """Whether gradients are captured instead of accumulated, which reentrant checkpoints do not support."""
 
     @property
     def is_reduction_ordered(self) -> bool:

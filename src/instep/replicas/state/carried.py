@@ -131,6 +131,11 @@ class CarriedState:
         value = CarriedValue(None, attribute, path, batch_dims, container=container, key=key)
         self.values.setdefault((id(container), str(key)), value)
 
+    @property
+    def is_used(self) -> bool:
+        """Whether a call may read state of the previous one that follows the batch."""
+        return bool(self.values) or "cat" in self.rules.values()
+
     def select(
         self,
         source: nn.Module,

@@ -67,7 +67,7 @@ from instep.engines.processes.worker.ambient import (
     holds_byte,
 )
 from instep.engines.processes.worker.module import gradient_slot
-from instep.errors import EngineError, WorkerFailure
+from instep.errors import EngineError, LostExchange, WorkerFailure
 from instep.replicas.names import module_names
 from instep.runtime.ambient import EncodedAmbientState
 from instep.runtime.locks import ForkSafeLock
@@ -278,7 +278,7 @@ class WorkerClient:
         self.channel.send(messages.ATTRIBUTES, replica.module_id, request, module_globals=module_state.module_globals)
         module_state.generators += generators
 
-    def _take_released(self) -> tuple[list[int], list[int]]:
+    def take_released(self) -> tuple[list[int], list[int]]:
         """Take the ids of calls and modules that the worker can drop."""
         calls: list[int] = []
         modules: list[int] = []
@@ -425,7 +425,7 @@ class WorkerClient:
     ) -> list[Tensor]:
         """Send a forward; returns the tensors of its arguments, in the order of their indices."""
         ambient = request.ambient
-        request.released = self._take_released()
+        request.released = self.take_released()
         if ambient is None or ambient.context_vars or ambient.saved_tensor_hooks is not None:
             self._last_ambient = None  # objects of the user are sent again, and not compared
         elif ambient == self._last_ambient and len(self._pending) == 1:  # another request may fail before it is applied
@@ -562,6 +562,8 @@ class WorkerClient:
                 self.channel.send_flat(messages.COLLECTIVE_RESULT, message.call_id, result)
                 yield RUNNING
                 watchdog = ReplyWatchdog(self.worker, self.timeout)
+            elif message.kind == messages.COLLECTIVE:
+                raise LostExchange("a replica called a collective in a call that was prepared without one.")
             elif message.kind == messages.FAILED:
                 pending.received_kinds.add(message.kind)
                 self._pending.pop(pending.request_id, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import CellType
 
 import torch
@@ -72,6 +73,7 @@ class RemoteModuleState:
         self._host_slots = {i for i, slot in self.gradient_slots.items() if slot.device != self.tensors[i].device}
         """Indices of tensors on a device whose gradient slots are on the host."""
         self._tensor_attributes = _snapshot_attributes(self.tensors)
+        self._has_no_attributes = not any(self._tensor_attributes)
         self._parameters = [tensor for tensor in self.tensors if is_dense(tensor) and tensor.requires_grad]
         self._data_ptrs = list(map(_data_ptr, self._parameters))
         self._state_layout = MemoryLayout([tensor for tensor in self.tensors if not tensor.requires_grad])
@@ -82,6 +84,8 @@ class RemoteModuleState:
             return True
         if not all(snapshot.matches(read_cell(cell)) for cell, snapshot in self.closure_cells):
             return True
+        if self._has_no_attributes:
+            return any(map(_get_attributes, self.tensors))
         return any(map(_attributes_changed, self.tensors, self._tensor_attributes))
 
     def refresh_staging(self, call: object, follow: bool) -> None:
@@ -113,6 +117,7 @@ def versioned_tensors(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor
 
 
 _data_ptr = torch._C.TensorBase.data_ptr
+_get_attributes = attrgetter("__dict__")
 
 
 def _snapshot_attributes(tensors: Sequence[Tensor]) -> list[dict[str, ValueSnapshot]]:

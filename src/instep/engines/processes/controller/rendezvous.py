@@ -270,7 +270,7 @@ class ControllerRendezvous(Rendezvous):
         return self._collect(awaited)
 
 
-_send_lock = ForkSafeLock()
+send_lock = ForkSafeLock()
 """Held while requests are sent, so that all workers receive the calls of several threads in the same order."""
 
 
@@ -285,7 +285,7 @@ def run_replicas(
     errors: dict[int, BaseException] = {}
     tasks = group.reply_tasks = [ReplyTask(index, generator) for index, generator in enumerate(generators, 1)]
     try:
-        with _send_lock:
+        with send_lock:
             for task in tasks:
                 task.resume()
         for index, run in enumerate([first, *(task.result for task in tasks)]):
@@ -307,6 +307,11 @@ def run_replicas(
     return results
 
 
+def threads_per_replica(count: int) -> int:
+    """The number of intra-op threads of each of `count` replicas."""
+    return max(1, torch.get_num_threads() // count)
+
+
 def run_as_replica(
     run: Callable[[], T], count: int, *, caller_restores: bool = False, on_accelerator: bool = False
 ) -> T:
@@ -315,8 +320,7 @@ def run_as_replica(
     If it fails or is interrupted, the thread's whole ambient state is restored; with `caller_restores`, only what this
     function sets.
     """
-    num_threads = torch.get_num_threads()
-    share = max(1, num_threads // count)
+    num_threads, share = torch.get_num_threads(), threads_per_replica(count)
     restore: list[Callable[[], object]]
     if caller_restores:
         restore = [partial(set_replica_thread, False), partial(torch.set_num_threads, num_threads)]
@@ -341,12 +345,13 @@ def run_as_replica(
 class CollectiveLog:
     """The results of a remote replica's collectives in one call. A worker that replays the call gets them again."""
 
-    def __init__(self, rendezvous: ControllerRendezvous, streams: CallStreams) -> None:
-        self._rendezvous: ControllerRendezvous | None = rendezvous
+    def __init__(self, rendezvous: ControllerRendezvous | None = None, streams: CallStreams | None = None) -> None:
+        """Without a rendezvous: of a call without collectives."""
+        self._rendezvous = rendezvous
         self._streams = streams
         self._results: list[FlatValue] = []
         self._position = 0
-        self.row_log = rendezvous.row_log
+        self.row_log = RowLog() if rendezvous is None else rendezvous.row_log
         """The results of exchanges through shared memory, in order."""
 
     def rewind(self) -> None:
@@ -386,7 +391,7 @@ class CollectiveLog:
             try:
                 payloads = yield from self._rendezvous.exchange_remote(index, label, decode_payload(payload, tensors))
                 result = _result_for(payloads, index)
-                if any(tensor.device.type != "cpu" for tensor in result.tensors):
+                if self._streams is not None and any(tensor.device.type != "cpu" for tensor in result.tensors):
                     self._streams.wait_for_caller()
             except Exception as error:
                 result = error_result(error)

@@ -7,7 +7,7 @@ import torch
 from instep.engines.processes.messages import DeviceRequest
 from instep.engines.processes.transport.cuda_driver import DeviceMemory, DriverError
 from instep.errors import EngineError
-from instep.runtime.ambient import AmbientState, EncodedAmbientState
+from instep.runtime.ambient import AmbientState, EncodedAmbientState, ProcessSettings
 
 
 class WorkerAmbientState:
@@ -23,12 +23,15 @@ class WorkerAmbientState:
         """Apply process-wide settings, which the last call may have changed, and return the state to enter."""
         if encoded is not None:
             self._encoded, self._decoded = encoded, encoded.decode()
-        settings = self._encoded.process
+        self.apply_settings(self._encoded.process)
+        return self._decoded
+
+    def apply_settings(self, settings: ProcessSettings) -> None:
+        """Apply process-wide settings."""
         settings.apply()
         if self._num_threads != settings.num_threads:
             torch.set_num_threads(settings.num_threads)
             self._num_threads = settings.num_threads
-        return self._decoded
 
 
 def describe_device(device: torch.device, handle: bytes | None = None) -> DeviceRequest:

@@ -6,6 +6,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,14 @@ from instep.engines.base import ReplicaCall, run_forward
 from instep.engines.concurrent import backward_in_group
 from instep.engines.processes import messages
 from instep.engines.processes.lifecycle.launch import apply_script_environment
-from instep.engines.processes.messages import BackwardReply, BackwardRequest, ForwardReply, ForwardRequest
+from instep.engines.processes.messages import (
+    BackwardReply,
+    BackwardRequest,
+    ForwardReply,
+    ForwardRequest,
+    PreparedForwardRequest,
+    PrepareRequest,
+)
 from instep.engines.processes.serialization.diagnose import ForeignLeaves
 from instep.engines.processes.serialization.exceptions import pack_exception
 from instep.engines.processes.serialization.reducers import has_strided_data
@@ -28,6 +36,8 @@ from instep.engines.processes.transport.channel import (
     SOURCE,
     Channel,
     TensorTag,
+    decode_plain,
+    load_plain,
     rebuild_by_value,
     tag_by_value,
 )
@@ -49,12 +59,14 @@ from instep.replicas.mutable_arguments import ArgumentSnapshot
 from instep.replicas.replica import ReplicaResult
 from instep.replicas.tensors import check_no_stray_gradients
 from instep.runtime.affinity import SenderCpuAvoidance, set_spin_wait
-from instep.runtime.ambient import AutocastState, set_anomaly_mode
+from instep.runtime.ambient import AmbientState, AutocastState, set_anomaly_mode
 from instep.runtime.rng import ReplicaRng, supports_thread_streams
 from instep.structure.tree import tensors_in
 
 _DEVICE_POLL_SECONDS = 0.05
 """Seconds between checks of a device that still works on an earlier reply."""
+
+_FORWARD_KINDS = (messages.FORWARD, messages.PREPARED_FORWARD)
 
 MODULES_PER_GC = 8
 """Number of released modules after which the garbage collector runs."""
@@ -99,6 +111,8 @@ class WorkerServer:
         self._pending_modules: dict[int, WorkerModule] = {}
         self._row_memories: dict[int, RowMemory] = {}
         self._retained_calls: dict[int, RetainedCall] = {}
+        self._prepared: dict[int, tuple[PrepareRequest, AmbientState]] = {}
+        """By id: what prepared forwards have in common, and the state that they enter."""
         self._dropped_modules = 0
         self._ambient = WorkerAmbientState()
         self._deferred_errors, self._foreign_leaves = DeferredErrors(), ForeignLeaves()
@@ -118,6 +132,8 @@ class WorkerServer:
             messages.GLOBALS: self._receive_globals,
             messages.ROW_MEMORY: self._receive_row_memory,
             messages.FORWARD: self._forward,
+            messages.PREPARE: self._prepare,
+            messages.PREPARED_FORWARD: self._forward_prepared,
             messages.BACKWARD: self._backward,
             messages.REACHABILITY: self._find_backward_collectives,
             messages.COLLECTIVE_RESULT: lambda _: None,  # of a call that the parent abandoned
@@ -139,13 +155,13 @@ class WorkerServer:
 
     def handle(self, message: Message) -> None:
         """Handle one message. An exception becomes the reply."""
-        if message.kind != messages.FORWARD:
+        if message.kind not in _FORWARD_KINDS:
             self._discard_preparation()
         try:
             self._handlers[message.kind](message)
         except BaseException as error:
             self._discard_preparation()
-            if message.kind in (messages.FORWARD, messages.BACKWARD):
+            if message.kind in (messages.FORWARD, messages.BACKWARD):  # those that may exchange rows
                 self._release_rows(message.call_id)
             if message.kind in messages.EXPECTS_REPLY:
                 self._send_error(message.call_id, error)
@@ -256,6 +272,7 @@ class WorkerServer:
         self._deferred_errors.discard(numbers)
         for number in numbers:
             self._row_memories.pop(number, None)
+            self._prepared.pop(number, None)
         released = [self._modules.pop(number) for number in numbers if number in self._modules]
         closes_memory = any(module.device_block_numbers for module in released)
         del released
@@ -285,14 +302,44 @@ class WorkerServer:
             self._last_module.replica_set.discard_prefetched()
             self._last_module = None
 
+    def _prepare(self, message: Message) -> None:
+        request, _ = self._channel.decode(message)
+        self._prepared[message.call_id] = request, request.ambient.decode()
+
+    def _forward_prepared(self, message: Message) -> None:
+        """Run a forward whose request has only what differs from call to call."""
+        content: Any = load_plain(message.body)
+        fields = PreparedForwardRequest(*content)
+        if fields.number not in self._prepared:
+            raise self._deferred_errors.pop(fields.number) or EngineError("the call was not prepared.")
+        prepared, ambient = self._prepared[fields.number]
+        values = decode_plain(fields.values, message.tensors)
+        request = prepared.forward_request(values, fields.seed, fields.released, fields.python_seed)
+        self._run_forward(message.call_id, request, message.tensors, {}, ambient)
+
     def _forward(self, message: Message) -> None:
         request, arguments, leaves = self._receive_forward(message)
+        self._run_forward(message.call_id, request, arguments, leaves, None)
+
+    def _run_forward(
+        self,
+        call_id: int,
+        request: ForwardRequest,
+        arguments: list[Tensor],
+        leaves: dict[int, Tensor],
+        ambient: AmbientState | None,
+    ) -> None:
+        """Run a forward and reply. `ambient` is the state of a prepared call; others send theirs, if it has changed."""
         module = self._modules[request.module_id]
         if module is not self._last_module:
             self._discard_preparation()
         set_spin_wait(request.num_replicas, on_accelerator=module.device.type != "cpu")
         self._release(*request.released)
-        ambient = self._ambient.apply(request.ambient)
+        if ambient is None:
+            ambient = self._ambient.apply(request.ambient)
+        else:
+            assert request.ambient is not None
+            self._ambient.apply_settings(request.ambient.process)
         replica = module.prepare_replica(request)
         call_rng = WorkerCallRng(request, module)
         written_arguments = module.watch_arguments(request.method, arguments)
@@ -307,7 +354,7 @@ class WorkerServer:
             call_rng.rng,
             request.shard_sizes,
         )
-        group = self._group(message.call_id, request, request.replica_index, request.num_replicas)
+        group = self._group(call_id, request, request.replica_index, request.num_replicas)
         result = run_forward(call, request.replica_index, group)
         if result.error is not None:
             module.replica_set.restore_containers()
@@ -325,13 +372,11 @@ class WorkerServer:
         if ambient.grad_enabled and leaves:
             reply.used_arguments = used_arguments(reply, leaves, result)
         call_rng.record_draws(reply)
-        outputs = self._send_forward_reply(
-            message.call_id, request, reply, module, arguments, grad=ambient.grad_enabled
-        )
+        outputs = self._send_forward_reply(call_id, request, reply, module, arguments, grad=ambient.grad_enabled)
         self._last_module = module
         if outputs and ambient.grad_enabled:
             graph = ReplicaGraph([], list(leaves.values()), [], replica.tensors.guard, replica.name, result.context)
-            self._retained_calls[message.call_id] = RetainedCall(
+            self._retained_calls[call_id] = RetainedCall(
                 module,
                 graph,
                 list(leaves),
@@ -484,7 +529,16 @@ class WorkerServer:
         reducer = self._nccl_member.start_reduction(request, module, leaves)
         try:
             with AutocastState(*request.autocast).enter():
-                backward_in_group(group, index, graph, outputs, grads, request.retain_graph, rng_context)
+                captured = backward_in_group(
+                    group,
+                    index,
+                    graph,
+                    outputs,
+                    grads,
+                    request.retain_graph,
+                    rng_context,
+                    leaves if request.captures else None,
+                )
         except BaseException:
             module.begin_backward(())
             take_gradients([*leaves, *graph.inputs])
@@ -494,7 +548,8 @@ class WorkerServer:
         if reducer is not None:
             reducer.start_rest()
         rng.advance()
-        gradients = dict(zip(request.wanted_tensors, take_gradients(leaves), strict=True))
+        columns = take_gradients(leaves) if captured is None else captured
+        gradients = dict(zip(request.wanted_tensors, columns, strict=True))
         kept = self._nccl_member.keep_gradients(call_id, module, gradients) if request.keep_gradients else []
         present, others = module.flush_gradients(gradients)
         inputs = {

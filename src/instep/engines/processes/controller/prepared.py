@@ -1,0 +1,548 @@
+"""Prepared runs: calls like an earlier one, whose workers already know all but the arguments and the seed.
+
+A prepared run does the same as `ProcessesEngine.forward` and `backward` in the usual case, in fewer steps: all replicas
+are on the CPU, the calling thread runs the first one, no replica calls a collective, and forward changes no state. It
+finds out when a call is not like that, and the caller then uses the general path.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from contextvars import Context
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from instep.autograd.bridge import CallGraph, Gradients, ReplicaGraph, outputs_with_gradients, take_gradients
+from instep.collectives.buckets import all_present
+from instep.collectives.group import PeerFailure, ReplicaContext, ReplicaInfo, use_context
+from instep.collectives.sync_batchnorm import replace_batch_norm
+from instep.engines.base import Arguments, ReplicaCall, raise_first_error
+from instep.engines.concurrent import backward_in_group
+from instep.engines.processes import messages
+from instep.engines.processes.controller.client import WorkerClient
+from instep.engines.processes.controller.remote_module import RemoteModuleState
+from instep.engines.processes.controller.remote_replica import RemoteReplica, module_ids
+from instep.engines.processes.controller.rendezvous import (
+    CollectiveLog,
+    ControllerRendezvous,
+    run_as_replica,
+    send_lock,
+    threads_per_replica,
+)
+from instep.engines.processes.controller.replay import ReplayableCall
+from instep.engines.processes.lifecycle.output import flush_output
+from instep.engines.processes.lifecycle.watchdog import PendingReply, ReplyTimeout
+from instep.engines.processes.messages import (
+    BackwardReply,
+    BackwardRequest,
+    ForwardReply,
+    PreparedForwardRequest,
+    PrepareRequest,
+)
+from instep.engines.processes.serialization.registry import sendable_context
+from instep.engines.processes.transport.channel import dump_plain, encode_plain, reply_rebuilder
+from instep.engines.processes.transport.connection import ConnectionClosed
+from instep.engines.thread_pool import is_replica_thread
+from instep.errors import LostExchange
+from instep.replicas.replica import RemoteEffects, ReplicaResult, run_replica
+from instep.replicas.tensors import check_no_inner_backward
+from instep.replicas.write_watch import deduplicate_views
+from instep.runtime.ambient import AutocastState, anomaly_mode
+from instep.runtime.locks import run_uninterrupted
+from instep.runtime.rng import ReplicaRng
+
+
+class PreparedEngine(Protocol):
+    """What a prepared run needs of the `processes` engine."""
+
+    @property
+    def in_no_sync(self) -> bool:
+        """Whether gradients are not reduced now."""
+        ...
+
+    def call_lock(self) -> AbstractContextManager[Any]:
+        """The lock that keeps replica 0 in one call at a time."""
+        ...
+
+    def running_backward(self) -> AbstractContextManager[None]:
+        """Context manager around the backward of a call."""
+        ...
+
+    def raise_lost_results(self) -> None:
+        """Raise if a worker ended before results that were already returned were complete."""
+        ...
+
+    def begin_python_rng(self) -> int | None:
+        """The seed of Python's generators in the workers, before a call."""
+        ...
+
+    def end_python_rng(self, seed: int | None) -> None:
+        """Check whether replica 0 has used Python's generators."""
+        ...
+
+    def current_client(self, index: int) -> WorkerClient | None:
+        """The client of a replica's worker, if the worker of the last call still runs."""
+        ...
+
+    def replace_dead(self, index: int, worker: Any, closed: ConnectionClosed) -> None:
+        """Replace a worker that died; raises `WorkerFailure` if too many died recently."""
+        ...
+
+    def kill_stuck(self, index: int) -> None:
+        """Kill a worker that does not reply."""
+        ...
+
+    def backward(
+        self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool
+    ) -> tuple[Gradients, list[Gradients]]:
+        """The general path of a backward."""
+        ...
+
+    def forward_again(self, call: ReplicaCall, index: int, python_seed: int | None) -> ReplicaResult:
+        """The forward of one replica on a replacement of its worker."""
+        ...
+
+    def backward_again(self, graph: CallGraph, index: int, gradients: Gradients, retain_graph: bool) -> None:
+        """The backward of one replica on a replacement of its worker."""
+        ...
+
+    def reduce_gradients(self, columns: Sequence[Gradients]) -> Gradients:
+        """The sum of the replicas' gradients."""
+        ...
+
+
+class _PreparedWorker:
+    """One remote replica of prepared calls, and the id by which its worker knows them."""
+
+    def __init__(self, call: ReplicaCall, index: int, replica: RemoteReplica, client: WorkerClient) -> None:
+        args, kwargs = call.arguments[index]
+        self.index, self.replica, self.client = index, replica, client
+        self.module_state: RemoteModuleState = replica.worker_states[client]
+        self.number = next(module_ids)
+        ambient = call.ambient.encode(replica.source_device, replica.worker_device)
+        ambient.process.num_threads = threads_per_replica(len(call.replicas))
+        self.request = PrepareRequest(
+            replica.module_id,
+            str.__str__(call.method),
+            index,
+            list(call.sizes),
+            len(call.replicas),
+            len(args),
+            list(kwargs),
+            ambient,
+        )
+        self.tensor_indices = [self.module_state.local_indices[id(leaf)] for _, leaf in replica.trainable]
+        """The leaves' indices in the worker's tensor table."""
+        slots = self.module_state.gradient_slots
+        self.slots: Gradients = [slots[index] for index in self.tensor_indices]
+        """The memory that the worker writes their gradients to."""
+        with client.lock:
+            client.channel.send(messages.PREPARE, self.number, self.request, label="a prepared call")
+        weakref.finalize(self, client.released.append, ("module", self.number))
+
+
+def can_prepare(replica: Any, client: WorkerClient | None) -> bool:
+    """Whether the worker of a replica needs nothing but the arguments and the seed of a call."""
+    if client is None or not isinstance(replica, RemoteReplica):
+        return False
+    state: RemoteModuleState | None = replica.worker_states.get(client)
+    if state is None or state.unshared or state.staging is not None or state.generators or state.doorbell is not None:
+        return False
+    return all(state.local_indices.get(id(leaf), -1) in state.gradient_slots for _, leaf in replica.trainable)
+
+
+class _SentForward:
+    """A forward that a worker runs."""
+
+    def __init__(self, worker: _PreparedWorker, pending: PendingReply, arguments: list[Tensor]) -> None:
+        self.worker, self.pending, self.arguments = worker, pending, arguments
+        self.closed: ConnectionClosed | None = None
+        """Why the request could not be sent."""
+        self.replayable: ReplayableCall | None = None
+
+
+class PreparedRun:
+    """Runs calls like the one that it is created for. Also their backward, as the engine of their graphs."""
+
+    def __init__(self, engine: PreparedEngine, call: ReplicaCall, *, captures: bool) -> None:
+        """`captures` is whether backward captures gradients, which reentrant checkpoints do not support."""
+        self._engine, self._captures = engine, captures
+        # Without what would keep the tensors of this call alive.
+        self._template = replace(call, arguments=[], select_output=None, has_local_effects=None)
+        self._first = call.replicas[0]
+        self._info = ReplicaInfo(0, len(call.replicas), self._first.device, call.sizes[0], 0)
+        self._syncs_batchnorm = bool(getattr(self._first.patch, "enabled", False))
+        self._workers = [self._prepare(call, index) for index in range(1, len(call.replicas))]
+        self.is_valid = True
+        """Whether no call has turned out to be different since."""
+
+    def _prepare(self, call: ReplicaCall, index: int) -> _PreparedWorker:
+        client, replica = self._engine.current_client(index), call.replicas[index]
+        assert client is not None
+        assert isinstance(replica, RemoteReplica)
+        return _PreparedWorker(call, index, replica, client)
+
+    def accepts(self, context: Context) -> bool:
+        """Whether no variable of the context has to be sent to the workers."""
+        return not len(context) or not any(sendable_context(context, w.client.channel.registry) for w in self._workers)
+
+    def forward(self, rows: Sequence[Arguments], rng: ReplicaRng, context: Context) -> list[ReplicaResult]:
+        """Run a forward with these arguments of each replica.
+
+        Raises `LostExchange` if it is not like the one that was prepared: the general path has to run it.
+        """
+        self._engine.raise_lost_results()
+        python_seed = self._engine.begin_python_rng()
+        run = partial(self._forward, rows, rng, context, python_seed)
+        try:
+            with self._engine.call_lock():
+                return run_as_replica(run, len(rows), caller_restores=True)
+        except LostExchange:
+            self.is_valid = False
+            raise
+
+    def _forward(
+        self, rows: Sequence[Arguments], rng: ReplicaRng, context: Context, python_seed: int | None
+    ) -> list[ReplicaResult]:
+        sent: list[_SentForward] = []
+        try:
+            with send_lock:
+                for worker, row in zip(self._workers, rows[1:], strict=True):
+                    sent.append(self._send_forward(worker, row, rng.caller.cpu.base_seed, python_seed))
+            first = context.run(self._run_first, rows[0], rng)
+            self._engine.end_python_rng(python_seed)
+            if torch.is_grad_enabled():
+                for forward in sent:
+                    self._prepare_replay(forward, rows, rng, python_seed)
+            results = [first]
+            for forward in sent:
+                failed = first.error is not None
+                results.append(self._receive_forward(forward, rows, rng, python_seed, failed=failed))
+        except BaseException:
+            run_uninterrupted(*(partial(_abandon, [forward]) for forward in sent))
+            raise
+        for result in results:
+            if isinstance(result.error, LostExchange):
+                raise result.error
+        raise_first_error(self._template.replicas, results)
+        return results
+
+    def _send_forward(
+        self, worker: _PreparedWorker, row: Arguments, seed: int, python_seed: int | None
+    ) -> _SentForward:
+        """Send a worker its arguments."""
+        client, replica = worker.client, worker.replica
+        args, kwargs = deduplicate_views(*row)
+        encoded = encode_plain([*args, *kwargs.values()])
+        if encoded is None or self._engine.current_client(worker.index) is not client or replica.carried_state:
+            raise LostExchange("a worker cannot run the call as it was prepared.")
+        replica.restore_views()
+        replica.needs_state_refresh = False
+        values, tensors = encoded
+        with client.lock:
+            pending = client.new_pending()
+            forward = _SentForward(worker, pending, tensors)
+            try:
+                if client.sync_module(replica) is not worker.module_state:
+                    raise LostExchange("the module was sent again after the call was prepared.")
+                request = PreparedForwardRequest(worker.number, values, seed, client.take_released(), python_seed)
+                client.channel.connection.send(
+                    messages.PREPARED_FORWARD, pending.request_id, dump_plain(tuple(request)), tensors
+                )
+            except ConnectionClosed as error:
+                forward.closed = error
+            except BaseException:
+                client.abandon(pending)
+                raise
+        return forward
+
+    def _run_first(self, row: Arguments, rng: ReplicaRng) -> ReplicaResult:
+        """Run replica 0 in this thread, whose ambient state is that of the call."""
+        first, (args, kwargs) = self._first, row
+        guard = first.tensors.guard
+        context = ReplicaContext(
+            _NO_GROUP,
+            self._info,
+            self._template.sizes,
+            torch.is_grad_enabled(),
+            _RUN_FIRST,
+            sync_batchnorm=self._syncs_batchnorm,
+            statistics_written=first.statistics_written,
+        )
+        try:
+            guard.set(True)  # forward may compute gradients of its own
+            guard.touched = False
+            with rng.forward_context(0), use_context(context), replace_batch_norm(context):
+                first.sync_state()
+                result = run_replica(first, self._template.method, args, kwargs)
+            result.context = context
+            if guard.touched:
+                check_no_inner_backward(leaf for _, leaf in first.trainable)
+            return result
+        except Exception as error:
+            return ReplicaResult(error=error)
+        finally:
+            guard.set(False)
+            context.forward_done = True
+
+    def _prepare_replay(
+        self, forward: _SentForward, rows: Sequence[Arguments], rng: ReplicaRng, python_seed: int | None
+    ) -> None:
+        """Keep what is needed to run a forward again, if its worker dies before the backward."""
+        worker = forward.worker
+        args, kwargs = rows[worker.index]
+        seed = rng.caller.cpu.base_seed
+        replica = worker.replica
+        forward.replayable = ReplayableCall(
+            forward.pending.request_id,
+            worker.client,
+            worker.module_state,
+            replica.name,
+            replica.recreate,
+            replica.private_container_paths,
+            replica.source_modules,
+            replica.source_changes_ref,
+            worker.request.forward_request([*args, *kwargs.values()], seed, ((), ()), python_seed),
+            CollectiveLog(),
+            forward.arguments,
+        )
+
+    def _receive_forward(
+        self,
+        forward: _SentForward,
+        rows: Sequence[Arguments],
+        rng: ReplicaRng,
+        python_seed: int | None,
+        *,
+        failed: bool,
+    ) -> ReplicaResult:
+        """Wait for a worker's reply."""
+        worker, client = forward.worker, forward.worker.client
+        try:
+            if forward.closed is not None:
+                raise forward.closed
+            message = client.wait_reply(forward.pending, _failed_call() if failed else None)
+            local_tensors = worker.module_state.local_tensors
+            fields, tensors = client.channel.decode(message, reply_rebuilder(forward.arguments, local_tensors))
+        except ConnectionClosed as error:
+            self._engine.replace_dead(worker.index, client.worker, error)
+            self.is_valid = False
+            call = replace(self._template, arguments=rows, rng=rng)
+            return self._engine.forward_again(call, worker.index, python_seed)
+        except ReplyTimeout as error:
+            self._engine.kill_stuck(worker.index)
+            return ReplicaResult(error=error)
+        except Exception as error:
+            return ReplicaResult(error=error)
+        finally:
+            flush_output()
+        if len(fields) > 1:
+            reply = ForwardReply(*fields)
+            if reply.host_rng_used and not reply.default_rng_used:
+                rng.caller.record_remote_use(host=True)
+                reply.host_rng_used = False
+            if len(reply.fields()) > 1:
+                client.released.append(("call", forward.pending.request_id))
+                return ReplicaResult(error=LostExchange("forward had other effects than in the call before."))
+        result, indices = ReplicaResult(output=fields[0]), {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
+        if forward.replayable is not None and indices:
+            forward.replayable.output_indices = indices
+            forward.replayable.output_versions = {index: tensors[index]._version for index in indices.values()}
+            result.remote = RemoteEffects(graph=forward.replayable)
+        return result
+
+    def backward(
+        self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool
+    ) -> tuple[Gradients, list[Gradients]]:
+        """Run every replica's backward (see `autograd.bridge.BackwardEngine`)."""
+        engine = self._engine
+        if engine.in_no_sync or is_replica_thread() or not self._has_graphs(graph.replicas):
+            return engine.backward(graph, gradients, retain_graph)
+        engine.raise_lost_results()
+        with engine.call_lock(), engine.running_backward():
+            try:
+                columns = run_as_replica(partial(self._backward, graph, gradients, retain_graph), len(graph.replicas))
+                return self._sum(columns), [[] for _ in columns]
+            except BaseException:
+                run_uninterrupted(*(replica.collect_gradients for replica in graph.replicas))
+                raise
+
+    def _sum(self, columns: Sequence[Gradients]) -> Gradients:
+        """The sum of the replicas' gradients, in the order of the replicas."""
+        first, *others = columns
+        if not all(column is worker.slots for column, worker in zip(others, self._workers, strict=True)):
+            return self._engine.reduce_gradients(columns)
+        if not all_present(first) or {gradient.layout for gradient in first if gradient is not None} != _STRIDED:
+            return self._engine.reduce_gradients(columns)
+        sums: Any = torch._foreach_add(first, others[0])  # type: ignore[arg-type]
+        for column in others[1:]:
+            torch._foreach_add_(sums, column)  # type: ignore[arg-type]
+        return list(sums)
+
+    def _has_graphs(self, replicas: Sequence[ReplicaGraph]) -> bool:
+        """Whether the workers still have the graphs of their replicas."""
+        for worker, replica in zip(self._workers, replicas[1:], strict=True):
+            call = replica.remote
+            if call is None:
+                continue
+            assert isinstance(call, ReplayableCall)
+            if call.client is not worker.client or call.module_state is not worker.module_state:
+                return False
+            if self._engine.current_client(worker.index) is not worker.client:
+                return False
+        return True
+
+    def _backward(self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool) -> list[Gradients]:
+        """Every replica's gradients."""
+        graph.rng.refresh()
+        first, *others = graph.replicas
+        sent: list[PendingReply | ConnectionClosed | None] = []
+        errors: list[BaseException] = []
+        columns: list[Gradients] = []
+        try:
+            with send_lock:
+                for worker, replica, grads in zip(self._workers, others, gradients[1:], strict=True):
+                    sent.append(self._send_backward(worker, replica, grads, graph.rng, retain_graph))
+            try:
+                columns.append(self._backward_first(first, gradients[0], graph.rng, retain_graph))
+            except Exception as error:
+                errors.append(error)
+            for worker, pending, replica in zip(self._workers, sent, others, strict=True):
+                if pending is None:
+                    columns.append([None] * len(replica.leaves))
+                    continue
+                try:
+                    if isinstance(pending, ConnectionClosed):
+                        raise pending
+                    columns.append(self._receive_backward(worker, pending, graph.rng, failed=bool(errors)))
+                except ConnectionClosed as error:
+                    self._engine.replace_dead(worker.index, worker.client.worker, error)
+                    self._engine.backward_again(graph, worker.index, gradients[worker.index], retain_graph)
+                    columns.append(replica.collect_gradients())
+                except Exception as error:
+                    if isinstance(error, ReplyTimeout):
+                        self._engine.kill_stuck(worker.index)
+                    errors.append(error)
+                finally:
+                    flush_output()
+        except BaseException:
+            for worker, pending in zip(self._workers, sent, strict=False):
+                if isinstance(pending, PendingReply):
+                    run_uninterrupted(partial(worker.client.abandon, pending))
+            raise
+        if errors:
+            try:
+                raise next((error for error in errors if not isinstance(error, PeerFailure)), errors[0])
+            finally:
+                errors.clear()  # breaks the cycle with this frame
+        graph.rng.advance()
+        return columns
+
+    def _send_backward(
+        self, worker: _PreparedWorker, replica: ReplicaGraph, gradients: Gradients, rng: ReplicaRng, retain_graph: bool
+    ) -> PendingReply | ConnectionClosed | None:
+        """Send a worker the gradients of its outputs; None if there are none."""
+        outputs, grads = outputs_with_gradients(replica, gradients)
+        call, client = replica.remote, worker.client
+        if not outputs:
+            return None
+        assert isinstance(call, ReplayableCall)
+        written_arguments, written_tensors = call.changed_tensors()
+        autocast = AutocastState.capture()
+        request = BackwardRequest(
+            call.call_id,
+            {call.output_indices[id(output)]: gradient for output, gradient in zip(outputs, grads, strict=True)},
+            rng.caller.cpu.base_seed,
+            wanted_tensors=worker.tensor_indices,
+            retain_graph=retain_graph,
+            written_arguments=written_arguments,
+            written_tensors=written_tensors,
+            autocast=autocast if autocast.enabled else (),
+            anomaly_mode=anomaly_mode(),
+            captures=self._captures,
+        )
+        with client.lock:
+            pending = client.new_pending()
+            try:
+                client.send_backward(request, worker.module_state, pending)
+            except ConnectionClosed as error:
+                return error
+            except BaseException:
+                client.abandon(pending)
+                raise
+        return pending
+
+    def _backward_first(
+        self, first: ReplicaGraph, gradients: Gradients, rng: ReplicaRng, retain_graph: bool
+    ) -> Gradients:
+        """Run the backward of replica 0 in this thread."""
+        outputs, grads = outputs_with_gradients(first, gradients)
+        if not outputs:
+            return [None] * len(first.leaves)
+        leaves = first.leaves if self._captures else None
+        captured = backward_in_group(_NO_GROUP, 0, first, outputs, grads, retain_graph, rng.backward_context(0), leaves)
+        return take_gradients(first.leaves) if captured is None else captured
+
+    def _receive_backward(
+        self, worker: _PreparedWorker, pending: PendingReply, rng: ReplicaRng, *, failed: bool
+    ) -> Gradients:
+        """Wait for a worker's gradients."""
+        client, state = worker.client, worker.module_state
+        fields, _ = client.channel.decode(client.wait_reply(pending, _failed_call() if failed else None))
+        reply = BackwardReply(*fields)
+        if reply.host_rng_used:
+            rng.caller.record_remote_use(host=True)
+        if len(reply.filled_slots) == len(worker.slots) and not reply.other_gradients:
+            return worker.slots
+        slots = state.read_gradients(reply.filled_slots)
+        if reply.other_gradients:
+            slots = {**reply.other_gradients, **slots}
+        return list(map(slots.get, worker.tensor_indices))
+
+
+_STRIDED = {torch.strided}
+_RUN_FIRST = PreparedRun._run_first.__code__
+"""The code object at which the inspection of a replica's stack stops."""
+
+
+class _NoGroup:
+    """The group of replica 0 in calls without collectives."""
+
+    joint_graph = False
+
+    def enter(self, index: int) -> None:
+        """Nothing to wait for."""
+
+    def leave(self, index: int, error: BaseException | None = None) -> None:
+        """Nobody waits for the replica."""
+
+    def exchange(self, index: int, label: str, payload: Any) -> list[Any]:  # noqa: ARG002
+        raise LostExchange(f"{label} was called in a call that was prepared without it.")
+
+    def all_gather(self, index: int, label: str, row: Tensor) -> Tensor:  # noqa: ARG002
+        raise LostExchange(f"{label} was called in a call that was prepared without it.")
+
+    def row_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:  # noqa: ARG002
+        return None
+
+
+_NO_GROUP = _NoGroup()
+
+
+def _failed_call() -> CollectiveLog:
+    """The collectives of a call in which replica 0 has failed: replies that have not arrived are not awaited."""
+    group = ControllerRendezvous([], "")
+    group.has_failed = True
+    return CollectiveLog(group)
+
+
+def _abandon(sent: Sequence[_SentForward]) -> None:
+    """Ignore the replies that have not been received."""
+    for forward in sent:
+        forward.worker.client.abandon(forward.pending)
