@@ -122,9 +122,14 @@ UNRENDERED: dict[str, frozenset[str]] = {
 INTERNAL: dict[str, frozenset[str]] = {
     "caught inside instep": frozenset(
         {
+            "call/prepared.py: PreparedDispatch.run_prepared",
             "engines/processes/controller/client.py: WorkerClient._receive_reply",
             "engines/processes/controller/nccl_manager.py: NcclManager._send_join",
             "engines/processes/controller/nccl_reduction.py: GradientReduction._reduce_from",
+            "engines/processes/controller/prepared.py: PreparedRun._receive_forward",
+            "engines/processes/controller/prepared.py: PreparedRun._send_forward",
+            "engines/processes/controller/prepared.py: _NoGroup.all_gather",
+            "engines/processes/controller/prepared.py: _NoGroup.exchange",
             "engines/processes/controller/replies.py: wrap_stop_iteration",
             "engines/processes/nccl/bucket_reducer.py: BucketReducer.finish",
             "engines/processes/nccl/group.py: NcclGroup._run",
@@ -196,6 +201,7 @@ INTERNAL: dict[str, frozenset[str]] = {
             "engines/processes/transport/tensor_codec.py: encode_metadata",
             "engines/processes/transport/tensor_codec.py: read_tensor",
             "engines/processes/worker/rendezvous.py: WorkerRendezvous.all_gather",
+            "engines/processes/worker/server.py: WorkerServer._forward_prepared",
             "engines/processes/worker/server.py: WorkerServer._group",
             "engines/select.py: choose_engine",
             "engines/thread_pool.py: ReplicaThreads.run",

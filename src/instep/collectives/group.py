@@ -112,6 +112,8 @@ class ReplicaContext:
     """One token for each exchange through which gradients flow, in order. Backward starts at them too."""
     active: list[ReplicaContext] = field(default_factory=list)
     """This context while a thread uses it. Autograd's device threads, which have no context, find it here."""
+    may_recompute: bool = False
+    """Whether forward has read the state of the CPU's generator, as checkpoints do."""
     sync_batchnorm: bool = False
     """Whether batch normalization uses the statistics of all replicas."""
     statistics_written: set[int] = field(default_factory=set)
@@ -127,6 +129,7 @@ class ReplicaContext:
             self.entry_code,
             self.forward_done,
             active=self.active,
+            may_recompute=self.may_recompute,
             sync_batchnorm=self.sync_batchnorm,
             statistics_written=self.statistics_written,
         )

@@ -23,6 +23,7 @@ from instep.engines.base import Engine, ReplicaCall, add_replica_note, raise_fir
 from instep.engines.rendezvous import LEFT_BACKWARD, LEFT_FORWARD, Rendezvous, run_serialized
 from instep.engines.thread_pool import ReplicaThreads, is_replica_thread
 from instep.replicas.replica import ReplicaResult
+from instep.replicas.tensors import has_gradients
 from instep.runtime.allocator import retain_freed_memory
 from instep.runtime.ambient import AutocastState
 from instep.runtime.locks import ForkSafeLock, run_uninterrupted
@@ -320,7 +321,7 @@ def _backward_graphs(
             if capture is not None:
                 captured = capture_gradients(outputs, grads, capture, retain_graph)
                 if captured is not None:
-                    return captured
+                    return _add_accumulated(captured, capture)
             run_backward(outputs, grads, retain_graph)
             return None
         except BaseException as error:
@@ -330,6 +331,13 @@ def _backward_graphs(
         finally:
             for replica in replicas:
                 replica.guard.set(False)
+
+
+def _add_accumulated(captured: Gradients, leaves: Sequence[Tensor]) -> Gradients:
+    """Add what a backward inside a backward has accumulated in the leaves to their captured gradients."""
+    if not has_gradients(leaves):
+        return captured
+    return sum_gradients([captured, take_gradients(leaves)])
 
 
 def backward_in_group(

@@ -288,6 +288,43 @@ def test_reentrant_checkpoints_accumulate_gradients(runs: list[str]) -> None:
         warm_up(model, plain, runs)
 
 
+class SometimesCheckpointed(Net):
+    """Uses reentrant checkpoints only for long enough inputs, and a function that runs a backward in its backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x)
+        if bool((x > 9).all()):
+            hidden = checkpoint(torch.tanh, hidden, use_reentrant=True)
+        elif bool((x < -9).all()):
+            hidden = BackwardInBackward.apply(hidden, self.outer.weight, self)
+        return self.finish(hidden)
+
+
+class BackwardInBackward(torch.autograd.Function):
+    """Adds the sum of a weight to each value. The gradient of the weight is accumulated by a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, net: nn.Module) -> Tensor:
+        ctx.weight = weight
+        return hidden + weight.detach().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            torch.autograd.backward((ctx.weight.sum() * gradient.sum().detach(),))
+        return gradient, None, None
+
+
+def test_checkpoints_and_nested_backwards_in_some_calls_only(runs: list[str]) -> None:
+    net = SometimesCheckpointed()
+    plain = copy.deepcopy(net)
+    with wrap(net) as model:
+        warm_up(model, plain, runs)
+        for value in (10.0, -10.0, 1.0):
+            check_step(model, plain, torch.full((6, 4), value))
+        assert runs == ["forward", "backward"] * 3
+
+
 class Failing(Net):
     def forward(self, x: Tensor) -> Tensor:
         if bool((x > 9).any()):

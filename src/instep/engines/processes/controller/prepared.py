@@ -20,7 +20,7 @@ from torch import Tensor
 
 from instep.autograd.bridge import CallGraph, Gradients, ReplicaGraph, outputs_with_gradients, take_gradients
 from instep.collectives.buckets import all_present
-from instep.collectives.group import PeerFailure, ReplicaContext, ReplicaInfo, use_context
+from instep.collectives.group import ReplicaContext, ReplicaInfo, first_error, use_context
 from instep.collectives.sync_batchnorm import replace_batch_norm
 from instep.engines.base import Arguments, ReplicaCall, raise_first_error
 from instep.engines.concurrent import backward_in_group
@@ -55,7 +55,7 @@ from instep.replicas.tensors import check_no_inner_backward
 from instep.replicas.write_watch import deduplicate_views
 from instep.runtime.ambient import AutocastState, anomaly_mode
 from instep.runtime.locks import run_uninterrupted
-from instep.runtime.rng import ReplicaRng
+from instep.runtime.rng import ReplicaRng, rng_state_reads
 
 
 class PreparedEngine(Protocol):
@@ -171,7 +171,7 @@ class PreparedRun:
     """Runs calls like the one that it is created for. Also their backward, as the engine of their graphs."""
 
     def __init__(self, engine: PreparedEngine, call: ReplicaCall, *, captures: bool) -> None:
-        """`captures` is whether backward captures gradients, which reentrant checkpoints do not support."""
+        """`captures` is whether backward captures gradients, unless forward may have used reentrant checkpoints."""
         self._engine, self._captures = engine, captures
         # Without what would keep the tensors of this call alive.
         self._template = replace(call, arguments=[], select_output=None, has_local_effects=None)
@@ -278,10 +278,11 @@ class PreparedRun:
         try:
             guard.set(True)  # forward may compute gradients of its own
             guard.touched = False
+            state_reads = rng_state_reads()
             with rng.forward_context(0), use_context(context), replace_batch_norm(context):
                 first.sync_state()
                 result = run_replica(first, self._template.method, args, kwargs)
-            result.context = context
+            result.context, context.may_recompute = context, rng_state_reads() != state_reads
             if guard.touched:
                 check_no_inner_backward(leaf for _, leaf in first.trainable)
             return result
@@ -403,7 +404,7 @@ class PreparedRun:
         graph.rng.refresh()
         first, *others = graph.replicas
         sent: list[PendingReply | ConnectionClosed | None] = []
-        errors: list[BaseException] = []
+        errors: dict[int, BaseException] = {}
         columns: list[Gradients] = []
         try:
             with send_lock:
@@ -412,7 +413,7 @@ class PreparedRun:
             try:
                 columns.append(self._backward_first(first, gradients[0], graph.rng, retain_graph))
             except Exception as error:
-                errors.append(error)
+                errors[0] = error
             for worker, pending, replica in zip(self._workers, sent, others, strict=True):
                 if pending is None:
                     columns.append([None] * len(replica.leaves))
@@ -428,7 +429,7 @@ class PreparedRun:
                 except Exception as error:
                     if isinstance(error, ReplyTimeout):
                         self._engine.kill_stuck(worker.index)
-                    errors.append(error)
+                    errors[worker.index] = error
                 finally:
                     flush_output()
         except BaseException:
@@ -438,7 +439,7 @@ class PreparedRun:
             raise
         if errors:
             try:
-                raise next((error for error in errors if not isinstance(error, PeerFailure)), errors[0])
+                raise first_error(errors)
             finally:
                 errors.clear()  # breaks the cycle with this frame
         graph.rng.advance()
@@ -485,7 +486,8 @@ class PreparedRun:
         outputs, grads = outputs_with_gradients(first, gradients)
         if not outputs:
             return [None] * len(first.leaves)
-        leaves = first.leaves if self._captures else None
+        may_recompute = isinstance(first.context, ReplicaContext) and first.context.may_recompute
+        leaves = first.leaves if self._captures and not may_recompute else None
         captured = backward_in_group(_NO_GROUP, 0, first, outputs, grads, retain_graph, rng.backward_context(0), leaves)
         return take_gradients(first.leaves) if captured is None else captured
 

@@ -456,6 +456,16 @@ class WorkerModule:
         slot = self._gradient_slots.get(number)
         return slot is not None and gradient.layout is torch.strided and gradient.dtype == slot.dtype
 
+    def store_all(self, numbers: Sequence[int], gradients: Sequence[Tensor | None]) -> bool:
+        """Store the gradients of these tensors with one copy. Returns False, and stores none, unless each has one."""
+        slots = [self._gradient_slots[number] for number in numbers if number in self._gradient_slots]
+        layouts = {None if gradient is None else gradient.layout for gradient in gradients}
+        if len(slots) < len(numbers) or layouts != {torch.strided} or self._doorbell is not None:
+            return False
+        torch._foreach_copy_(slots, gradients)  # type: ignore[arg-type]
+        self.begin_backward(())
+        return True
+
     def flush_gradients(self, gradients: dict[int, Tensor | None]) -> tuple[list[int], dict[int, Tensor]]:
         """Store the remaining gradients. Returns the numbers of filled slots, and the gradients without a slot.
 

@@ -60,7 +60,7 @@ from instep.replicas.replica import ReplicaResult
 from instep.replicas.tensors import check_no_stray_gradients
 from instep.runtime.affinity import SenderCpuAvoidance, set_spin_wait
 from instep.runtime.ambient import AmbientState, AutocastState, set_anomaly_mode
-from instep.runtime.rng import ReplicaRng, supports_thread_streams
+from instep.runtime.rng import ReplicaRng, rng_state_reads, supports_thread_streams
 from instep.structure.tree import tensors_in
 
 _DEVICE_POLL_SECONDS = 0.05
@@ -355,7 +355,10 @@ class WorkerServer:
             request.shard_sizes,
         )
         group = self._group(call_id, request, request.replica_index, request.num_replicas)
+        state_reads = rng_state_reads()
         result = run_forward(call, request.replica_index, group)
+        if isinstance(result.context, ReplicaContext):
+            result.context.may_recompute = rng_state_reads() != state_reads
         if result.error is not None:
             module.replica_set.restore_containers()
             raise result.error
@@ -537,7 +540,7 @@ class WorkerServer:
                     grads,
                     request.retain_graph,
                     rng_context,
-                    leaves if request.captures else None,
+                    leaves if request.captures and not _may_recompute(graph) else None,
                 )
         except BaseException:
             module.begin_backward(())
@@ -548,18 +551,22 @@ class WorkerServer:
         if reducer is not None:
             reducer.start_rest()
         rng.advance()
-        columns = take_gradients(leaves) if captured is None else captured
-        gradients = dict(zip(request.wanted_tensors, columns, strict=True))
-        kept = self._nccl_member.keep_gradients(call_id, module, gradients) if request.keep_gradients else []
-        present, others = module.flush_gradients(gradients)
-        inputs = {
+        if captured is not None and module.store_all(request.wanted_tensors, captured):
+            reply = BackwardReply(request.wanted_tensors)
+        else:
+            column = take_gradients(leaves) if captured is None else captured
+            gradients = dict(zip(request.wanted_tensors, column, strict=True))
+            kept = self._nccl_member.keep_gradients(call_id, module, gradients) if request.keep_gradients else []
+            present, others = module.flush_gradients(gradients)
+            reply = BackwardReply(present, other_gradients=others, kept_gradients=kept)
+        reply.input_gradients = {
             n: g for n, g in zip(retained.input_numbers, take_gradients(graph.inputs), strict=True) if g is not None
         }
         is_ordered = self._is_stream_ordered and request.is_reduction_ordered
         is_reduced = reducer is not None and reducer.is_exact
         if reducer is not None and is_ordered:
             is_reduced = self._nccl_member.finish_reduction(request, reducer)
-        reply = BackwardReply(present, inputs, others, rng.caller.cpu.streams_used, kept, is_reduced)
+        reply.host_rng_used, reply.is_reduced = rng.caller.cpu.streams_used, is_reduced
         self._wait_unless_ordered(module.device)
         self._channel.send(messages.DONE, call_id, reply)
         if reducer is not None and not is_ordered:  # after the reply: the reduction may wait for the parent's part
@@ -579,6 +586,11 @@ class WorkerServer:
         outputs = [retained.outputs[number] for number in numbers]
         reached = find_reached_collectives(retained.graph.tokens, outputs)
         self._channel.send(messages.DONE, message.call_id, reached)
+
+
+def _may_recompute(graph: ReplicaGraph) -> bool:
+    """Whether the backward of a retained call may run parts of its forward again."""
+    return isinstance(graph.context, ReplicaContext) and graph.context.may_recompute
 
 
 def _num_replicas(graph: ReplicaGraph) -> int:
