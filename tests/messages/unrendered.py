@@ -122,12 +122,10 @@ UNRENDERED: dict[str, frozenset[str]] = {
 INTERNAL: dict[str, frozenset[str]] = {
     "caught inside instep": frozenset(
         {
-            "call/prepared.py: PreparedDispatch.run_prepared",
             "engines/processes/controller/client.py: WorkerClient._receive_reply",
             "engines/processes/controller/nccl_manager.py: NcclManager._send_join",
             "engines/processes/controller/nccl_reduction.py: GradientReduction._reduce_from",
-            "engines/processes/controller/prepared.py: PreparedRun._receive_forward",
-            "engines/processes/controller/prepared.py: PreparedRun._send_forward",
+            "engines/processes/controller/prepared.py: PreparedProcessRun._send_forward",
             "engines/processes/controller/prepared.py: _NoGroup.all_gather",
             "engines/processes/controller/prepared.py: _NoGroup.exchange",
             "engines/processes/controller/replies.py: wrap_stop_iteration",

@@ -16,8 +16,11 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from instep.engines.thread_pool import is_replica_thread
+from instep.probe.probe import Outcome, Probe
+from instep.probe.trial_call import TrialCall
 from instep.replicas.object_graph import walk
 from instep.replicas.replica_set import ReplicaSet
+from instep.replicas.state.carried import CarriedValue
 from instep.replicas.state.max_norm import is_weight_shared, max_norm_weights
 from instep.replicas.user_hooks import UserHooks, remove_tensor_hooks
 from instep.runtime.caller_warnings import warn_caller
@@ -242,3 +245,19 @@ class OneDevice:
             tensors = (*self._module.parameters(), *self._module.buffers())
             self._maybe_lazy = any(isinstance(t, (UninitializedBuffer, UninitializedParameter)) for t in tensors)
         return self._maybe_lazy
+
+
+def carried_state_advice(probe: Probe | None, call: TrialCall, read: Sequence[CarriedValue]) -> str:
+    """The rules that split carried state like the batch, if a trial confirms that samples read only their own."""
+    size = call.plan.batch_size
+    can_split = all(v.module is not None and all(t.shape[dim] == size for t, dim in v.leaves()) for v in read)
+    if can_split and probe is not None and probe.try_reading(call) is Outcome.AGREES:
+        rules = {value.path: "cat" for value in read}
+        return (
+            f"To use all devices, write (tried on samples of this batch: each reads only its own entries):\n"
+            f"  DataParallel(..., state={rules})"
+        )
+    return (
+        "If each sample reads only its own entries, keep it as an attribute of a module and declare it by the rule "
+        "'cat' of state=: it is then split like the batch. A trial on samples of this batch has not confirmed that."
+    )

@@ -17,13 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from instep.autograd.bridge import BackwardEngine, CallGraph, ReplicaGraph, VersionTracker, bridge
 from instep.call.dispatch import ReplicaDispatch, retains_grad
 from instep.call.shared_arguments import has_shared_arguments
 from instep.engines.base import Arguments, Engine, PreparedRun, ReplicaCall
-from instep.errors import LostExchange
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.replicas.tensors import ParameterSharing
 from instep.runtime.ambient import AmbientState, cpu_state_key
@@ -62,6 +60,13 @@ class PreparedCall:
         self._own_ids = frozenset(
             {*map(id, self.sources), *(key for replica in replicas for key in replica.tensors.sources)}
         )
+
+    @property
+    def run_and_ambient(self) -> tuple[PreparedRun, AmbientState]:
+        """The prepared run and its ambient state, if there is one."""
+        assert self.run is not None
+        assert self.ambient is not None
+        return self.run, self.ambient
 
     def is_current(self, replicas: Sequence[Replica], generation: int) -> bool:
         """Whether the replicas are those that the call was prepared for."""
@@ -252,54 +257,54 @@ class PreparedDispatch:
     def check_shared_arguments(self) -> None:
         """Nothing to do: replicas share no argument that can be written to."""
 
-    def run(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[ReplicaResult]:
-        """Run the replicas. Tensors in the results belong to the caller's graph."""
-        call = ReplicaCall(
-            self._prepared.replicas,
-            self._enter_shards(shards, positional, names),
-            self._method,
-            self._ambient,
-            self._sync_state,
-            self.rng,
-            self._prepared.plan.sizes,
-            [()] * len(shards),
-            (),
-            names,
-            self._select_output,
-            lambda result: self._changed_shared() or retains_grad(result),
-            has_plain_arguments=True,
-        )
+    def run(
+        self,
+        shards: Sequence[Sequence[Any]],
+        positional: int,
+        names: Sequence[str],
+        prepared_run: PreparedRun | None = None,
+    ) -> list[ReplicaResult]:
+        """Run the replicas, by a prepared run if there is one. Tensors in the results belong to the caller's graph.
+
+        A prepared run raises `LostExchange` if the call has to run without it.
+        """
+        rows = self._enter_shards(shards, positional, names)
         with RegisteredHooks() as hooks:
-            results = self._engine.forward(call)
+            if prepared_run is not None:
+                results = prepared_run.forward(rows, self.rng)
+            else:
+                call = self._replica_call(rows, names)
+                results = self._engine.forward(call)
         if self._ambient.grad_enabled and hooks.ids:
             self._hook_ids = hooks.ids
         outputs = self._plain_tensors(results)
         if outputs is None:
             self._general = self._general_dispatch()
             self._general.leave(results)
-        else:
-            self.plain_outputs = True
-            if self._prepare_run is not None and not self._hook_ids:
-                self._prepare_run(self._prepared, self._engine, call, results)
-            if self._ambient.grad_enabled:
-                self._bridge_outputs(results, outputs, self._engine)
+            return results
+        self.plain_outputs = True
+        if prepared_run is None and self._prepare_run is not None and not self._hook_ids:
+            self._prepare_run(self._prepared, self._engine, call, results)
+        if self._ambient.grad_enabled:
+            self._bridge_outputs(results, outputs, prepared_run or self._engine)
         return results
 
-    def run_prepared(
-        self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str], context: Context
-    ) -> list[ReplicaResult]:
-        """The same by the call's prepared run. Raises `LostExchange` if the general path has to run the call."""
-        run = self._prepared.run
-        assert run is not None
-        first_hook = RemovableHandle.next_id
-        results = run.forward(self._enter_shards(shards, positional, names), self.rng, context)
-        outputs, own = self._plain_tensors(results), results[0]
-        has_hooks = RemovableHandle.next_id != first_hook
-        if outputs is None or has_hooks or own.written_state or own.statistics or _any_retains_grad(outputs):
-            raise LostExchange("forward had other effects than in the call before.")
-        if self._ambient.grad_enabled:
-            self._bridge_outputs(results, outputs, run)
-        return results
+    def _replica_call(self, rows: Sequence[Arguments], names: Sequence[str]) -> ReplicaCall:
+        return ReplicaCall(
+            self._prepared.replicas,
+            rows,
+            self._method,
+            self._ambient,
+            self._sync_state,
+            self.rng,
+            self._prepared.plan.sizes,
+            [()] * len(rows),
+            (),
+            names,
+            self._select_output,
+            lambda result: self._changed_shared() or retains_grad(result),
+            has_plain_arguments=True,
+        )
 
     def _enter_shards(self, shards: Sequence[Sequence[Any]], positional: int, names: Sequence[str]) -> list[Arguments]:
         rows = [self._enter(shard, names, self._ambient.grad_enabled) for shard in shards]
@@ -352,7 +357,7 @@ class PreparedDispatch:
         if not any(outputs):
             return
         prepared = self._prepared
-        self._retains_grad = _any_retains_grad(outputs)
+        self._retains_grad = any(tensor.retains_grad for tensors in outputs for tensor in tensors)
         graphs = [
             ReplicaGraph(
                 leaves, [], list(tensors), replica.tensors.guard, replica.name, result.context, result.remote.graph
@@ -383,10 +388,6 @@ class PreparedDispatch:
         )
         dispatch.resume_after_forward(self._versions)
         return dispatch
-
-
-def _any_retains_grad(outputs: Sequence[Sequence[Tensor]]) -> bool:
-    return any(tensor.retains_grad for tensors in outputs for tensor in tensors)
 
 
 def _replace(value: Any, table: dict[int, Tensor]) -> Any:

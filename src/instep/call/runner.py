@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ from instep.call.one_device import (
     UNCHECKED_REASONS,
     OneDevice,
     Reason,
+    carried_state_advice,
 )
 from instep.call.options import BoundCall, MethodBinding, Options
 from instep.call.prepared import PreparedCall, PreparedCalls, PreparedDispatch
@@ -145,16 +145,22 @@ class ParallelRunner:
                 try:
                     return self._run(call, transaction)
                 except (MergeError, StateError) as error:
-                    if error.problems:  # bound again: the probe may have chosen another reading of the arguments
-                        self._add_tried_lines(error, self.bind(method, args, kwargs))
-                    if isinstance(error, MergeError) and method != "forward":
-                        rules_of_method(error, method)
+                    self._complete_error(error, method, args, kwargs)
                     raise
 
     def _transaction(self, ambient: AmbientState) -> Transaction:
         """What a call in this ambient state restores if it fails or runs again."""
         rng = CallerRng(self.devices, out_of_process=self.engine.out_of_process)
         return Transaction(self.replicas, self.engine, ambient, rng, self.check_rerun_allowed)
+
+    def _complete_error(
+        self, error: MergeError | StateError, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Add what to write to the error of a failed call."""
+        if error.problems:  # bound again: the probe may have chosen another reading of the arguments
+            self._add_tried_lines(error, self.bind(method, args, kwargs))
+        if isinstance(error, MergeError) and method != "forward":
+            rules_of_method(error, method)
 
     def _add_tried_lines(self, error: MergeError | StateError, call: BoundCall) -> None:
         """Add the lines that solve the problems of a failed call to its error, if there is a probe to try them."""
@@ -211,15 +217,7 @@ class ParallelRunner:
             compare_weights = verdict.compare_weights or compare_weights
             if verdict.infer_loss:
                 call, reading_chosen = self._rebind_loss(call, sums_mean=False), False
-        outputs = [result.output for result in results]
-        has_cpu_outputs = self.keeps_cpu and isinstance(dispatch, PreparedDispatch) and dispatch.plain_outputs
-        if not has_cpu_outputs:
-            outputs = [to_output_device(output, self.output_device) for output in outputs]
-        inputs = [dict(zip(plan.names, shard, strict=True)) for shard in shards]
-        rng.advance()
-        merged = call.binding.finish(self._merge(call, outputs, inputs, carried))
-        self._update_state(replicas, results, inputs, plan)
-        self.replicas.finish_call()
+        merged = self._finish(call, dispatch, shards, results, rng, carried)
         if prepared is None and not (
             repeated or carried or rng.serialized or any(result.changes for result in results)
         ):
@@ -228,36 +226,52 @@ class ParallelRunner:
 
     def _run_prepared(self, call: BoundCall, prepared: PreparedCall) -> tuple[bool, Any]:
         """Run a call by its prepared run, if nothing that it relies on has changed. Returns whether it was run."""
-        run, plan, probe = prepared.run, call.plan, call.binding.probe
-        assert run is not None
-        assert prepared.ambient is not None
-        replicas, context = self.replicas.sync()[: plan.parts], copy_context()
-        if not prepared.is_current(replicas, self.replicas.generation) or not run.accepts(context):
+        (run, ambient), plan, probe = prepared.run_and_ambient, call.plan, call.binding.probe
+        replicas = self.replicas.sync()[: plan.parts]
+        if not prepared.is_current(replicas, self.replicas.generation) or not run.can_run():
             return False, None
-        if self.serialization.serialize or call.binding.writes_arguments or call.binding.infers_torch_mean:
-            return False, None
-        if self.one_device.for_module(call.method) or self.state_merger.carried.is_used:
+        needs_more = call.binding.writes_arguments or call.binding.infers_torch_mean or self.serialization.serialize
+        if needs_more or self.one_device.for_module(call.method) or self.state_merger.carried.is_used:
             return False, None
         if probe is not None and not probe.prepare_known(plan, call.values, self.replicas.fingerprint.current):
             return False, None
-        with self._transaction(prepared.ambient) as transaction:
+        with self._transaction(ambient) as transaction:
             rng = self._replica_rng(transaction.rng, replicas, serialize=False)
             shards = apply_plan(plan, call.values)
-            dispatch = self._prepared_dispatch(prepared, call, prepared.ambient, rng)
-            forward = partial(dispatch.run_prepared, shards, call.positional, plan.names, context)
+            dispatch = self._prepared_dispatch(prepared, call, ambient, rng)
+            forward = partial(dispatch.run, shards, call.positional, plan.names, run)
             results, verdict = self._forward(call, dispatch, forward)
             if verdict != ACCEPTED:
                 run.is_valid = False
                 self.prepared_calls.count_lost_run()
                 transaction.rollback()
                 return False, None
-            rng.advance()
-            inputs = [dict(zip(plan.names, shard, strict=True)) for shard in shards]
-            outputs = [result.output for result in results]
-            merged = call.binding.finish(self._merge(call, outputs, inputs, ()))
-            self._update_state(replicas, results, inputs, plan)
-            self.replicas.finish_call()
-        return True, merged
+            try:
+                return True, self._finish(call, dispatch, shards, results, rng)
+            except (MergeError, StateError) as error:
+                self._complete_error(error, call.method, call.args, call.kwargs)
+                raise
+
+    def _finish(
+        self,
+        call: BoundCall,
+        dispatch: ReplicaDispatch | PreparedDispatch,
+        shards: Sequence[Sequence[Any]],
+        results: Sequence[ReplicaResult],
+        rng: ReplicaRng,
+        carried: Sequence[CarriedValue] = (),
+    ) -> Any:
+        """Merge the outputs of a forward and update the module. Returns the output."""
+        outputs = [result.output for result in results]
+        has_cpu_outputs = self.keeps_cpu and isinstance(dispatch, PreparedDispatch) and dispatch.plain_outputs
+        if not has_cpu_outputs:
+            outputs = [to_output_device(output, self.output_device) for output in outputs]
+        inputs = [dict(zip(call.plan.names, shard, strict=True)) for shard in shards]
+        rng.advance()
+        merged = call.binding.finish(self._merge(call, outputs, inputs, carried))
+        self._update_state(dispatch.replicas, results, inputs, call.plan)
+        self.replicas.finish_call()
+        return merged
 
     def known_reason(self, call: BoundCall) -> Reason | None:
         """The reason why this call would run on one device, if it is known before the call; for `explain`."""
@@ -310,24 +324,10 @@ class ParallelRunner:
             return run()
         output, read = self.state_merger.carried.run_and_detect_reads(selection.unchecked, self._call_key(call), run)
         if read:
-            advice = self._carried_state_advice(call, read)
+            trial = self._trial_call(call, read)
+            advice = carried_state_advice(call.binding.probe, trial, read)
             self.one_device.record(CARRIED_STATE.format(path=read[0].path, advice=advice), call.method)
         return output
-
-    def _carried_state_advice(self, call: BoundCall, read: Sequence[CarriedValue]) -> str:
-        """The rules that split carried state like the batch, if a trial confirms that samples read only their own."""
-        probe, size = call.binding.probe, call.plan.batch_size
-        can_split = all(v.module is not None and all(t.shape[dim] == size for t, dim in v.leaves()) for v in read)
-        if can_split and probe is not None and probe.try_reading(self._trial_call(call, read)) is Outcome.AGREES:
-            rules = {value.path: "cat" for value in read}
-            return (
-                f"To use all devices, write (tried on samples of this batch: each reads only its own entries):\n"
-                f"  DataParallel(..., state={rules})"
-            )
-        return (
-            "If each sample reads only its own entries, keep it as an attribute of a module and declare it by the rule "
-            "'cat' of state=: it is then split like the batch. A trial on samples of this batch has not confirmed that."
-        )
 
     def _probe(
         self,

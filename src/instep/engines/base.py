@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -78,14 +77,14 @@ class PreparedRun(Protocol):
     is_valid: bool
     """Whether no call has turned out to be different since."""
 
-    def accepts(self, context: Context) -> bool:
-        """Whether a call with these context variables can be run."""
+    def can_run(self) -> bool:
+        """Whether a call can be run now."""
         ...
 
-    def forward(self, rows: Sequence[Arguments], rng: ReplicaRng, context: Context) -> list[ReplicaResult]:
+    def forward(self, rows: Sequence[Arguments], rng: ReplicaRng) -> list[ReplicaResult]:
         """Run a forward with these arguments of each replica.
 
-        Raises `LostExchange` if it is not like the one that was prepared: the general path has to run it.
+        Raises `LostExchange` if it cannot be run so: the general path has to run it.
         """
         ...
 

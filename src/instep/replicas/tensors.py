@@ -22,8 +22,8 @@ from instep.structure.shapes import is_dense
 class GradientGuard:
     """A hook on the replica's leaves that raises for gradients outside of the bridge's backward.
 
-    Such a gradient would stay on the replica and never reach the source. The hook runs after an accumulation, so that a
-    backward that captures gradients does not call it.
+    Such a gradient would stay on the replica and never reach the source. The hook runs after an accumulation: gradients
+    that a backward captures do not call it.
     """
 
     __slots__ = ("open", "touched")

@@ -25,7 +25,7 @@ from instep.engines.processes.controller.forward import RemoteCall, ReplicaForwa
 from instep.engines.processes.controller.nccl_manager import NcclManager, ParameterBroadcast, abort_all_groups
 from instep.engines.processes.controller.nccl_reduction import GradientReduction
 from instep.engines.processes.controller.overlap import OverlappedSum
-from instep.engines.processes.controller.prepared import PreparedRun, can_prepare
+from instep.engines.processes.controller.prepared import PreparedProcessRun, can_prepare
 from instep.engines.processes.controller.remote_replica import RemoteReplica, module_ids
 from instep.engines.processes.controller.rendezvous import ControllerRendezvous, run_as_replica, run_replicas
 from instep.engines.processes.controller.replay import ReplayableCall
@@ -196,7 +196,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
                 arguments.restore()
             raise
 
-    def prepare(self, call: ReplicaCall, results: Sequence[ReplicaResult]) -> PreparedRun | None:
+    def prepare(self, call: ReplicaCall, results: Sequence[ReplicaResult]) -> PreparedProcessRun | None:
         """On the CPU, for a call whose replicas have changed nothing and called no collective."""
         if not self._on_cpu or not self._can_run_in_caller(call) or not call.has_plain_arguments:
             return None
@@ -205,14 +205,14 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         context, others = results[0].context, range(1, len(call.replicas))
         if not isinstance(context, ReplicaContext) or context.exchange_count or any(call.rng.generator_pairs):
             return None
-        if not all(can_prepare(call.replicas[index], self.current_client(index)) for index in others):
+        if not all(can_prepare(call, index, self.current_client(index)) for index in others):
             return None
         nodes = walk_graph(tensor.grad_fn for tensor in tensors_in(results[0].output))
         has_functions = any(custom_function(node) is not None for node in nodes)
-        return PreparedRun(self, call, captures=not has_functions)
+        return PreparedProcessRun(self, call, captures=not has_functions)
 
     def current_client(self, index: int) -> WorkerClient | None:
-        """The client of a replica's worker, if the worker of the last call still is the replica's."""
+        """The client of a replica's worker, if that is the worker of the last call, with this engine's timeout."""
         client, worker = self._clients.get(index), self._pool.last_worker(index)
         if client is None or client.worker is not worker or not worker.is_owned():
             return None
@@ -231,13 +231,16 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         """After replica 0 has run: check whether it used these generators."""
         self._python_rng.end_call(seed)
 
-    def forward_again(self, call: ReplicaCall, index: int, python_seed: int | None) -> ReplicaResult:
+    def remote_call(self, call: ReplicaCall, python_seed: int | None) -> RemoteCall:
+        """A call in the form of the general path, in which this thread waits for the workers."""
+        streams = CallStreams(self._devices, in_caller=True)
+        return RemoteCall(call, self.forward_group(call), streams, python_seed=python_seed)
+
+    def forward_again(self, remote: RemoteCall, index: int) -> ReplicaResult:
         """Run the forward of one replica on a replacement of its worker. The other replicas have run."""
-        group = self.forward_group(call)
-        for other in set(range(len(call.replicas))) - {index}:
-            group.enter(other)
-            group.leave(other)
-        remote = RemoteCall(call, group, CallStreams(self._devices, in_caller=True), python_seed=python_seed)
+        for other in set(range(len(remote.call.replicas))) - {index}:
+            remote.group.enter(other)
+            remote.group.leave(other)
         return run_to_end(self._forward_task(remote, index, None))
 
     @contextmanager

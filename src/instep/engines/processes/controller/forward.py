@@ -137,6 +137,13 @@ class ReplicaForward:
         self._collectives.add_failure_check(partial(client.has_failed, pending))
         return pending
 
+    def adopt(
+        self, client: WorkerClient, module_state: RemoteModuleState, pending: PendingReply, arguments: list[Tensor]
+    ) -> None:
+        """Take over a request that was sent in another form, and has been answered."""
+        self._client, self._module_state, self._pending = client, module_state, pending
+        self._argument_tensors = arguments
+
     def prepare_replay(self) -> None:
         """Do what does not depend on the reply, before waiting for it."""
         if self._call.ambient.grad_enabled and self._pending is not None:

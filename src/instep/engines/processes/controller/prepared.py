@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from contextvars import Context
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from instep.engines.base import Arguments, ReplicaCall, raise_first_error
 from instep.engines.concurrent import backward_in_group
 from instep.engines.processes import messages
 from instep.engines.processes.controller.client import WorkerClient
+from instep.engines.processes.controller.forward import RemoteCall, ReplicaForward
 from instep.engines.processes.controller.remote_module import RemoteModuleState
 from instep.engines.processes.controller.remote_replica import RemoteReplica, module_ids
 from instep.engines.processes.controller.rendezvous import (
@@ -87,7 +88,7 @@ class PreparedEngine(Protocol):
         ...
 
     def current_client(self, index: int) -> WorkerClient | None:
-        """The client of a replica's worker, if the worker of the last call still runs."""
+        """The client of a replica's worker, if that is the worker of the last call, with this engine's timeout."""
         ...
 
     def replace_dead(self, index: int, worker: Any, closed: ConnectionClosed) -> None:
@@ -104,7 +105,11 @@ class PreparedEngine(Protocol):
         """The general path of a backward."""
         ...
 
-    def forward_again(self, call: ReplicaCall, index: int, python_seed: int | None) -> ReplicaResult:
+    def remote_call(self, call: ReplicaCall, python_seed: int | None) -> RemoteCall:
+        """A call in the form of the general path."""
+        ...
+
+    def forward_again(self, remote: RemoteCall, index: int) -> ReplicaResult:
         """The forward of one replica on a replacement of its worker."""
         ...
 
@@ -147,9 +152,10 @@ class _PreparedWorker:
         weakref.finalize(self, client.released.append, ("module", self.number))
 
 
-def can_prepare(replica: Any, client: WorkerClient | None) -> bool:
-    """Whether the worker of a replica needs nothing but the arguments and the seed of a call."""
-    if client is None or not isinstance(replica, RemoteReplica):
+def can_prepare(call: ReplicaCall, index: int, client: WorkerClient | None) -> bool:
+    """Whether the worker of a replica needs nothing but the arguments and the seed of such calls."""
+    replica, (args, kwargs) = call.replicas[index], call.arguments[index]
+    if client is None or not isinstance(replica, RemoteReplica) or encode_plain([*args, *kwargs.values()]) is None:
         return False
     state: RemoteModuleState | None = replica.worker_states.get(client)
     if state is None or state.unshared or state.staging is not None or state.generators or state.doorbell is not None:
@@ -167,7 +173,7 @@ class _SentForward:
         self.replayable: ReplayableCall | None = None
 
 
-class PreparedRun:
+class PreparedProcessRun:
     """Runs calls like the one that it is created for. Also their backward, as the engine of their graphs."""
 
     def __init__(self, engine: PreparedEngine, call: ReplicaCall, *, captures: bool) -> None:
@@ -188,34 +194,38 @@ class PreparedRun:
         assert isinstance(replica, RemoteReplica)
         return _PreparedWorker(call, index, replica, client)
 
-    def accepts(self, context: Context) -> bool:
-        """Whether no variable of the context has to be sent to the workers."""
-        return not len(context) or not any(sendable_context(context, w.client.channel.registry) for w in self._workers)
+    def can_run(self) -> bool:
+        """Whether the workers are those that were prepared, and no context variable has to be sent to them."""
+        context = copy_context()
+        for worker in self._workers:
+            if self._engine.current_client(worker.index) is not worker.client:
+                self.is_valid = False
+                return False
+            if len(context) and sendable_context(context, worker.client.channel.registry):
+                return False
+        return True
 
-    def forward(self, rows: Sequence[Arguments], rng: ReplicaRng, context: Context) -> list[ReplicaResult]:
+    def forward(self, rows: Sequence[Arguments], rng: ReplicaRng) -> list[ReplicaResult]:
         """Run a forward with these arguments of each replica.
 
-        Raises `LostExchange` if it is not like the one that was prepared: the general path has to run it.
+        Raises `LostExchange` if it cannot be run so: the general path has to run it.
         """
         self._engine.raise_lost_results()
         python_seed = self._engine.begin_python_rng()
-        run = partial(self._forward, rows, rng, context, python_seed)
         try:
             with self._engine.call_lock():
-                return run_as_replica(run, len(rows), caller_restores=True)
+                return run_as_replica(partial(self._forward, rows, rng, python_seed), len(rows), caller_restores=True)
         except LostExchange:
             self.is_valid = False
             raise
 
-    def _forward(
-        self, rows: Sequence[Arguments], rng: ReplicaRng, context: Context, python_seed: int | None
-    ) -> list[ReplicaResult]:
+    def _forward(self, rows: Sequence[Arguments], rng: ReplicaRng, python_seed: int | None) -> list[ReplicaResult]:
         sent: list[_SentForward] = []
         try:
             with send_lock:
                 for worker, row in zip(self._workers, rows[1:], strict=True):
                     sent.append(self._send_forward(worker, row, rng.caller.cpu.base_seed, python_seed))
-            first = context.run(self._run_first, rows[0], rng)
+            first = copy_context().run(self._run_first, rows[0], rng)
             self._engine.end_python_rng(python_seed)
             if torch.is_grad_enabled():
                 for forward in sent:
@@ -225,7 +235,7 @@ class PreparedRun:
                 failed = first.error is not None
                 results.append(self._receive_forward(forward, rows, rng, python_seed, failed=failed))
         except BaseException:
-            run_uninterrupted(*(partial(_abandon, [forward]) for forward in sent))
+            run_uninterrupted(*(partial(_abandon, forward) for forward in sent))
             raise
         for result in results:
             if isinstance(result.error, LostExchange):
@@ -240,7 +250,7 @@ class PreparedRun:
         client, replica = worker.client, worker.replica
         args, kwargs = deduplicate_views(*row)
         encoded = encode_plain([*args, *kwargs.values()])
-        if encoded is None or self._engine.current_client(worker.index) is not client or replica.carried_state:
+        if encoded is None or replica.carried_state:
             raise LostExchange("a worker cannot run the call as it was prepared.")
         replica.restore_views()
         replica.needs_state_refresh = False
@@ -334,8 +344,8 @@ class PreparedRun:
         except ConnectionClosed as error:
             self._engine.replace_dead(worker.index, client.worker, error)
             self.is_valid = False
-            call = replace(self._template, arguments=rows, rng=rng)
-            return self._engine.forward_again(call, worker.index, python_seed)
+            remote = self._engine.remote_call(replace(self._template, arguments=rows, rng=rng), python_seed)
+            return self._engine.forward_again(remote, worker.index)
         except ReplyTimeout as error:
             self._engine.kill_stuck(worker.index)
             return ReplicaResult(error=error)
@@ -348,15 +358,33 @@ class PreparedRun:
             if reply.host_rng_used and not reply.default_rng_used:
                 rng.caller.record_remote_use(host=True)
                 reply.host_rng_used = False
-            if len(reply.fields()) > 1:
-                client.released.append(("call", forward.pending.request_id))
-                return ReplicaResult(error=LostExchange("forward had other effects than in the call before."))
+            if len(reply.fields()) > 1:  # forward had other effects than an output
+                return self._apply_reply(forward, rows, rng, python_seed, reply, tensors)
         result, indices = ReplicaResult(output=fields[0]), {id(t): i for i, t in enumerate(tensors) if t.requires_grad}
         if forward.replayable is not None and indices:
             forward.replayable.output_indices = indices
             forward.replayable.output_versions = {index: tensors[index]._version for index in indices.values()}
             result.remote = RemoteEffects(graph=forward.replayable)
         return result
+
+    def _apply_reply(
+        self,
+        forward: _SentForward,
+        rows: Sequence[Arguments],
+        rng: ReplicaRng,
+        python_seed: int | None,
+        reply: ForwardReply,
+        tensors: list[Tensor],
+    ) -> ReplicaResult:
+        """Apply what the worker's replica changed, like the general path."""
+        worker = forward.worker
+        remote = self._engine.remote_call(replace(self._template, arguments=rows, rng=rng), python_seed)
+        general = ReplicaForward(remote, worker.index)
+        general.adopt(worker.client, worker.module_state, forward.pending, forward.arguments)
+        try:
+            return general.to_result(reply, tensors)
+        except Exception as error:
+            return ReplicaResult(error=error)
 
     def backward(
         self, graph: CallGraph, gradients: Sequence[Gradients], retain_graph: bool
@@ -509,7 +537,7 @@ class PreparedRun:
 
 
 _STRIDED = {torch.strided}
-_RUN_FIRST = PreparedRun._run_first.__code__
+_RUN_FIRST = PreparedProcessRun._run_first.__code__
 """The code object at which the inspection of a replica's stack stops."""
 
 
@@ -544,7 +572,6 @@ def _failed_call() -> CollectiveLog:
     return CollectiveLog(group)
 
 
-def _abandon(sent: Sequence[_SentForward]) -> None:
-    """Ignore the replies that have not been received."""
-    for forward in sent:
-        forward.worker.client.abandon(forward.pending)
+def _abandon(forward: _SentForward) -> None:
+    """Ignore the reply, if it was not received."""
+    forward.worker.client.abandon(forward.pending)
