@@ -32,6 +32,8 @@ from instep.structure.plan import SplitPlan
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MAX_PREPARED = 64
 """Prepared calls of one wrapper. Each batch size has its own plan."""
+_MAX_OTHER_STATES = 8
+"""Calls in another ambient state after which a new prepared run replaces that of the old state."""
 _MAX_LOST_RUNS = 3
 """Calls that did not fit their prepared run, after which a wrapper has none: the general path runs them again."""
 
@@ -57,6 +59,8 @@ class PreparedCall:
         """The `cpu_state_key` of the call that `run` was made for."""
         self.ambient: AmbientState | None = None
         """The ambient state of that call."""
+        self.other_states = 0
+        """How many calls in a row have had another ambient state."""
         self._own_ids = frozenset(
             {*map(id, self.sources), *(key for replica in replicas for key in replica.tensors.sources)}
         )
@@ -133,8 +137,11 @@ class PreparedCalls:
         if not prepared.run.is_valid:
             prepared.run = None
             return None
-        fits = all(map(is_plain, values, repeat(True))) and prepared.state_key == cpu_state_key()
-        return prepared if fits else None
+        if not all(map(is_plain, values, repeat(True))):
+            return None
+        is_same_state = prepared.state_key == cpu_state_key()
+        prepared.other_states = 0 if is_same_state else prepared.other_states + 1
+        return prepared if is_same_state else None
 
     def count_lost_run(self) -> None:
         """Count a call that has to run again because it did not fit its prepared run."""
@@ -144,13 +151,12 @@ class PreparedCalls:
         self, prepared: PreparedCall, engine: Engine, call: ReplicaCall, results: Sequence[ReplicaResult]
     ) -> None:
         """Let the engine prepare for further calls like this one."""
-        if prepared.run is not None and prepared.state_key == cpu_state_key():
+        if prepared.run is not None and prepared.other_states < _MAX_OTHER_STATES:
             return
         if not self._on_cpu or self._lost_runs >= _MAX_LOST_RUNS or call.ambient.compiler is not None:
             return
-        prepared.run = engine.prepare(call, results)
-        if prepared.run is not None:
-            # Captured again: a copy without the context variables of this call.
+        prepared.run, prepared.other_states = engine.prepare(call, results), 0
+        if prepared.run is not None:  # without the context variables of this call
             prepared.state_key, prepared.ambient = cpu_state_key(), replace(call.ambient, context_vars=Context())
 
     def record(
