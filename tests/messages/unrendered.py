@@ -125,6 +125,7 @@ INTERNAL: dict[str, frozenset[str]] = {
             "engines/processes/controller/client.py: WorkerClient._receive_reply",
             "engines/processes/controller/nccl_manager.py: NcclManager._send_join",
             "engines/processes/controller/nccl_reduction.py: GradientReduction._reduce_from",
+            "engines/processes/controller/prepared.py: PreparedProcessRun._run_first",
             "engines/processes/controller/prepared.py: PreparedProcessRun._send_forward",
             "engines/processes/controller/prepared.py: _NoGroup.all_gather",
             "engines/processes/controller/prepared.py: _NoGroup.exchange",

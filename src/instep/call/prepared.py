@@ -229,7 +229,7 @@ class PreparedDispatch:
         rng: ReplicaRng,
         select_output: Callable[[Any], Any],
         changed_shared: Callable[[], bool],
-        prepare_run: Callable[[PreparedCall, Engine, ReplicaCall, Sequence[ReplicaResult]], None] | None = None,
+        prepare_run: Callable[[PreparedCall, Engine, ReplicaCall, Sequence[ReplicaResult]], None],
     ) -> None:
         self._prepared, self._engine, self._method = prepared, engine, method
         self._select_output, self._changed_shared, self._prepare_run = select_output, changed_shared, prepare_run
@@ -289,7 +289,7 @@ class PreparedDispatch:
             self._general.leave(results)
             return results
         self.plain_outputs = True
-        if prepared_run is None and self._prepare_run is not None and not self._hook_ids:
+        if prepared_run is None and not self._hook_ids:
             self._prepare_run(self._prepared, self._engine, call, results)
         if self._ambient.grad_enabled:
             self._bridge_outputs(results, outputs, prepared_run or self._engine)

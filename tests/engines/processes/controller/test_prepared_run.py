@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.engines.processes.controller.prepared import PreparedProcessRun
-from instep.errors import BridgeError, LostExchange, MergeError
+from instep.errors import BridgeError, InstepError, LostExchange, MergeError
 from instep.runtime.process_role import inside_worker
 
 pytestmark = pytest.mark.usefixtures("workers")
@@ -237,6 +237,24 @@ def test_a_forward_that_does_something_new(
             net.count.zero_()
         assert ("lost" in runs) is (action is subtract_mean)
         check_step(model, plain, torch.randn(6, 4).clamp(max=9))
+
+
+def test_a_forward_that_catches_the_error_of_a_collective(runs: list[str]) -> None:
+    def try_collective(_: Changing, hidden: Tensor) -> Tensor:
+        try:
+            return hidden - instep.all_reduce(hidden.sum(0)) / instep.all_reduce(len(hidden))
+        except InstepError:
+            return hidden
+
+    net = Changing(try_collective)
+    plain = Net()
+    with wrap(net) as model:
+        plain.load_state_dict(net.state_dict(), strict=False)
+        warm_up(model, plain, runs)
+        x = torch.randn(6, 4).clamp(max=9) + torch.full((6, 1), 10.0)
+        hidden = torch.tanh(plain.inner(x))
+        torch.testing.assert_close(model(x), plain.finish(hidden - hidden.mean(0)))
+    assert runs == ["lost"]
 
 
 def test_a_wrapper_whose_calls_keep_changing_uses_the_general_path(runs: list[str]) -> None:

@@ -293,6 +293,8 @@ class PreparedProcessRun:
                 first.sync_state()
                 result = run_replica(first, self._template.method, args, kwargs)
             result.context, context.may_recompute = context, rng_state_reads() != state_reads
+            if context.exchange_count:  # forward may have caught the exception
+                raise LostExchange("a collective was called in a call that was prepared without one.")
             if guard.touched:
                 check_no_inner_backward(leaf for _, leaf in first.trainable)
             return result
