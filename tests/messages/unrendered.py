@@ -160,6 +160,7 @@ INTERNAL: dict[str, frozenset[str]] = {
     ),
     "repeats a message that a scenario shows": frozenset(
         {
+            "engines/processes/controller/prepared.py: PreparedProcessRun._backward",
             "collectives/exchange.py: start_backward",
             "engines/base.py: add_replica_note",
             "engines/processes/worker/server.py: DeferredErrors.record",

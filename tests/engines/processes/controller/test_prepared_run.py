@@ -22,12 +22,10 @@ from instep.engines.processes.controller.prepared import PreparedProcessRun
 from instep.errors import BridgeError, InstepError, LostExchange, MergeError
 from instep.runtime.process_role import inside_worker
 
-pytestmark = pytest.mark.usefixtures("workers")
-
 SETTING = contextvars.ContextVar("SETTING", default=1.0)
 
 
-@pytest.fixture
+@pytest.fixture(params=["processes"])  # the workers stay for the next test
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What prepared runs did, in order: "forward", "backward", or "lost"."""
     record: list[str] = []
