@@ -365,7 +365,7 @@ class BackwardRequest(PositionalMessage):
     reduction: tuple[Any, ...] = ()
     """How the gradients are reduced while the backward runs (see `BackwardReduction`); empty if they are not."""
     captures: bool = False
-    """Whether gradients are captured instead of accumulated, which reentrant checkpoints do not support."""
+    """Whether gradients are captured instead of accumulated, unless forward may have used reentrant checkpoints."""
 
     @property
     def is_reduction_ordered(self) -> bool:
