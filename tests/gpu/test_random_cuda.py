@@ -51,6 +51,7 @@ def equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:forward draws on the CPU:UserWarning")  # read below
+@pytest.mark.filterwarnings("ignore:calls run on one device because forward draws:UserWarning")  # see the next test
 @pytest.mark.parametrize(("engine", "devices"), LAYOUTS)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_dropout_masks_are_reproducible_and_recomputed(engine: str, devices: list[int | str], reentrant: bool) -> None:
