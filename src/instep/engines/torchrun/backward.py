@@ -293,16 +293,17 @@ def end_message(
     begin: BackwardBegin | None = None,
 ) -> Message:
     """The last message of a reduction: what is not reduced in buckets."""
+    absent: list[int] = []
     shapes: list[tuple[int, tuple[int, ...] | None]] = []
     tensors: list[Tensor] = []
-    for index, gradient in enumerate(column):
-        if gradient is None or reducer.reduces(index, gradient):
-            continue
-        is_sparse = gradient.layout is not torch.strided
-        shapes.append((index, tuple(gradient.shape) if is_sparse else None))
-        tensors += [gradient.coalesce().indices(), gradient.coalesce().values()] if is_sparse else [gradient]
+    for index, gradient in enumerate(() if reducer.reduces_all(column) else column):
+        if gradient is None:
+            absent.append(index)
+        elif not reducer.reduces(index, gradient):
+            is_sparse = gradient.layout is not torch.strided
+            shapes.append((index, tuple(gradient.shape) if is_sparse else None))
+            tensors += [gradient.coalesce().indices(), gradient.coalesce().values()] if is_sparse else [gradient]
     with_gradient = {index: gradient for index, gradient in enumerate(inputs) if gradient is not None}
-    absent = [index for index, gradient in enumerate(column) if gradient is None]
     end = BackwardEnd(absent, shapes, list(with_gradient), rng_used, reducer.is_exact, reducer.identity, begin)
     return Message(operation, body=end, tensors=[*tensors, *with_gradient.values()])
 

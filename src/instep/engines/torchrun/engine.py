@@ -346,7 +346,7 @@ class TorchrunEngine(ConcurrentEngine[Rendezvous]):
             self._bucket_plan,
             group,
             self._devices[0],
-            lambda index: leaves[index].grad if leaves else None,
+            leaves,
             self.options.reduce,
             local,
         )

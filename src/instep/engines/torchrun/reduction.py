@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from operator import is_
-from typing import Any
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any, cast
 from zlib import crc32
 
 import torch
@@ -13,12 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from instep.autograd.bridge import Gradients
-from instep.collectives.buckets import gradient_buckets
+from instep.collectives.buckets import all_present, gradient_buckets
 from instep.engines.torchrun.local_buckets import LocalBuckets
+from instep.replicas.tensors import get_grad
+from instep.replicas.write_watch import get_version
 from instep.runtime.modes import set_inference_mode
 
 COMPRESSED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Settings of `reduce` that send gradients in another dtype."""
+_get_layout: Callable[[Tensor], torch.layout] = attrgetter("layout")
+_get_shape_and_dtype: Callable[[Tensor], tuple[torch.Size, torch.dtype]] = attrgetter("shape", "dtype")
 
 
 class BucketPlan:
@@ -66,7 +71,12 @@ class BucketPlan:
 
 
 def _layout(sources: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(source.shape, source.dtype) for source in sources]
+    return list(map(_get_shape_and_dtype, sources))
+
+
+def _are_strided(gradients: Sequence[Tensor | None]) -> bool:
+    """Whether no gradient is None or sparse."""
+    return all_present(gradients) and all(map(is_, map(_get_layout, cast(Any, gradients)), repeat(torch.strided)))
 
 
 class BucketAllReduce:
@@ -81,7 +91,7 @@ class BucketAllReduce:
         plan: BucketPlan,
         group: Any,
         device: torch.device,
-        gradient_of: Callable[[int], Tensor | None],
+        leaves: Sequence[Tensor],
         reduce: str | Callable[..., Any] | None = None,
         local: LocalBuckets | None = None,
     ) -> None:
@@ -89,18 +99,23 @@ class BucketAllReduce:
         Args:
             group: The process group, in which nothing else runs meanwhile.
             device: The device of the gradients.
-            gradient_of: Returns this rank's gradient by index.
+            leaves: The tensors whose gradients are reduced, unless `set_gradients` is called before; empty if this rank
+                has no replica.
             reduce: How a bucket is summed: a key of `COMPRESSED`, a function `(bucket, group)`, or by all-reduce.
             local: Memory through which ranks of one machine sum the buckets, instead of the process group.
         """
-        self._plan, self._group, self._device, self._gradient_of = plan, group, device, gradient_of
+        self._plan, self._group, self._device, self._leaves = plan, group, device, leaves
+        self._gradients: Gradients | None = None if leaves else [None] * len(plan.sources)
+        """This rank's gradients; None while they are those of the leaves."""
         self._reduce, self._local = reduce, local
         if local is not None:
             local.begin()
         self._arrived: list[set[int]] = [set() for _ in plan.buckets]
         self._complete = [False] * len(plan.buckets)
-        self._packed: list[tuple[int, Tensor, int]] = []
-        """The gradients in the buckets that have started, by index, with their versions."""
+        self._packed_indices: list[int] = []
+        self._packed: list[Tensor] = []
+        """The gradients in the buckets that have started."""
+        self._packed_versions: list[int] = []
         self._flats: list[Tensor] = []
         self._works: list[Any] = []
         self._lock = threading.Lock()
@@ -109,8 +124,8 @@ class BucketAllReduce:
     @property
     def is_exact(self) -> bool:
         """False if a gradient has grown after its bucket was packed, for example by a reentrant checkpoint."""
-        packed, gradient_of = self._packed, self._gradient_of
-        return all(gradient_of(index) is gradient and gradient._version == was for index, gradient, was in packed)
+        same = all(map(is_, self._read(self._packed_indices), self._packed))
+        return same and list(map(get_version, self._packed)) == self._packed_versions
 
     @property
     def identity(self) -> tuple[int, int, int]:
@@ -120,11 +135,23 @@ class BucketAllReduce:
 
     def set_gradients(self, gradients: Gradients) -> None:
         """Set this rank's gradients, for buckets that have not started."""
-        self._gradient_of = gradients.__getitem__
+        self._gradients = gradients
+
+    def _read(self, indices: Sequence[int]) -> list[Tensor | None]:
+        """This rank's gradients with these indices."""
+        if self._gradients is not None:
+            return list(map(self._gradients.__getitem__, indices))
+        return list(map(get_grad, map(self._leaves.__getitem__, indices)))
 
     def again(self) -> BucketAllReduce:
         """Another reduction of the same gradients, which are complete now."""
-        return BucketAllReduce(self._plan, self._group, self._device, self._gradient_of, self._reduce, self._local)
+        other = BucketAllReduce(self._plan, self._group, self._device, self._leaves, self._reduce, self._local)
+        other._gradients = self._gradients
+        return other
+
+    def reduces_all(self, gradients: Gradients) -> bool:
+        """Whether all gradients are there and reduced in buckets."""
+        return len(self._plan.numbers) == len(gradients) and _are_strided(gradients)
 
     def reduces(self, index: int, gradient: Tensor) -> bool:
         """Whether a gradient is reduced in a bucket. Sparse ones, and those of some dtypes, are not."""
@@ -146,7 +173,7 @@ class BucketAllReduce:
         if number in last:
             if last[number] != index:
                 return False
-            if all(self._gradient_of(other) is not None for other in indices):
+            if all_present(self._read(indices)):
                 return True
             del last[number]  # this backward has another order: the bucket starts at the end
             return False
@@ -182,20 +209,24 @@ class BucketAllReduce:
         """A bucket with this rank's gradients, in `place` if given. A gradient that has not arrived counts as zero."""
         bucket = self._plan.buckets[number]
         with torch.no_grad(), set_inference_mode(False):
-            gradients = [(index, self._gradient_of(index)) for index in bucket.indices]
-            dense = [(index, g) for index, g in gradients if g is not None and g.layout is torch.strided]
-            self._packed += [(index, gradient, gradient._version) for index, gradient in dense]
-            flat = place
-            if flat is None:
-                flat = torch.empty(bucket.numel, dtype=self._sent_dtype(bucket.dtype), device=self._device)
-            if len(dense) < len(gradients):
-                flat.zero_()
-            views = self._plan.views(flat, number)
-            if len(dense) < len(gradients):
-                present = {index for index, _ in dense}
-                views = [view for view, (index, _) in zip(views, gradients, strict=True) if index in present]
-            if dense:
-                torch._foreach_copy_(views, [gradient.detach() for _, gradient in dense])
+            indices, dtype = list(bucket.indices), self._sent_dtype(bucket.dtype)
+            gradients = self._read(indices)
+            dense = cast(list[Tensor], gradients) if _are_strided(gradients) else None
+            if dense and place is None and len(dense) > 1 and {gradient.dtype for gradient in dense} == {dtype}:
+                flat = torch._C._nn.flatten_dense_tensors(dense)
+            else:
+                flat = torch.empty(bucket.numel, dtype=dtype, device=self._device) if place is None else place
+                views = self._plan.views(flat, number)
+                if dense is None:
+                    flat.zero_()
+                    found = zip(indices, gradients, views, strict=True)
+                    rest = [(i, g, view) for i, g, view in found if g is not None and g.layout is torch.strided]
+                    indices, dense, views = [i for i, _, _ in rest], [g for _, g, _ in rest], [v for _, _, v in rest]
+                if dense:
+                    torch._foreach_copy_(views, dense)
+            self._packed_indices += indices
+            self._packed += dense
+            self._packed_versions += map(get_version, dense)
         return flat
 
     def _sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
