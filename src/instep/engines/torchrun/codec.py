@@ -31,18 +31,16 @@ _MODULE, _TENSOR, _DEVICE = "module", "tensor", "device"
 class _Pickler(pickle.Pickler):
     """Pickles a value without its dense tensors, which are sent apart, and without tensors of the module."""
 
-    def __init__(self, file: io.BytesIO, module_tensors: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(self, file: io.BytesIO, device: torch.device, replica: Replica | None) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._numbers = {id(tensor): number for number, tensor in enumerate(module_tensors)}
-        self._device = device
+        self._replica, self._device = replica, device
         self._indices: dict[int, int] = {}
         self.tensors: list[Tensor] = []
 
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
         if isinstance(value, Tensor):
-            number = self._numbers.get(id(value))
-            if number is not None:
-                return _MODULE, number
+            if self._replica is not None and id(value) in self._replica.tensors.sources:
+                return _MODULE, next(n for n, tensor in enumerate(_module_tensors(self._replica)) if tensor is value)
             if is_plain_tensor(value) and value.device.type in ("cpu", self._device.type):
                 index = self._indices.setdefault(id(value), len(self.tensors))
                 if index == len(self.tensors):
@@ -55,17 +53,18 @@ class _Pickler(pickle.Pickler):
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
-        self, data: bytes, tensors: Sequence[Tensor], module_tensors: Sequence[Tensor], device: torch.device
+        self, data: bytes, tensors: Sequence[Tensor], device: torch.device, replica: Replica | None = None
     ) -> None:
         super().__init__(io.BytesIO(data))
-        self._tensors, self._module_tensors, self._device = tensors, module_tensors, device
+        self._tensors, self._device, self._replica = tensors, device, replica
         self._built: dict[int, Tensor] = {}
 
     def persistent_load(self, key: tuple[Any, ...]) -> Any:
         if key[0] == _DEVICE:
             return self._device
         if key[0] == _MODULE:
-            return self._module_tensors[key[1]]
+            assert self._replica is not None
+            return _module_tensors(self._replica)[key[1]]
         _, index, requires_grad = key
         if index not in self._built:
             tensor = self._tensors[index].data  # tensors of one message share memory, and would share a version counter
@@ -142,31 +141,45 @@ def encode_result(
 ) -> tuple[bytes, list[Tensor]]:
     """Encode the result of this rank's forward. Only idle ranks need counters: the others count themselves."""
     replica = call.replicas[index]
-    numbers = {id(source): number for number, (source, _) in enumerate(replica.tensors.state)}
     encoded = RankResult(result.output if with_output else None, result.changes.is_structural)
+    numbers: dict[int, int] = {}
+    if result.written_state or result.statistics is not None:
+        numbers = {id(source): number for number, (source, _) in enumerate(replica.tensors.state)}
     encoded.written_state = {numbers[id(source)]: copy.detach() for source, copy in result.written_state}
     if result.statistics is not None:
         keys, blocks, compare, by_user = result.statistics
         encoded.statistics = tuple(numbers[key] for key in keys), list(blocks), compare, by_user
         if with_counters and replica.statistics is not None:
             encoded.counters = replica.statistics.counters
-    private = replica.tensors.private_weights
-    encoded.private_parameters = {
-        number: copy.detach() for number, (source, copy) in enumerate(replica.trainable) if id(source) in private
-    }
+    if private := replica.tensors.private_weights:
+        encoded.private_parameters = {
+            number: copy.detach() for number, (source, copy) in enumerate(replica.trainable) if id(source) in private
+        }
     encoded.attributes = [
         (change.module_index, change.name, change.new, change.is_buffer)
         for change in result.changes.attributes
         if not is_parameter_cache(replica.source_modules[change.module_index], change.name)
     ]
-    paths = {id(clone): str(replica.container_paths.get(id(source))) for source, _, clone in replica.cloner.containers}
-    for change in result.changes.containers:
-        items = list(encode_items(change.container, change.before.items, change.after.items))
-        encoded.containers.append((paths[id(change.container)], change.after.keys, items))
+    if result.changes.containers:
+        encoded.containers = _encode_containers(replica, result.changes.containers)
     encoded.written_arguments = writes.written()
     encoded.num_tokens = 0 if result.context is None else len(result.context.tokens)
     _encode_rng_use(encoded, call, index)
     return _dumps(encoded, replica)
+
+
+def _encode_containers(
+    replica: Replica, changes: Sequence[ContainerChange]
+) -> list[tuple[str, tuple[Any, ...], list[tuple[int, Any]]]]:
+    paths = {id(clone): str(replica.container_paths.get(id(source))) for source, _, clone in replica.cloner.containers}
+    return [
+        (
+            paths[id(change.container)],
+            change.after.keys,
+            list(encode_items(change.container, change.before.items, change.after.items)),
+        )
+        for change in changes
+    ]
 
 
 def _encode_rng_use(encoded: RankResult, call: ReplicaCall, index: int) -> None:
@@ -182,15 +195,18 @@ def _encode_rng_use(encoded: RankResult, call: ReplicaCall, index: int) -> None:
 def _dumps(encoded: RankResult, replica: Replica) -> tuple[bytes, list[Tensor]]:
     values = {name: value for name, value in vars(encoded).items() if name == "output" or value}
     what = "the output of forward, or what it sets on the module,"
-    return encode_value(values, replica.device, _module_tensors(replica), what)
+    return encode_value(values, replica.device, replica, what)
 
 
 def encode_value(
-    value: Any, device: torch.device, module_tensors: Sequence[Tensor] = (), what: str = "an argument of the call"
+    value: Any, device: torch.device, replica: Replica | None = None, what: str = "an argument of the call"
 ) -> tuple[bytes, list[Tensor]]:
-    """Pickle a value without its dense tensors, which are returned apart. `what` names it in an error."""
+    """Pickle a value without its dense tensors, which are returned apart. Those of the replica's module are not sent.
+
+    `what` names the value in an error.
+    """
     file = io.BytesIO()
-    pickler = _Pickler(file, module_tensors, device)
+    pickler = _Pickler(file, device, replica)
     try:
         pickler.dump(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -203,7 +219,7 @@ def encode_value(
 
 def decode_value(data: bytes, tensors: Sequence[Tensor], device: torch.device) -> Any:
     """The value that another rank has encoded."""
-    return _Unpickler(data, tensors, (), device).load()
+    return _Unpickler(data, tensors, device).load()
 
 
 def _module_tensors(replica: Replica) -> list[Tensor]:
@@ -214,7 +230,7 @@ def _module_tensors(replica: Replica) -> list[Tensor]:
 def decode_result(call: ReplicaCall, index: int, data: bytes, tensors: Sequence[Tensor]) -> RankResult:
     """Decode the result of another rank's forward."""
     replica = call.replicas[index]
-    values = _Unpickler(data, tensors, _module_tensors(replica), replica.device).load()
+    values = _Unpickler(data, tensors, replica.device, replica).load()
     return RankResult(**values)
 
 
