@@ -159,7 +159,11 @@ class Replica:
     def general_state(self) -> list[TensorPair]:
         """(source, copy) for each state tensor that is no known running statistic."""
         state, statistics = self.tensors.state, self.statistics
-        return state if statistics is None else [pair for pair in state if id(pair[1]) not in statistics.copy_ids]
+        if statistics is None:
+            return state
+        if len(statistics.copy_ids) == len(state):  # all of them
+            return []
+        return [pair for pair in state if id(pair[1]) not in statistics.copy_ids]
 
     def apply(self, changes: Changes) -> None:
         """Apply changes of the source to the replica."""
@@ -238,7 +242,7 @@ class Replica:
 
     def _watch_state(self) -> None:
         if self.device.type != "cpu":
-            self._state_writes = WriteDetector.from_pairs((pair, pair[1]) for pair in self.tensors.state)
+            self._state_writes = WriteDetector.from_pairs((pair, pair[1]) for pair in self.general_state)
 
     def _is_known_equal(self, source: Tensor, copy: Tensor) -> bool:
         """Whether values on the CPU are equal. On an accelerator the comparison would synchronize."""
@@ -278,11 +282,17 @@ class Replica:
         state = self.general_state
         if self.device.type == "cpu":
             return [pair for pair in state if not tensors_equal(pair[0].cpu(), pair[1])]
+        compares_values = self._compares_values
+        if compares_values:
+            self._value_checks_left[self.module.training] -= 1
+        if not state:
+            return []
         norms = [module for module in self.modules if isinstance(module, _BatchNorm) and module.training]
         written = {id(copy) for _, copy in self._state_writes.written()} | self._unversioned | reported
         written.update(id(buffer) for norm in norms for buffer in norm.buffers(recurse=False))
-        if self._compares_values:
-            self._value_checks_left[self.module.training] -= 1
+        if self._statistics_moved:  # released since `sync_state`, which has not watched them
+            written.update(id(copy) for _, copy in state)
+        if compares_values:
             unknown = [pair for pair in state if id(pair[1]) not in written]
             self._unversioned.update(
                 id(copy) for source, copy in unknown if source.device == self.device and not tensors_equal(source, copy)
