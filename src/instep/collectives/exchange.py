@@ -29,6 +29,8 @@ from instep.errors import CollectiveError
 from instep.runtime.torch_private import is_graph_retained, register_own_hook
 from instep.structure.shapes import is_plain_tensor
 
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+
 
 def exchange_tensors(
     context: ReplicaContext, label: str, tensors: Sequence[Tensor], metadata: Any = None, *, owned: bool = False
@@ -309,9 +311,9 @@ def reject_checkpoint(context: ReplicaContext, label: str) -> None:
     on_accelerator = context.info.device is not None and context.info.device.type != "cpu"
     if not context.grad_enabled or not (context.group.joint_graph or on_accelerator):
         return
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not context.entry_code:
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+    entry_code, frame = context.entry_code, cast(FrameType | None, sys._getframe(1))
+    while frame is not None and (code := frame.f_code) is not entry_code:
+        if code.co_filename == _CHECKPOINT_FILE:
             raise CollectiveError(
                 f"{label} is inside an activation checkpoint, which runs again in backward. There, replicas on "
                 f"accelerators and replicas with a joint graph cannot exchange tensors.\n"
