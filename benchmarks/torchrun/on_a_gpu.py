@@ -3,7 +3,12 @@
 The loss of instep is in the module (`with_loss`). Both sides communicate by the same backend: NCCL between processes
 that claim to be different hosts (it refuses ranks of one host on one GPU, and so uses sockets), or Gloo. Under MPS
 (`--mps`) each rank gets 1/k of the multiprocessors; otherwise the ranks take turns. The speed of links between GPUs is
-not measured. Steps are in bfloat16 autocast, with SGD. The table shows medians over all rounds, in milliseconds.
+not measured. Steps are in bfloat16 autocast, with SGD. The table shows medians over all rounds, in milliseconds, and the
+median, the smallest and the largest ratio of the rounds. Where the sides communicate by sockets, rounds differ by up to
+10 %: rows that are close need `--rounds 15`.
+
+Nothing in a round waits for the device but its end, as in a training loop that does not read each loss. The first step
+after such a wait takes longer on both sides: more of the time in which the host prepares it is visible.
 """
 
 from __future__ import annotations
@@ -26,7 +31,8 @@ from torch import nn
 
 import instep
 
-WARM_UP_STEPS = 12
+WARM_UP_STEPS = 36
+"""Until then instep checks more often that the ranks are in step. These checks read tensors of the device."""
 
 
 def wrap(module: nn.Module, **options: Any) -> instep.DataParallel:
@@ -66,17 +72,18 @@ def work(rank: int, folder: str, names: list[str], ranks: int, rounds: int, step
     for name in names:
         torch.manual_seed(0)
         pairs = make_sides(CASES[name], ranks, rank)
-        for count in (WARM_UP_STEPS, *[steps] * rounds):
+        for number, count in enumerate((WARM_UP_STEPS, *[steps] * rounds)):
             for _, ours, _, theirs in pairs:
-                for side in (ours, theirs):
+                for side in (ours, theirs) if number % 2 else (theirs, ours):
                     dist.barrier()
                     side.run(count)
         for label, ours, base, theirs in pairs:
             if rank == 0:
-                ratio = statistics.median(a / b for a, b in zip(ours.times[1:], theirs.times[1:], strict=True))
+                ratios = sorted(a / b for a, b in zip(ours.times[1:], theirs.times[1:], strict=True))
                 times = [statistics.median(side.times[1:]) for side in (ours, theirs)]
                 print(
-                    f"{name}, {ranks} ranks, {label:32}{times[0]:9.1f} ms{times[1]:9.1f} ms{ratio:8.2f} x {base}",
+                    f"{name}, {ranks} ranks, {label:32}{times[0]:9.1f} ms{times[1]:9.1f} ms"
+                    f"{statistics.median(ratios):8.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) x {base}",
                     flush=True,
                 )
         del pairs
@@ -89,6 +96,7 @@ def main() -> None:
     parser = make_parser()
     parser.add_argument("--backend", default="cpu:gloo,cuda:nccl", help="of both sides; gloo also works on a GPU")
     parser.add_argument("--mps", action="store_true", help="divide the multiprocessors among the ranks")
+    parser.set_defaults(steps=16)
     options = parser.parse_args()
     names = [name for name in CASES if options.only in name and "32 to 128" not in name]
     with tempfile.TemporaryDirectory() as folder, mps(folder) if options.mps else nullcontext():
