@@ -3,9 +3,9 @@
 The loss of instep is in the module (`with_loss`). Both sides communicate by the same backend: NCCL between processes
 that claim to be different hosts (it refuses ranks of one host on one GPU, and so uses sockets), or Gloo. Under MPS
 (`--mps`) each rank gets 1/k of the multiprocessors; otherwise the ranks take turns. The speed of links between GPUs is
-not measured. Steps are in bfloat16 autocast, with SGD. The table shows medians over all rounds, in milliseconds, and the
-median, the smallest and the largest ratio of the rounds. Where the sides communicate by sockets, rounds differ by up to
-10 %: rows that are close need `--rounds 15`.
+not measured. Steps are in bfloat16 autocast, with SGD. The table shows medians over all rounds, in milliseconds, and
+the median, the smallest and the largest ratio of the rounds. Where the sides communicate by sockets, rounds differ by
+up to 10 %: rows that are close need `--rounds 15`.
 
 Nothing in a round waits for the device but its end, as in a training loop that does not read each loss. The first step
 after such a wait takes longer on both sides: more of the time in which the host prepares it is visible.
