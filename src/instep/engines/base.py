@@ -17,7 +17,7 @@ from instep.devices import DeviceLike, resolve_devices
 from instep.replicas.replica import Replica, ReplicaResult, run_replica
 from instep.replicas.tensors import check_no_inner_backward
 from instep.runtime.ambient import AmbientState
-from instep.runtime.rng import ReplicaRng
+from instep.runtime.rng import ReplicaRng, rng_state_reads
 
 VerdictT = TypeVar("VerdictT")
 
@@ -242,6 +242,34 @@ def _run_forward(call: ReplicaCall, index: int, group: Group) -> ReplicaResult:
         context.forward_done = True
         group.leave(index, failure)
         failure = None  # breaks the cycle with this frame
+
+
+def run_prepared_forward(
+    replica: Replica, method: str, arguments: Arguments, context: ReplicaContext, rng: ReplicaRng
+) -> ReplicaResult:
+    """Run one replica's part of a prepared call in this thread, whose ambient state is that of the call.
+
+    The call is one without collectives. The effects of the forward are in the result; its exception is raised.
+    """
+    guard, (args, kwargs) = replica.tensors.guard, arguments
+    try:
+        guard.set(True)  # forward may compute gradients of its own
+        guard.touched = False
+        state_reads = rng_state_reads()
+        with rng.forward_context(context.info.index), use_context(context), replace_batch_norm(context):
+            replica.sync_state()
+            result = run_replica(replica, method, args, kwargs)
+        result.context, context.may_recompute = context, rng_state_reads() != state_reads
+        if replica.tensors.may_have_gradients():
+            check_no_inner_backward(leaf for _, leaf in replica.trainable)
+        return result
+    finally:
+        guard.set(False)
+        context.forward_done = True
+
+
+RUN_PREPARED_FORWARD = run_prepared_forward.__code__
+"""The code object at which the inspection of a replica's stack stops in a prepared call."""
 
 
 def raise_first_error(replicas: Sequence[Replica | str], results: Sequence[ReplicaResult]) -> None:

@@ -221,18 +221,35 @@ class ReplicaSet:
         the writes are undone there.
         """
         self.overwritten_parameters = []
-        saved, self._saved_values = self._saved_values, None
-        if saved:
-            self._value_checks.record()
-            if self.devices[0].type != "cpu":
-                self._value_checks.stop()
-        self._value_checks.advance()
+        saved = self._end_value_check()
         if saved and (changed := saved.changed()):
             saved.restore(changed)
             return [self.replicas[0].trainable[index][0] for index in changed]
         found = [*self._version_detector.written(), *self._address_detector.written()]
         self.overwritten_parameters = [source for source, tensor in found if tensor.data_ptr() == source.data_ptr()]
         return [source for source, _ in found]
+
+    def _end_value_check(self) -> SavedValues[int] | None:
+        """Count a call of which parameters may have been checked by value. Returns the saved values."""
+        saved, self._saved_values = self._saved_values, None
+        if saved:
+            self._value_checks.record()
+            if self.devices[0].type != "cpu":
+                self._value_checks.stop()
+        self._value_checks.advance()
+        return saved
+
+    def finish_unchanged_call(self) -> bool:
+        """End a call whose forward had no local effects. Returns False, and does nothing, if it had some.
+
+        It does the same as `restore_containers`, `find_written_parameters` and `finish_call` then.
+        """
+        if self.has_local_effects():
+            return False
+        self.overwritten_parameters = []
+        self._end_value_check()
+        self._running = False
+        return True
 
     def discard(self) -> None:
         """Create new replicas for the next call."""

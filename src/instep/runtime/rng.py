@@ -111,6 +111,11 @@ class RandomStream:
         self._index = index
         self._generator: torch.Generator | None = None
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether its generator exists."""
+        return self._generator is not None
+
     def generator(self) -> torch.Generator:
         if self._generator is None:
             self._generator = self._new_generator()
@@ -196,6 +201,12 @@ class ReplicaRng:
         self.generator_pairs = [list(pairs) for pairs in generator_pairs]
         self._autograd_streams: dict[int, RandomStream] = {}
         self._caller_thread = self._joint_index = 0
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no stream has begun, so that another call with the same seed can use them."""
+        started = any(stream.has_begun for stream in self._streams)
+        return not (started or self._autograd_streams or self.caller.cpu.streams_used)
 
     def replace_generators(self, shards: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         """Replace generators among the arguments that several replicas share by one for each replica."""

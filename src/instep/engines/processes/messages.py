@@ -17,13 +17,23 @@ ENVIRONMENT, DEVICE, STOP = "environment", "device", "stop"
 TENSOR_TABLE, MODULE, ATTRIBUTES, GLOBALS = "tensor table", "module", "attributes", "globals"
 ROW_MEMORY = "row memory"
 FORWARD, BACKWARD, REACHABILITY, COLLECTIVE_RESULT = "forward", "backward", "reachability", "collective done"
-PREPARE, PREPARED_FORWARD = "prepare", "prepared forward"
+PREPARE, PREPARED_FORWARD, PREPARED_BACKWARD = "prepare", "prepared forward", "prepared backwd"
 JOIN_GROUP, BROADCAST, REDUCE, FETCH_GRADIENTS = "join group", "broadcast", "reduce", "fetch gradients"
 # Message kinds that a worker sends.
 COLLECTIVE, DONE, FAILED = "collective", "done", "failed"
 
 EXPECTS_REPLY = frozenset(
-    (FORWARD, PREPARED_FORWARD, BACKWARD, REACHABILITY, DEVICE, JOIN_GROUP, REDUCE, FETCH_GRADIENTS)
+    (
+        FORWARD,
+        PREPARED_FORWARD,
+        BACKWARD,
+        PREPARED_BACKWARD,
+        REACHABILITY,
+        DEVICE,
+        JOIN_GROUP,
+        REDUCE,
+        FETCH_GRADIENTS,
+    )
 )
 """Message kinds that the worker must answer with `DONE` or `FAILED`."""
 
@@ -219,6 +229,8 @@ class PrepareRequest:
     num_positional: int
     keywords: list[str]
     """The names of the arguments after the positional ones."""
+    wanted_tensors: list[int]
+    """Module tensors whose gradients are needed, by index."""
     ambient: EncodedAmbientState
 
     def forward_request(
@@ -252,6 +264,21 @@ class PreparedForwardRequest(NamedTuple):
     seed: int
     released: tuple[Sequence[int], Sequence[int]]
     python_seed: int | None
+
+
+class PreparedBackwardRequest(NamedTuple):
+    """Runs the backward of a prepared forward, in the usual case. The gradients of the outputs are its tensors.
+
+    An empty reply says that all `wanted_tensors` have gradients, which are in their slots.
+    """
+
+    call_id: int
+    """The forward's id."""
+    outputs: list[int]
+    """The indices of the output tensors that have gradients."""
+    seed: int
+    retain_graph: bool
+    anomaly_mode: int
 
 
 class RowRequest(NamedTuple):

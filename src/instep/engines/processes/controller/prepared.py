@@ -20,9 +20,14 @@ from torch import Tensor
 
 from instep.autograd.bridge import CallGraph, Gradients, ReplicaGraph, outputs_with_gradients, take_gradients
 from instep.collectives.buckets import all_present
-from instep.collectives.group import ReplicaContext, ReplicaInfo, first_error, use_context
-from instep.collectives.sync_batchnorm import replace_batch_norm
-from instep.engines.base import Arguments, ReplicaCall, raise_first_error
+from instep.collectives.group import ReplicaContext, ReplicaInfo, first_error
+from instep.engines.base import (
+    RUN_PREPARED_FORWARD,
+    Arguments,
+    ReplicaCall,
+    raise_first_error,
+    run_prepared_forward,
+)
 from instep.engines.concurrent import backward_in_group
 from instep.engines.processes import messages
 from instep.engines.processes.controller.client import WorkerClient
@@ -43,6 +48,7 @@ from instep.engines.processes.messages import (
     BackwardReply,
     BackwardRequest,
     ForwardReply,
+    PreparedBackwardRequest,
     PreparedForwardRequest,
     PrepareRequest,
 )
@@ -51,12 +57,11 @@ from instep.engines.processes.transport.channel import dump_plain, encode_plain,
 from instep.engines.processes.transport.connection import ConnectionClosed
 from instep.engines.thread_pool import is_replica_thread
 from instep.errors import LostExchange
-from instep.replicas.replica import RemoteEffects, ReplicaResult, run_replica
-from instep.replicas.tensors import check_no_inner_backward
+from instep.replicas.replica import RemoteEffects, ReplicaResult
 from instep.replicas.write_watch import deduplicate_views
 from instep.runtime.ambient import AutocastState, anomaly_mode
 from instep.runtime.locks import run_uninterrupted
-from instep.runtime.rng import ReplicaRng, rng_state_reads
+from instep.runtime.rng import ReplicaRng
 
 
 class PreparedEngine(Protocol):
@@ -132,6 +137,8 @@ class _PreparedWorker:
         self.number = next(module_ids)
         ambient = call.ambient.encode(replica.source_device, replica.worker_device)
         ambient.process.num_threads = threads_per_replica(len(call.replicas))
+        self.tensor_indices = [self.module_state.local_indices[id(leaf)] for _, leaf in replica.trainable]
+        """The leaves' indices in the worker's tensor table."""
         self.request = PrepareRequest(
             replica.module_id,
             str.__str__(call.method),
@@ -140,10 +147,9 @@ class _PreparedWorker:
             len(call.replicas),
             len(args),
             list(kwargs),
+            self.tensor_indices,
             ambient,
         )
-        self.tensor_indices = [self.module_state.local_indices[id(leaf)] for _, leaf in replica.trainable]
-        """The leaves' indices in the worker's tensor table."""
         slots = self.module_state.gradient_slots
         self.slots: Gradients = [slots[index] for index in self.tensor_indices]
         """The memory that the worker writes their gradients to."""
@@ -274,35 +280,22 @@ class PreparedProcessRun:
 
     def _run_first(self, row: Arguments, rng: ReplicaRng) -> ReplicaResult:
         """Run replica 0 in this thread, whose ambient state is that of the call."""
-        first, (args, kwargs) = self._first, row
-        guard = first.tensors.guard
         context = ReplicaContext(
             _NO_GROUP,
             self._info,
             self._template.sizes,
             torch.is_grad_enabled(),
-            _RUN_FIRST,
+            RUN_PREPARED_FORWARD,
             sync_batchnorm=self._syncs_batchnorm,
-            statistics_written=first.statistics_written,
+            statistics_written=self._first.statistics_written,
         )
         try:
-            guard.set(True)  # forward may compute gradients of its own
-            guard.touched = False
-            state_reads = rng_state_reads()
-            with rng.forward_context(0), use_context(context), replace_batch_norm(context):
-                first.sync_state()
-                result = run_replica(first, self._template.method, args, kwargs)
-            result.context, context.may_recompute = context, rng_state_reads() != state_reads
+            result = run_prepared_forward(self._first, self._template.method, row, context, rng)
             if context.exchange_count:  # forward may have caught the exception
                 raise LostExchange("a collective was called in a call that was prepared without one.")
-            if guard.touched:
-                check_no_inner_backward(leaf for _, leaf in first.trainable)
-            return result
         except Exception as error:
             return ReplicaResult(error=error)
-        finally:
-            guard.set(False)
-            context.forward_done = True
+        return result
 
     def _prepare_replay(
         self, forward: _SentForward, rows: Sequence[Arguments], rng: ReplicaRng, python_seed: int | None
@@ -486,22 +479,31 @@ class PreparedProcessRun:
         assert isinstance(call, ReplayableCall)
         written_arguments, written_tensors = call.changed_tensors()
         autocast = AutocastState.capture()
-        request = BackwardRequest(
-            call.call_id,
-            {call.output_indices[id(output)]: gradient for output, gradient in zip(outputs, grads, strict=True)},
-            rng.caller.cpu.base_seed,
-            wanted_tensors=worker.tensor_indices,
-            retain_graph=retain_graph,
-            written_arguments=written_arguments,
-            written_tensors=written_tensors,
-            autocast=autocast if autocast.enabled else (),
-            anomaly_mode=anomaly_mode(),
-            captures=self._captures,
-        )
+        indices = [call.output_indices[id(output)] for output in outputs]
+        seed, anomaly = rng.caller.cpu.base_seed, anomaly_mode()
+        is_usual = self._captures and not (written_arguments or written_tensors or autocast.enabled)
         with client.lock:
             pending = client.new_pending()
             try:
-                client.send_backward(request, worker.module_state, pending)
+                if is_usual and call.is_first_run:
+                    client.channel.send_changed_globals(worker.module_state.module_globals)
+                    fields = PreparedBackwardRequest(call.call_id, indices, seed, retain_graph, anomaly)
+                    body = dump_plain(tuple(fields))
+                    client.channel.connection.send(messages.PREPARED_BACKWARD, pending.request_id, body, grads)
+                else:
+                    request = BackwardRequest(
+                        call.call_id,
+                        dict(zip(indices, grads, strict=True)),
+                        seed,
+                        wanted_tensors=worker.tensor_indices,
+                        retain_graph=retain_graph,
+                        written_arguments=written_arguments,
+                        written_tensors=written_tensors,
+                        autocast=autocast if autocast.enabled else (),
+                        anomaly_mode=anomaly,
+                        captures=self._captures,
+                    )
+                    client.send_backward(request, worker.module_state, pending)
             except ConnectionClosed as error:
                 return error
             except BaseException:
@@ -526,7 +528,10 @@ class PreparedProcessRun:
     ) -> Gradients:
         """Wait for a worker's gradients."""
         client, state = worker.client, worker.module_state
-        fields, _ = client.channel.decode(client.wait_reply(pending, _failed_call() if failed else None))
+        message = client.wait_reply(pending, _failed_call() if failed else None)
+        if not message.body:  # all of them are in their slots
+            return worker.slots
+        fields, _ = client.channel.decode(message)
         reply = BackwardReply(*fields)
         if reply.host_rng_used:
             rng.caller.record_remote_use(host=True)
@@ -539,8 +544,6 @@ class PreparedProcessRun:
 
 
 _STRIDED = {torch.strided}
-_RUN_FIRST = PreparedProcessRun._run_first.__code__
-"""The code object at which the inspection of a replica's stack stops."""
 
 
 class _NoGroup:

@@ -80,6 +80,11 @@ class ReplayableCall:
         self._replica: RemoteReplica | None = None  # keeps a replayed module: the worker drops it with the replica
         register_recorder(self.modules[0], self)
 
+    @property
+    def is_first_run(self) -> bool:
+        """Whether the forward was not run again on a replacement."""
+        return self._replica is None
+
     def keep_inputs(self, positions: Sequence[int]) -> None:
         self.input_indices = [self.input_indices[position] for position in positions]
 

@@ -247,6 +247,14 @@ class WorkerModule:
         if request.tensor_values:
             self.replica_set.discard_prefetched()
             self._copy_values(request.tensor_values)
+        replica = self.sync_replica(request.replica_index)
+        if request.carried_state:
+            attributes = [(replica.source_modules[i], name) for i, name, _ in request.carried_state]
+            replica.assign_shard(attributes, [shard for _, _, shard in request.carried_state])
+        return replica
+
+    def sync_replica(self, index: int) -> Replica:
+        """Bring the replica up to date with the module of this process."""
         replica = self.replica_set.sync()[0]
         if replica is not self._replica:
             self._replica = replica
@@ -257,10 +265,7 @@ class WorkerModule:
                     leaf.register_post_accumulate_grad_hook(
                         partial(_store_gradient_hook, weakref.ref(self), numbers[id(source)])
                     )
-        replica.name = f"replica {request.replica_index} on {self.device}"
-        if request.carried_state:
-            attributes = [(replica.source_modules[i], name) for i, name, _ in request.carried_state]
-            replica.assign_shard(attributes, [shard for _, _, shard in request.carried_state])
+        replica.name = f"replica {index} on {self.device}"
         return replica
 
     def _copy_values(self, values: Mapping[int, Tensor]) -> None:
@@ -456,11 +461,15 @@ class WorkerModule:
         slot = self._gradient_slots.get(number)
         return slot is not None and gradient.layout is torch.strided and gradient.dtype == slot.dtype
 
+    def find_slots(self, numbers: Sequence[int]) -> list[Tensor] | None:
+        """The slots of these tensors, if each has one and gradients are not signalled while backward runs."""
+        slots = [self._gradient_slots[number] for number in numbers if number in self._gradient_slots]
+        return slots if len(slots) == len(numbers) and self._doorbell is None else None
+
     def store_all(self, numbers: Sequence[int], gradients: Sequence[Tensor | None]) -> bool:
         """Store the gradients of these tensors with one copy. Returns False, and stores none, unless each has one."""
-        slots = [self._gradient_slots[number] for number in numbers if number in self._gradient_slots]
-        layouts = {None if gradient is None else gradient.layout for gradient in gradients}
-        if len(slots) < len(numbers) or layouts != {torch.strided} or self._doorbell is not None:
+        slots, layouts = self.find_slots(numbers), {None if g is None else g.layout for g in gradients}
+        if slots is None or layouts != {torch.strided}:
             return False
         torch._foreach_copy_(slots, gradients)  # type: ignore[arg-type]
         self.begin_backward(())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ from instep.engines.processes.messages import (
     BackwardRequest,
     ForwardReply,
     ForwardRequest,
+    PreparedBackwardRequest,
     PreparedForwardRequest,
-    PrepareRequest,
 )
 from instep.engines.processes.serialization.diagnose import ForeignLeaves
 from instep.engines.processes.serialization.exceptions import pack_exception
@@ -37,6 +36,8 @@ from instep.engines.processes.transport.channel import (
     Channel,
     TensorTag,
     decode_plain,
+    dump_plain,
+    encode_plain,
     load_plain,
     rebuild_by_value,
     tag_by_value,
@@ -51,6 +52,7 @@ from instep.engines.processes.transport.stream_flags import StreamFlags
 from instep.engines.processes.worker.ambient import WorkerAmbientState, check_device_memory, use_device
 from instep.engines.processes.worker.module import WorkerModule, backward_roots, used_arguments
 from instep.engines.processes.worker.nccl_member import NcclMember
+from instep.engines.processes.worker.prepared import PreparedCall, RetainedCall, is_ordinary, record_draws
 from instep.engines.processes.worker.rendezvous import Inbox, WorkerRendezvous
 from instep.engines.processes.worker.rng import WorkerCallRng
 from instep.engines.thread_pool import set_replica_thread
@@ -59,7 +61,7 @@ from instep.replicas.mutable_arguments import ArgumentSnapshot
 from instep.replicas.replica import ReplicaResult
 from instep.replicas.tensors import check_no_stray_gradients
 from instep.runtime.affinity import SenderCpuAvoidance, set_spin_wait
-from instep.runtime.ambient import AmbientState, AutocastState, set_anomaly_mode
+from instep.runtime.ambient import AutocastState, set_anomaly_mode
 from instep.runtime.rng import ReplicaRng, rng_state_reads, supports_thread_streams
 from instep.structure.tree import tensors_in
 
@@ -85,23 +87,6 @@ def main(connection: Connection) -> None:
         server.prepare_next()
 
 
-@dataclass
-class RetainedCall:
-    """A forward whose graph is kept for a backward, until the parent releases it."""
-
-    module: WorkerModule
-    graph: ReplicaGraph
-    input_numbers: list[int]
-    """Numbers of the argument tensors that require a gradient."""
-    outputs: dict[int, Tensor]
-    """Output tensors that require a gradient, by number."""
-    arguments: list[Tensor]
-    replica_tensors: list[Tensor]
-    """The replica's tensor for each tensor of the module's table."""
-    rng: ReplicaRng
-    index: int
-
-
 class WorkerServer:
     """Holds a worker's modules and retained graphs, and handles the parent's messages."""
 
@@ -111,8 +96,8 @@ class WorkerServer:
         self._pending_modules: dict[int, WorkerModule] = {}
         self._row_memories: dict[int, RowMemory] = {}
         self._retained_calls: dict[int, RetainedCall] = {}
-        self._prepared: dict[int, tuple[PrepareRequest, AmbientState]] = {}
-        """By id: what prepared forwards have in common, and the state that they enter."""
+        self._prepared: dict[int, PreparedCall] = {}
+        """By id: what prepared forwards have in common."""
         self._dropped_modules = 0
         self._ambient = WorkerAmbientState()
         self._deferred_errors, self._foreign_leaves = DeferredErrors(), ForeignLeaves()
@@ -135,6 +120,7 @@ class WorkerServer:
             messages.PREPARE: self._prepare,
             messages.PREPARED_FORWARD: self._forward_prepared,
             messages.BACKWARD: self._backward,
+            messages.PREPARED_BACKWARD: self._backward_prepared,
             messages.REACHABILITY: self._find_backward_collectives,
             messages.COLLECTIVE_RESULT: lambda _: None,  # of a call that the parent abandoned
             **self._nccl_member.handlers,
@@ -304,22 +290,88 @@ class WorkerServer:
 
     def _prepare(self, message: Message) -> None:
         request, _ = self._channel.decode(message)
-        self._prepared[message.call_id] = request, request.ambient.decode()
+        self._prepared[message.call_id] = PreparedCall(request, self._modules[request.module_id])
 
     def _forward_prepared(self, message: Message) -> None:
         """Run a forward whose request has only what differs from call to call."""
         content: Any = load_plain(message.body)
-        fields = PreparedForwardRequest(*content)
-        if fields.number not in self._prepared:
+        fields, arguments = PreparedForwardRequest(*content), message.tensors
+        prepared = self._prepared.get(fields.number)
+        if prepared is None:
             raise self._deferred_errors.pop(fields.number) or EngineError("the call was not prepared.")
-        prepared, ambient = self._prepared[fields.number]
-        values = decode_plain(fields.values, message.tensors)
-        request = prepared.forward_request(values, fields.seed, fields.released, fields.python_seed)
-        self._run_forward(message.call_id, request, message.tensors, {}, ambient)
+        request, ambient = prepared.request, prepared.ambient
+        module = self._modules[request.module_id]
+        if module is not self._last_module:
+            self._discard_preparation()
+        set_spin_wait(request.num_replicas)
+        if any(fields.released):
+            self._release(*fields.released)
+        self._ambient.apply_settings(request.ambient.process)
+        rng = prepared.rng.begin_forward(fields.seed, fields.python_seed)
+        written_arguments = module.watch_arguments(request.method, arguments)
+        group = WorkerRendezvous(self._channel, self._inbox, message.call_id, request.num_replicas)
+        values = decode_plain(fields.values, arguments)
+        try:
+            result, context = prepared.run_forward(module, group, values, rng)
+        except BaseException:
+            module.replica_set.restore_containers()
+            raise
+        was_drawn = not rng.is_untouched or rng.caller.cpu.was_used()
+        written, written_globals = written_arguments(), self._channel.registry.modified_globals()
+        outputs: dict[int, Tensor] | None = None
+        if is_ordinary(module, result):
+            reply = None
+            if not (was_drawn or written or written_globals or (ambient.grad_enabled and self._foreign_leaves)):
+                outputs = self._send_output(message.call_id, result.output, module, arguments)
+            if outputs is None:
+                reply = ForwardReply(result.output, written_globals=written_globals)
+        else:
+            reply = self._build_reply(module, result)
+        if reply is not None:
+            reply.written_arguments = written
+            if ambient.grad_enabled and self._foreign_leaves:
+                self._foreign_leaves.check_outputs(backward_roots(reply, result), self._channel.registry.namespaces)
+            record_draws(reply, rng)
+            outputs = self._send_forward_reply(message.call_id, reply, module, arguments, grad=ambient.grad_enabled)
+        self._last_module = module
+        if outputs and ambient.grad_enabled:
+            replica = module.replica_set.replicas[0]
+            graph = ReplicaGraph([], [], [], replica.tensors.guard, replica.name, context)
+            self._retained_calls[message.call_id] = RetainedCall(
+                module,
+                graph,
+                [],
+                outputs,
+                arguments,
+                module.replica_tensors(),
+                rng if was_drawn else None,
+                request.replica_index,
+                prepared,
+            )
+            self._last_module = None  # prepare the next call after the backward, which may change the module
+
+    def _send_output(
+        self, call_id: int, output: Any, module: WorkerModule, arguments: Sequence[Tensor]
+    ) -> dict[int, Tensor] | None:
+        """Send the reply of a forward that had no effect but its output.
+
+        Returns the output's tensors that require a gradient, by number. Returns None, and sends nothing, if it holds
+        arguments, tensors of the module, or anything but plain tensors and values.
+        """
+        encoded = encode_plain(output)
+        if encoded is None:
+            return None
+        content, tensors = encoded
+        ids = set(map(id, tensors))
+        if not ids.isdisjoint(module.tensor_numbers()) or not ids.isdisjoint(map(id, arguments)):
+            return None
+        body = dump_plain((list(map(tag_by_value, tensors)), (content,), None))
+        self._channel.connection.send(messages.DONE, call_id, body, [tensor.detach() for tensor in tensors])
+        return {number: tensor for number, tensor in enumerate(tensors) if tensor.requires_grad}
 
     def _forward(self, message: Message) -> None:
         request, arguments, leaves = self._receive_forward(message)
-        self._run_forward(message.call_id, request, arguments, leaves, None)
+        self._run_forward(message.call_id, request, arguments, leaves)
 
     def _run_forward(
         self,
@@ -327,19 +379,14 @@ class WorkerServer:
         request: ForwardRequest,
         arguments: list[Tensor],
         leaves: dict[int, Tensor],
-        ambient: AmbientState | None,
     ) -> None:
-        """Run a forward and reply. `ambient` is the state of a prepared call; others send theirs, if it has changed."""
+        """Run a forward and reply."""
         module = self._modules[request.module_id]
         if module is not self._last_module:
             self._discard_preparation()
         set_spin_wait(request.num_replicas, on_accelerator=module.device.type != "cpu")
         self._release(*request.released)
-        if ambient is None:
-            ambient = self._ambient.apply(request.ambient)
-        else:
-            assert request.ambient is not None
-            self._ambient.apply_settings(request.ambient.process)
+        ambient = self._ambient.apply(request.ambient)
         replica = module.prepare_replica(request)
         call_rng = WorkerCallRng(request, module)
         written_arguments = module.watch_arguments(request.method, arguments)
@@ -375,7 +422,9 @@ class WorkerServer:
         if ambient.grad_enabled and leaves:
             reply.used_arguments = used_arguments(reply, leaves, result)
         call_rng.record_draws(reply)
-        outputs = self._send_forward_reply(call_id, request, reply, module, arguments, grad=ambient.grad_enabled)
+        carried = tensors_in([part for _, _, part in request.carried_state])
+        grad = ambient.grad_enabled
+        outputs = self._send_forward_reply(call_id, reply, module, arguments, grad=grad, carried=carried)
         self._last_module = module
         if outputs and ambient.grad_enabled:
             graph = ReplicaGraph([], list(leaves.values()), [], replica.tensors.guard, replica.name, result.context)
@@ -426,18 +475,20 @@ class WorkerServer:
     def _send_forward_reply(
         self,
         call_id: int,
-        request: ForwardRequest,
         reply: ForwardReply,
         module: WorkerModule,
         arguments: Sequence[Tensor],
         *,
         grad: bool,
+        carried: Iterable[Tensor] = (),
     ) -> dict[int, Tensor]:
-        """Send the reply. Returns its tensors that require a gradient, by number."""
+        """Send the reply. Returns its tensors that require a gradient, by number.
+
+        `carried` are the tensors of carried state among the arguments: forward may write them, so they are sent back.
+        """
         numbers = {id(tensor): i for i, tensor in enumerate(arguments)}
-        if request.carried_state:  # forward may write these: send their values
-            for tensor in tensors_in([part for _, _, part in request.carried_state]):
-                numbers.pop(id(tensor), None)
+        for tensor in carried:
+            numbers.pop(id(tensor), None)
         tensor_numbers = module.tensor_numbers()
         state = [reply.attributes, reply.containers]
         is_plain = type(reply.output) is Tensor and has_strided_data(reply.output)  # the common case
@@ -521,7 +572,8 @@ class WorkerServer:
         for consumed in request.consumed_tokens:
             graph.drop_tokens(consumed)
         graph.add_tokens(request.collective_tokens, outputs, grads)
-        rng, index = retained.rng, retained.index
+        index = retained.index
+        rng = _streams_of(retained, request.seed)
         if not rng.caller.cpu.streams_used:
             rng.caller.cpu.set_base_seed(request.seed)
         group = self._group(call_id, request, index, _num_replicas(graph))
@@ -577,6 +629,49 @@ class WorkerServer:
             graph.drop_tokens(request.collective_tokens)
         self._last_module = module
 
+    def _backward_prepared(self, message: Message) -> None:
+        """Run the backward of a prepared forward, in the usual case."""
+        content: Any = load_plain(message.body)
+        fields, grads = PreparedBackwardRequest(*content), message.tensors
+        retained = self._retained_calls[fields.call_id]
+        prepared, graph, module = retained.prepared, retained.graph, retained.module
+        assert prepared is not None
+        wanted = prepared.request.wanted_tensors
+        if _may_recompute(graph):
+            gradients = dict(zip(fields.outputs, grads, strict=True))
+            request = BackwardRequest(fields.call_id, gradients, fields.seed, wanted_tensors=wanted)
+            request.retain_graph, request.anomaly_mode = fields.retain_graph, fields.anomaly_mode
+            self._run_backward(message.call_id, request)
+            return
+        leaves, outputs = prepared.find_leaves(retained), [retained.outputs[number] for number in fields.outputs]
+        rng = _streams_of(retained, fields.seed)
+        group = WorkerRendezvous(self._channel, self._inbox, message.call_id, prepared.request.num_replicas)
+        check_no_stray_gradients(leaves)
+        set_anomaly_mode(fields.anomaly_mode)
+        try:
+            context = rng.backward_context(retained.index)
+            captured = backward_in_group(
+                group, retained.index, graph, outputs, grads, fields.retain_graph, context, leaves
+            )
+        except BaseException:
+            take_gradients(leaves)
+            raise
+        column = take_gradients(leaves) if captured is None else captured
+        was_drawn = not rng.is_untouched
+        if was_drawn:
+            rng.advance()
+        if not was_drawn and prepared.store_gradients(column):
+            self._channel.connection.send(messages.DONE, message.call_id)
+        else:
+            module.begin_backward(())
+            present, others = module.flush_gradients(dict(zip(wanted, column, strict=True)))
+            reply = BackwardReply(present, other_gradients=others, host_rng_used=rng.caller.cpu.streams_used)
+            self._channel.send(messages.DONE, message.call_id, reply)
+        if not fields.retain_graph:
+            for number in fields.outputs:
+                del retained.outputs[number]
+        self._last_module = module
+
     def _find_backward_collectives(self, message: Message) -> None:
         """Reply with the collectives that a backward from some outputs would reach."""
         (call_id, numbers, consumed), _ = self._channel.decode(message)
@@ -586,6 +681,14 @@ class WorkerServer:
         outputs = [retained.outputs[number] for number in numbers]
         reached = find_reached_collectives(retained.graph.tokens, outputs)
         self._channel.send(messages.DONE, message.call_id, reached)
+
+
+def _streams_of(retained: RetainedCall, seed: int) -> ReplicaRng:
+    """The random streams of a retained call's forward; with this seed if it drew nothing."""
+    if retained.rng is not None:
+        return retained.rng
+    assert retained.prepared is not None
+    return retained.prepared.rng.streams(seed)
 
 
 def _may_recompute(graph: ReplicaGraph) -> bool:

@@ -1,0 +1,141 @@
+"""Prepared calls in a worker: forwards and backwards whose requests have only what differs from call to call.
+
+They do what the general requests do, in fewer steps. Whatever is unusual about a forward or a backward is left to the
+code of the general requests, in `WorkerServer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.autograd.bridge import Gradients, ReplicaGraph
+from instep.collectives.buckets import all_present
+from instep.collectives.group import Group, ReplicaContext, ReplicaInfo
+from instep.engines.base import RUN_PREPARED_FORWARD, run_prepared_forward
+from instep.engines.processes.messages import ForwardReply, PrepareRequest
+from instep.engines.processes.worker.module import WorkerModule
+from instep.engines.processes.worker.rng import seed_python_rng
+from instep.replicas.replica import ReplicaResult
+from instep.runtime.ambient import AmbientState
+from instep.runtime.rng import CallerRng, ReplicaRng, stream_seed, supports_thread_streams
+
+
+@dataclass
+class RetainedCall:
+    """A forward whose graph is kept for a backward, until the parent releases it."""
+
+    module: WorkerModule
+    graph: ReplicaGraph
+    input_numbers: list[int]
+    """Numbers of the argument tensors that require a gradient."""
+    outputs: dict[int, Tensor]
+    """Output tensors that require a gradient, by number."""
+    arguments: list[Tensor]
+    replica_tensors: list[Tensor]
+    """The replica's tensor for each tensor of the module's table."""
+    rng: ReplicaRng | None
+    """The random streams of the forward; None if a prepared forward drew nothing."""
+    index: int
+    prepared: PreparedCall | None = None
+
+
+class PreparedRng:
+    """The random number generators of the forwards and backwards of one prepared call.
+
+    Streams that nothing was drawn from serve every call with the same seed.
+    """
+
+    def __init__(self, index: int, count: int) -> None:
+        self._index, self._count = index, count
+        self._seed: int | None = None
+        self._streams: ReplicaRng
+
+    def begin_forward(self, seed: int, python_seed: int | None) -> ReplicaRng:
+        """Seed the generators for a forward. Returns its streams."""
+        if python_seed is not None:
+            seed_python_rng(stream_seed(python_seed, self._index))
+        # for code that uses the default generator directly
+        torch.default_generator.manual_seed(stream_seed(seed, self._index))
+        return self.streams(seed)
+
+    def streams(self, seed: int) -> ReplicaRng:
+        """Streams with this seed that nothing was drawn from."""
+        if seed != self._seed or not self._streams.is_untouched:
+            torch.default_generator.manual_seed(stream_seed(seed, self._index))
+            caller = CallerRng([torch.device("cpu")] * self._count, out_of_process=True)
+            caller.cpu.set_base_seed(seed)
+            pairs: list[Any] = [[]] * self._count
+            self._streams = ReplicaRng(caller, pairs, per_thread=supports_thread_streams(), serialized=False)
+            self._seed = seed
+        return self._streams
+
+
+class PreparedCall:
+    """What the forwards of one `PrepareRequest` have in common."""
+
+    def __init__(self, request: PrepareRequest, module: WorkerModule) -> None:
+        sizes, index = request.shard_sizes, request.replica_index
+        self.request = request
+        self.ambient: AmbientState = request.ambient.decode()
+        self.rng = PreparedRng(index, request.num_replicas)
+        self._info = ReplicaInfo(index, request.num_replicas, module.device, sizes[index], sum(sizes[:index]))
+        self._replica_tensors: list[Tensor] | None = None
+        self._leaves: list[Tensor]
+        self._slots: list[Tensor] | None
+
+    def run_forward(
+        self, module: WorkerModule, group: Group, values: Sequence[Any], rng: ReplicaRng
+    ) -> tuple[ReplicaResult, ReplicaContext]:
+        """Run a forward with these arguments, positional ones first. Raises its exception."""
+        request, replica = self.request, module.sync_replica(self.request.replica_index)
+        context = ReplicaContext(
+            group,
+            self._info,
+            request.shard_sizes,
+            self.ambient.grad_enabled,
+            RUN_PREPARED_FORWARD,
+            sync_batchnorm=bool(getattr(replica.patch, "enabled", False)),
+            statistics_written=replica.statistics_written,
+        )
+        args, names = list(values[: request.num_positional]), request.keywords
+        kwargs = dict(zip(names, values[request.num_positional :], strict=True)) if names else {}
+        run = self.ambient.context_vars.copy().run
+        with self.ambient.enter(module.device):
+            result = run(run_prepared_forward, replica, request.method, (args, kwargs), context, rng)
+        return result, context
+
+    def find_leaves(self, retained: RetainedCall) -> list[Tensor]:
+        """The replica's leaves in a retained call, in the order of `PrepareRequest.wanted_tensors`."""
+        if retained.replica_tensors is not self._replica_tensors:
+            self._replica_tensors, wanted = retained.replica_tensors, self.request.wanted_tensors
+            self._leaves = [retained.replica_tensors[number] for number in wanted]
+            self._slots = retained.module.find_slots(wanted)
+        return self._leaves
+
+    def store_gradients(self, gradients: Gradients) -> bool:
+        """Copy the gradients of `find_leaves` to their slots. Returns False, and copies none, unless each has one."""
+        if self._slots is None or not all_present(gradients):
+            return False
+        if {gradient.layout for gradient in gradients if gradient is not None} - {torch.strided}:
+            return False
+        torch._foreach_copy_(self._slots, gradients)  # type: ignore[arg-type]
+        return True
+
+
+def is_ordinary(module: WorkerModule, result: ReplicaResult) -> bool:
+    """Whether a forward had no effect but its output. Ends the call of the replica set then."""
+    if result.changes or result.written_state or result.statistics is not None or module.replica_set.private_weights:
+        return False
+    return module.replica_set.finish_unchanged_call()
+
+
+def record_draws(reply: ForwardReply, rng: ReplicaRng) -> None:
+    """Report which generators a prepared forward has used."""
+    reply.default_rng_used = rng.caller.cpu.was_used()
+    rng.report_use()
+    reply.host_rng_used = rng.caller.cpu.streams_used or reply.default_rng_used
