@@ -8,7 +8,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import lru_cache
 
 SPIN_SECONDS, LONG_SPIN_SECONDS = 0.002, 0.02
@@ -16,6 +16,8 @@ SPIN_SECONDS, LONG_SPIN_SECONDS = 0.002, 0.02
 
 In a virtual machine it can take milliseconds to wake a thread that sleeps. On the CPU the others could use the time.
 """
+_LOOKS_PER_POLL = 16
+"""How often a spinning thread looks into memory between two looks at file descriptors."""
 _QUOTA_FILES = ("/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
 
 
@@ -75,12 +77,23 @@ def _cpu_quota() -> float:
     return math.inf
 
 
-def spin_poll(poll: select.poll, limit: float = math.inf) -> list[tuple[int, int]]:
-    """Poll without sleeping, for at most `limit` seconds; returns at once in threads that do not spin."""
+def spin_poll(
+    poll: select.poll, limit: float = math.inf, is_ready: Callable[[], bool] | None = None
+) -> list[tuple[int, int]] | None:
+    """Poll without sleeping, for at most `limit` seconds. Returns the events, or an empty list once `is_ready()`.
+
+    Returns None if there is nothing, and at once in threads that do not spin.
+    """
     if not _thread_local.spin_seconds:
-        return []
+        return None
     deadline = time.monotonic() + min(_thread_local.spin_seconds, limit)
-    while not (events := poll.poll(0)) and time.monotonic() < deadline:
+    while not (events := poll.poll(0)):
+        if is_ready is not None:
+            for _ in range(_LOOKS_PER_POLL):
+                if is_ready():
+                    return []
+        if time.monotonic() >= deadline:
+            return None
         os.sched_yield()  # for other threads on this CPU
     return events
 

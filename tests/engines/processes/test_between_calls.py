@@ -164,7 +164,7 @@ def test_a_thread_spins_only_if_there_is_a_core_per_process(monkeypatch: pytest.
         for processes in (0, len(os.sched_getaffinity(0)) + 1):
             affinity.set_spin_wait(processes)
             not_spinning: Any = Poll(1)
-            assert affinity.spin_poll(not_spinning) == []
+            assert affinity.spin_poll(not_spinning) is None
             assert not_spinning.left == 1
         monkeypatch.setattr(affinity, "SPIN_SECONDS", 60.0)
         monkeypatch.setattr(affinity, "LONG_SPIN_SECONDS", 60.0)
@@ -172,12 +172,12 @@ def test_a_thread_spins_only_if_there_is_a_core_per_process(monkeypatch: pytest.
         spinning: Any = Poll(3)
         assert affinity.spin_poll(spinning) == [(7, select.POLLIN)]
         spinning = Poll(3)
-        assert affinity.spin_poll(spinning, limit=0.0) == []
+        assert affinity.spin_poll(spinning, limit=0.0) is None
         assert spinning.left == 2
         affinity.set_spin_wait(0)
         monkeypatch.setattr(affinity, "_cpu_quota", lambda: 0.5)
         affinity.set_spin_wait(1)
-        assert affinity.spin_poll(not_spinning) == []
+        assert affinity.spin_poll(not_spinning) is None
     finally:
         affinity.set_spin_wait(0)
 

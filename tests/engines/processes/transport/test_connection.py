@@ -210,12 +210,12 @@ def test_sending_to_a_full_socket_times_out(pair: Pair) -> None:
 
 
 def packed(header: connection._Header) -> bytes:
-    flags, fds, kind, *numbers, location, cpu = header
-    return connection._HEADER.pack(connection._MAGIC, flags, fds, kind.encode(), *numbers, *location, cpu)
+    flags, fds, kind, *numbers, location, cpu, before = header
+    return connection._HEADER.pack(connection._MAGIC, flags, fds, kind.encode(), *numbers, *location, cpu, before)
 
 
 def frames() -> Iterator[tuple[str, bytes]]:
-    plain = connection._Header(0, 0, "bad", 1, 0, 0, 0, 0, 0, shared_memory.NO_LOCATION, -1)
+    plain = connection._Header(0, 0, "bad", 1, 0, 0, 0, 0, 0, shared_memory.NO_LOCATION, -1, 0)
 
     def header(**change: object) -> bytes:
         return packed(plain._replace(**change))  # type: ignore[arg-type]
@@ -255,7 +255,7 @@ def test_a_ring_of_the_wrong_size_is_rejected(pair: Pair) -> None:
     fd = os.memfd_create("short")
     os.ftruncate(fd, 100)
     place = shared_memory.RingLocation(1, 1 << 20, 4096, 64)
-    head = packed(connection._Header(2, 1, "bad", 1, 0, 0, 0, 0, 64, place, -1))
+    head = packed(connection._Header(2, 1, "bad", 1, 0, 0, 0, 0, 64, place, -1, 0))
     socket.send_fds(pair[0]._sock, [head], [fd])
     os.close(fd)
     with pytest.raises(ProtocolError):

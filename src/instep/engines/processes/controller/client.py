@@ -96,6 +96,7 @@ class WorkerClient:
     def __init__(self, worker: WorkerProcess) -> None:
         self.worker = worker
         self.channel = Channel(worker.connection, is_parent=True)
+        worker.connection.open_mailboxes()
         self.lock = threading.RLock()
         """Held while sending or receiving."""
         self._pending: weakref.WeakValueDictionary[int, PendingReply] = weakref.WeakValueDictionary()

@@ -1,4 +1,7 @@
-"""Framed, atomic messages over a SOCK_SEQPACKET socket; large tensors go through shared memory."""
+"""Framed, atomic messages over a SOCK_SEQPACKET socket; large tensors go through shared memory.
+
+With a `Mailbox`, small messages go through shared memory too. The socket then wakes a receiver that sleeps.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from instep.engines.processes.transport.copy_streams import DeviceReceiver, synchronize_stream
+from instep.engines.processes.transport.mailbox import Mailbox
 from instep.engines.processes.transport.shared_memory import (
     ALIGNMENT,
     NO_LOCATION,
     RingLocation,
     RingReader,
     RingWriter,
+    SharedMemory,
     align,
 )
 from instep.engines.processes.transport.tensor_codec import (
@@ -38,14 +43,20 @@ from instep.errors import EngineError
 from instep.runtime.affinity import SPIN_SECONDS, SenderCpuAvoidance, current_cpu, spin_poll
 
 _MAGIC = b"ins1"
-_HEADER = struct.Struct("<4sHH16sq9Qq")
+_HEADER = struct.Struct("<4sHH16sq9QqQ")
 _PAYLOAD_IN_RING, _HAS_RING_FD = 1, 2
 """Flags: the payload is in the ring buffer too; the first file descriptor is that of the ring buffer."""
+_WAKE_UP = b"!"
+"""The frame that wakes a receiver. It is no message."""
+_MAILBOX = "mailbox"
+"""The kind of the message that brings the memory of the mailboxes. `receive` does not return it."""
 
 MAX_FRAME_PAYLOAD = 64 * 1024
 """Maximum size of a payload in the frame."""
 MAX_INLINE_TENSOR = 4096
 """Maximum size in bytes of a tensor in the payload."""
+_MAILBOX_BYTES = 80 * 1024
+"""Size of the memory for messages in one direction. A frame fits into it."""
 _SEND_BUFFER_BYTES = 4 << 20
 """Requested size of the socket's send buffer, so that senders rarely have to wait."""
 _MAX_FDS = 250
@@ -101,13 +112,15 @@ class _Header(NamedTuple):
     location: RingLocation
     cpu: int
     """The CPU that the sender runs on."""
+    others_before: int
+    """The number of messages that the sender has sent before by the other way: through the mailbox or the socket."""
 
     @classmethod
     def unpack(cls, frame: bytearray, length: int, num_fds: int) -> _Header:
         """Decode and check a header. Raises `ValueError` if it is invalid."""
         if length < _HEADER.size:
             raise ValueError("shorter than a header")
-        magic, flags, fds, kind, call_id, *numbers, cpu = _HEADER.unpack_from(frame)
+        magic, flags, fds, kind, call_id, *numbers, cpu, others_before = _HEADER.unpack_from(frame)
         tensors, metadata, body, payload, ring_bytes, *location = numbers
         if magic != _MAGIC:
             raise ValueError("not a frame of instep")
@@ -118,7 +131,18 @@ class _Header(NamedTuple):
             raise ValueError("missing file descriptors")
         name = kind.rstrip(b"\0").decode("ascii")
         return cls(
-            flags, fds, name, call_id, tensors, metadata, body, payload, ring_bytes, RingLocation(*location), cpu
+            flags,
+            fds,
+            name,
+            call_id,
+            tensors,
+            metadata,
+            body,
+            payload,
+            ring_bytes,
+            RingLocation(*location),
+            cpu,
+            others_before,
         )
 
 
@@ -140,6 +164,13 @@ class Connection:
         self._buffer = bytearray(_HEADER.size + MAX_FRAME_PAYLOAD)
         self._view = memoryview(self._buffer)
         self._buffer_address = address_of(self._view)
+        self._outbox: Mailbox | None = None
+        self._inbox: Mailbox | None = None
+        self._frames_sent = self._frames_received = 0
+        """Messages through the socket."""
+        self._next: Message | None = None
+        """A message that was received before others that were sent earlier."""
+        self._frames_before_next = 0
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         if peer_pidfd is not None:
@@ -159,7 +190,21 @@ class Connection:
     def close(self) -> None:
         """Close this end. In a forked child this closes the child's copy only."""
         self._sock.close()
+        self._outbox = self._inbox = None
         self._ring_writer, self._ring_reader = RingWriter(), RingReader()  # free the memory of the rings
+
+    def open_mailboxes(self) -> None:
+        """Send small messages through shared memory from now on, in both directions. For one of the two ends."""
+        memory = SharedMemory.create(2 * _MAILBOX_BYTES, "messages to and from a worker")
+        with self._lock:
+            if self._outbox is None:
+                self._send(_MAILBOX, 0, b"", (), (memory.fd,), None)
+                self._use_mailboxes(memory, 0)
+
+    def _use_mailboxes(self, memory: SharedMemory, first: int) -> None:
+        """Send through the first or second mailbox in a memory, and receive from the other."""
+        boxes = [Mailbox(memory, i * _MAILBOX_BYTES, _MAILBOX_BYTES) for i in range(2)]
+        self._outbox, self._inbox = boxes[first], boxes[1 - first]
 
     def send(
         self,
@@ -219,9 +264,25 @@ class Connection:
         if location is not NO_LOCATION and (ring_fd := self._ring_writer.fd_to_send()) is not None:
             flags, fds = flags | _HAS_RING_FD, [ring_fd, *fds]
         lengths = len(tensors), len(metadata), len(body), payload, ring_bytes
-        header = _HEADER.pack(_MAGIC, flags, len(fds), _encode_kind(kind), call_id, *lengths, *location, current_cpu())
-        self._send_frame([header, *parts], fds, timeout)
+        fields = _MAGIC, flags, len(fds), _encode_kind(kind), call_id, *lengths, *location, current_cpu()
+        if fds or not self._put_frame([_HEADER.pack(*fields, self._frames_sent), *parts]):
+            before = 0 if self._outbox is None else self._outbox.count
+            self._send_frame([_HEADER.pack(*fields, before), *parts], fds, timeout)
+            self._frames_sent += 1
         self.bytes_transferred += _HEADER.size + large_bytes + payload
+
+    def _put_frame(self, frame: Sequence[bytes]) -> bool:
+        """Send a frame through the mailbox. Returns False if that is not possible."""
+        if self._outbox is None or not self._outbox.put(frame):
+            return False
+        if self._outbox.is_receiver_asleep():
+            try:
+                self._sock.send(_WAKE_UP, _SEND_FLAGS)
+            except BlockingIOError:
+                pass  # the frames that fill the socket's buffer wake it
+            except OSError as error:
+                raise self._closed_error(error) from None
+        return True
 
     def _send_frame(self, frame: Sequence[bytes], fds: Sequence[int], timeout: float | None) -> None:
         if len(fds) > _MAX_FDS + 1:
@@ -249,15 +310,17 @@ class Connection:
         deadline = _deadline(timeout)
         peer_exited = False
         while True:
+            if (found := self._next_in_memory()) is not None:
+                return found
             try:
                 length, fds, flags = self._receive_frame()
             except BlockingIOError:
                 if peer_exited:
                     raise ConnectionClosed("the peer exited") from None
                 events = self._wait(deadline)
-                if not events:
+                if events is None:
                     return None
-                peer_exited = all(fd != self._sock.fileno() for fd, _ in events)
+                peer_exited = bool(events) and all(fd != self._sock.fileno() for fd, _ in events)
             except ConnectionResetError:
                 continue  # the peer closed without reading everything; what it sent can still be received
             except OSError as error:
@@ -265,19 +328,57 @@ class Connection:
             else:
                 if not length:
                     raise ConnectionClosed("the peer closed the connection")
-                return self._decode(length, fds, flags)
+                if length != len(_WAKE_UP) or self._buffer[:length] != _WAKE_UP:
+                    message = self._receive_message(length, fds, flags)
+                    if message is not None:
+                        return message
 
-    def _wait(self, deadline: float | None) -> list[tuple[int, int]]:
-        remaining = _remaining_ms(deadline)
+    def _next_in_memory(self) -> Message | None:
+        """The next message, if it was received already or is in the mailbox."""
+        inbox = self._inbox
+        if self._next is None and inbox is not None and inbox.has_message():
+            self._next, self._frames_before_next = self._decode(inbox.take(self._view), [], 0)
+        if self._next is None or self._frames_before_next > self._frames_received:
+            return None
+        message, self._next = self._next, None
+        return message
+
+    def _receive_message(self, length: int, fds: list[int], flags: int) -> Message | None:
+        """The message in a frame; None if the connection itself is the receiver."""
+        message, puts_before = self._decode(length, fds, flags)
+        self._frames_received += 1
+        if message.kind == _MAILBOX:
+            memory = SharedMemory.attach(message.fds[0], 2 * _MAILBOX_BYTES, writable=True)
+            self._use_mailboxes(memory, 1)
+            return None
+        if self._inbox is not None and puts_before > self._inbox.count:
+            self._next, self._frames_before_next = message, self._frames_received
+            return self._decode(self._inbox.take(self._view), [], 0)[0]
+        return message
+
+    def _wait(self, deadline: float | None) -> list[tuple[int, int]] | None:
+        """Wait for a message. Returns the events of the socket and of the peer's exit, or None if there is nothing."""
+        remaining, inbox = _remaining_ms(deadline), self._inbox
         if remaining is None or remaining > 1000 * SPIN_SECONDS:
-            if events := spin_poll(self._poll, math.inf if remaining is None else remaining / 1000):
-                return events
+            limit = math.inf if remaining is None else remaining / 1000
+            found = spin_poll(self._poll, limit, None if inbox is None else inbox.has_message)
+            if found is not None:
+                return found
             remaining = _remaining_ms(deadline)
+        if inbox is None:
+            return self._sleep(remaining)
+        inbox.set_asleep(True)
+        try:
+            return [] if inbox.has_message() else self._sleep(remaining)
+        finally:
+            inbox.set_asleep(False)
+
+    def _sleep(self, milliseconds: float | None) -> list[tuple[int, int]] | None:
         if self.affinity is None:
-            return self._poll.poll(remaining)
+            return self._poll.poll(milliseconds) or None
         try:
             self.affinity.before_wait()
-            return self._poll.poll(remaining)
+            return self._poll.poll(milliseconds) or None
         finally:
             self.affinity.after_wait()
 
@@ -291,7 +392,8 @@ class Connection:
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
         return length, list(fds), flags
 
-    def _decode(self, length: int, fds: list[int], flags: int) -> Message:
+    def _decode(self, length: int, fds: list[int], flags: int) -> tuple[Message, int]:
+        """The message in the buffer, and the number of those that were sent before it by the other way."""
         try:
             if flags & _TRUNCATED_FLAGS:
                 raise ValueError("truncated")
@@ -308,7 +410,7 @@ class Connection:
                 raise ProtocolError(f"received an invalid frame of {length} bytes: {error}") from error
             raise
         self.bytes_transferred += length + header.ring_bytes
-        return Message(header.kind, header.call_id, body, tensors, fds)
+        return Message(header.kind, header.call_id, body, tensors, fds), header.others_before
 
     def _read_payload(self, header: _Header) -> tuple[bytes, list[Tensor]]:
         """Copy the body and the tensors out of the frame and the ring buffer, and release the ring's memory."""

@@ -1,0 +1,70 @@
+"""Shared memory for one small message at a time, from one process to another that is likely to wait for it.
+
+A message through a socket costs each process a system call, and a process that waits by polling the socket another one
+for each look. Here a message is a number that changes in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from instep.engines.processes.transport.shared_memory import SharedMemory
+from instep.runtime.shared_wait import MemoryFence
+
+_HEADER_BYTES = 256
+_SENT, _NBYTES = 0, 1
+"""Words that the sender writes: the number of messages sent, and the size of the last one."""
+_RECEIVED, _ASLEEP = 16, 17
+"""Words that the receiver writes, in another cache line: the number of messages received, and whether it sleeps."""
+
+
+class Mailbox:
+    """One end of the memory. The other process has the other end."""
+
+    def __init__(self, memory: SharedMemory, offset: int, nbytes: int) -> None:
+        """`nbytes` is the size of the mailbox, which is at this offset of the memory."""
+        view = memory.view()[offset : offset + nbytes]
+        self._words = view[:_HEADER_BYTES].cast("q")
+        self._content = view[_HEADER_BYTES:]
+        self._capacity = nbytes - _HEADER_BYTES
+        self._fence = MemoryFence()
+        self.count = 0
+        """The number of messages sent or received by this end."""
+
+    def put(self, parts: Sequence[bytes]) -> bool:
+        """Send a message. Returns False, and sends none, if it is too large or the last one was not received yet."""
+        words, content = self._words, b"".join(parts)
+        nbytes = len(content)
+        if words[_RECEIVED] != self.count or nbytes > self._capacity:
+            return False
+        self._content[:nbytes] = content
+        words[_NBYTES] = nbytes
+        self._fence()
+        self.count += 1
+        words[_SENT] = self.count
+        self._fence()
+        return True
+
+    def is_receiver_asleep(self) -> bool:
+        """Whether the receiver has to be woken after `put`."""
+        return bool(self._words[_ASLEEP])
+
+    def has_message(self) -> bool:
+        """Whether a message can be taken."""
+        return self._words[_SENT] != self.count
+
+    def take(self, buffer: memoryview) -> int:
+        """Receive a message into a buffer. Returns its size."""
+        words = self._words
+        self._fence()
+        nbytes = words[_NBYTES]
+        buffer[:nbytes] = self._content[:nbytes]
+        self._fence()
+        self.count += 1
+        words[_RECEIVED] = self.count
+        return nbytes
+
+    def set_asleep(self, asleep: bool) -> None:
+        """Let the sender know whether it has to wake this process. Look for messages again before sleeping."""
+        self._words[_ASLEEP] = asleep
+        self._fence()
