@@ -24,7 +24,7 @@ from instep.call.shared_arguments import has_shared_arguments
 from instep.engines.base import Arguments, Engine, PreparedRun, ReplicaCall
 from instep.replicas.replica import Replica, ReplicaResult
 from instep.replicas.tensors import ParameterSharing
-from instep.runtime.ambient import AmbientState, cpu_state_key
+from instep.runtime.ambient import AmbientState, CpuState
 from instep.runtime.rng import ReplicaRng
 from instep.runtime.torch_private import RegisteredHooks
 from instep.structure.plan import SplitPlan
@@ -55,8 +55,8 @@ class PreparedCall:
         """The module's other tensors, each with a replica's copy."""
         self.run: PreparedRun | None = None
         """Runs such calls in fewer steps, if the engine can."""
-        self.state_key: tuple[Any, ...] = ()
-        """The `cpu_state_key` of the call that `run` was made for."""
+        self.cpu_state: CpuState
+        """The state of the thread in the call that `run` was made for."""
         self.ambient: AmbientState | None = None
         """The ambient state of that call."""
         self.other_states = 0
@@ -139,7 +139,7 @@ class PreparedCalls:
             return None
         if not all(map(is_plain, values, repeat(True))):
             return None
-        is_same_state = prepared.state_key == cpu_state_key()
+        is_same_state = prepared.cpu_state.is_current()
         prepared.other_states = 0 if is_same_state else prepared.other_states + 1
         return prepared if is_same_state else None
 
@@ -157,7 +157,7 @@ class PreparedCalls:
             return
         prepared.run, prepared.other_states = engine.prepare(call, results), 0
         if prepared.run is not None:  # without the context variables of this call
-            prepared.state_key, prepared.ambient = cpu_state_key(), replace(call.ambient, context_vars=Context())
+            prepared.cpu_state, prepared.ambient = CpuState(), replace(call.ambient, context_vars=Context())
 
     def record(
         self,

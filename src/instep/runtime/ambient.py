@@ -29,6 +29,7 @@ from instep.runtime.torch_private import (
     default_device,
     has_compiled_code,
     has_no_saved_tensor_hooks,
+    make_global_state_guard,
     saved_tensor_hooks,
 )
 from instep.runtime.warning_filters import WarningFilter, get_warning_filters, set_warning_filters
@@ -203,34 +204,49 @@ class AmbientState:
         )
 
 
-def cpu_state_key() -> tuple[Any, ...]:
-    """What an `AmbientState` and its encoded form hold for replicas on the CPU, to compare; without context variables.
+class CpuState:
+    """What an `AmbientState` and its encoded form hold for replicas on the CPU; without context variables."""
 
-    Equal keys mean that a state captured earlier in this thread is still the current one.
-    """
-    compiler = active_compiler()
-    return (
-        threading.get_ident(),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        _read_autocast(_AUTOCAST_DEVICE_TYPES)[0],
-        torch.is_autocast_cache_enabled(),
-        _autocast_nesting(),
-        default_device(),
-        saved_tensor_hooks(),
-        has_no_saved_tensor_hooks(),
-        None if compiler is None else id(compiler),
-        has_compiled_code(),
-        [get() for get, _ in _thread_locals],
-        torch.get_default_dtype(),
-        torch.get_deterministic_debug_mode(),
-        torch.get_float32_matmul_precision(),
-        torch._C._get_cudnn_benchmark(),
-        torch._C._get_cudnn_deterministic(),
-        torch.get_num_threads(),
-        anomaly_mode(),
-        get_warning_filters(),
-    )
+    def __init__(self) -> None:
+        """The state of this thread."""
+        self._is_same_global_state = make_global_state_guard()
+        """Torch's guard on grad mode, autocast, the default dtype, determinism and the number of threads."""
+        self._values = self._read()
+
+    def is_current(self) -> bool:
+        """Whether a state that was captured with this one, in this thread, is still the state of this thread."""
+        guard = self._is_same_global_state
+        return (guard is None or guard()) and self._read() == self._values
+
+    def _read(self) -> tuple[Any, ...]:
+        compiler = active_compiler()
+        values = (
+            threading.get_ident(),
+            torch.is_inference_mode_enabled(),
+            _autocast_nesting(),
+            default_device(),
+            saved_tensor_hooks(),
+            has_no_saved_tensor_hooks(),
+            None if compiler is None else id(compiler),
+            has_compiled_code(),
+            [get() for get, _ in _thread_locals],
+            torch.get_float32_matmul_precision(),
+            torch._C._get_cudnn_benchmark(),
+            torch._C._get_cudnn_deterministic(),
+            anomaly_mode(),
+            get_warning_filters(),
+        )
+        if self._is_same_global_state is not None:
+            return values
+        return (
+            *values,
+            torch.is_grad_enabled(),
+            _read_autocast(_AUTOCAST_DEVICE_TYPES)[0],
+            torch.is_autocast_cache_enabled(),
+            torch.get_default_dtype(),
+            torch.get_deterministic_debug_mode(),
+            torch.get_num_threads(),
+        )
 
 
 class ThreadState(NamedTuple):

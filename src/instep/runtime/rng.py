@@ -28,6 +28,8 @@ from instep.runtime.torch_private import (
     set_rng_dispatch,
 )
 
+_seed_lock = threading.Lock()
+
 
 class CallerGenerator:
     """A generator of the caller, its state at the start of a call, and the seed derived from it."""
@@ -41,11 +43,12 @@ class CallerGenerator:
         """Whether its counterpart in another process was drawn from."""
         self._advanced = False
         self._base_seed: int | None = None
-        self._lock = threading.Lock()
+        self._derived_seed: int | None = None
+        """The base seed that follows from `initial_state`, once it was asked for."""
 
     def seed(self, index: int) -> int:
         """The seed of one replica's stream."""
-        with self._lock:
+        with _seed_lock:
             if self._base_seed is None:
                 self._base_seed = self._derive_seed()
         return stream_seed(self._base_seed, index)
@@ -60,7 +63,9 @@ class CallerGenerator:
         self._base_seed = number
 
     def _derive_seed(self) -> int:
-        return _hash_state(state_bytes(self.initial_state))
+        if self._derived_seed is None:
+            self._derived_seed = _hash_state(state_bytes(self.initial_state))
+        return self._derived_seed
 
     def was_used(self) -> bool:
         """Whether the generator itself was drawn from."""
@@ -82,9 +87,9 @@ class CallerGenerator:
 
     def refresh(self) -> None:
         """Take the current state as the initial state, unless a seed was derived already."""
-        with self._lock:
+        with _seed_lock:
             if self._base_seed is None:
-                self.initial_state = self.generator.get_state()
+                self.initial_state, self._derived_seed = self.generator.get_state(), None
 
 
 def stream_seed(number: int, index: int) -> int:
@@ -363,14 +368,13 @@ class CallerRng:
         self.accelerators = {
             d: CallerGenerator(g) for d in local_devices if d.type != "cpu" and (g := default_generator(d)) is not None
         }
-        self.accelerator_seed = self.accelerators.get(self.devices[0], self.cpu)
+        self.accelerator_seed = self.accelerators.get(self.devices[0], self.cpu) if self.accelerators else self.cpu
         """The generator that seeds the streams of accelerators."""
         self._tracked: dict[int, CallerGenerator] = {}
-        self._lock = threading.Lock()
 
     def track(self, generator: torch.Generator) -> CallerGenerator:
         """Track a generator of the module or of the arguments; `restore` restores it too."""
-        with self._lock:
+        with _seed_lock:
             if id(generator) not in self._tracked:
                 self._tracked[id(generator)] = CallerGenerator(generator)
             return self._tracked[id(generator)]

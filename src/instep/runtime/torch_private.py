@@ -249,6 +249,14 @@ def make_tensor_guard(tensors: Sequence[Tensor]) -> Callable[[], bool]:
         return lambda: False
 
 
+def make_global_state_guard() -> Callable[[], bool] | None:
+    """Dynamo's guard on global state: a check that grad mode, autocast, the default dtype, deterministic algorithms
+    and the number of threads have not changed. None without dynamo."""
+    guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    make: Any = getattr(guards, "GlobalStateGuard", None)
+    return None if make is None else make().check
+
+
 _eval_frame: Any = getattr(torch._C, "_dynamo", None) and torch._C._dynamo.eval_frame
 
 

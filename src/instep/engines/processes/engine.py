@@ -84,6 +84,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
             )
         super().__init__(devices, timeout=timeout)
         self.restarts = restarts
+        self._replica_names = [f"replica {index} on {device}" for index, device in enumerate(devices)]
         self._pool = WorkerPool(devices)
         self._death_times: list[float] = []
         self._death_lock = ForkSafeLock()
@@ -216,7 +217,7 @@ class ProcessesEngine(ConcurrentEngine[ControllerRendezvous]):
         client, worker = self._clients.get(index), self._pool.last_worker(index)
         if client is None or client.worker is not worker or not worker.is_owned():
             return None
-        client.timeout, worker.name = self.timeout, f"replica {index} on {self._devices[index]}"
+        client.timeout, worker.name = self.timeout, self._replica_names[index]
         return client
 
     def call_lock(self) -> AbstractContextManager[Any]:

@@ -389,7 +389,7 @@ class PreparedProcessRun:
         if engine.in_no_sync or is_replica_thread() or not self._has_graphs(graph.replicas):
             return engine.backward(graph, gradients, retain_graph)
         engine.raise_lost_results()
-        with engine.call_lock(), engine.running_backward():
+        with engine.call_lock():
             try:
                 columns = run_as_replica(partial(self._backward, graph, gradients, retain_graph), len(graph.replicas))
                 return self._sum(columns), [[] for _ in columns]
@@ -401,13 +401,17 @@ class PreparedProcessRun:
         """The sum of the replicas' gradients, in the order of the replicas."""
         first, *others = columns
         if not all(column is worker.slots for column, worker in zip(others, self._workers, strict=True)):
-            return self._engine.reduce_gradients(columns)
+            return self._reduce(columns)
         if not all_present(first) or {gradient.layout for gradient in first if gradient is not None} != _STRIDED:
-            return self._engine.reduce_gradients(columns)
+            return self._reduce(columns)
         sums: Any = torch._foreach_add(first, others[0])  # type: ignore[arg-type]
         for column in others[1:]:
             torch._foreach_add_(sums, column)  # type: ignore[arg-type]
         return list(sums)
+
+    def _reduce(self, columns: Sequence[Gradients]) -> Gradients:
+        with self._engine.running_backward():
+            return self._engine.reduce_gradients(columns)
 
     def _has_graphs(self, replicas: Sequence[ReplicaGraph]) -> bool:
         """Whether the workers still have the graphs of their replicas."""
@@ -447,7 +451,8 @@ class PreparedProcessRun:
                     columns.append(self._receive_backward(worker, pending, graph.rng, failed=bool(errors)))
                 except ConnectionClosed as error:
                     self._engine.replace_dead(worker.index, worker.client.worker, error)
-                    self._engine.backward_again(graph, worker.index, gradients[worker.index], retain_graph)
+                    with self._engine.running_backward():
+                        self._engine.backward_again(graph, worker.index, gradients[worker.index], retain_graph)
                     columns.append(replica.collect_gradients())
                 except Exception as error:
                     if isinstance(error, ReplyTimeout):

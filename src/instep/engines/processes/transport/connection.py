@@ -120,8 +120,21 @@ class _Header(NamedTuple):
         """Decode and check a header. Raises `ValueError` if it is invalid."""
         if length < _HEADER.size:
             raise ValueError("shorter than a header")
-        magic, flags, fds, kind, call_id, *numbers, cpu, others_before = _HEADER.unpack_from(frame)
-        tensors, metadata, body, payload, ring_bytes, *location = numbers
+        (
+            magic,
+            flags,
+            fds,
+            kind,
+            call_id,
+            tensors,
+            metadata,
+            body,
+            payload,
+            ring_bytes,
+            *location,
+            cpu,
+            others_before,
+        ) = _HEADER.unpack_from(frame)
         if magic != _MAGIC:
             raise ValueError("not a frame of instep")
         in_frame, in_ring = (0, payload) if flags & _PAYLOAD_IN_RING else (payload, 0)
@@ -129,18 +142,17 @@ class _Header(NamedTuple):
             raise ValueError("inconsistent lengths")
         if num_fds != fds or (flags & _HAS_RING_FD and not fds):
             raise ValueError("missing file descriptors")
-        name = kind.rstrip(b"\0").decode("ascii")
         return cls(
             flags,
             fds,
-            name,
+            _decode_kind(kind),
             call_id,
             tensors,
             metadata,
             body,
             payload,
             ring_bytes,
-            RingLocation(*location),
+            RingLocation(*location) if ring_bytes else NO_LOCATION,
             cpu,
             others_before,
         )
@@ -259,7 +271,8 @@ class Connection:
             write_tensors(block, large, ALIGNMENT)
             if flags:
                 block[large_bytes:], parts = b"".join(parts), []
-        synchronize_stream(device)
+        if device is not None:
+            synchronize_stream(device)
         # The receiver attaches the ring by the location in the same frame.
         if location is not NO_LOCATION and (ring_fd := self._ring_writer.fd_to_send()) is not None:
             flags, fds = flags | _HAS_RING_FD, [ring_fd, *fds]
@@ -414,6 +427,9 @@ class Connection:
 
     def _read_payload(self, header: _Header) -> tuple[bytes, list[Tensor]]:
         """Copy the body and the tensors out of the frame and the ring buffer, and release the ring's memory."""
+        text_end = header.metadata + header.body
+        if not header.tensors and not header.ring_bytes:  # a body alone
+            return bytes(self._view[_HEADER.size : _HEADER.size + text_end]), []
         block = self._ring_reader.block(header.location, header.ring_bytes) if header.ring_bytes else _EMPTY
         if header.flags & _PAYLOAD_IN_RING:
             large_bytes = header.ring_bytes - header.payload
@@ -422,14 +438,16 @@ class Connection:
         else:
             payload = self._view[_HEADER.size : _HEADER.size + header.payload]
             payload_address = self._buffer_address + _HEADER.size
-        text_end = header.metadata + header.body
         text = bytes(payload[:text_end])
         tensors: list[Tensor] = []
         inline_offset, block_offset, block_address = align(text_end, INLINE_ALIGNMENT), 0, address_of(block)
         decoded = decode_metadata(text[: header.metadata], header.tensors)
-        device_receiver = self.receiver if any(metadata.on_accelerator for metadata in decoded) else None
+        device_receiver = self.receiver
         if device_receiver is not None:
-            self._ring_reader.pin(device_receiver.device)
+            if any(metadata.on_accelerator for metadata in decoded):
+                self._ring_reader.pin(device_receiver.device)
+            else:
+                device_receiver = None
         for metadata in decoded:
             receiver = device_receiver if metadata.on_accelerator else None
             if metadata.nbytes <= MAX_INLINE_TENSOR:
@@ -438,7 +456,8 @@ class Connection:
             else:
                 tensors.append(read_tensor(block, block_address, block_offset, metadata, receiver))
                 block_offset += align(metadata.nbytes)
-        synchronize_stream(None if device_receiver is None else device_receiver.device)
+        if device_receiver is not None:
+            synchronize_stream(device_receiver.device)
         if header.ring_bytes:
             self._ring_reader.release(header.location)
         return text[header.metadata :], tensors
@@ -461,6 +480,11 @@ def _encode_kind(kind: str) -> bytes:
     if not 0 < len(kind) <= 16:
         raise EngineError(f"message kind {kind!r} does not have 1 to 16 characters.")
     return kind.encode("ascii")
+
+
+@lru_cache(maxsize=64)
+def _decode_kind(kind: bytes) -> str:
+    return kind.rstrip(b"\0").decode("ascii")
 
 
 def _deadline(timeout: float | None) -> float | None:

@@ -18,6 +18,7 @@ from instep.errors import EngineError
 
 INLINE_ALIGNMENT = 16
 """Alignment of small tensors in the payload, and of the payload in the frame. Complex numbers need it."""
+_CPU = torch.device("cpu")
 _MEMMOVE_BYTES = 4 << 20
 """Size up to which this thread copies alone. Waking torch's threads would take longer."""
 
@@ -77,7 +78,10 @@ def decode_metadata(data: bytes, count: int) -> tuple[TensorMetadata, ...]:
 def tensor_bytes(tensor: Tensor, nbytes: int) -> bytes:
     """The data of a small tensor as contiguous bytes, padded to `INLINE_ALIGNMENT`."""
     if not _is_contiguous_cpu(tensor):
-        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+        tensor = tensor.detach()
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        tensor = tensor.contiguous().cpu()
     return ctypes.string_at(tensor.data_ptr(), nbytes).ljust(align(nbytes, INLINE_ALIGNMENT), b"\0")
 
 
@@ -110,7 +114,7 @@ def read_tensor(
         raise ValueError("tensors longer than the message")
     if receiver is not None and nbytes:
         return receiver.copy_to_device(_view_as_tensor(buffer, offset, dtype, shape))
-    tensor = torch.empty(shape, dtype=dtype, device="cpu" if receiver is None else receiver.device)
+    tensor = torch.empty(shape, dtype=dtype, device=_CPU if receiver is None else receiver.device)
     if nbytes <= _MEMMOVE_BYTES:
         ctypes.memmove(tensor.data_ptr(), base + offset, nbytes)
     else:
