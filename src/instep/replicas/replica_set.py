@@ -169,6 +169,11 @@ class ReplicaSet:
         """End a call. Later changes of shared containers are the user's."""
         self._running = False
 
+    @property
+    def will_save_values(self) -> bool:
+        """Whether the next `sync` saves values of parameters, which then must not change before the call."""
+        return self._value_checks.is_due
+
     def prefetch_changes(self) -> None:
         """Find the changes of the source ahead of the next `sync`."""
         self._prefetched_changes = self.find_source_changes()

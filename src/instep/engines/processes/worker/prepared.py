@@ -20,7 +20,7 @@ from instep.engines.base import RUN_PREPARED_FORWARD, run_prepared_forward
 from instep.engines.processes.messages import ForwardReply, PrepareRequest
 from instep.engines.processes.worker.module import WorkerModule
 from instep.engines.processes.worker.rng import seed_python_rng
-from instep.replicas.replica import ReplicaResult
+from instep.replicas.replica import Replica, ReplicaResult
 from instep.runtime.ambient import AmbientState
 from instep.runtime.rng import CallerRng, ReplicaRng, stream_seed, supports_thread_streams
 
@@ -42,6 +42,10 @@ class RetainedCall:
     """The random streams of the forward; None if a prepared forward drew nothing."""
     index: int
     prepared: PreparedCall | None = None
+
+
+_NO_GROUP: Any = None
+"""The group of a context until a request comes."""
 
 
 class PreparedRng:
@@ -84,24 +88,47 @@ class PreparedCall:
         self.ambient: AmbientState = request.ambient.decode()
         self.rng = PreparedRng(index, request.num_replicas)
         self._info = ReplicaInfo(index, request.num_replicas, module.device, sizes[index], sum(sizes[:index]))
+        self._next: tuple[Replica, ReplicaContext] | None = None
+        """The replica and the context of the next forward, if it was prepared."""
         self._replica_tensors: list[Tensor] | None = None
         self._leaves: list[Tensor]
         self._slots: list[Tensor] | None
+
+    @property
+    def is_forward_prepared(self) -> bool:
+        """Whether `prepare_forward` has prepared the next forward."""
+        return self._next is not None
+
+    def prepare_forward(self, module: WorkerModule) -> None:
+        """Do what the next forward needs and what does not depend on its request."""
+        self._next = (
+            (replica := module.sync_replica(self.request.replica_index)),
+            ReplicaContext(
+                _NO_GROUP,
+                self._info,
+                self.request.shard_sizes,
+                self.ambient.grad_enabled,
+                RUN_PREPARED_FORWARD,
+                sync_batchnorm=bool(getattr(replica.patch, "enabled", False)),
+                statistics_written=replica.statistics_written,
+            ),
+        )
+
+    def discard_preparation(self, module: WorkerModule) -> None:
+        """Forget what `prepare_forward` did."""
+        if self._next is not None:
+            self._next = None
+            module.replica_set.finish_call()
 
     def run_forward(
         self, module: WorkerModule, group: Group, values: Sequence[Any], rng: ReplicaRng
     ) -> tuple[ReplicaResult, ReplicaContext]:
         """Run a forward with these arguments, positional ones first. Raises its exception."""
-        request, replica = self.request, module.sync_replica(self.request.replica_index)
-        context = ReplicaContext(
-            group,
-            self._info,
-            request.shard_sizes,
-            self.ambient.grad_enabled,
-            RUN_PREPARED_FORWARD,
-            sync_batchnorm=bool(getattr(replica.patch, "enabled", False)),
-            statistics_written=replica.statistics_written,
-        )
+        if self._next is None:
+            self.prepare_forward(module)
+        assert self._next is not None
+        request, (replica, context), self._next = self.request, self._next, None
+        context.group = group
         args, names = list(values[: request.num_positional]), request.keywords
         kwargs = dict(zip(names, values[request.num_positional :], strict=True)) if names else {}
         run = self.ambient.context_vars.copy().run

@@ -103,6 +103,8 @@ class WorkerServer:
         self._deferred_errors, self._foreign_leaves = DeferredErrors(), ForeignLeaves()
         self._last_module: WorkerModule | None = None
         """The module of the last message if that was a call; its replica was prepared for the next one."""
+        self._last_prepared: PreparedCall | None = None
+        """The prepared call of that message, if it was one."""
         self._must_exit = False
         """Whether other replicas wait for this one on their device, and it cannot release them."""
         self._busy_device: torch.device | None = None
@@ -276,17 +278,34 @@ class WorkerServer:
 
     def prepare_next(self) -> None:
         """Prepare the next call of the same module, after the reply was sent."""
-        if self._last_module is None:
+        module, prepared = self._last_module, self._last_prepared
+        if module is None:
             return
         try:
-            self._last_module.replica_set.prefetch_changes()
+            module.replica_set.prefetch_changes()
+            if prepared is not None and not module.replica_set.will_save_values:
+                self._begin_prepared(prepared)
+                prepared.prepare_forward(module)
         except Exception:  # the next call raises it
             self._discard_preparation()
 
     def _discard_preparation(self) -> None:
+        self._discard_next_forward(None)
         if self._last_module is not None:
             self._last_module.replica_set.discard_prefetched()
             self._last_module = None
+
+    def _discard_next_forward(self, prepared: PreparedCall | None) -> None:
+        """Forget the preparation for the forward of another prepared call."""
+        if self._last_prepared is not None and self._last_prepared is not prepared:
+            if self._last_module is not None:
+                self._last_prepared.discard_preparation(self._last_module)
+            self._last_prepared = None
+
+    def _begin_prepared(self, prepared: PreparedCall) -> None:
+        """Set what a prepared forward needs and earlier calls may have changed."""
+        set_spin_wait(prepared.request.num_replicas)
+        self._ambient.apply_settings(prepared.request.ambient.process)
 
     def _prepare(self, message: Message) -> None:
         request, _ = self._channel.decode(message)
@@ -303,10 +322,11 @@ class WorkerServer:
         module = self._modules[request.module_id]
         if module is not self._last_module:
             self._discard_preparation()
-        set_spin_wait(request.num_replicas)
+        self._discard_next_forward(prepared)
         if any(fields.released):
             self._release(*fields.released)
-        self._ambient.apply_settings(request.ambient.process)
+        if not prepared.is_forward_prepared:
+            self._begin_prepared(prepared)
         rng = prepared.rng.begin_forward(fields.seed, fields.python_seed)
         written_arguments = module.watch_arguments(request.method, arguments)
         group = WorkerRendezvous(self._channel, self._inbox, message.call_id, request.num_replicas)
@@ -333,7 +353,7 @@ class WorkerServer:
                 self._foreign_leaves.check_outputs(backward_roots(reply, result), self._channel.registry.namespaces)
             record_draws(reply, rng)
             outputs = self._send_forward_reply(message.call_id, reply, module, arguments, grad=ambient.grad_enabled)
-        self._last_module = module
+        self._last_module, self._last_prepared = module, prepared
         if outputs and ambient.grad_enabled:
             replica = module.replica_set.replicas[0]
             graph = ReplicaGraph([], [], [], replica.tensors.guard, replica.name, context)
@@ -384,6 +404,7 @@ class WorkerServer:
         module = self._modules[request.module_id]
         if module is not self._last_module:
             self._discard_preparation()
+        self._discard_next_forward(None)
         set_spin_wait(request.num_replicas, on_accelerator=module.device.type != "cpu")
         self._release(*request.released)
         ambient = self._ambient.apply(request.ambient)
@@ -670,7 +691,7 @@ class WorkerServer:
         if not fields.retain_graph:
             for number in fields.outputs:
                 del retained.outputs[number]
-        self._last_module = module
+        self._last_module, self._last_prepared = module, prepared
 
     def _find_backward_collectives(self, message: Message) -> None:
         """Reply with the collectives that a backward from some outputs would reach."""
