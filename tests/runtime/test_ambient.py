@@ -5,7 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,7 @@ from torch import Tensor, nn
 
 import instep
 from instep.engines.thread_pool import is_replica_thread, set_replica_thread
-from instep.runtime.ambient import AmbientState
+from instep.runtime.ambient import AmbientState, CpuState
 
 
 def settings() -> dict[str, Any]:
@@ -272,3 +277,59 @@ def test_a_call_that_runs_again_is_in_the_callers_autocast(wrap: Any, engine: st
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             assert model(x).dtype is torch.bfloat16
+
+
+def _set_and_reset(set_value: Any, value: Any, before: Any) -> Any:
+    @contextmanager
+    def changed() -> Iterator[None]:
+        set_value(value)
+        try:
+            yield
+        finally:
+            set_value(before)
+
+    return changed
+
+
+CPU_STATES: dict[str, Any] = {
+    "grad mode": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast that is off": lambda: torch.autocast("cpu", enabled=False),
+    "autocast of another device": _set_and_reset(partial(torch.set_autocast_enabled, "cuda"), True, False),
+    "autocast dtype of another device": _set_and_reset(
+        partial(torch.set_autocast_dtype, "cuda"), torch.bfloat16, torch.float16
+    ),
+    "autocast cache": _set_and_reset(torch.set_autocast_cache_enabled, False, True),
+    "autocast dtype": _set_and_reset(partial(torch.set_autocast_dtype, "cpu"), torch.float16, torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+    "default dtype": _set_and_reset(torch.set_default_dtype, torch.float64, torch.float32),
+    "saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+    "deterministic": _set_and_reset(torch.use_deterministic_algorithms, True, False),
+    "deterministic, warn": _set_and_reset(torch.set_deterministic_debug_mode, 1, 0),
+    "precision": _set_and_reset(torch.set_float32_matmul_precision, "medium", "highest"),
+    "threads": _set_and_reset(torch.set_num_threads, 3, torch.get_num_threads()),
+    "anomaly": torch.autograd.detect_anomaly,
+    "warnings": warnings.catch_warnings,
+    "replica": _set_and_reset(set_replica_thread, True, False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*Anomaly Detection:UserWarning")
+@pytest.mark.parametrize("name", CPU_STATES)
+def test_another_state_of_the_thread_is_noticed(name: str) -> None:
+    threads, state = torch.get_num_threads(), CpuState()
+    assert state.is_current()
+    with CPU_STATES[name]():
+        if name == "warnings":
+            warnings.filterwarnings("ignore", "something")
+        assert not state.is_current()
+        assert CpuState().is_current()
+    torch.set_num_threads(threads)
+    assert state.is_current()
+
+
+def test_the_state_of_another_thread_is_not_current() -> None:
+    state = CpuState()
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(state.is_current).result()

@@ -224,6 +224,7 @@ class CpuState:
             threading.get_ident(),
             torch.is_inference_mode_enabled(),
             _autocast_nesting(),
+            *map(torch.get_autocast_dtype, _AUTOCAST_DEVICE_TYPES),  # torch's guard ignores them where autocast is off
             default_device(),
             saved_tensor_hooks(),
             has_no_saved_tensor_hooks(),

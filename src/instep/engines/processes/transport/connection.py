@@ -278,10 +278,12 @@ class Connection:
             flags, fds = flags | _HAS_RING_FD, [ring_fd, *fds]
         lengths = len(tensors), len(metadata), len(body), payload, ring_bytes
         fields = _MAGIC, flags, len(fds), _encode_kind(kind), call_id, *lengths, *location, current_cpu()
-        if fds or not self._put_frame([_HEADER.pack(*fields, self._frames_sent), *parts]):
-            before = 0 if self._outbox is None else self._outbox.count
-            self._send_frame([_HEADER.pack(*fields, before), *parts], fds, timeout)
-            self._frames_sent += 1
+        # Data in a ring is read in the order of the frames in the socket, which a mailbox may overtake.
+        in_ring = location is not NO_LOCATION
+        if fds or in_ring or not self._put_frame([_HEADER.pack(*fields, self._frames_sent), *parts]):
+            self._frames_sent += 1  # first: too large a number does no harm after an interruption
+            puts_before = 0 if self._outbox is None else self._outbox.num_sent
+            self._send_frame([_HEADER.pack(*fields, puts_before), *parts], fds, timeout)
         self.bytes_transferred += _HEADER.size + large_bytes + payload
 
     def _put_frame(self, frame: Sequence[bytes]) -> bool:
@@ -328,6 +330,9 @@ class Connection:
             try:
                 length, fds, flags = self._receive_frame()
             except BlockingIOError:
+                if self._next is not None:  # those before it were lost in an interruption, or not sent
+                    self._frames_received = self._frames_before_next
+                    continue
                 if peer_exited:
                     raise ConnectionClosed("the peer exited") from None
                 events = self._wait(deadline)
@@ -339,6 +344,9 @@ class Connection:
             except OSError as error:
                 raise self._closed_error(error) from None
             else:
+                if not length and self._next is not None:
+                    self._frames_received = self._frames_before_next
+                    continue
                 if not length:
                     raise ConnectionClosed("the peer closed the connection")
                 if length != len(_WAKE_UP) or self._buffer[:length] != _WAKE_UP:
@@ -364,10 +372,13 @@ class Connection:
             memory = SharedMemory.attach(message.fds[0], 2 * _MAILBOX_BYTES, writable=True)
             self._use_mailboxes(memory, 1)
             return None
-        if self._inbox is not None and puts_before > self._inbox.count:
-            self._next, self._frames_before_next = message, self._frames_received
-            return self._decode(self._inbox.take(self._view), [], 0)[0]
-        return message
+        inbox, earlier = self._inbox, self._next  # the latter is from the mailbox
+        if inbox is not None and puts_before > inbox.num_received:
+            earlier = self._decode(inbox.take(self._view), [], 0)[0]
+        elif inbox is None or earlier is None or puts_before < inbox.num_received:
+            return message
+        self._next, self._frames_before_next = message, self._frames_received
+        return earlier
 
     def _wait(self, deadline: float | None) -> list[tuple[int, int]] | None:
         """Wait for a message. Returns the events of the socket and of the peer's exit, or None if there is nothing."""

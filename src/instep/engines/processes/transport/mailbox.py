@@ -28,20 +28,31 @@ class Mailbox:
         self._content = view[_HEADER_BYTES:]
         self._capacity = nbytes - _HEADER_BYTES
         self._fence = MemoryFence()
-        self.count = 0
-        """The number of messages sent or received by this end."""
+
+    @property
+    def num_sent(self) -> int:
+        """The number of messages that the sender has sent."""
+        return self._words[_SENT]
+
+    @property
+    def num_received(self) -> int:
+        """The number of messages that the receiver has received."""
+        return self._words[_RECEIVED]
 
     def put(self, parts: Sequence[bytes]) -> bool:
-        """Send a message. Returns False, and sends none, if it is too large or the last one was not received yet."""
+        """Send a message. Returns False, and sends none, if it is too large or the last one was not received yet.
+
+        If this is interrupted, the message was sent, or it was not.
+        """
         words, content = self._words, b"".join(parts)
-        nbytes = len(content)
-        if words[_RECEIVED] != self.count or nbytes > self._capacity:
+        number, nbytes = words[_SENT], len(content)
+        if words[_RECEIVED] != number or nbytes > self._capacity:
             return False
+        self._fence()
         self._content[:nbytes] = content
         words[_NBYTES] = nbytes
         self._fence()
-        self.count += 1
-        words[_SENT] = self.count
+        words[_SENT] = number + 1
         self._fence()
         return True
 
@@ -51,7 +62,7 @@ class Mailbox:
 
     def has_message(self) -> bool:
         """Whether a message can be taken."""
-        return self._words[_SENT] != self.count
+        return self._words[_SENT] != self._words[_RECEIVED]
 
     def take(self, buffer: memoryview) -> int:
         """Receive a message into a buffer. Returns its size."""
@@ -60,8 +71,7 @@ class Mailbox:
         nbytes = words[_NBYTES]
         buffer[:nbytes] = self._content[:nbytes]
         self._fence()
-        self.count += 1
-        words[_RECEIVED] = self.count
+        words[_RECEIVED] += 1
         return nbytes
 
     def set_asleep(self, asleep: bool) -> None:
