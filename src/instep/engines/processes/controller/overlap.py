@@ -6,6 +6,7 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -102,8 +103,17 @@ class OverlappedSum:
         self._sums = self._start_sums(replicas)
         if not self._sums:
             return
+        with ExitStack() as stack:
+            waiting = {}
+            for worker in self._workers:
+                connection = worker.call.client.worker.connection
+                if not stack.enter_context(connection.readable_for_all()):
+                    waiting[connection.fileno()] = worker
+            self._add_until_replied(waiting)
+
+    def _add_until_replied(self, waiting: dict[int, _ExpectedWorker]) -> None:
+        """Add chunks until the workers in `waiting`, by the descriptor of their connection, have replied."""
         doorbells = {worker.doorbell.fd: number for number, worker in enumerate(self._workers)}
-        waiting = {worker.call.client.worker.connection.fileno(): worker for worker in self._workers}
         poll = select.poll()
         for fd in (*doorbells, *waiting):
             poll.register(fd, select.POLLIN)

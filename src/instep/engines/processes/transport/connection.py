@@ -13,7 +13,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -197,7 +198,24 @@ class Connection:
         """Receives tensors that were sent from an accelerator. Without one they are received on the CPU."""
 
     def fileno(self) -> int:
+        """The socket's descriptor. It becomes readable for messages that are sent in `readable_for_all`."""
         return self._sock.fileno()
+
+    @contextmanager
+    def readable_for_all(self) -> Iterator[bool]:
+        """Context manager in which each new message makes the socket readable, also those in the mailbox.
+
+        Yields whether there is a message already.
+        """
+        inbox = self._inbox
+        if inbox is None:
+            yield False
+            return
+        inbox.set_asleep(True)
+        try:
+            yield self._next is not None or inbox.has_message()
+        finally:
+            inbox.set_asleep(False)
 
     def close(self) -> None:
         """Close this end. In a forked child this closes the child's copy only."""
