@@ -168,12 +168,14 @@ class OneDevice:
     def _for_module(
         self, method: str, shares_max_norm_weight: bool, holds_any: Callable[[Sequence[Any]], bool]
     ) -> Reason | None:
-        mode = self.mode(method)
         if shares_max_norm_weight:
             return MAX_NORM_EMBEDDING
         # Replicas show modules that are not registered.
         if self._replicas.generation != self._hook_free_generation and (reason := self._find_user_hook()):
             return reason
+        if not self._caller_only and not self._remembered:
+            return None
+        mode = self.mode(method)
         if self._caller_only and holds_any(self._caller_only.get(mode, ())):
             return CALLER_ONLY_OBJECT.without_warning()
         return self._remembered.get(mode)

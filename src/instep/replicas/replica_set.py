@@ -70,6 +70,8 @@ class ReplicaSet:
         self.generation = 0
         """Incremented when the modules of the source are tracked anew."""
         self._running = False
+        self._has_copies = False
+        """Whether replicas have copies of parameters, which `sync` updates."""
         self.fingerprint = ConfigFingerprint()
         self._shared_object_changed = False
         """Whether an object that the replicas share was changed since the last call."""
@@ -96,9 +98,10 @@ class ReplicaSet:
                 for replica in self.replicas:
                     replica.on_shared_object_changed()
             self._shared_object_changed = False
-        self._refresh_graph_copies()
-        if not self.frozen:
-            self._send_parameters()
+        if self._has_copies:
+            self._refresh_graph_copies()
+            if not self.frozen:
+                self._send_parameters()
         self._saved_values = self._save_values()
         self._version_detector.reset()
         self._running = True
@@ -297,6 +300,8 @@ class ReplicaSet:
 
     def _track_source(self) -> None:
         self.generation += 1
+        shared = (ParameterSharing.ALIAS, ParameterSharing.SOURCE)
+        self._has_copies = bool(self._private_weights) or any(sharing not in shared for sharing in self.sharing)
         self._shared_max_norm_weight = bool(self._private_weights) and is_weight_shared(
             self.replicas[0].source_modules, self._private_weights
         )
