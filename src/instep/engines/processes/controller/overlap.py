@@ -15,6 +15,7 @@ from torch import Tensor
 from instep.autograd.bridge import Gradients, ReplicaGraph
 from instep.collectives.buckets import is_dense_pair
 from instep.engines.processes.controller.replay import ReplayableCall
+from instep.engines.processes.transport.connection import Connection
 from instep.engines.processes.transport.doorbell import MIN_GRADIENT_BYTES, Doorbell, GradientChunk
 from instep.errors import EngineError
 from instep.runtime.affinity import spin_poll
@@ -63,6 +64,11 @@ class _ExpectedWorker(NamedTuple):
     positions: dict[int, int]
     """By the tensor index of a large parameter: its position among the sources."""
 
+    @property
+    def connection(self) -> Connection:
+        """The connection to the worker."""
+        return self.call.client.worker.connection
+
 
 class LateGradient(NamedTuple):
     """A gradient that a worker produced after it had signalled one for the same parameter."""
@@ -103,12 +109,10 @@ class OverlappedSum:
         self._sums = self._start_sums(replicas)
         if not self._sums:
             return
+        waiting = {worker.connection.fileno(): worker for worker in self._workers}
         with ExitStack() as stack:
-            waiting = {}
             for worker in self._workers:
-                connection = worker.call.client.worker.connection
-                if not stack.enter_context(connection.readable_for_all()):
-                    waiting[connection.fileno()] = worker
+                stack.enter_context(worker.connection.wake_ups())
             self._add_until_replied(waiting)
 
     def _add_until_replied(self, waiting: dict[int, _ExpectedWorker]) -> None:
@@ -128,6 +132,9 @@ class OverlappedSum:
                     ready.extend((worker, chunk) for chunk in self._workers[worker].doorbell.poll())
                 elif waiting.pop(fd, None) is not None:
                     poll.unregister(fd)
+            for fd in [fd for fd, worker in waiting.items() if worker.connection.has_mail()]:
+                del waiting[fd]
+                poll.unregister(fd)
             if waiting:  # after the last reply, `finish` is faster: it uses several threads
                 for _ in range(min(_CHUNKS_PER_POLL, len(ready))):
                     self._add_chunk(*ready.popleft())

@@ -198,24 +198,25 @@ class Connection:
         """Receives tensors that were sent from an accelerator. Without one they are received on the CPU."""
 
     def fileno(self) -> int:
-        """The socket's descriptor. It becomes readable for messages that are sent in `readable_for_all`."""
+        """The socket's descriptor. It is also readable for messages in the mailbox if they are sent in `wake_ups`."""
         return self._sock.fileno()
 
     @contextmanager
-    def readable_for_all(self) -> Iterator[bool]:
-        """Context manager in which each new message makes the socket readable, also those in the mailbox.
-
-        Yields whether there is a message already.
-        """
+    def wake_ups(self) -> Iterator[None]:
+        """Context manager in which messages in the mailbox make the socket readable, unless another thread receives."""
         inbox = self._inbox
         if inbox is None:
-            yield False
+            yield
             return
         inbox.set_asleep(True)
         try:
-            yield self._next is not None or inbox.has_message()
+            yield
         finally:
             inbox.set_asleep(False)
+
+    def has_mail(self) -> bool:
+        """Whether a message was received already or is in the mailbox."""
+        return self._next is not None or (self._inbox is not None and self._inbox.has_message())
 
     def close(self) -> None:
         """Close this end. In a forked child this closes the child's copy only."""
