@@ -155,9 +155,10 @@ class PreparedCalls:
             return
         if not self._on_cpu or self._lost_runs >= _MAX_LOST_RUNS or call.ambient.compiler is not None:
             return
-        prepared.run, prepared.other_states = engine.prepare(call, results), 0
-        if prepared.run is not None:  # without the context variables of this call
+        run, prepared.other_states = engine.prepare(call, results), 0
+        if run is not None:  # without the context variables of this call
             prepared.cpu_state, prepared.ambient = CpuState(), replace(call.ambient, context_vars=Context())
+        prepared.run = run  # last: an interruption may come before
 
     def record(
         self,

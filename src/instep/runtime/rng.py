@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from instep.runtime.ambient import register_thread_local
+from instep.runtime.locks import ForkSafeLock
 from instep.runtime.modes import CombinedContext
 from instep.runtime.torch_private import (
     is_rng_dispatch_enabled,
@@ -28,7 +29,7 @@ from instep.runtime.torch_private import (
     set_rng_dispatch,
 )
 
-_seed_lock = threading.Lock()
+_seed_lock = ForkSafeLock()
 
 
 class CallerGenerator:

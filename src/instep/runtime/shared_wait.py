@@ -30,8 +30,8 @@ class MemoryFence:
         release that an acquire follows.
         """
         for _ in range(2):
-            self._lock.acquire()
-            self._lock.release()
+            with self._lock:  # an interruption leaves it released
+                pass
 
 
 def wait_until(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import os
+import random
 import signal
 import time
 import warnings
@@ -387,6 +388,67 @@ def test_checkpoints_and_nested_backwards_in_some_calls_only(runs: list[str]) ->
         for value in (10.0, -10.0, 1.0):
             check_step(model, plain, torch.full((6, 4), value))
         assert runs == ["forward", "backward"] * 3
+
+
+class DrawsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * torch.rand_like(gradient)
+
+
+class Noisy(Net):
+    def finish(self, hidden: Tensor) -> Tensor:
+        return super().finish(DrawsInBackward.apply(hidden))  # type: ignore[no-untyped-call]
+
+
+def test_draws_of_several_backwards_of_one_graph(runs: list[str]) -> None:
+    """The second backward continues the stream of the first, and other graphs have streams of their own."""
+    results = []
+    for enabled in (True, False):
+        torch.manual_seed(0)
+        net, found = Noisy(), []
+        with wrap(net, probe=False) as model:
+            model._instep_runner.prepared_calls.enabled = enabled
+            for _ in range(6):
+                first, second = (model(torch.ones(6, 4)).sum() for _ in range(2))
+                for loss, retain in ((first, True), (second, True), (first, False), (second, False)):
+                    net.zero_grad()
+                    loss.backward(retain_graph=retain)
+                    found += [*(p.grad.clone() for p in net.parameters() if p.grad is not None), torch.rand(1)]
+        results.append(found)
+        assert ("forward" in runs) is enabled
+        runs.clear()
+    assert all(map(torch.equal, *results))
+
+
+def test_interruptions_at_any_time(runs: list[str]) -> None:
+    """After each of them the wrapper gives the results of the plain module."""
+    net = Net()
+    plain, x = copy.deepcopy(net), torch.randn(6, 4)
+    generator = random.Random(0)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with wrap(net) as model:
+            warm_up(model, plain, runs)
+            for _ in range(60):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-4, 1e-2))
+                    while True:
+                        model(x).sum().backward()
+                except KeyboardInterrupt:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                check_step(model, plain, x)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Failing(Net):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -52,8 +54,12 @@ def test_a_mailbox_holds_one_message() -> None:
         assert not receiver.has_message()
     assert not sender.put([bytes(4096)])
     assert sender.num_sent == receiver.num_received == 3
-    receiver.set_asleep(True)
-    assert sender.is_receiver_asleep()
+    for _ in range(2):  # two threads
+        receiver.begin_sleep()
+        assert sender.is_receiver_asleep()
+    for is_asleep in (True, False):
+        receiver.end_sleep()
+        assert sender.is_receiver_asleep() is is_asleep
 
 
 def uses_socket(connection: Connection) -> bool:
@@ -159,6 +165,46 @@ def test_a_message_that_an_interruption_has_lost(pair: Pair) -> None:
     left.send("small", 3)
     left.send("large", 4, bytes(100_000))
     assert [received(right).call_id for _ in range(2)] == [3, 4]
+
+
+def test_messages_around_one_that_was_not_sent(pair: Pair) -> None:
+    """The receiver looks into the mailbox while it waits for the message in the socket."""
+    left, right = pair
+    left._frames_sent += 1
+    left.send("small", 1)
+    assert right._next_in_memory() is None
+    left.send("small", 2)
+    left.send("large", 3, bytes(100_000))
+    left.send("large", 4, bytes(100_000))
+    assert [received(right).call_id for _ in range(4)] == [1, 2, 3, 4]
+
+
+def test_a_message_that_is_sent_while_the_receiver_looks_into_the_socket(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = pair
+    receive_frame = right._receive_frame
+
+    def send_and_close() -> Any:
+        left.send("last", 1)
+        left.close()
+        return receive_frame()
+
+    monkeypatch.setattr(right, "_receive_frame", send_and_close)
+    assert received(right).call_id == 1
+
+
+def test_wake_ups_while_another_thread_receives(pair: Pair) -> None:
+    left, right = pair
+    right.begin_wake_ups()
+    with ThreadPoolExecutor(1) as pool:
+        task = pool.submit(right.receive, 30)
+        left.send("one", 1)
+        assert task.result() is not None
+    left.send("two", 2)
+    assert select.select([right], [], [], 10)[0]
+    right.end_wake_ups()
+    assert received(right).call_id == 2
 
 
 def test_mailboxes_are_opened_once(pair: Pair) -> None:

@@ -6,7 +6,6 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -110,10 +109,15 @@ class OverlappedSum:
         if not self._sums:
             return
         waiting = {worker.connection.fileno(): worker for worker in self._workers}
-        with ExitStack() as stack:
+        begun: list[Connection] = []
+        try:
             for worker in self._workers:
-                stack.enter_context(worker.connection.wake_ups())
+                worker.connection.begin_wake_ups()
+                begun.append(worker.connection)
             self._add_until_replied(waiting)
+        finally:
+            for connection in begun:
+                connection.end_wake_ups()
 
     def _add_until_replied(self, waiting: dict[int, _ExpectedWorker]) -> None:
         """Add chunks until the workers in `waiting`, by the descriptor of their connection, have replied."""

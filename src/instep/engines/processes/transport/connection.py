@@ -13,8 +13,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -181,9 +181,10 @@ class Connection:
         self._inbox: Mailbox | None = None
         self._frames_sent = self._frames_received = 0
         """Messages through the socket."""
-        self._next: Message | None = None
-        """A message that was received before others that were sent earlier."""
-        self._frames_before_next = 0
+        self._held: deque[Message] = deque()
+        """Messages that were received before others that were sent earlier, in the order of sending."""
+        self._frames_before_held = 0
+        """The number of messages through the socket that were sent before the first of them."""
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         if peer_pidfd is not None:
@@ -198,25 +199,22 @@ class Connection:
         """Receives tensors that were sent from an accelerator. Without one they are received on the CPU."""
 
     def fileno(self) -> int:
-        """The socket's descriptor. It is also readable for messages in the mailbox if they are sent in `wake_ups`."""
+        """The socket's descriptor. Between `begin_wake_ups` and `end_wake_ups` all new messages make it readable."""
         return self._sock.fileno()
 
-    @contextmanager
-    def wake_ups(self) -> Iterator[None]:
-        """Context manager in which messages in the mailbox make the socket readable, unless another thread receives."""
-        inbox = self._inbox
-        if inbox is None:
-            yield
-            return
-        inbox.set_asleep(True)
-        try:
-            yield
-        finally:
-            inbox.set_asleep(False)
+    def begin_wake_ups(self) -> None:
+        """Let messages in the mailbox make the socket readable, unless another thread receives them first."""
+        if self._inbox is not None:
+            self._inbox.begin_sleep()
+
+    def end_wake_ups(self) -> None:
+        """End what `begin_wake_ups` began."""
+        if self._inbox is not None:
+            self._inbox.end_sleep()
 
     def has_mail(self) -> bool:
         """Whether a message was received already or is in the mailbox."""
-        return self._next is not None or (self._inbox is not None and self._inbox.has_message())
+        return bool(self._held) or (self._inbox is not None and self._inbox.has_message())
 
     def close(self) -> None:
         """Close this end. In a forked child this closes the child's copy only."""
@@ -349,8 +347,8 @@ class Connection:
             try:
                 length, fds, flags = self._receive_frame()
             except BlockingIOError:
-                if self._next is not None:  # those before it were lost in an interruption, or not sent
-                    self._frames_received = self._frames_before_next
+                if self._held:  # those before were lost in an interruption, or not sent
+                    self._frames_received = self._frames_before_held
                     continue
                 if peer_exited:
                     raise ConnectionClosed("the peer exited") from None
@@ -363,8 +361,8 @@ class Connection:
             except OSError as error:
                 raise self._closed_error(error) from None
             else:
-                if not length and self._next is not None:
-                    self._frames_received = self._frames_before_next
+                if not length and self.has_mail():
+                    self._frames_received = max(self._frames_received, self._frames_before_held)
                     continue
                 if not length:
                     raise ConnectionClosed("the peer closed the connection")
@@ -375,13 +373,11 @@ class Connection:
 
     def _next_in_memory(self) -> Message | None:
         """The next message, if it was received already or is in the mailbox."""
-        inbox = self._inbox
-        if self._next is None and inbox is not None and inbox.has_message():
-            self._next, self._frames_before_next = self._decode(inbox.take(self._view), [], 0)
-        if self._next is None or self._frames_before_next > self._frames_received:
-            return None
-        message, self._next = self._next, None
-        return message
+        held, inbox = self._held, self._inbox
+        if not held and inbox is not None and inbox.has_message():
+            message, self._frames_before_held = self._decode(inbox.take(self._view), [], 0)
+            held.append(message)
+        return held.popleft() if held and self._frames_before_held <= self._frames_received else None
 
     def _receive_message(self, length: int, fds: list[int], flags: int) -> Message | None:
         """The message in a frame; None if the connection itself is the receiver."""
@@ -391,13 +387,17 @@ class Connection:
             memory = SharedMemory.attach(message.fds[0], 2 * _MAILBOX_BYTES, writable=True)
             self._use_mailboxes(memory, 1)
             return None
-        inbox, earlier = self._inbox, self._next  # the latter is from the mailbox
-        if inbox is not None and puts_before > inbox.num_received:
-            earlier = self._decode(inbox.take(self._view), [], 0)[0]
-        elif inbox is None or earlier is None or puts_before < inbox.num_received:
+        held, inbox = self._held, self._inbox  # all that are held are from the mailbox
+        if inbox is None:
             return message
-        self._next, self._frames_before_next = message, self._frames_received
-        return earlier
+        if puts_before > inbox.num_received:
+            held.append(self._decode(inbox.take(self._view), [], 0)[0])
+        num_earlier = puts_before - (inbox.num_received - len(held))
+        if num_earlier <= 0:
+            return message
+        held.insert(num_earlier, message)
+        self._frames_before_held = self._frames_received
+        return held.popleft()
 
     def _wait(self, deadline: float | None) -> list[tuple[int, int]] | None:
         """Wait for a message. Returns the events of the socket and of the peer's exit, or None if there is nothing."""
@@ -410,11 +410,11 @@ class Connection:
             remaining = _remaining_ms(deadline)
         if inbox is None:
             return self._sleep(remaining)
-        inbox.set_asleep(True)
+        inbox.begin_sleep()
         try:
             return [] if inbox.has_message() else self._sleep(remaining)
         finally:
-            inbox.set_asleep(False)
+            inbox.end_sleep()
 
     def _sleep(self, milliseconds: float | None) -> list[tuple[int, int]] | None:
         if self.affinity is None:

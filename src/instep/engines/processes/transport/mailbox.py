@@ -1,11 +1,12 @@
 """Shared memory for one small message at a time, from one process to another that is likely to wait for it.
 
-A message through a socket costs each process a system call, and a process that waits by polling the socket another one
-for each look. Here a message is a number that changes in memory.
+A message through a socket costs each process a system call, and a process that polls the socket another one for each
+look. In a mailbox, the receiver reads a number in memory that the sender increments.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from instep.engines.processes.transport.shared_memory import SharedMemory
@@ -28,6 +29,8 @@ class Mailbox:
         self._content = view[_HEADER_BYTES:]
         self._capacity = nbytes - _HEADER_BYTES
         self._fence = MemoryFence()
+        self._sleep_lock = threading.Lock()
+        self._num_asleep = 0
 
     @property
     def num_sent(self) -> int:
@@ -42,7 +45,8 @@ class Mailbox:
     def put(self, parts: Sequence[bytes]) -> bool:
         """Send a message. Returns False, and sends none, if it is too large or the last one was not received yet.
 
-        If this is interrupted, the message was sent, or it was not.
+        After an interruption the message was either sent or not sent. If it was sent, `is_receiver_asleep` was perhaps
+        not asked: the next message wakes the receiver.
         """
         words, content = self._words, b"".join(parts)
         number, nbytes = words[_SENT], len(content)
@@ -74,7 +78,18 @@ class Mailbox:
         words[_RECEIVED] += 1
         return nbytes
 
-    def set_asleep(self, asleep: bool) -> None:
-        """Let the sender know whether it has to wake this process. Look for messages again before sleeping."""
-        self._words[_ASLEEP] = asleep
+    def begin_sleep(self) -> None:
+        """Make the sender wake this process for each message, until as many `end_sleep`.
+
+        Several threads may sleep. Look for messages again before sleeping.
+        """
+        with self._sleep_lock:
+            self._num_asleep += 1
+            self._words[_ASLEEP] = 1
         self._fence()
+
+    def end_sleep(self) -> None:
+        """End what `begin_sleep` began."""
+        with self._sleep_lock:
+            self._num_asleep -= 1
+            self._words[_ASLEEP] = self._num_asleep > 0

@@ -336,12 +336,12 @@ class WorkerServer:
         except BaseException:
             module.replica_set.restore_containers()
             raise
-        was_drawn = not rng.is_untouched or rng.caller.cpu.was_used()
+        may_have_drawn = not rng.is_untouched or rng.caller.cpu.was_used()
         written, written_globals = written_arguments(), self._channel.registry.modified_globals()
         outputs: dict[int, Tensor] | None = None
         if is_ordinary(module, result):
             reply = None
-            if not (was_drawn or written or written_globals or (ambient.grad_enabled and self._foreign_leaves)):
+            if not (may_have_drawn or written or written_globals or (ambient.grad_enabled and self._foreign_leaves)):
                 outputs = self._send_output(message.call_id, result.output, module, arguments)
             if outputs is None:
                 reply = ForwardReply(result.output, written_globals=written_globals)
@@ -349,6 +349,10 @@ class WorkerServer:
             reply = self._build_reply(module, result)
         if reply is not None:
             reply.written_arguments = written
+            # Views, because the arguments themselves would be sent as references to the parent's tensors.
+            reply.written_with_grad = {
+                i: arguments[i].view_as(arguments[i]) for i in written if arguments[i].requires_grad
+            }
             if ambient.grad_enabled and self._foreign_leaves:
                 self._foreign_leaves.check_outputs(backward_roots(reply, result), self._channel.registry.namespaces)
             record_draws(reply, rng)
@@ -364,7 +368,7 @@ class WorkerServer:
                 outputs,
                 arguments,
                 module.replica_tensors(),
-                rng if was_drawn else None,
+                None if rng.is_untouched else rng,
                 request.replica_index,
                 prepared,
             )
@@ -621,6 +625,7 @@ class WorkerServer:
             raise
         finally:
             module.stop_reports()
+            _keep_streams(retained, rng)
         if reducer is not None:
             reducer.start_rest()
         rng.advance()
@@ -677,11 +682,12 @@ class WorkerServer:
         except BaseException:
             take_gradients(leaves)
             raise
+        finally:
+            _keep_streams(retained, rng)
         column = take_gradients(leaves) if captured is None else captured
-        was_drawn = not rng.is_untouched
-        if was_drawn:
+        if retained.rng is not None:
             rng.advance()
-        if not was_drawn and prepared.store_gradients(column):
+        if not rng.caller.cpu.streams_used and prepared.store_gradients(column):
             self._channel.connection.send(messages.DONE, message.call_id)
         else:
             module.begin_backward(())
@@ -710,6 +716,12 @@ def _streams_of(retained: RetainedCall, seed: int) -> ReplicaRng:
         return retained.rng
     assert retained.prepared is not None
     return retained.prepared.rng.streams(seed)
+
+
+def _keep_streams(retained: RetainedCall, rng: ReplicaRng) -> None:
+    """Let later backwards of a retained call continue streams that this one has begun."""
+    if retained.rng is None and not rng.is_untouched:
+        retained.rng = rng
 
 
 def _may_recompute(graph: ReplicaGraph) -> bool:
